@@ -23,6 +23,7 @@ from torch import Tensor
 from fedsim.federation import spool
 from fedsim.recording.files import read_tensors, remove_rounds, remove_torn, write_bytes
 from fedsim.scenario import Scenario
+from fedsim.scenario.model import Privacy
 from fedsim.system import memory
 from fedsim.system.paths import from_home, opened, regular
 from fedsim.types import FedsimError, Tensors
@@ -165,6 +166,10 @@ def fingerprint(scenario: Scenario, stack: str) -> str:
     if scenario.training.weights is not None:
         with opened(from_home(scenario.training.weights), memory.limit()) as file:
             sections["weights"] = hashlib.file_digest(file, "sha256").hexdigest()
+    # The noise of an ε that is asked for follows from δ, and from what is counted. Fingerprints of
+    # scenarios that leave both as they are stay those of older checkpoints.
+    if scenario.privacy != Privacy():
+        sections["privacy"] = scenario.privacy.model_dump(mode="json")
     sections["defense"] = [ref.model_dump(mode="json") for ref in scenario.defenses[stack]]
     sections["federation"] = scenario.federation.model_dump(
         mode="json", exclude={"engine", "timeout", "checkpoint_every"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
@@ -121,7 +122,7 @@ class Client:
 
     def train(self, message: Message, context: Context) -> Message:
         """Train one round: update out; truth (if observed) and state stay."""
-        order = wire.read_order(message.content)
+        order = self.read_order(message)
         if order.probe:
             raise FedsimError("a training message asks for a probe; send it as train.probe")
         client = self.client(context)
@@ -131,7 +132,7 @@ class Client:
 
     def probe(self, message: Message, context: Context) -> Message:
         """Answer a probe that the scenario plans: update out, truth stays, state unchanged."""
-        order = wire.read_order(message.content)
+        order = self.read_order(message)
         client, schedule = self.client(context), self.workload.schedule
         if not (
             schedule.plans(order.round, order.probe) and client in schedule.observed(order.round)
@@ -152,12 +153,20 @@ class Client:
         loss = result.loss if self.workload.reports_loss else None
         return Message(wire.answer(result.update, loss), reply_to=message)
 
+    def read_order(self, message: Message) -> wire.Order:
+        """What `message` asks, at a model of the scenario's form, in its own order of tensors.
+
+        Raises:
+            MalformedError: a part is missing or of another form.
+        """
+        return wire.read_order(message.content, self._form)
+
     def compute(self, client: int, order: wire.Order) -> ClientResult:
         """What `client` releases to answer `order`; its truth and state are kept.
 
         Raises:
             FedsimError: the round is none of the scenario's, or the client has answered in it for
-                other weights.
+                other weights, or in a later one, or with other bytes.
         """
         if self._on_release:
             self._on_release()
@@ -170,9 +179,11 @@ class Client:
         if order.probe is None:
             self._look(client, order, memory)
         state = memory.before(round) if workload.remembers else {}
-        if workload.claims or workload.protocol:
-            inputs = [order.parameters, order.buffers, state]
-            memory.answer(asked(round, order.probe), inputs)
+        at = asked(round, order.probe)
+        # A node answers once, also behind noise of which nothing is proven.
+        once = bool(workload.claims or workload.protocol or self._on_release)
+        if once:
+            memory.answer(at, [order.parameters, order.buffers, state])
         result = workload.client_update(
             client,
             round,
@@ -189,6 +200,9 @@ class Client:
             update = replace(update, buffers={})
         if order.probe is None and client in workload.schedule.lookers(round):
             memory.save_sent(round, participant.sent(update, order.parameters, order.buffers))
+        if once:  # last: what is not noted may still have been lost, and is not repeated
+            numbers = torch.tensor([update.num_examples, result.loss or 0], dtype=torch.float64)
+            memory.note_release(at, [update.tensors, update.buffers, {"numbers": numbers}])
         return replace(result, update=update)
 
     def _keep_truth(self, client: int, order: wire.Order, result: ClientResult) -> None:
@@ -228,6 +242,12 @@ class Client:
                 f"{clients - 1}"
             )
         return client
+
+    @cached_property
+    def _form(self) -> tuple[Tensors, Tensors]:
+        """Names, shapes and types of the parameters and of the buffers that cross the wire."""
+        parameters, buffers = self.workload.initial()
+        return wire.form_of(parameters), wire.form_of(wire.floating(buffers))
 
     @cached_property
     def _constants(self) -> Tensors:

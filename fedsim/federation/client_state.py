@@ -4,7 +4,8 @@ remember between rounds (error feedback, noise).
     OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
     OUT/client_state/<stack>/client-0000/sent-0001.safetensors      what it sent in round 1, if it
                                                                     looks at the next global model
-    OUT/client_state/<stack>/client-0000/answered.jsonl             at which inputs it has answered
+    OUT/client_state/<stack>/client-0000/answered.jsonl             at which inputs it has answered,
+                                                                    and digests of the answers
     OUT/client_state/<stack>/client-0000/opened.jsonl               for whom it agreed to open sums
     OUT/client_state/<stack>/client-0000/sum.json                   what it is to unmask, and when
 
@@ -22,7 +23,13 @@ from typing import Any
 
 import torch
 
-from fedsim.federation.noise_use import notes, use_once
+from fedsim.federation.noise_use import (
+    note_release,
+    noted_rounds,
+    notes,
+    refuse_past,
+    use_once,
+)
 from fedsim.recording import truth
 from fedsim.recording.files import (
     read_tensors,
@@ -88,11 +95,13 @@ class ClientState:
     def rewind(self, done: int) -> None:
         """Make what the client keeps what it was after round `done`: later rounds come again.
 
-        But for what it has noted of its answers.
+        But for what it has noted of its answers, and what it remembers of these.
         """
         truth.forget_rounds(self.out, self.stack, self.client, done)
+        # A client that forgets what it has released would release the same again as its first.
+        kept = max([done, *noted_rounds(self._notes)])
         for past in self._rounds():
-            if past > done:
+            if past > kept:
                 self._path(past).unlink(missing_ok=True)
         for path in self._path(0).parent.glob("sent-*.safetensors"):
             if int(path.stem.removeprefix("sent-")) > done:
@@ -109,10 +118,18 @@ class ClientState:
             inputs: All that decides the answer beside the client's data: weights, buffers, memory.
 
         Raises:
-            FedsimError: it has answered at others.
+            FedsimError: it has answered at others, or in a later round and not in this one.
         """
-        path = notes(self.out, self.stack, self._path(0).parent.name)
-        use_once(path, asked, inputs, f"client {self.client}")
+        refuse_past(self._notes, asked, f"client {self.client}")
+        use_once(self._notes, asked, inputs, f"client {self.client}")
+
+    def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
+        """Note all that the client releases to what it is `asked`, as the last thing before it is.
+
+        Raises:
+            FedsimError: it has released something else.
+        """
+        note_release(self._notes, asked, release, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
         """Note that the client agrees to a sum of `round` for these clients, and for no others.
@@ -148,6 +165,10 @@ class ClientState:
             return dict(kept["memory"]) if kept["round"] == round else {}
         except (ValueError, KeyError, TypeError) as error:
             raise FedsimError(f"{path}: damaged; the client misses this round's sum") from error
+
+    @property
+    def _notes(self) -> Path:
+        return notes(self.out, self.stack, self._path(0).parent.name)
 
     def _rounds(self) -> list[int]:
         home = self._path(0).parent

@@ -37,6 +37,8 @@ class Delivery:
     """Whether each client has a machine of its own. Then an order is void once its answer would be
     late, so that a node that hung does not work off old ones, and the probes of a round are sent
     together. Otherwise clients wait for one another, and a message does not expire meanwhile."""
+    run: str = ""
+    """By which nodes know the run, where they draw what the scenario's seed does not give."""
 
 
 def exchange(

@@ -49,17 +49,21 @@ def run(job: Job, server: Server | None, on_round: OnRound, link: Link | None = 
     from fedsim.federation import server_app
     from fedsim.federation.delivery import Delivery
     from fedsim.federation.network import flower
+    from fedsim.federation.wire import VERSION
 
     if link is None or server is None:
         raise FedsimError(NO_LINK)
     out = Path(job.out)
+    run = run_name(out)
     settings = {
+        "version": VERSION,
         "scenario": job.scenario,
         "stack": job.stack,
-        "run": run_name(out),
+        "run": run,
         "held": str(list(server.census.held)),
     }
-    app = server_app.build(server, out, on_round, Delivery(own_machines=True))
+    delivery = Delivery(own_machines=True, run="" if link.shared_seed else run)
+    app = server_app.build(server, out, on_round, delivery)
     patience, most = server.scenario.federation.timeout, most_bytes(server)
     with flower.server_app(link, settings, patience, most) as (grid, context):
         app(grid, context)
@@ -90,8 +94,10 @@ def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -
         FedsimError: a client has no node or two, or a node refuses, with its reason.
     """
     from fedsim.federation.network import census, flower
+    from fedsim.federation.wire import VERSION
 
-    settings = {"scenario": scenario.model_dump_json(), "stack": "", "run": "", "held": ""}
+    written = scenario.model_dump_json()
+    settings = {"version": VERSION, "scenario": written, "stack": "", "run": "", "held": ""}
     with flower.server_app(link, settings, scenario.federation.timeout) as (grid, _):
         return census.take(grid, scenario.data.clients, scenario.federation.timeout, on_wait)
 

@@ -1,13 +1,15 @@
 """What a round's noise was used for: it follows from the seed and the round, and serves once.
 
-Two releases of different values with the same noise have a difference without any.
+Two releases of different values with the same noise have a difference without any. The same value
+with two noises has less noise in the mean, and rounds out of order have the memory of others.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedsim.recording.files import write_bytes
 from fedsim.system import paths
@@ -41,21 +43,78 @@ def use_once(
     Raises:
         FedsimError: it was used for other values, or `path` is damaged.
     """
-    at = digest(*values)
-    text = paths.text(path, paths.TEXT) if path.exists() else ""
-    try:
-        noted = [json.loads(line) for line in text.splitlines()]
-        before = [found["digest"] for found in noted if found["asked"] == list(own)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise FedsimError(
-            f"{path}: damaged, so that nobody knows what noise was used for: run the scenario "
-            "anew, with another --out"
-        ) from error
+    at, noted = digest(*values), _read(path)
+    before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
     if before and at not in before:
         raise FedsimError(
             f"{who} has answered in round {own[0]} for other values, and its {what} is not used "
             "twice: run the scenario anew, with another --out"
         )
     if not before:
-        line = json.dumps({"asked": list(own), "digest": at}) + "\n"
-        write_bytes(path, (text + line).encode(), private=True)
+        _write(path, [*noted, {"asked": list(own), "digest": at}])
+
+
+def noted_rounds(path: Path) -> list[int]:
+    """The rounds in which noise was used.
+
+    Raises:
+        FedsimError: `path` is damaged.
+    """
+    return [entry["asked"][0] for entry in _read(path)]
+
+
+def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
+    """Refuse what was not answered in its turn: a later round has been.
+
+    Raises:
+        FedsimError: it was not, or `path` is damaged.
+    """
+    noted = _read(path)
+    is_released = any("release" in entry for entry in noted if entry["asked"] == list(own))
+    last = max(noted_rounds(path), default=0)
+    if own[0] < last and not is_released:
+        raise FedsimError(
+            f"{who} has answered in round {last}, and does not go back to what it has not answered "
+            f"in round {own[0]}: run the scenario anew, with another --out"
+        )
+
+
+def note_release(path: Path, own: tuple[int, ...], release: Sequence[Tensors], who: str) -> None:
+    """Note what is released of that for which noise is used: nothing else ever is.
+
+    Args:
+        path: As `use_once` has written it.
+        own: As `asked` says.
+        release: All of it.
+        who: Releases it, for the message.
+
+    Raises:
+        FedsimError: something else was released, if only by a rounding.
+    """
+    at, noted = digest(*release), _read(path)
+    for entry in noted:
+        if entry["asked"] == list(own) and entry.setdefault("release", at) != at:
+            raise FedsimError(
+                f"{who} has answered in round {own[0]} with other bytes than it computes now, and "
+                "two answers of one noise tell of it: answer on the processor and with the "
+                "versions of then, or run the scenario anew, with another --out"
+            )
+    _write(path, noted)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    text = paths.text(path, paths.TEXT) if path.exists() else ""
+    try:
+        noted = [json.loads(line) for line in text.splitlines()]
+        assert all(entry["asked"][0] >= 1 and entry["digest"] for entry in noted)
+    except (AssertionError, ValueError, LookupError, TypeError) as error:
+        raise FedsimError(
+            f"{path}: damaged, so that nobody knows what noise was used for: run the scenario "
+            "anew, with another --out"
+        ) from error
+    return noted
+
+
+def _write(path: Path, noted: Sequence[Mapping[str, Any]]) -> None:
+    text = "".join(f"{json.dumps(entry)}\n" for entry in noted)
+    write_bytes(path, text.encode(), private=True)

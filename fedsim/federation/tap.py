@@ -170,7 +170,7 @@ class TapGrid(Grid):
 
         sum = SecureSum(
             self._grid,
-            plan.terms(server, self._round),
+            plan.terms(server, self._round, self._delivery.run),
             layout,
             round=self._round,
             nodes=self._nodes,

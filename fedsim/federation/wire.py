@@ -26,6 +26,10 @@ from torch import Tensor
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors, Update
 
+VERSION = "2"
+"""Of the messages and settings of a run: a server and a node of two versions have no run. Since 2,
+answers are given once, and the keys of a secure sum's masks name both clients and their keys."""
+
 PROBE = "probe"
 """Action of a training message whose answer is recorded and never aggregated."""
 IDENTIFY = "identify"
@@ -89,6 +93,11 @@ def floating(tensors: Tensors) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if value.is_floating_point()}
 
 
+def form_of(tensors: Tensors) -> dict[str, Tensor]:
+    """Names, shapes and types of `tensors`, without their values."""
+    return {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
+
+
 def encode(tensors: Tensors) -> ArrayRecord:
     """Tensors -> Flower arrays (NumPy's file format, never pickled), in the same order."""
     record = ArrayRecord()
@@ -122,8 +131,13 @@ def order(
     return RecordDict({ARRAYS: parameters, BUFFERS: buffers, CONFIG: asked})
 
 
-def read_order(content: RecordDict) -> Order:
+def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None) -> Order:
     """What a client is asked.
+
+    Args:
+        content: Of the message.
+        form: Parameters and buffers whose names, shapes and types those of the order have to have,
+            and in whose order they are returned: noise is drawn in it.
 
     Raises:
         MalformedError: a part is missing or of another type.
@@ -139,8 +153,8 @@ def read_order(content: RecordDict) -> Order:
         )
     return Order(
         round=integer(config, ROUND, 1),
-        parameters=decode(parameters),
-        buffers=decode(buffers),
+        parameters=fitted(parameters, form[0]) if form else decode(parameters),
+        buffers=fitted(buffers, form[1]) if form else decode(buffers),
         probe=probe,
     )
 

@@ -17,7 +17,7 @@ from fedsim.words import printable
 ACTION = "census"
 """Of a query: how much do you hold, and would you answer every stack of this scenario?"""
 
-_HELD, _STATISTICS = "held", "statistics"
+_VERSION, _HELD, _STATISTICS = "version", "held", "statistics"
 _MOST_HELD = 2**40
 _REASONS, _REASON = 20, 500
 """At most so many reasons of a node are kept, and of each so many characters."""
@@ -28,9 +28,8 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
     """The content of a node's answer: its number, how many examples it holds, and the reasons why
     nothing can be claimed, by unit."""
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
-    return RecordDict(
-        {wire.CONFIG: ConfigRecord({wire.CLIENT: client, _HELD: held, _STATISTICS: said})}
-    )
+    told = {_VERSION: wire.VERSION, wire.CLIENT: client, _HELD: held, _STATISTICS: said}
+    return RecordDict({wire.CONFIG: ConfigRecord(told)})
 
 
 def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
@@ -69,6 +68,11 @@ def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = Non
 
 def _read(content: RecordDict) -> tuple[int, int, Mapping[str, list[str]]]:
     config = content.get(wire.CONFIG)
+    if isinstance(config, ConfigRecord) and config.get(_VERSION, "1") != wire.VERSION:
+        raise FedsimError(
+            f"a node's messages are of version {printable(str(config.get(_VERSION, '1')))[:40]}, "
+            f"and this server's of version {wire.VERSION}: install the same fedsim on both sides"
+        )
     try:
         assert isinstance(config, ConfigRecord)
         held, statistics = config[_HELD], json.loads(str(config[_STATISTICS]))

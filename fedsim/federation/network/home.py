@@ -3,6 +3,8 @@
 HOME/secret                        32 bytes that never leave the node
 HOME/releases.json                 how often it has answered
 HOME/runs/<run>/scenarios/<stack>  a digest of what the run is of
+HOME/runs/<run>/census             how many examples each client has in it
+HOME/runs/<run>/data               a digest of the node's own
 HOME/runs/<run>/truth/...          what it really used, to be collected by its owner
 HOME/runs/<run>/client_state/...   what it remembers between rounds
 """
@@ -35,26 +37,37 @@ def run_folder(home: Path, run: str) -> Path:
     return home / "runs" / run
 
 
-def hold_to(home: Path, run: str, stack: str, fingerprint: str) -> None:
+def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
     """Note what `stack` of `run` is at first, and refuse all else under their names later.
+
+    Else the server would have a second answer, with other noise or of another size.
 
     Args:
         home: The node's folder.
         run: Its name, which the server chose.
         stack: A checked name.
         fingerprint: Of all that decides the results of the stack's training.
+        held: How many examples each client has, as this node writes it.
+        data: A digest of the node's examples.
 
     Raises:
         FedsimError: the run was of something else, whose truth would be lost.
     """
-    path = run_folder(home, run) / "scenarios" / stack
-    if not path.exists():
-        write_text(path, fingerprint)
-    elif paths.text(path, paths.TEXT) != fingerprint:
-        raise FedsimError(
-            f"run {run}: this node knows it as the run of another scenario; resume that one, or "
-            "start a new run, with another --out"
-        )
+    pins = {
+        Path("scenarios", stack): (fingerprint, "the run of another scenario"),
+        Path("census"): (held, "a run of clients with other numbers of examples"),
+        Path("data"): (data, "a run on other data of this node"),
+    }
+    pinned = {run_folder(home, run) / place: pin for place, pin in pins.items()}
+    for path, (value, other) in pinned.items():
+        if path.exists() and paths.text(path, paths.TEXT) != value:
+            raise FedsimError(
+                f"run {run}: this node knows it as {other}; resume that one, or start a new run, "
+                "with another --out"
+            )
+    for path, (value, _) in pinned.items():
+        if not path.exists():
+            write_text(path, value)
 
 
 def make_private(home: Path) -> None:

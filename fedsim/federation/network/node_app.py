@@ -15,10 +15,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from pydantic import ValidationError
 
-from fedsim.federation import client_app
+from fedsim.federation import client_app, wire
 from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.network import census
-from fedsim.federation.network.home import hold_to, run_folder, secret_seed
+from fedsim.federation.network.home import pin_run, run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.federation.secure_aggregation import plan
@@ -26,6 +26,7 @@ from fedsim.federation.secure_aggregation.answers import Party
 from fedsim.federation.secure_aggregation.identity import Identity
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import PluginRef
+from fedsim.scenario.resolve import resolve
 from fedsim.system import threads
 from fedsim.training import accounting, refusals
 from fedsim.training.census import Census
@@ -111,6 +112,11 @@ class NodeApp:
 
     def _answer(self, message: Message, context: Context) -> Message:
         settings = context.run_config
+        if (version := str(settings.get("version", "1"))) != wire.VERSION:
+            raise FedsimError(
+                f"the run's messages are of version {version[:40]}, and this node's of version "
+                f"{wire.VERSION}: install the same fedsim on both sides"
+            )
         scenario, stack = _text(settings, "scenario"), _text(settings, "stack")
         run, held = _text(settings, "run"), _text(settings, "held")
         context.node_config["partition-id"] = self._number
@@ -126,19 +132,14 @@ class NodeApp:
         scenario = _scenario(written)
         threads.fix(scenario.threads)
         for stack in scenario.defenses:
-            self._policy.check(scenario, stack)
+            self._check(scenario, stack)
         client = self._client(scenario, scenario.seed)
         reasons = self._reasons(scenario, client)
         counts = [0] * scenario.data.clients
         counts[self._number] = len(client.own)
         own = Census(held=counts, private_statistics=reasons)
         for stack in scenario.defenses:
-            workload = OneClient(scenario, stack, client, own)
-            self._policy.check_release(workload)
-            self._party(workload)
-            refusals.check(workload)
-            plan.check(workload)
-            accounting.check_promise(workload)
+            self._workload(scenario, stack, client, own)
         return census.answer(self._number, len(client.own), reasons)
 
     def _build(self, written: str, stack: str, run: str, held: str) -> ClientApp:
@@ -146,29 +147,52 @@ class NodeApp:
         threads.fix(scenario.threads)
         if stack not in scenario.defenses:
             raise FedsimError(f"defenses: the scenario has no stack {stack[:40]!r}")
-        self._policy.check(scenario, stack)
+        self._check(scenario, stack)
         folder = run_folder(self._home, run)
         seed = scenario.seed if self._shared_seed else secret_seed(self._home, run)
         client = self._client(scenario, seed)
-        found = fingerprint(scenario, stack)
+        # All that noise is drawn for is what this node makes of it, and none of the server's words.
+        counts = _counts(held, scenario)
+        pins = fingerprint(scenario, stack), str(counts), _digest(client.dataset)
         if not self._shared_seed:
-            use = json.dumps(["noise", stack, found, held, _digest(client.dataset)])
+            use = json.dumps(["noise", stack, *pins])
             client = replace(client, noise_seed=secret_seed(self._home, run, use))
         # A server's word on the noise is not taken: it follows from the scenario and the counts,
         # of which its own cannot be misstated, and another's only so that there is more noise.
-        counts = Census(
-            held=_counts(held, scenario), private_statistics=self._reasons(scenario, client)
-        )
-        workload = OneClient(scenario, stack, client, counts)
-        accounting.check_promise(workload)
-        self._policy.check_release(workload)
-        hold_to(self._home, run, stack, found)
+        of_all = Census(held=counts, private_statistics=self._reasons(scenario, client))
+        workload = self._workload(scenario, stack, client, of_all)
+        pin_run(self._home, run, stack, *pins)
         job = client_app.Job(
             scenario=written, stack=stack, out=str(folder), threads=scenario.threads
         )
-        return client_app.build(
-            job, workload, self._party(workload), on_release=self._releases.count
-        )
+        party = self._party(workload, run)
+        return client_app.build(job, workload, party, on_release=self._releases.count)
+
+    def _check(self, scenario: Scenario, stack: str) -> None:
+        """Refuse what the policy does not allow, and what no scenario of fedsim may be.
+
+        Raises:
+            FedsimError: it is one of these: a server need not have checked what it sends.
+        """
+        self._policy.check(scenario, stack)
+        own = {"attacks": [], "defenses": {stack: scenario.defenses[stack]}}
+        resolve(scenario.model_copy(update=own))
+
+    def _workload(
+        self, scenario: Scenario, stack: str, client: Client, counts: Census
+    ) -> OneClient:
+        """What `client` computes behind `stack`.
+
+        Raises:
+            FedsimError: it cannot work, its claim would not hold, or the policy refuses it.
+        """
+        workload = OneClient(scenario, stack, client, counts)
+        self._policy.check_release(workload)
+        self._party(workload)
+        refusals.check(workload)
+        plan.check(workload)
+        accounting.check_promise(workload)
+        return workload
 
     def _reasons(self, scenario: Scenario, client: Client) -> Mapping[Unit, tuple[str, ...]]:
         """Why nothing can be claimed, as far as this client's data say."""
@@ -176,7 +200,7 @@ class NodeApp:
             scenario, client.dataset, [client.own], dealt=self._data == SCENARIO
         )
 
-    def _party(self, workload: Workload) -> Party | None:
+    def _party(self, workload: Workload, run: str = "") -> Party | None:
         """Who this node is in the secure sums of a stack that has any."""
         if workload.protocol is None:
             return None
@@ -190,7 +214,8 @@ class NodeApp:
         peers = self._identity.peers
         if lacking := set(range(workload.scenario.data.clients)) - set(peers):
             raise FedsimError(f"--peers: no key of client {min(lacking)}, who is to take part")
-        return Party(identity=self._identity, fresh=not self._shared_seed)
+        fresh = not self._shared_seed
+        return Party(identity=self._identity, fresh=fresh, run=run if fresh else "")
 
     def _client(self, scenario: Scenario, seed: int) -> Client:
         if not 0 <= self._number < scenario.data.clients:
@@ -264,7 +289,7 @@ def _counts(held: str, scenario: Scenario) -> list[int]:
         counts = json.loads(held)
         assert isinstance(counts, list)
         assert len(counts) == scenario.data.clients
-        assert all(isinstance(count, int) and count >= 0 for count in counts)
+        assert all(type(count) is int and count >= 0 for count in counts)
     except (ValueError, AssertionError, RecursionError) as error:
         raise FedsimError("the run's settings count no examples of each client") from error
     return counts

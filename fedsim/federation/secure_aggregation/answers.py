@@ -40,6 +40,8 @@ class Party:
     identity: Identity
     fresh: bool
     """Whether its keys and masks are drawn anew each time, and not from the scenario's seed."""
+    run: str = ""
+    """The name of the run, where it has one that the scenario's seed does not give."""
 
 
 class Computes(Protocol):
@@ -55,6 +57,9 @@ class Computes(Protocol):
 
     def client(self, context: Context) -> int:
         """Its number."""
+
+    def read_order(self, message: Message) -> wire.Order:
+        """What a message asks, at a model of the scenario's form."""
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
         """What it releases to answer `order`."""
@@ -84,8 +89,8 @@ class Answers:
         """Compute the round's updates, and send them masked in one vector."""
         sum, record = self._sum(message, context)
         content, workload = message.content, self._own.workload
-        order = wire.read_order(content)
-        planted = messages.read_planted(content)
+        order = self._own.read_order(message)
+        planted = messages.read_planted(content, order.parameters)
         shown = {"parameters": order.parameters, "buffers": order.buffers, "planted": planted or {}}
         model = digest_of(*(digest(tensors).encode() for tensors in shown.values()))
         asked_for = plan.parts(workload, sum.round)
@@ -160,7 +165,8 @@ class Answers:
             return rng.generator(workload.scenario.seed, *path).keystream(SECRET)
 
         kept = {} if begins else state.sum_of(round)
-        client = Client(plan.terms(workload, round), number, party.identity, Memory(**kept), keep)
+        terms = plan.terms(workload, round, party.run)
+        client = Client(terms, number, party.identity, Memory(**kept), keep)
         return _Sum(client=client, round=round, number=number, secret=secret), record
 
 

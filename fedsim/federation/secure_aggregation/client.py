@@ -19,7 +19,7 @@ from fedsim.federation.secure_aggregation.identity import Identity
 from fedsim.federation.secure_aggregation.keys import (
     Directory,
     Published,
-    check_distinct,
+    check_keys,
     digest_of,
 )
 from fedsim.federation.secure_aggregation.secrets import SHARE, digest, listed
@@ -122,7 +122,7 @@ class Client:
                 if holder == self._me:
                     self.memory.held[str(holder)] = b"".join(two).hex()
                 else:
-                    key = self._agreed(directory[holder].sealing, "sealing", self._way(holder))
+                    key = self._agreed(directory, holder, "sealing", self._way(holder))
                     boxes[holder] = secrets.sealed(key, b"".join(two), self._way(holder).encode())
             return boxes
 
@@ -154,12 +154,12 @@ class Client:
                 )
             for sender, box in boxes.items():
                 way = self._way(self._me, sender)
-                key = self._agreed(directory[sender].sealing, "sealing", way)
+                key = self._agreed(directory, sender, "sealing", way)
                 self.memory.held[str(sender)] = secrets.opened(key, box, way.encode()).hex()
             vector, session = compute(), self._terms.session
             secrets.add_mask(vector, secrets.own_mask(self._secret("seed"), session), +1)
             for other in boxes:
-                key = self._agreed(directory[other].masking, "masking", "mask")
+                key = self._agreed(directory, other, "masking", "mask")
                 secrets.add_mask(vector, key, +1 if self._me < other else -1)
             self.memory.secrets = {}
             return vector, self._sign(digest(b"masked", session, digest_of(directory), model))
@@ -285,7 +285,7 @@ class Client:
         own = directory.get(self._me)
         if own is None or own.masking != secrets.public_of(self._secret("masking")):
             raise AbortedError("this client's own keys are not in the directory")
-        check_distinct(directory)
+        check_keys(directory)
         for client, one in directory.items():
             statement = one.statement(client, self._terms.session)
             if not self._identity.vouches(client, statement, one.signature):
@@ -303,8 +303,10 @@ class Client:
     def _secret(self, purpose: str) -> bytes:
         return bytes.fromhex(self.memory.secrets[purpose])
 
-    def _agreed(self, public: bytes, purpose: str, info: str) -> bytes:
-        return secrets.agreed(self._secret(purpose), public, info, self._terms.session)
+    def _agreed(self, directory: Directory, other: int, kind: str, purpose: str) -> bytes:
+        """What this client knows with `other` by their keys of a `kind`."""
+        pair = {one: getattr(directory[one], kind) for one in (self._me, other)}
+        return secrets.agreed(self._secret(kind), other, pair, purpose, self._terms.session)
 
     def _way(self, to: int, sender: int | None = None) -> str:
         """Names the direction of a box, so that both have a key of their own."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedsim.federation.secure_aggregation.identity import KEY, SIGNATURE
-from fedsim.federation.secure_aggregation.secrets import SECRET, digest, listed
+from fedsim.federation.secure_aggregation.secrets import SECRET, check_public, digest, listed
 from fedsim.federation.secure_aggregation.terms import AbortedError
 
 _LENGTH = 2 * KEY + SECRET + SIGNATURE
@@ -39,10 +39,12 @@ class Published:
         """Read what `to_bytes` returned.
 
         Raises:
-            AbortedError: it has another length.
+            AbortedError: it has another length, or a key is none.
         """
         if len(content) != _LENGTH:
             raise AbortedError(f"published keys are {len(content)} bytes, expected {_LENGTH}")
+        for at in (0, KEY):
+            check_public(content[at : at + KEY])
         return cls(
             sealing=content[:KEY],
             masking=content[KEY : 2 * KEY],
@@ -60,12 +62,14 @@ def digest_of(directory: Directory) -> bytes:
     return digest(b"directory", listed({c: one.to_bytes() for c, one in directory.items()}))
 
 
-def check_distinct(directory: Directory) -> None:
-    """Refuse a directory in which a key stands twice: then one client would be two.
+def check_keys(directory: Directory) -> None:
+    """Refuse a directory in which a key is none or stands twice: then one client would be two.
 
     Raises:
-        AbortedError: it does.
+        AbortedError: one is or does.
     """
     keys = [key for one in directory.values() for key in (one.sealing, one.masking)]
+    for key in keys:
+        check_public(key)
     if len(set(keys)) != len(keys):
         raise AbortedError("a key stands twice in the directory")

@@ -103,13 +103,15 @@ def model_order(
     return content
 
 
-def read_planted(content: RecordDict) -> dict[str, Any] | None:
-    """The weights at which probes are computed, if they are others than the model's.
+def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | None:
+    """The weights at which probes are computed, if they are others than the model's `parameters`.
 
     Raises:
-        MalformedError: they are no arrays.
+        MalformedError: they are no arrays, or of another form than `parameters`.
     """
-    return wire.decode(wire.arrays_of(content, PLANTED)) if PLANTED in content else None
+    if PLANTED not in content:
+        return None
+    return wire.fitted(wire.arrays_of(content, PLANTED), parameters)
 
 
 def masked_answer(vector: Ring, signature: bytes) -> RecordDict:

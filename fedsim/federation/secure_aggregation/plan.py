@@ -26,8 +26,8 @@ def parts(server: Server, round: int) -> list[Probe | None]:
     return [None, *(replace(probe, release=release) for release in again for probe in asked)]
 
 
-def terms(server: Server, round: int) -> Terms:
-    """Of the sum of `round`.
+def terms(server: Server, round: int, run: str = "") -> Terms:
+    """Of the sum of `round` of the run that nodes know by the name of `run`.
 
     Raises:
         FedsimError: fewer than two clients take part.
@@ -36,7 +36,7 @@ def terms(server: Server, round: int) -> Terms:
     agreed = server.sum_terms(None)
     # All that decides what clients add: shown another scenario, a client is in another session.
     named = [fingerprint(server.scenario, server.stack_name), list(server.census.held)]
-    at = [server.stack_name, round, participants]
+    at = [run, server.stack_name, round, participants]
     return Terms(
         session=digest(b"session", json.dumps([*named, *at]).encode()),
         participants=tuple(participants),

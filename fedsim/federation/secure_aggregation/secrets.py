@@ -32,6 +32,15 @@ SHARE = _INDEX + SECRET
 _TAG = 16
 BOX = 2 * SHARE + _TAG
 """Bytes of what one client sends another: a share of each of its two secrets, encrypted."""
+_PRIME = 2**255 - 19
+_LOW_ORDER = {
+    0,
+    1,
+    _PRIME - 1,
+    0xB8495F16056286FDB1329CEB8D09DA6AC49FF1FAE35616AEB8413B7C7AEBE0,
+    0x57119FD0DD4E22D8868E1C58C45C44045BEF839C55B1D0B1248C50A3BC959C5F,
+}
+"""The canonical ones of the points whose order divides 8, on the curve or its twist."""
 _CHUNK = 1 << 20
 _ZEROS = bytes(_CHUNK)
 
@@ -49,19 +58,47 @@ def public_of(secret: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
-def agreed(secret: bytes, public: bytes, purpose: str, session: bytes) -> bytes:
-    """What the owners of two keys know and nobody else, for one `purpose` of one `session`.
+def check_public(key: bytes) -> None:
+    """Refuse what is no X25519 public key, or is not written as its owner writes it.
+
+    X25519 takes 2^255 bits for another spelling of the same point, and a few points make every
+    secret the same.
+
+    Raises:
+        AbortedError: it is one of these.
+    """
+    number = int.from_bytes(key, "little")
+    if len(key) != SECRET or number >= _PRIME or number in _LOW_ORDER:
+        raise AbortedError("a public key is none: not canonical, or of low order")
+
+
+def agreed(
+    secret: bytes, other: int, keys: Mapping[int, bytes], purpose: str, session: bytes
+) -> bytes:
+    """What two clients know and nobody else, for one `purpose` of one `session`.
+
+    It depends on who they are and on how their keys are written: several keys have the same secret
+    in common with any other (they differ by a point of low order), and a client could publish
+    another's.
+
+    Args:
+        secret: The key of one of them.
+        other: The other one.
+        keys: The public keys of both.
+        purpose: Of what is agreed on.
+        session: Of the sum.
 
     Raises:
         AbortedError: the public key is none.
     """
     try:
         shared = X25519PrivateKey.from_private_bytes(secret).exchange(
-            X25519PublicKey.from_public_bytes(public)
+            X25519PublicKey.from_public_bytes(keys[other])
         )
     except ValueError as error:
         raise AbortedError(f"a public key is none: {error}") from error
-    info = b"fedsim secure aggregation\0" + purpose.encode() + b"\0" + session
+    who = listed(keys)
+    info = b"fedsim secure aggregation\0" + who + purpose.encode() + b"\0" + session
     return HKDF(hashes.SHA256(), SECRET, None, info).derive(shared)
 
 

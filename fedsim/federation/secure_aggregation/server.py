@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim.federation.secure_aggregation import secrets
 from fedsim.federation.secure_aggregation.fixed_point import Ring
-from fedsim.federation.secure_aggregation.keys import Directory, check_distinct, digest_of
+from fedsim.federation.secure_aggregation.keys import Directory, check_keys, digest_of
 from fedsim.federation.secure_aggregation.secrets import BOX, SHARE
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 from fedsim.words import number_of
@@ -34,10 +34,10 @@ class Server:
         """Take what clients published.
 
         Raises:
-            AbortedError: they are too few, or two have one key.
+            AbortedError: they are too few, a key is none, or two have one.
         """
         self._enough(len(directory), "published keys")
-        check_distinct(directory)
+        check_keys(directory)
         self._directory = directory
 
     def neighbours(self, client: int) -> list[int]:
@@ -147,8 +147,8 @@ class Server:
                 raise AbortedError(f"the shares of client {client}'s key are wrong")
             for other in self.neighbours(client):
                 if other in self._signatures:
-                    public = self._directory[other].masking
-                    key = secrets.agreed(masking, public, "mask", session)
+                    pair = {one: self._directory[one].masking for one in (client, other)}
+                    key = secrets.agreed(masking, other, pair, "mask", session)
                     secrets.add_mask(total, key, -1 if other < client else +1)
         self._total = None
         return total

@@ -37,6 +37,7 @@ def resolved(**changes: Any) -> Scenario:
 def settings(scenario: Scenario, stack: str = "none", **changes: str) -> dict[str, str]:
     held = str([599] * scenario.data.clients)
     return {
+        "version": wire.VERSION,
         "scenario": scenario.model_dump_json(),
         "stack": stack,
         "run": RUN,

@@ -43,9 +43,8 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
     }
     sum.directory = directory
     sum.server.publish(directory)
-    common = secrets.agreed(
-        sum.clients[4]._own["masking"], directory[5].masking, "mask", sum.terms.session
-    )
+    pair = {one: directory[one].masking for one in (4, 5)}
+    common = secrets.agreed(sum.clients[4]._own["masking"], 5, pair, "mask", sum.terms.session)
     honest_mask = secrets.add_mask
 
     def mask(vector: Ring, key: bytes, sign: int) -> None:
@@ -155,13 +154,16 @@ def test_two_masked_vectors_of_one_input_have_nothing_in_common() -> None:
 
 def test_what_two_agree_on_is_of_one_session_and_one_purpose() -> None:
     one, other = bytes(range(32)), bytes(range(1, 33))
+    keys = {0: secrets.public_of(one), 1: secrets.public_of(other)}
     found = {
-        secrets.agreed(one, secrets.public_of(other), purpose, session)
+        secrets.agreed(one, 1, keys, purpose, session)
         for purpose in ("mask", "shares 0 1", "shares 1 0")
         for session in (b"first", b"second")
     }
     assert len(found) == 6
-    assert secrets.agreed(other, secrets.public_of(one), "mask", b"first") in found
+    assert secrets.agreed(other, 0, keys, "mask", b"first") in found
+    others = {0: keys[0], 2: keys[1]}
+    assert secrets.agreed(one, 2, others, "mask", b"first") not in found, "of whom it is, too"
 
 
 def test_a_sum_below_the_quorum_keeps_its_masks() -> None:

@@ -1,0 +1,324 @@
+"""What a server may vary of a message, of a setting and of the order, varied: a node's answer is
+byte-equal to the one that it has given, or it is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from nodes_support import nodes
+from test_lying_server import BINS, HELD, NOISE, Lying, of_table
+from test_node_app import RUN, resolved, settings
+
+from fedsim.federation import wire
+from fedsim.federation.network.home import run_folder
+from fedsim.federation.network.node_app import NodeApp
+from fedsim.federation.secure_aggregation import messages
+from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.scenario import Scenario
+from fedsim.training.client import Client
+from fedsim.training.schedule import Probe
+from fedsim.types import FedsimError, Tensors
+
+EPSILON = [{"name": "dp_sgd", "norm": 1.0, "epsilon": 1.0}]
+DP_SGD = [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 1.0}]
+CORRELATED = [
+    {"name": "correlated_noise", "norm": 1.0, "noise_multiplier": 1.0, "correlation": 0.9}
+]
+TRAINED = {"rounds": 4, "local": {"batch_size": 64}}
+PROBED = {"rounds": [2], "clients": [0], "batch_sizes": [1], "trials": 2}
+
+
+def private(stack: list[dict[str, Any]] = NOISE, **changes: Any) -> Scenario:
+    return resolved(defenses={"noise": stack}, **{"training": TRAINED, **changes})
+
+
+def equal(one: Tensors, other: Tensors) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def secret_copied(source: Path, target: Path) -> None:
+    """Give the node of `target` the secret of that of `source`, and nothing else of it."""
+    target.mkdir(parents=True)
+    shutil.copy(source / "secret", target / "secret")
+
+
+def test_the_same_census_in_other_words_is_the_same_census(tmp_path: Path) -> None:
+    """Each of them gave new noise on the same batch and weights: 300 answers averaged it out."""
+    apps = nodes(tmp_path)
+    first = Lying(private(), apps).train()
+    for written in ("[480,479,479]", " [480, 479, 479]", "[480, 479,\n479 ]"):
+        assert equal(first, Lying(private(), apps, held=written).train())
+
+
+def test_another_census_of_a_run_is_refused(tmp_path: Path) -> None:
+    apps = nodes(tmp_path)
+    Lying(private(), apps).train()
+    for counts in ("[480, 479, 478]", "[480, 0, 479]", "[480, 479.0, 479]", "[480, true, 479]"):
+        for action in ("train", "query.identify"):
+            with pytest.raises(FedsimError, match="examples"):
+                Lying(private(), apps, held=counts).ask(action, wire.greeting(0))
+
+
+def test_another_stack_of_a_run_has_no_census_of_its_own(tmp_path: Path) -> None:
+    both = resolved(defenses={"noise": NOISE, "again": NOISE}, training=TRAINED)
+    apps = nodes(tmp_path)
+    Lying(both, apps).train("again")
+    with pytest.raises(FedsimError, match="examples"):
+        Lying(both, apps, held="[480, 478, 479]").train("noise")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"description": "x"}, {"attacks": []}, {"attack_seed": 9}, {"name": "other"}],
+)
+def test_what_a_scenario_calls_itself_changes_no_answer(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    apps = nodes(tmp_path)
+    first = Lying(private(), apps).train()
+    assert equal(first, Lying(private().model_copy(update=change), apps).train())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"privacy": {"delta": 1e-6}},
+        {"privacy": {"probes": "outside"}, "observe": PROBED},
+        {"observe": {**PROBED, "trials": 3}},
+        {"training": {**TRAINED, "rounds": 5}},
+    ],
+)
+def test_an_epsilon_has_one_noise_in_a_run(change: dict[str, Any], tmp_path: Path) -> None:
+    """The same draws at two sizes: their difference gave the noise, and so the clean gradient."""
+    apps = nodes(tmp_path)
+    base = {"observe": PROBED, "privacy": {"probes": "included"}}
+    Lying(private(EPSILON, **base), apps).train()
+    with pytest.raises(FedsimError, match="the run of another scenario"):
+        Lying(private(EPSILON, **{**base, **change}), apps).train()
+
+
+@pytest.mark.parametrize("stack", [NOISE, CORRELATED, []])
+def test_rounds_in_descending_order_are_refused(
+    stack: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Under balls_in_bins every answer was of bin 0; correlated noise took z_1 back each time."""
+    lying = Lying(private(stack, training=BINS), nodes(tmp_path))
+    lying.train(round=2)
+    first = lying.train(round=3)
+    for round in (1, 2):
+        with pytest.raises(FedsimError, match=f"round {round}"):
+            lying.ask("query.identify", wire.greeting(0))
+            lying.train(round=round, weights=0.1)
+    with pytest.raises(FedsimError, match="round 1"):
+        lying.train(round=1)
+    assert equal(first, lying.train(round=3))
+
+
+@pytest.mark.parametrize("stack", [CORRELATED, DP_SGD])
+@pytest.mark.parametrize("greeted", [0, 1])
+def test_a_greeting_takes_nothing_back_of_what_was_answered(
+    stack: list[dict[str, Any]], greeted: int, tmp_path: Path
+) -> None:
+    """A node that forgets its steps begins with bin 0 again, and with noise that is taken back."""
+    honest, forgetful = tmp_path / "one", tmp_path / "other"
+    lying = Lying(private(stack, training=BINS), nodes(honest))
+    expected = [lying.train(round=round) for round in (1, 2, 3)]
+    secret_copied(honest / "node-0", forgetful / "node-0")
+    lying = Lying(private(stack, training=BINS), nodes(forgetful))
+    found = []
+    for round in (1, 2, 3):
+        lying.ask("query.identify", wire.greeting(greeted))
+        found.append(lying.train(round=round))
+    assert all(map(equal, found, expected))
+
+
+def test_a_node_that_was_killed_answers_the_round_again_to_the_byte(tmp_path: Path) -> None:
+    scenario = private(CORRELATED, training=BINS)
+    first = [Lying(scenario, nodes(tmp_path)).train(round=round) for round in (1, 2)]
+    lying = Lying(scenario, nodes(tmp_path))
+    lying.ask("query.identify", wire.greeting(1))
+    assert equal(first[1], lying.train(round=2))
+    lying.train(round=3)
+
+
+@pytest.mark.parametrize("moment", ["save", "note_release"])
+def test_a_kill_between_two_writes_costs_an_answer_and_no_noise(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of the round was written: it can be asked again, until a later one is answered."""
+    from fedsim.federation.client_state import ClientState
+
+    honest, killed = tmp_path / "one", tmp_path / "other"
+    scenario = private(CORRELATED, training=BINS)
+    expected = Lying(scenario, nodes(honest)).train(round=1)
+    secret_copied(honest / "node-0", killed / "node-0")
+
+    def kill(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClientState, moment, kill)
+        with pytest.raises(KeyboardInterrupt):
+            Lying(scenario, nodes(killed)).train(round=1)
+    assert equal(expected, Lying(scenario, nodes(killed)).train(round=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(ClientState, moment, kill)
+        with pytest.raises(KeyboardInterrupt):
+            Lying(scenario, nodes(killed)).train(round=2)
+    Lying(scenario, nodes(killed)).train(round=3)
+    with pytest.raises(FedsimError, match="round 2"):
+        Lying(scenario, nodes(killed)).train(round=2)
+
+
+def test_an_answer_that_comes_out_otherwise_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another processor rounds otherwise: of the same noise, on the bits that noise is to hide."""
+    apps, update = nodes(tmp_path), Client.update
+    Lying(private(), apps).train()
+
+    def moved(self: Client, *given: Any, **named: Any) -> Any:
+        result = update(self, *given, **named)
+        tensors = {n: torch.nextafter(t, t + 1) for n, t in result.update.tensors.items()}
+        object.__setattr__(result.update, "tensors", tensors)
+        return result
+
+    monkeypatch.setattr(Client, "update", moved)
+    with pytest.raises(FedsimError, match="round 1"):
+        Lying(private(), apps).train()
+
+
+def _reversed(lying: Lying) -> None:
+    lying.parameters = dict(reversed(lying.parameters.items()))
+
+
+def _wider(lying: Lying) -> None:
+    lying.parameters = {name: value.double() for name, value in lying.parameters.items()}
+
+
+def _more(lying: Lying) -> None:
+    lying.parameters["more"] = torch.zeros(3)
+
+
+def _fewer(lying: Lying) -> None:
+    lying.parameters.popitem()
+
+
+@pytest.mark.parametrize(
+    ("change", "answered"),
+    [(_reversed, True), (_wider, False), (_more, False), (_fewer, False)],
+)
+def test_tensors_of_another_form_get_no_other_answer(
+    change: Callable[[Lying], None], answered: bool, tmp_path: Path
+) -> None:
+    """Noise is drawn in the order of the tensors: in two orders, two answers tell it apart."""
+    apps = nodes(tmp_path)
+    first = Lying(private(), apps).train()
+    lying = Lying(private(), apps)
+    change(lying)
+    if answered:
+        assert equal(first, lying.train())
+    else:
+        with pytest.raises(FedsimError):
+            lying.train()
+
+
+@pytest.mark.parametrize("stack", [NOISE, [{"name": "gaussian_noise", "std": 1.0}], []])
+def test_a_probe_is_answered_at_one_model(stack: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Behind a stack that claims nothing, too: its noise was new at each model that was shown."""
+    lying = Lying(private(stack, observe=PROBED), nodes(tmp_path))
+    first = lying.train(round=2, probe=Probe(batch_size=1, trial=0))
+    assert equal(first, lying.train(round=2, probe=Probe(batch_size=1, trial=0)))
+    with pytest.raises(FedsimError, match="round 2"):
+        lying.train(round=2, probe=Probe(batch_size=1, trial=0), weights=1e-9)
+    lying.train(round=2)
+    lying.train(round=3)
+    with pytest.raises(FedsimError, match="round 2"):
+        lying.train(round=2, probe=Probe(batch_size=1, trial=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"observe": {**PROBED, "releases": 2}}, "observe.releases"),
+        ({"observe": {"rounds": [2], "clients": [0], "batch_sizes": None}}, "sampling"),
+        ({"observe": {**PROBED, "rounds": [9]}}, "observe.rounds"),
+        ({"training": {"algorithm": "fedsgd", "local": {"steps": 2}}}, "training.algorithm"),
+    ],
+)
+def test_a_node_checks_the_scenario_itself(
+    change: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    """A server that sends what `fedsim validate` refuses would choose how batches are drawn."""
+    plain = private(DP_SGD, training=BINS, observe=PROBED).model_dump()
+    for section, part in change.items():
+        plain[section] |= part
+    lying = Lying(private(DP_SGD, training=BINS, observe=PROBED), nodes(tmp_path))
+    lying.scenario = Scenario.model_validate(plain)
+    for kind in ("query.census", "query.identify"):
+        with pytest.raises(FedsimError, match=key):
+            lying.ask(kind, wire.greeting(0))
+
+
+def test_assumptions_of_a_claim_are_checked_of_who_was_not_counted(tmp_path: Path) -> None:
+    """A server may leave the census out, which was all that looked at the data."""
+    stack = [{"name": "random_projection", "epsilon": 1.0, "delta": 1e-5, "leverage": 1e-6}]
+    scenario = of_table({"name": "diabetes", "row_norm": 1.0}, 3, stack)
+    (app, *_) = nodes(tmp_path)
+    lying = Lying(scenario, [app], held="[118, 118, 117]")
+    with pytest.raises(FedsimError, match="assumes of them"):
+        lying.ask("query.identify", wire.greeting(0))
+
+
+@pytest.mark.parametrize("version", [None, "1", "3", "02"])
+def test_another_version_is_refused_by_its_name(version: str | None, tmp_path: Path) -> None:
+    (app, *_) = nodes(tmp_path)
+    config = {"version": version} if version else {}
+    base = {k: v for k, v in settings(private(), "noise").items() if k != "version"}
+    for kind in ("query.census", "query.identify", "train"):
+        with pytest.raises(FedsimError, match="version"):
+            _ask(app, kind, {**base, **config})
+
+
+def _ask(app: NodeApp, kind: str, config: dict[str, str]) -> None:
+    from test_node_app import ask
+
+    ask(app, kind, config, wire.greeting(0))
+
+
+def test_a_run_on_other_data_is_refused(tmp_path: Path) -> None:
+    apps = nodes(tmp_path)
+    Lying(private(), apps).train()
+    (run_folder(tmp_path / "node-0", RUN) / "data").write_text("0" * 64)
+    with pytest.raises(FedsimError, match="other data"):
+        Lying(private(), nodes(tmp_path)).train()
+
+
+SECURE = [
+    {"name": "clip", "norm": 1.0},
+    {"name": "secure_aggregation", "noise_multiplier": 1.0, "threshold": 0.8},
+]
+
+
+def test_a_secure_sum_is_of_one_census_and_one_delta(tmp_path: Path) -> None:
+    keys = [Ed25519PrivateKey.generate() for _ in range(3)]
+    peers = {client: key.public_key().public_bytes_raw() for client, key in enumerate(keys)}
+    identities = {client: Identity(key=key, peers=peers) for client, key in enumerate(keys)}
+    apps = nodes(tmp_path, identities=identities)
+    order = messages.order(messages.table(1, {}))
+    Lying(private(SECURE), apps).ask("train.keys", order)
+    with pytest.raises(FedsimError, match="examples"):
+        Lying(private(SECURE), apps, held="[480, 479, 478]").ask("train.keys", order)
+    with pytest.raises(FedsimError, match="another scenario"):
+        Lying(private(SECURE, privacy={"delta": 1e-6}), apps).ask("train.keys", order)
+
+
+def test_the_census_of_a_run_is_the_nodes_own_copy(tmp_path: Path) -> None:
+    Lying(private(), nodes(tmp_path)).train()
+    assert (run_folder(tmp_path / "node-0", RUN) / "census").read_text() == HELD
