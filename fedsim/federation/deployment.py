@@ -54,15 +54,15 @@ def run(job: Job, server: Server | None, on_round: OnRound, link: Link | None = 
     if link is None or server is None:
         raise FedsimError(NO_LINK)
     out = Path(job.out)
-    run = run_name(out)
+    name = run_name(out)
     settings = {
         "version": VERSION,
         "scenario": job.scenario,
         "stack": job.stack,
-        "run": run,
+        "run": name,
         "held": str(list(server.census.held)),
     }
-    delivery = Delivery(own_machines=True, run="" if link.shared_seed else run)
+    delivery = Delivery(own_machines=True, run="" if link.shared_seed else name)
     app = server_app.build(server, out, on_round, delivery)
     patience, most = server.scenario.federation.timeout, most_bytes(server)
     with flower.server_app(link, settings, patience, most) as (grid, context):
