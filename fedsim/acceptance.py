@@ -75,12 +75,13 @@ class Accepted:
 
 
 def left_out(described: Dataset | Table) -> list[str]:
-    """One line on the files that a source found and did not use, if there are any."""
-    if isinstance(described, Table) or not described.left_out:
+    """One line on the files or columns that a source found and did not use, if there are any."""
+    if not described.left_out:
         return []
     total = sum(count for _, count in described.left_out)
+    of = number_of(total, "column" if isinstance(described, Table) else "file")
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in described.left_out)
-    return [f"left out: {number_of(total, 'file')} of the data source ({reasons})"]
+    return [f"left out: {of} of the data source ({reasons})"]
 
 
 def known_beforehand(server: Server) -> list[str]:

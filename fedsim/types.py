@@ -510,6 +510,8 @@ class Table:
     private_statistics: tuple[str, ...] | None = None
     """As in `Dataset`: which fields were computed from training rows without noise ("ranges of the
     columns"). None: the source does not say, and no claim of privacy is made."""
+    left_out: tuple[tuple[str, int], ...] = ()
+    """(reason, count) of columns that may be meant to be used and are not."""
 
     def __post_init__(self) -> None:
         """Refuses rows beyond the bound, which every claim rests on.

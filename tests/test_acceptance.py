@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import fedsim
 from fedsim import acceptance, federation
@@ -53,6 +55,19 @@ def refusal(ask: Any) -> str:
     with pytest.raises(FedsimError) as caught:
         ask()
     return str(caught.value)
+
+
+def test_images_of_one_class_are_refused_before_any_work(tmp_path: Path) -> None:
+    folder = tmp_path / "photos" / "only"
+    folder.mkdir(parents=True)
+    for number in range(40):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+    source = {"name": "image_folder", "path": str(folder.parent)}
+    one = {**SCENARIO, "data": {"source": source, "clients": 2}}
+    for ask in (acceptance.validate, partial(fedsim.run, out=tmp_path / "out", workers=1)):
+        with pytest.raises(FedsimError, match=r"data\.source: .*one class, 'only'"):
+            ask(one)
+    assert not (tmp_path / "out" / "results.jsonl").exists()
 
 
 @pytest.mark.parametrize("why", REFUSED)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsim.contracts.data import DataSource
 from fedsim.data.images import from_pil, statistics
-from fedsim.data.tree import Parts, Tree, UnreadableError, open_tree
+from fedsim.data.tree import BELOW, Parts, Tree, UnreadableError, open_tree
 from fedsim.system.paths import from_home
 from fedsim.types import Dataset, FedsimError, Table
 from fedsim.words import number_of
@@ -24,6 +24,7 @@ from fedsim.words import number_of
 _MAX_BYTES = 1 << 33
 _MEAN, _STD = 0.5, 0.25
 _TEST_SHARE = 0.2
+_COLUMNS = ("file", "label", "split", "client")
 _SHOWN = 5
 """Wrong rows that a message tells of."""
 _NORMALIZATION = "mean and std of the training images (data.source.normalization: training)"
@@ -38,10 +39,12 @@ class _Labelled:
     client: str
     name: str
     """That decides on its place: its own name, or its path where the names are listed."""
+    split: str = ""
+    """What a CSV says that it is for; empty if it says nothing."""
 
 
 def listed(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
-    """Yields what a CSV of `file` and `label` lists, each with its path for a name.
+    """Yields what a CSV of `file`, `label` and perhaps `split`, `client` lists; paths are names.
 
     Raises:
         FedsimError: there is no such file, no such column or no row, or rows are wrong: a file that
@@ -50,12 +53,15 @@ def listed(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
     name = tree.name(labels)
     reader = csv.DictReader(io.StringIO(tree.text(labels)), strict=True)
     try:
-        lacking = {"file", "label"} - set(reader.fieldnames or [])
-        if lacking:
+        columns = list(reader.fieldnames or [])
+        if lacking := {"file", "label"} - set(columns):
             raise FedsimError(
-                f"labels: {name} has no column {min(lacking)!r} in its first line; write "
-                "`file,label` there"
+                f"labels: {name} has no column {min(lacking)!r} in its first line (there are "
+                f"{', '.join(columns) or 'none'}); separate columns by commas, and name these two "
+                "`file` and `label`"
             )
+        if twice := {column for column in _COLUMNS if columns.count(column) > 1}:
+            raise FedsimError(f"labels: {name} has two columns {min(twice)!r}; keep one of them")
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
         raise FedsimError(
@@ -65,6 +71,7 @@ def listed(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
     for line, row in rows:
         file, label = (row["file"] or "").strip(), (row["label"] or "").strip()
         path = _parts(file)
+        split, client = ((row.get(column) or "").strip() for column in ("split", "client"))
         if not label:
             wrong.append(f"line {line}: no label")
         elif file.startswith(("/", "~")) or "\\" in file or ".." in path:
@@ -75,8 +82,12 @@ def listed(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
             wrong.append(f"line {line}: {file!r} is no image by its name")
         elif path in found:
             wrong.append(f"line {line}: {file!r} is listed before")
+        elif "client" in columns and not client and split != "test":
+            wrong.append(f"line {line}: no client")
+        elif split not in (("train", "test") if "split" in columns else ("",)):
+            wrong.append(f"line {line}: split {split!r} is neither train nor test")
         else:
-            found[path] = _Labelled(path, label, "", "/".join(path))
+            found[path] = _Labelled(path, label, client, "/".join(path), split)
     if wrong or not found:
         shown = "; ".join(wrong[:_SHOWN]) or "it lists nothing"
         more = f"; and {number_of(len(wrong) - _SHOWN, 'more')}" if len(wrong) > _SHOWN else ""
@@ -104,13 +115,17 @@ class ImageFolder(DataSource):
     """At most so many images of each class (of each client) in each split, by order of names."""
     labels: str | None = None
     """A CSV file in the folder or archive, with a header and the columns `file` (its path in the
-    folder) and `label`, in place of folders named after classes."""
+    folder) and `label`, in place of folders named after classes. A column `split` says `train` or
+    `test` of each; a column `client` whose an image is, for the natural partition."""
     test_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of images to test on where there are no `train` and `test`; default: 0.2. The digest of
     a file's name decides, so that no other image has a say in it."""
     unreadable: Literal["refuse", "skip"] = "refuse"
     """What becomes of images that are damaged, empty, too large or of more than 8 bits: `skip`
     leaves them out, and counts them by reason."""
+    bits: Annotated[int, Field(ge=9, le=16)] | None = None
+    """How many of the 16 bits of a channel PNG of 16 bits use, as a scanner of 12 bits gives. By
+    default colour ones use 16, and one that would be all but black is refused, as are grey ones."""
     channels: Literal[1, 3] = 3
     """Grey (1) or colour (3)."""
     client_folders: bool = False
@@ -133,7 +148,10 @@ class ImageFolder(DataSource):
                     f"{number_of(self.channels, 'channel')}"
                 )
         if self.labels is not None and self.client_folders:
-            raise ValueError("labels and client_folders: a CSV names no clients; use one of them")
+            raise ValueError(
+                "labels and client_folders: a CSV names clients in its column `client`; use one of "
+                "them"
+            )
         if (self.mean is None) != (self.std is None):
             raise ValueError("give both mean and std, or neither")
         if self.mean is not None and self.normalization == "training":
@@ -151,13 +169,7 @@ class ImageFolder(DataSource):
             found = self._found(tree)
             kept = {split: self._limited(items) for split, items in found.items()}
             cut = len(kept["train"]) < len(found["train"])
-            depth = {"train": 4 if self.client_folders else 3, "test": 3}
-            left_out: Counter[str] = Counter()
-            if self.labels is not None or found["train"][0].path[0] != "train":
-                depth = {"": len(found["train"][0].path)}
-            used = {item.path for items in found.values() for item in items}
-            for parts in set(depth.values()):
-                left_out += tree.left_out(used | {_parts(self.labels)}, parts)
+            left_out = self._left_out(tree, [item.path for some in found.values() for item in some])
             train_images, train = self._images(tree, kept["train"], None, left_out)
             classes = sorted({item.class_name for item in train})
             unknown = {item.class_name for item in kept["test"]} - set(classes)
@@ -180,7 +192,7 @@ class ImageFolder(DataSource):
             mean=self.mean or (_MEAN,) * self.channels,
             std=self.std or (_STD,) * self.channels,
             classes=tuple(classes),
-            client_of=clients if self.client_folders else None,
+            client_of=clients if any(item.client for item in train) else None,
             private_statistics=private,
             placed_by_label=len(names) < len(train),
             left_out=tuple(sorted(left_out.items())),
@@ -197,6 +209,30 @@ class ImageFolder(DataSource):
         mean, std = statistics(dataset.train_images)
         private = tuple({*(dataset.private_statistics or ()), _NORMALIZATION})
         return replace(dataset, mean=mean, std=std, private_statistics=tuple(sorted(private)))
+
+    def _left_out(self, tree: Tree, used: list[Parts]) -> Counter[str]:
+        """Counts, by reason, the files that are not used.
+
+        Raises:
+            FedsimError: images lie in folders below those of classes, and may not be skipped.
+        """
+
+        def depth(path: Parts) -> int:
+            if used[0][0] != "train":
+                return 2
+            return 4 if self.client_folders and path[0] == "train" else 3
+
+        rest = list(
+            tree.left_out({*used, _parts(self.labels)}, None if self.labels is not None else depth)
+        )
+        below = [path for path, reason in rest if reason == BELOW]
+        if below and self.unreadable == "refuse":
+            raise FedsimError(
+                f"{tree.root}: {number_of(len(below), 'image')} in folders below those of classes, "
+                f"such as {'/'.join(min(below))}: move them up into their class's folder, list all "
+                "images in a CSV (`labels`), or set `unreadable: skip`"
+            )
+        return Counter(reason for _, reason in rest)
 
     def _found(self, tree: Tree) -> dict[str, list[_Labelled]]:
         """All images of both splits, in whichever way the folder is laid out.
@@ -240,10 +276,20 @@ class ImageFolder(DataSource):
     def _split(self, tree: Tree, items: list[_Labelled]) -> dict[str, list[_Labelled]]:
         """Holds out `test_share` of the images by the digests of their names."""
         share = _TEST_SHARE if self.test_share is None else self.test_share
+        if items[0].split and self.test_share is not None:
+            raise FedsimError(
+                f"test_share: {self.labels} has a column `split`, which says what is held out; "
+                "leave one of them out"
+            )
         parted: dict[str, list[_Labelled]] = {"train": [], "test": []}
-        for item in _in_order(items):
-            parted["test" if _drawn(item.name) < share else "train"].append(item)
+        for item in items:
+            drawn = "test" if _drawn(item.name) < share else "train"
+            own = item if (item.split or drawn) == "train" else replace(item, client="")
+            parted[item.split or drawn].append(own)
         for split, part in parted.items():
+            part[:] = _in_order(part)
+            if not part and items[0].split:
+                raise FedsimError(f"labels: {self.labels} has no row of split {split!r}; add some")
             if not part:
                 raise FedsimError(
                     f"test_share: of {number_of(len(items), 'image')} in {tree.root}, none is left "
@@ -308,7 +354,7 @@ class ImageFolder(DataSource):
             )
 
     def _decode(self, tree: Tree, path: Parts) -> Tensor:
-        image = tree.image(path, "L" if self.channels == 1 else "RGB")
+        image = tree.image(path, "L" if self.channels == 1 else "RGB", self.bits)
         if self.size is not None and image.size != (self.size, self.size):
             from PIL import ImageOps
             from PIL.Image import Resampling

@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Annotated, final
 
 import torch
@@ -17,6 +18,11 @@ from fedsim.system import paths
 from fedsim.types import FedsimError, Table
 from fedsim.words import number_of
 
+_MEANT = {
+    "client": "called `client`: name it (`client: client`) to have clients hold their own rows",
+    "split": "called `split`: a fifth of the rows is drawn to test on, whatever it says",
+}
+"""Columns that look as if they were meant to be used, and what is said where they are not."""
 _LINE_CHARACTERS = 1 << 24
 _MAX_DIGITS = 18
 """A client's number, which is kept in 64 bits, has at most so many digits."""
@@ -70,6 +76,7 @@ class TableFile(TableSource):
                 schema says; with the line and the column.
         """
         features, target, owners = [], [], []
+        row: dict[str, str] = {}
         for line, row in self._lines():
             where = f"{self.path}, line {line}"
             features.append([_number(row, column.name, where) for column in self.features])
@@ -80,7 +87,7 @@ class TableFile(TableSource):
             raise FedsimError(f"{self.path} has no rows below its line of column names")
         raw = torch.tensor(target, dtype=torch.float64)
         quantity = isinstance(self.target, Column)
-        return self.table(
+        table = self.table(
             "table",
             torch.tensor(features, dtype=torch.float64),
             self.features,
@@ -90,6 +97,9 @@ class TableFile(TableSource):
             torch.tensor(owners, dtype=torch.int64) if owners else None,
             private_statistics=(),
         )
+        used = {self.client, self.target.name, *(column.name for column in self.features)}
+        unused = [(said, 1) for name, said in _MEANT.items() if name in row and name not in used]
+        return replace(table, left_out=tuple(unused))
 
     def _classes(self) -> tuple[str, ...]:
         assert isinstance(self.target, ClassColumn)

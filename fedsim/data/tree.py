@@ -6,10 +6,10 @@ Nothing is ever extracted, so a member's name can only be looked up, never writt
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, final
@@ -35,9 +35,13 @@ _FORMATS = {
 }
 _NOT_READ = {".heic": "HEIC", ".heif": "HEIC", ".avif": "AVIF", ".svg": "SVG"}
 """Pictures that are no images here, and what they are called: the remedy is to convert them."""
+BELOW = "in a folder below a class's"
+"""Why an image is not read whose folder is not that of a class."""
 Parts = tuple[str, ...]
 """A path relative to the root, such as `("train", "cat", "0001.jpg")`."""
 
+_USED_BITS = 14
+"""A colour picture of 16 bits that uses no more is taken for one of fewer, not for a dark one."""
 MAX_FILE_BYTES = 1 << 26
 """An image file has at most so many bytes."""
 MAX_PIXELS = 1 << 25
@@ -97,13 +101,23 @@ class Tree(ABC):
         )
 
     @final
-    def left_out(self, used: Container[Parts], depth: int) -> Counter[str]:
-        """Counts, by reason, the visible files of `depth` parts that are not `used`."""
-        found: Counter[str] = Counter()
+    def left_out(
+        self, used: Container[Parts], depth: Callable[[Parts], int] | None
+    ) -> Iterator[tuple[Parts, str]]:
+        """Yields the visible files that are not `used`, each with the reason.
+
+        Args:
+            used: What is read.
+            depth: Of how many parts a path would have to be; None: of any number.
+        """
         for path in self._paths():
-            if len(path) == depth and path not in used and _is_visible(path):
-                found[_why_left_out(path)] += 1
-        return found
+            if path in used or not _is_visible(path):
+                continue
+            beyond = 0 if depth is None else len(path) - depth(path)
+            if not beyond:
+                yield path, _why_left_out(path)
+            elif _format(path):
+                yield path, BELOW if beyond > 0 else "in no class's folder"
 
     @final
     def has(self, path: Parts) -> bool:
@@ -141,14 +155,20 @@ class Tree(ABC):
             ) from error
 
     @final
-    def image(self, path: Parts, mode: str) -> Image:
+    def image(self, path: Parts, mode: str, bits: int | None = None) -> Image:
         """Decodes an image, upright, converted to Pillow mode `L` or `RGB`.
 
         It is turned as its EXIF orientation says. What is transparent is laid over white.
 
+        Args:
+            path: Of the file.
+            mode: Of Pillow.
+            bits: How many of the 16 bits of a channel a picture of 16 bits uses. Without it, grey
+                ones are refused, and colour ones that would be all but black at 16.
+
         Raises:
-            UnreadableError: it is empty, too large, damaged, or not of 8 bits per channel; with its
-                name.
+            UnreadableError: it is empty, too large, damaged, or of more bits than can be told; with
+                its name.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -159,18 +179,16 @@ class Tree(ABC):
                 raise UnreadableError(f"{name} has {most}: make it smaller or remove it", most)
             if self._size(path) == 0:
                 raise _unreadable(name, "it is empty", "empty (0 bytes)")
-            picture = Image.open(io.BytesIO(self._read(path)), formats=[_format(path) or ""])
+            content = self._read(path)
+            picture: Image.Image = Image.open(io.BytesIO(content), formats=[_format(path) or ""])
             if picture.width * picture.height > MAX_PIXELS:
                 raise UnreadableError(
                     f"{name} has {picture.width}x{picture.height} pixels, more than "
                     f"{MAX_PIXELS} in all: make it smaller or remove it",
                     f"more than {MAX_PIXELS:,} pixels",
                 )
-            if picture.mode[0] in "IF":
-                raise UnreadableError(
-                    f"{name} has more than 8 bits per channel (mode {picture.mode}): convert it",
-                    "more than 8 bits per channel",
-                )
+            if picture.mode[0] in "IF" or _is_cut(picture):
+                picture = _of_16_bits(name, content, picture, bits)
             upright = ImageOps.exif_transpose(picture)
             if upright.has_transparency_data:
                 shown = upright.convert("RGBA")
@@ -189,13 +207,17 @@ class Tree(ABC):
 
 @final
 class DirectoryTree(Tree):
-    """Reads files below a directory. Links are followed, to the depth asked for and no deeper."""
+    """Reads files below a directory. Links are followed, to the fourth level and no deeper."""
 
     def _paths(self) -> Iterator[Parts]:
         for pattern in ("*", "*/*", "*/*/*", "*/*/*/*"):
             for path in self.root.glob(pattern):
                 if path.is_file():
                     yield path.relative_to(self.root).parts
+        for path in self.root.glob("*/*/*/*/"):
+            for folder, _, names in os.walk(path):  # which follows no links
+                for name in names:
+                    yield (Path(folder) / name).relative_to(self.root).parts
 
     def _has(self, path: Parts) -> bool:
         place = self.root.joinpath(*path)
@@ -233,6 +255,50 @@ class ZipTree(Tree):
 
     def _read(self, path: Parts) -> bytes:
         return self._archive.read(self._members[path])
+
+
+def _is_cut(picture: Image) -> bool:
+    """Whether Pillow would read the upper half of each 16 bits alone."""
+    # In a BMP, 16 are the bits of all channels together.
+    return picture.format in ("PNG", "TIFF") and any(
+        ";16" in str(tile[3]) for tile in getattr(picture, "tile", ())
+    )
+
+
+def _of_16_bits(name: str, content: bytes, picture: Image, bits: int | None) -> Image:
+    """A PNG of 16 bits per channel as a picture of 8, its values scaled by the `bits` in use."""
+    import torch
+    from PIL import Image
+    from torchvision.io import ImageReadMode, decode_png
+
+    grey = picture.mode[0] in "IF"
+    if picture.format != "PNG" or (grey and bits is None):
+        more = (
+            "; or declare `bits`, as of a scanner: 10, 12 or 16" if picture.format == "PNG" else ""
+        )
+        raise UnreadableError(
+            f"{name} has more than 8 bits per channel (mode {picture.mode}): convert it{more}",
+            "more than 8 bits per channel",
+        )
+    encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    values = decode_png(encoded, ImageReadMode.UNCHANGED).to(torch.int32)
+    channels = len(values)
+    colour = values[: channels - 1 + channels % 2]
+    used = int(colour.max()).bit_length()
+    if used > (bits or 16) or (bits is None and 0 < used <= _USED_BITS):
+        raise UnreadableError(
+            f"{name} has 16 bits per channel, of which it uses {used}"
+            f"{f', more than `bits: {bits}` says' if bits else ''}: declare how many the scanner "
+            f"gives (`bits: {max(used, 12)}`, say), or convert it to 8",
+            "of 16 bits per channel, of which others are in use than is said",
+        )
+    largest = (1 << (bits or 16)) - 1
+    colour = (colour * 255 + largest // 2) // largest
+    alpha = (values[len(colour) :] * 255 + 32767) // 65535
+    pixels = torch.cat([colour, alpha]).to(torch.uint8).permute(1, 2, 0)
+    made = Image.fromarray(pixels.squeeze(2).contiguous().numpy())
+    made.info["exif"] = picture.getexif().tobytes()
+    return made
 
 
 def _unreadable(name: str, cause: str, reason: str) -> UnreadableError:

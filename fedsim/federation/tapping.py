@@ -35,6 +35,8 @@ from fedsim.types import FedsimError
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 S = TypeVar("S", bound=Strategy)
 
+SECAGG = "secaggplus_configs"
+"""Record of the stages of Flower's SecAgg+, whose masked answers have an empty record of arrays."""
 TRAIN = "train"
 """Type of the messages that ask for training, alone or before a dot and an action."""
 _log = logging.getLogger("fedsim.tap")
@@ -243,6 +245,11 @@ class _Tape:
             return None
 
     def _note(self, content: RecordDict, node_id: int) -> _Sent | None:
+        if SECAGG in content:
+            raise FedsimError(
+                "SecAgg+ masks each answer, so that the server sees its clients' sum alone, and a "
+                "tap no update; tap a run without it, or use a scenario with secure_aggregation"
+            )
         round = round_of(content) or max(1, self._counted)
         if not self._recorder.wants(round, node_id):
             return None

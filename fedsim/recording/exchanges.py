@@ -289,9 +289,14 @@ def read_exchanges(folder: Path) -> list[Exchange]:
             )
         )
     if not found:
+        reasons = "; ".join(left_out(folder)) if (folder / _TAP).exists() else ""
         raise FedsimError(
-            f"{folder}: no exchange in it; wrap the app's grid in fedsim.tap(grid, out=...), and "
-            "run it"
+            f"{folder}: no exchange in it"
+            + (
+                f": left out: {reasons}"
+                if reasons
+                else "; wrap the app's grid in fedsim.tap(grid, out=...), and run it"
+            )
         )
     return sorted(found, key=lambda each: (each.round, each.node_id))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedsim.recording.files import checked_id, copy_file, read_tensors, remove_torn, write_tensors
+from fedsim.system import memory, paths
 from fedsim.types import FedsimError, GroundTruth, RowTruth, Truth
 from fedsim.words import number_of
 
@@ -90,17 +91,18 @@ def copy(source: Path, target: Path) -> int:
         FedsimError: one of them is a link to elsewhere, or another one is there already.
     """
     kept = source / _FOLDER
-    paths = _files(source)
-    for path in paths:
+    found = _files(source)
+    for path in found:
         there = target / path.relative_to(source)
-        if there.exists() and there.read_bytes() != path.read_bytes():
+        limit = memory.limit()
+        if there.exists() and paths.content(there, limit) != paths.content(path, limit):
             raise FedsimError(
                 f"{path} is not the truth that was collected before ({there}); if it is the right "
                 f"one, remove {target / _FOLDER} and collect that of all clients again"
             )
-    for path in paths:
+    for path in found:
         copy_file(path, kept, target / _FOLDER)
-    return len(paths)
+    return len(found)
 
 
 def _files(root: Path) -> list[Path]:

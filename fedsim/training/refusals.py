@@ -11,7 +11,7 @@ from fedsim.models.size import check_batch
 from fedsim.system import memory
 from fedsim.training.blame import blaming
 from fedsim.training.workload import Workload
-from fedsim.types import FedsimError, Table
+from fedsim.types import Dataset, FedsimError, Table
 from fedsim.words import number_of
 
 
@@ -23,6 +23,7 @@ def check(workload: Workload) -> None:
             start from do not fit, the data contradict what a claim assumes of them, or the stack
             cannot handle the model; the message starts with the scenario's key.
     """
+    _classes(workload)
     _planted(workload)
     _observed(workload)
     _looked(workload)
@@ -45,6 +46,17 @@ def _directed(workload: Workload) -> None:
         raise FedsimError(
             f"learner {workload.scenario.learner.name} took its steps without `Stack.gradient`, so "
             "that no defense of training acts on them; drop these defenses, or mend the learner"
+        )
+
+
+def _classes(workload: Workload) -> None:
+    """Images of one class have nothing to tell apart: no loss, no gradient, nothing to attack."""
+    dataset = workload.dataset
+    if isinstance(dataset, Dataset) and len(dataset.classes) < 2:
+        raise FedsimError(
+            f"data.source: all {number_of(len(dataset.train_labels), 'image')} are of one class, "
+            f"{dataset.classes[0]!r}, so that a classifier learns nothing; put images of other "
+            "classes into folders of their own, or name their classes in a CSV (`labels`)"
         )
 
 

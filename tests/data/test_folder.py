@@ -2,8 +2,11 @@
 
 import io
 import shutil
+import struct
 import zipfile
+import zlib
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -31,7 +34,6 @@ FILES = {
     "train/a/.hidden.png": b"not an image",
     "train/stray.png": b"not in a class",
     "__MACOSX/train/a/x.PNG": b"not an image",
-    "train/a/deep/er/x.png": b"not an image",
 }
 
 
@@ -407,6 +409,149 @@ def test_what_is_left_out_is_counted_by_reason(write, monkeypatch):
         "more than 100 pixels": 1,
     }
     assert ImageFolder(path=write(PHOTOS)).load().left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("below", "options"),
+    [
+        ("cat/2019/1.png", {}),
+        ("cat/2019/a/b/c/1.png", {}),
+        ("train/a/deep/er/x.png", {}),
+        ("train/one/a/deep/x.png", {"client_folders": True}),
+    ],
+)
+def test_images_below_a_class_are_refused_or_counted(write, below, options):
+    files = {name: content for name, content in FILES.items() if "stray" not in name}
+    if options:
+        files = {name.replace("train/", "train/one/"): one for name, one in files.items()}
+    files = PHOTOS if below.startswith("cat") else files
+    files = {**files, below: png((1, 1, 1)), below.replace("1.png", "2.png"): png((2, 2, 2))}
+    path = write(files)
+    count = len({below, below.replace("1.png", "2.png")})
+    with pytest.raises(FedsimError, match=rf"{count} images? in folders below"):
+        ImageFolder(path=path, **options).load()
+    data = ImageFolder(path=path, unreadable="skip", **options).load()
+    assert ("in a folder below a class's", count) in data.left_out
+    listed = [f"{name},x" for name in files if name.endswith("png") and "MACOSX" not in name]
+    listed = [row for row in listed if "hidden" not in row]
+    path = write({**files, "labels.csv": rows_of(listed)})
+    data = ImageFolder(path=path, labels="labels.csv", test_share=0.4).load()
+    assert len(data.train_labels) + len(data.test_labels) == len(listed)
+
+
+def test_images_in_no_class_are_counted(write):
+    data = ImageFolder(path=write({**PHOTOS, "stray.png": png((1, 1, 1)), "notes.txt": b""})).load()
+    assert dict(data.left_out) == {"in no class's folder": 1}
+    data = ImageFolder(path=write(FILES)).load()
+    assert dict(data.left_out) == {"in no class's folder": 1, "no image by its name": 1}
+
+
+def png_of_16_bits(values):
+    """A PNG with 16 bits per channel of (height, width, channels) `values`."""
+    values = np.asarray(values, dtype=">u2")
+    height, width, channels = values.shape
+    lines = b"".join(b"\0" + line.tobytes() for line in values)
+    kind = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+
+    def chunk(name, data):
+        check = struct.pack(">I", zlib.crc32(name + data))
+        return struct.pack(">I", len(data)) + name + data + check
+
+    header = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+@pytest.mark.parametrize(
+    ("pixel", "bits", "seen"),
+    [
+        ((65535, 40000, 0), None, [255, 156, 0]),
+        ((65535, 383, 384), None, [255, 1, 1]),
+        ((4095, 2048, 0), 12, [255, 128, 0]),
+        ((3000, 3000, 3000), 16, [12, 12, 12]),
+        ((1023, 0, 511), 10, [255, 0, 127]),
+        ((0, 0, 0), None, [0, 0, 0]),
+        ((4095, 2048, 0), None, None),
+        ((16383, 2048, 0), None, None),
+        ((5000, 2048, 0), 12, None),
+        ((4095,), 12, [255] * 3),
+        ((4095,), None, None),
+        ((40000, 40000, 40000, 0), None, [255] * 3),
+        ((4095, 0, 0, 65535), 12, [255, 0, 0]),
+        ((4095, 65535), 12, [255] * 3),
+    ],
+)
+def test_pictures_of_16_bits_are_scaled_or_refused(write, pixel, bits, seen):
+    content = png_of_16_bits(np.broadcast_to(pixel, (6, 6, len(pixel))))
+    if seen is None:
+        with pytest.raises(FedsimError, match=r"`bits"):
+            only(write, content, bits=bits)
+        return
+    assert only(write, content, bits=bits)[:, 3, 3].tolist() == seen
+
+
+def test_a_picture_of_16_bits_is_turned_upright_and_a_tiff_of_16_is_refused(write):
+    values = np.zeros((6, 6, 3))
+    values[0, 5] = 65535
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = png_of_16_bits(values)
+    data = exif.tobytes()[6:]
+    eXIf = struct.pack(">I", len(data)) + b"eXIf" + data  # noqa: N806 - its name
+    eXIf += struct.pack(">I", zlib.crc32(b"eXIf" + data))  # noqa: N806
+    shown = only(write, content[:33] + eXIf + content[33:])
+    assert shown[0, 5, 5] == 255 and shown[0, 0, 5] == 0
+    tiff = tiff_of_16_bits(np.full((6, 6, 3), 4095))
+    with pytest.raises(FedsimError, match="more than 8 bits"):
+        only(write, tiff, "1.tif", bits=12)
+    small = io.BytesIO()
+    Image.new("RGB", (6, 6), (255, 0, 0)).save(small, "BMP")
+    assert only(write, small.getvalue(), "1.bmp")[:, 0, 0].tolist() == [255, 0, 0]
+
+
+def tiff_of_16_bits(values):
+    """An RGB TIFF with 16 bits per channel, uncompressed."""
+    height, width, _ = values.shape
+    data = np.asarray(values, dtype="<u2").tobytes()
+    entries = [(256, 3, 1, width), (257, 3, 1, height), (258, 3, 3, 8), (259, 3, 1, 1)]
+    entries += [(262, 3, 1, 2), (273, 4, 1, 14), (277, 3, 1, 3), (278, 3, 1, height)]
+    entries += [(279, 4, 1, len(data))]
+    head = struct.pack("<2sHI", b"II", 42, 14 + len(data)) + struct.pack("<3H", 16, 16, 16)
+    table = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return head + data + struct.pack("<H", len(entries)) + table + bytes(4)
+
+
+def test_a_csv_says_whose_an_image_is_and_what_for(write):
+    rows = [
+        f"IMG_{index}.png,{'ab'[index % 2]},{'test' if index > 5 else 'train'},{index % 3}"
+        for index in range(8)
+    ]
+    head = "file,label,split,client\n"
+    files = {f"IMG_{index}.png": png((index, 0, 0)) for index in range(8)}
+    path = write({**files, "labels.csv": (head + "\n".join(rows)).encode()})
+    data = ImageFolder(path=path, labels="labels.csv").load()
+    assert data.client_of is not None
+    train = list(zip(data.train_images[:, 0, 0, 0].tolist(), data.client_of.tolist(), strict=True))
+    assert sorted(train) == [(index, index % 3) for index in range(6)]
+    assert sorted(data.test_images[:, 0, 0, 0].tolist()) == [6, 7]
+    with pytest.raises(FedsimError, match=r"test_share: .*`split`"):
+        ImageFolder(path=path, labels="labels.csv", test_share=0.5).load()
+    for row, said in (
+        ("IMG_0.png,a,val,1", "line 2: split 'val'"),
+        ("IMG_0.png,a,train,", "line 2: no client"),
+        ("IMG_0.png,a,train", "line 2: no client"),
+    ):
+        path = write({**files, "labels.csv": (head + "\n".join([row, *rows[1:]])).encode()})
+        with pytest.raises(FedsimError, match=said):
+            ImageFolder(path=path, labels="labels.csv").load()
+    path = write({**files, "labels.csv": (head + "\n".join(rows[:6])).encode()})
+    with pytest.raises(FedsimError, match="no row of split 'test'"):
+        ImageFolder(path=path, labels="labels.csv").load()
+    head = "file,label,client\n"
+    rows = [f"IMG_{index}.png,a,{index % 3}" for index in range(8)]
+    path = write({**files, "labels.csv": (head + "\n".join(rows)).encode()})
+    data = ImageFolder(path=path, labels="labels.csv", test_share=0.4).load()
+    assert data.client_of is not None and len(data.test_labels)
 
 
 def test_none_that_can_be_read_is_refused(write):

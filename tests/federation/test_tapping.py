@@ -16,6 +16,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.secure_aggregation import secaggplus_constants
 from flwr.serverapp.strategy import FedAvg
 
 import fedsim
@@ -460,3 +461,21 @@ def test_odd_sizes_are_recorded_as_they_were(values: int, tmp_path: Path) -> Non
     (exchange,) = read_exchanges(run_folder(tmp_path))
     assert torch.equal(exchange.sent()["a"], sent)
     assert torch.equal(exchange.reply()["a"], sent + 1)
+
+
+def test_secagg_is_named_and_records_nothing(tmp_path: Path) -> None:
+    """As Flower's mod answers: the vector in a record of its own, that of arrays emptied."""
+    key = secaggplus_constants.RECORD_KEY_CONFIGS
+
+    def masked(message: Message, context: Context) -> RecordDict:
+        vector = ConfigRecord({"masked_params": [b"x"]})
+        return RecordDict({"arrays": ArrayRecord(), key: vector})
+
+    plain = LocalGrid(client(masked), 2, 60)
+    grid = fedsim.tap(plain, out=tmp_path)
+    for stage in ("setup", "collect_masked_vectors"):
+        content = order(1) if stage != "setup" else RecordDict()
+        content[key] = ConfigRecord({"stage": stage})
+        assert len(list(grid.send_and_receive(messages(plain, content)))) == 2
+    with pytest.raises(FedsimError, match=r"no exchange in it.*SecAgg\+ masks.*4 messages"):
+        read_exchanges(run_folder(tmp_path))
