@@ -26,7 +26,7 @@ _PYRAMID_START = 0.3
 """Standard deviation of the pixels that a pyramid starts at; others start at 1."""
 _FINAL = 0.005
 """Step size at the end of a cosine, over that of the beginning."""
-_COPYING = 200
+_COPYING = 100
 """Steps in which a U-Net learns to draw given images."""
 
 
@@ -85,7 +85,7 @@ class Drawing:
             variables = list(self._network.parameters())
         self._rate = _RATES[canvas] if rate is None else rate
         self._variables = variables
-        self._optimizer = self._make_optimizer()
+        self._optimizer = self._make_optimizer(self._rate)
         self._decay, self._iterations, self._done = decay, iterations, 0
 
     def draw(self) -> Tensor:
@@ -98,15 +98,15 @@ class Drawing:
 
     def copy(self, images: Tensor) -> None:
         """Brings a U-Net to draw normalized `images` (N, C, H, W) as nearly as it soon can."""
-        optimizer = self._make_optimizer()
+        optimizer = self._make_optimizer(_RATES["unet"])
         for _ in range(_COPYING):
             drawn = self.draw()
             optimizer.zero_grad()
             torch.autograd.backward(drawn, drawn.detach() - images)
             optimizer.step()
 
-    def _make_optimizer(self) -> torch.optim.Adam:
-        return torch.optim.Adam(self._variables, lr=self._rate, fused=True)
+    def _make_optimizer(self, rate: float) -> torch.optim.Adam:
+        return torch.optim.Adam(self._variables, lr=rate, fused=True)
 
     def step(self, drawn: Tensor, slope: Tensor) -> None:
         """Takes a step of Adam, given the gradient in the images `drawn`; pixels stay valid."""
