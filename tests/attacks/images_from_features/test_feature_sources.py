@@ -184,7 +184,7 @@ def test_a_network_learns_to_draw_pixels_before_it_goes_on() -> None:
     wanted = torch.ones(1, *observation.model.input_shape) * rising
     before = float((drawing.draw().detach() - wanted).square().mean())
     drawing.copy(wanted)
-    assert float((drawing.draw().detach() - wanted).square().mean()) < 0.5 * before
+    assert float((drawing.draw().detach() - wanted).square().mean()) < 0.8 * before
     tried = attack(prior="unet", width=8, iterations=4, pixels_first=0.5, features_from="none")
     assert solve(tried, observation, Knowledge(), 1).reconstruction.iterations == 4
 
