@@ -217,8 +217,8 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         ),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
         certificates=_certificates(rows),
-        networks=len({(row.folder, row.seed) for row in rows}),
-        clients=len({(row.folder, row.seed, row.client) for row in rows}),
+        networks=len({row.folder for row in rows}),
+        clients=len({(row.folder, row.client) for row in rows}),
         near_copies=sum(b.near_copies or 0 for b in baselines),
         recognizable=_recognizable(rows, own_gains(rows)) if "psnr" in yielded else 0,
     )

@@ -23,7 +23,7 @@ def test_a_working_attack_says_what_it_gets_with_interval_and_n(tmp_path: Path) 
     low, high = student_interval([18.0, 19.0, 20.0, 21.0, 22.0])
     assert answer.sentence == (
         "Without a defense, the server gets recognizable pictures: +20.0 dB over guessing, 95% "
-        f"interval {low:+.1f} to {high:+.1f} dB of 5 networks and 5 clients by "
+        f"interval {low:+.1f} to {high:+.1f} dB of this network and this client by "
         "inverting_gradients at batch size 1, n = 5 trials; accuracy 90.0% of 1,000 "
         "test examples (88.0 to 91.7%; chance 10.0%), seconds of "
         "a round not recorded; no guarantee (ε = ∞: no noise is added); do not rely on it: the "

@@ -820,21 +820,23 @@ def test_a_guess_of_few_public_images_is_called_poor(tmp_path: Path) -> None:
 
 def test_an_interval_is_of_as_many_networks_and_clients_as_were_attacked(tmp_path: Path) -> None:
     """Trials of one run share weights and partition; only other runs and clients vary them."""
-    trials = [line(20.0 + t, trial=t) | {"seed": 0} for t in range(3)]
+    trials = [line(20.0 + t, trial=t) for t in range(3)]
     (one,) = board(tmp_path, trials)
     assert (one.networks, one.clients, one.n) == (1, 1, 3)
     for row in trials:
         row["client"] = row["trial"]
     (several,) = board(tmp_path, trials)
     assert (several.networks, several.clients) == (1, 3)
-    for row in trials:
-        row["seed"] = row["trial"]
-    (runs,) = rows = board(tmp_path, trials)
-    assert (runs.networks, runs.clients) == (3, 3)
+    folders = [tmp_path / row["defense"]["name"] / str(row["trial"]) for row in trials]
+    for folder, row in zip(folders, trials, strict=True):
+        folder.mkdir(parents=True)
+        board(folder, [row | {"client": 0}])
+    (runs,) = rows = leaderboard_rows(folders)
+    assert (runs.networks, runs.clients, runs.n) == (3, 3, 3)
     assert len({one.population, several.population, runs.population}) == 3
-    assert runs.population in told(tmp_path, rows)
-    assert one.population in " ".join(render([one], width=200).split())
-    assert population_of([one, several]) not in (one.population, several.population)
+    for found in (one, runs):
+        assert found.population in " ".join(render([found], width=200).split())
+    assert population_of([*rows, one]) not in (one.population, runs.population)
 
 
 def test_copies_of_victims_among_public_images_are_counted_and_told(tmp_path: Path) -> None:
