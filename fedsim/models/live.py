@@ -135,8 +135,9 @@ def taken_apart(
                 parted: Tensor | None = found.eval()(probe)
             except Exception:  # features are not all that the layer is called with
                 parted = None
-        fits = parted is not None and parted.shape == expected.shape
-        if fits and any(_alike(each, expected) for each in (parted, parted.log_softmax(1))):
+        is_answer = parted is not None and parted.shape == expected.shape
+        answers = [parted, parted.log_softmax(1)] if parted is not None and is_answer else []
+        if any(_alike(each, expected) for each in answers):
             return found, names
         setattr(own.get_submodule(parent), last, linear)
     if head is not None:
@@ -233,7 +234,8 @@ class _Substitutes(TorchFunctionMode):
     ) -> nn.Module | None:
         """The module that computes what `func` does; None if that is no such function."""
         if func in _RELUS and args:
-            key, made = "relu", nn.ReLU()
+            key = "relu"
+            made: nn.Module = nn.ReLU()
         elif func in _POOLS and args and args[0].ndim == _AXES and len(args) <= _AXES + 1:
             if named.get("return_indices"):
                 return None
@@ -365,7 +367,7 @@ def _is_affine(model: nn.Module, name: str, classes: int) -> bool:
     if first is None or first is part or next(part.buffers(), None) is not None:
         return False
     drawn = torch.randn(2, first.in_features, generator=torch.Generator().manual_seed(0))
-    one, other = drawn.to(first.weight).split(1)
+    one, other = drawn.to(first.weight).chunk(2)
     with torch.no_grad():
         try:
             both = part(one + other) + part(torch.zeros_like(one))

@@ -207,8 +207,8 @@ def near_copies(images: Tensor, public: Tensor) -> int:
 
 def _outlines(images: Tensor) -> Tensor:
     """Returns (N, D) of length 1, or 0 for images of one level."""
-    side = [min(_OUTLINE, size) for size in images.shape[2:]]
-    values = F.adaptive_avg_pool2d(images.float(), side).flatten(1)
+    height, width = (min(_OUTLINE, size) for size in images.shape[2:])
+    values = F.adaptive_avg_pool2d(images.float(), (height, width)).flatten(1)
     return F.normalize(values - values.mean(1, keepdim=True), dim=1)
 
 

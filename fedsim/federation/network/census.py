@@ -28,8 +28,10 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
     """The content of a node's answer: its number, how many examples it holds, and the reasons why
     nothing can be claimed, by unit."""
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
-    told = {_VERSION: wire.VERSION, wire.CLIENT: client, _HELD: held, _STATISTICS: said}
-    return RecordDict({wire.CONFIG: ConfigRecord(told)})
+    told = ConfigRecord(
+        {_VERSION: wire.VERSION, wire.CLIENT: client, _HELD: held, _STATISTICS: said}
+    )
+    return RecordDict({wire.CONFIG: told})
 
 
 def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
