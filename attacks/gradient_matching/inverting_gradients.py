@@ -55,7 +55,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
 
     Images start at N(0, 1) and stay valid pixels. Labels are taken as the threat model grants them;
     if it grants none, soft labels are optimized with the images. Defaults are as in the authors'
-    code, but for the weight of the variation and one start in place of several;
+    code, but for the weight of the variation;
     `signs: soft, pattern: 4, variation: opponents, decay: cosine` is `modern` of the public suite,
     but for its regularization of features, which wants a last layer with a bias.
     """
