@@ -270,12 +270,26 @@ def refined(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     while not solver.finished:
         solver.improve()
     features = inside.lifted(solver.scaled())
-    if joint:
+    if head.exact:
+        features = _with_norms(head, features)
+    elif joint:
         features = _joint_fit.descended(head, features)
-    elif not head.exact:
+    else:
         features = _output_solver.descended(head, features, _BUDGET)
     loss = objective(features).loss
     return (features, loss) if bool(loss < start.loss) else (directions, start.loss)
+
+
+def _with_norms(head: HeadGradient, features: Tensor) -> Tensor:
+    """Brings features (N, d) of the right directions to their norms, whatever clipping scales.
+
+    With ∂L/∂W = S X and ∂L/∂b = S 1, factors f of rows of X give S diag(f), and 1 / f follows from
+    the biases by least squares.
+    """
+    shares = head.grad_hidden.double() @ torch.linalg.pinv(features.double())
+    inverse = torch.linalg.lstsq(shares, head.grad_bias.double()[:, None]).solution[:, 0]
+    inverse = torch.where(inverse > 0, inverse, 1.0)
+    return features / inverse.to(features.dtype)[:, None]
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:

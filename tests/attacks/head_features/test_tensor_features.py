@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -302,11 +302,16 @@ def test_all_rows_give_a_direction_for_each_image(
     torch.testing.assert_close(found.norm(dim=1), torch.ones(count))
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-4])
-def test_refined_features_are_exact_where_the_decomposition_is_not(noise: float) -> None:
+@pytest.mark.parametrize(
+    "defense",
+    [[], [{"name": "clip", "norm": 1e-3}], [{"name": "gaussian_noise", "std": 1e-4}]],
+    ids=["none", "clip", "noise"],
+)
+def test_refined_features_are_exact_where_the_decomposition_is_not(
+    defense: list[dict[str, Any]],
+) -> None:
     """With norms, which the decomposition has not."""
     head = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
-    defense = [{"name": "gaussian_noise", "std": noise}] if noise else []
     observation, truth = make_observation(
         *example_batch(3),
         model="mlp",
