@@ -358,9 +358,10 @@ def finish(
             scores = _score(found, truth, setting, lpips)
             metrics, per_image = scores.metrics(), scores.per_image
             if isinstance(truth, GroundTruth):
-                certificate = scoring.certificate(found, truth, scores.assignment)
+                own = scores.features_assignment or scores.assignment
+                certificate = scoring.certificate(found, truth, own)
             path = reconstruction_path(setting.root, job.label, observation.id)
-            _save(path, found, truth, scores.assignment, setting.guesser)
+            _save(path, found, truth, scores, setting.guesser)
         except Exception as error:  # a third party's attack may answer anything
             reason = reason_of(error)
     return Result(
@@ -457,7 +458,7 @@ def _save(
     path: Path,
     found: Reconstruction,
     truth: Truth,
-    assignment: list[int],
+    scores: scoring.Scores,
     guesser: scoring.Guesser | None,
 ) -> None:
     """Write the truth and, in the order of the truth, exactly what was scored against it."""
@@ -467,16 +468,20 @@ def _save(
     assert guesser is not None
     tensors = {"truth": truth.images, "truth_labels": truth.labels}
     if found.images is not None:
-        tensors["reconstruction"] = scoring.matched_images(found.images, assignment, guesser.mean)
+        tensors["reconstruction"] = scoring.matched_images(
+            found.images, scores.assignment, guesser.mean
+        )
     if found.labels is not None:
-        # With images or features, a label belongs to the one that it came with.
+        # With images or features, a label is saved beside the one that it came with.
         none = found.labels.new_tensor(scoring.MISSING)
         tensors["labels"] = (
-            scoring.align(found.labels, assignment, none) if assignment else found.labels
+            scoring.align(found.labels, scores.assignment, none)
+            if scores.assignment
+            else found.labels
         )
     if found.features is not None and truth.features is not None:
         nothing = torch.zeros_like(truth.features[0])
-        tensors["features"] = scoring.align(found.features, assignment, nothing)
+        tensors["features"] = scoring.align(found.features, scores.features_assignment, nothing)
         tensors["truth_features"] = truth.features
     write_tensors(path, tensors)
 

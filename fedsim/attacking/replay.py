@@ -118,7 +118,8 @@ def attack(
         scores = _scores(found, victim)
         told = None
         if not isinstance(victim, RowTruth):
-            told = scoring.certificate(found, victim, scores.assignment if scores else ())
+            order = (scores.features_assignment or scores.assignment) if scores else ()
+            told = scoring.certificate(found, victim, order)
     return found, {
         "observation": observation.id,
         "attack": {

@@ -44,9 +44,7 @@ class Guess:
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]."""
     labels: Tensor
-    """(N,) int64: labels of the images; the granted ones, if labels are known."""
-    labels_alone: Tensor
-    """(N,) int64: the guess for attacks that answer labels without images."""
+    """(N,) int64: the likeliest multiset; the granted one, if labels are known."""
     public: int
     """Number of public images that the guess was learned from."""
     public_per_image: float
@@ -56,7 +54,7 @@ class Guess:
         """Returns the guess as an attack would hand it in; it has no objective."""
         return Reconstruction(
             images=None if labels_alone else self.images,
-            labels=self.labels_alone if labels_alone else self.labels,
+            labels=self.labels,
             loss=math.nan,
             iterations=0,
         )
@@ -131,13 +129,11 @@ class Guesser:
                 key=lambda family: second.psnr(first.guess(family, count)),
             )
         levels = everything.guess(chosen, count)
-        predicted = everything.labels_of(levels)
-        alone = _likeliest(self._labels, count) if granted is None else torch.tensor(granted)
+        labels = _likeliest(self._labels, count) if granted is None else torch.tensor(granted)
         return Guess(
             name=chosen,
             images=(levels / 255).float().view(count, *self._images.shape[1:]),
-            labels=predicted,
-            labels_alone=alone,
+            labels=labels,
             public=len(self._labels),
             public_per_image=self._per_image(count, granted),
         )

@@ -90,22 +90,6 @@ class Pool:
         # The mean of rounded logarithms: a tie of two guesses is not decided by the order of sums.
         return round(float((-10 * (errors / scale).log10()).mean()), 6)
 
-    def labels_of(self, levels: Tensor) -> Tensor:
-        """Returns the label of each image of the guess, (N,): the granted or likeliest one."""
-        drawn = self._drawn(len(levels), rng.generator(0, "guess", self._name, "labels"))
-        _, matches = self._matched(levels, drawn, self._images[drawn].double())
-        classes = int(self._labels.max()) + 1
-        votes = torch.zeros(len(levels), classes, dtype=torch.int64)
-        ones = torch.ones(len(drawn), dtype=torch.int64)
-        votes.index_put_((matches, self._labels[drawn]), ones, accumulate=True)
-        if self._granted is None:
-            return votes.argmax(1)
-        slots = torch.tensor(self._granted)
-        columns = slots.clamp(max=classes - 1)
-        counts = votes[:, columns] * (slots < classes)
-        places = assign(-counts.double())
-        return slots[places]
-
     def _class_means(self) -> Tensor:
         """Returns means by class and, where a class occurs several times, by brightness."""
         assert self._granted is not None

@@ -21,10 +21,11 @@ def check_labels(labels: Tensor, what: str) -> None:
 
 
 def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
-    """Returns the multiset intersection's size over N, in [0, 1], for labels without images.
+    """Returns the multiset intersection's size over N, in [0, 1].
 
-    The order of labels in a batch is not observable, only how often each occurs. Of more labels
-    than truths the first N count.
+    The order of labels in a batch is not observable, only how often each occurs. Labels that came
+    with images count the same: poor images, matched to the wrong truths, take no label back. Of
+    more labels than truths the first N count.
     """
     claimed = reconstruction[: len(truth)].tolist()
     matches = 0
@@ -33,11 +34,3 @@ def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
             claimed.remove(label)
             matches += 1
     return matches / len(truth)
-
-
-def right_label(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns 1 where the label of each pair (N,) is right, else 0; (N,) float64.
-
-    For labels that come with images (or features): a right label on the wrong image is wrong.
-    """
-    return (claimed == truth).double()

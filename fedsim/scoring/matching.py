@@ -3,8 +3,9 @@
 A gradient is a mean over its batch, so no attack can know the order of the images. Each truth is
 therefore paired with one reconstruction of its own by the assignment of least total cost (H. W.
 Kuhn, "The Hungarian method for the assignment problem", Naval Research Logistics Quarterly 2,
-1955), and every metric of the batch uses that one assignment. Were each metric to look for its own
+1955), and every metric of images uses that one assignment. Were each metric to look for its own
 best match, or one reconstruction to serve several truths, a single good guess would count as many.
+Features have an assignment of their own, for an attack may read them where it draws no image.
 """
 
 from __future__ import annotations

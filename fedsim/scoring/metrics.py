@@ -16,9 +16,8 @@ from fedsim.scoring import features, image, labels, rows
 from fedsim.scoring.outcome import Unavailable
 from fedsim.scoring.perceptual import LpipsMetric, perceptual_distance
 
-Compared = Literal["images", "features", "labels", "labels_alone", "rows", "classes", "membership"]
-"""What a metric compares with the truth. `labels` belong to matched images or features,
-`labels_alone` come without any; `classes` are the last entries of a row."""
+Compared = Literal["images", "features", "labels", "rows", "classes", "membership"]
+"""What a metric compares with the truth; `classes` are the last entries of a row."""
 
 Value = Tensor | float | Unavailable
 """One value for each truth (N,), one for all of them, or why there is none."""
@@ -29,7 +28,7 @@ class Pair:
     """A part of a reconstruction beside the same part of the truth."""
 
     claimed: Tensor
-    """In the order of the truth, where there is one; (N, ...) of all but `labels_alone`."""
+    """In the order of the truth, where there is one; (N, ...) of all but `labels`."""
     truth: Tensor
     """(N, ...)"""
     unordered: Tensor | None = None
@@ -159,14 +158,13 @@ _TABLE = (
     Metric(
         name="label_accuracy",
         functions={
-            "labels": _ordered(labels.right_label),
-            "labels_alone": _ordered(labels.label_overlap),
+            "labels": _ordered(labels.label_overlap),
             "classes": _ordered(rows.right_class),
         },
         unit="share",
         larger_leaks=True,
         heading="label",
-        meaning="share of labels recovered",
+        meaning="share of labels recovered, whatever image they came with",
         shown_as="percent",
         narrow="late",
     ),

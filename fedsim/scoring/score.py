@@ -1,10 +1,10 @@
-"""Scores a reconstruction against the truth: every metric, on one assignment."""
+"""Scores a reconstruction against the truth: images, features and labels each by themselves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,10 @@ class Scores:
     """Metric -> one value per scored true image or row, in the order of the truth; principal angles
     ascending."""
     assignment: list[int]
-    """Which reconstruction was scored against each truth; -1: none. Empty for labels alone and for
-    rows, which are never matched."""
+    """Which reconstruction was scored against each truth; -1: none. Of features where there are no
+    images. Empty for labels alone and for rows, which are never matched."""
+    features_assignment: list[int]
+    """As `assignment`, of features; empty without them."""
     missing: int
     """Number of true images without a reconstruction or a guess in its place; image metrics leave
     them out."""
@@ -59,9 +61,9 @@ def score(
 ) -> Scores:
     """Scores `reconstruction` against `truth`.
 
-    One assignment serves all metrics: it is made by the mean squared error of the images, or of the
-    directions of the features where there are no images. Labels that come with images or features
-    are those of the matched ones; labels alone are compared as multisets. A truth without a
+    Each target counts by itself. Images are matched by their mean squared error, which serves all
+    metrics of images; features by their directions; labels are compared as multisets. So poor
+    images, which are matched at random, hide neither features nor labels. A truth without a
     reconstruction counts as `guess` ((C, H, W) pixels), as zero features, and as a wrong label.
     Where no `guess` is known its image is not scored but `missing`, for any pixels in its place
     would be an invention.
@@ -77,7 +79,10 @@ def score(
             outside [0, 1], values that are not finite, other shapes), or there are none at all.
     """
     _check(reconstruction, truth)
-    assignment = _assignment(reconstruction, truth)
+    features_assignment = _match_features(reconstruction, truth)
+    assignment = features_assignment
+    if reconstruction.images is not None:
+        assignment = match(reconstruction.images.detach().cpu(), truth.images.detach().cpu())
     values: dict[str, Value] = {}
     missing = 0
     if reconstruction.images is not None:
@@ -92,17 +97,19 @@ def score(
             claimed = matched_images(reconstruction.images, assignment, guess)
         values |= compare("images", Pair(claimed=claimed, truth=true_images, lpips=lpips))
     if reconstruction.features is not None:
-        values |= _feature_metrics(reconstruction.features.detach().cpu(), truth, assignment)
-    if (labels := reconstruction.labels) is not None:
-        if assignment:
-            claimed = align(labels.cpu(), assignment, torch.tensor(MISSING, dtype=labels.dtype))
-            values |= compare("labels", Pair(claimed=claimed, truth=truth.labels.cpu()))
-        else:
-            values |= compare("labels_alone", Pair(claimed=labels, truth=truth.labels))
+        claimed = reconstruction.features.detach().cpu()
+        values |= _feature_metrics(claimed, truth, features_assignment)
+    if reconstruction.labels is not None:
+        values |= compare("labels", Pair(claimed=reconstruction.labels, truth=truth.labels))
     notes = {}
     if isinstance(values.get("lpips"), Tensor) and isinstance(lpips, LpipsMetric):
         notes["lpips"] = lpips.describe(*truth.images.shape[-2:])
-    return _scores(reconstruction, values, notes, assignment, missing)
+    return replace(
+        _scores(reconstruction, values, notes),
+        assignment=assignment,
+        features_assignment=features_assignment,
+        missing=missing,
+    )
 
 
 def score_rows(reconstruction: Reconstruction, truth: RowTruth) -> Scores:
@@ -139,8 +146,6 @@ def _scores(
     reconstruction: Reconstruction,
     values: Mapping[str, Value],
     notes: Mapping[str, str] | None = None,
-    assignment: list[int] | None = None,
-    missing: int = 0,
 ) -> Scores:
     """Collects means of the metrics that have a value, and the reasons of those that have none.
 
@@ -148,8 +153,6 @@ def _scores(
         reconstruction: says the attack's own loss.
         values: metric -> its values, or why there are none.
         notes: metric -> how it was computed.
-        assignment: see `Scores`.
-        missing: see `Scores`.
     """
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     means = {name: value for name, value in values.items() if isinstance(value, float)}
@@ -159,8 +162,9 @@ def _scores(
     return Scores(
         means={**means, **{name: float(value.mean()) for name, value in tensors.items()}},
         per_image={name: value.tolist() for name, value in tensors.items()},
-        assignment=assignment or [],
-        missing=missing,
+        assignment=[],
+        features_assignment=[],
+        missing=0,
         notes={**reasons, **(notes or {})},
     )
 
@@ -185,9 +189,7 @@ def _feature_metrics(
     return compare("features", Pair(claimed=features, truth=true_features, unordered=claimed))
 
 
-def _assignment(reconstruction: Reconstruction, truth: GroundTruth) -> list[int]:
-    if reconstruction.images is not None:
-        return match(reconstruction.images.detach().cpu(), truth.images.detach().cpu())
+def _match_features(reconstruction: Reconstruction, truth: GroundTruth) -> list[int]:
     claimed, true_features = reconstruction.features, truth.features
     if claimed is not None and true_features is not None:
         # By direction: an attack need not know the norms.

@@ -133,7 +133,7 @@ def test_labels_alone_are_guessed_as_a_multiset(
     """Of which the overlap with labels that are drawn is largest, on average."""
     labels = torch.arange(len(shares)).repeat_interleave(torch.tensor(shares))
     guess = Guesser(flat([100] * sum(shares)), labels)(count)
-    assert guess.labels_alone.tolist() == expected
+    assert guess.labels.tolist() == expected
     known = truth(flat([100] * count), expected)
     assert baseline(guess, known, labels_alone=True)["label_accuracy"] == 1.0
     assert baseline(guess, known, labels_alone=True)["psnr"] is None

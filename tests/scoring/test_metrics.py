@@ -42,7 +42,7 @@ def pairs(what: Compared) -> tuple[Pair, Pair, Pair | None]:
             Pair(claimed=other, truth=truth, unordered=other),
             Pair(claimed=zero, truth=truth, unordered=zero),
         )
-    if what in ("labels", "labels_alone"):
+    if what == "labels":
         truth = torch.tensor([0, 1, 2, 3])
         return Pair(claimed=truth, truth=truth), Pair(claimed=truth + 4, truth=truth), None
     if what == "rows":

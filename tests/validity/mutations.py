@@ -485,9 +485,9 @@ MUTATIONS = (
         name="labels alone are guessed by the majority",
         item=7,
         file="fedsim/scoring/guess.py",
-        old="        alone = _likeliest(self._labels, "
+        old="        labels = _likeliest(self._labels, "
         "count) if granted is None else torch.tensor(granted)\n",
-        new="        alone = self._labels.bincount().argmax().repeat(count)\n",
+        new="        labels = self._labels.bincount().argmax().repeat(count)\n",
         tests=(GUESS,),
     ),
     Mutation(
@@ -1000,8 +1000,9 @@ MUTATIONS = (
         name="labels saved beside other images than they came with",
         item=16,
         file="fedsim/attacking/jobs.py",
-        old="            scoring.align(found.labels, assignment, none) if assignment else "
-        "found.labels\n",
+        old="            scoring.align(found.labels, scores.assignment, none)\n"
+        "            if scores.assignment\n"
+        "            else found.labels\n",
         new="            found.labels\n",
         tests=(ROAD,),
     ),

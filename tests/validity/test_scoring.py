@@ -43,8 +43,27 @@ def test_one_good_guess_counts_once() -> None:
     assert sum(value > 50 for value in scores.per_image["psnr"]) == 1
 
 
-def test_every_metric_uses_the_same_pairs() -> None:
-    """Rule 6: one assignment by one cost; structure, labels and features follow the pixels."""
+def test_poor_images_hide_neither_labels_nor_features() -> None:
+    """Every target counts by itself: exact features and labels are read, whatever was drawn."""
+    victims, stream = pixels(8), torch.Generator().manual_seed(9)
+    features = torch.randn(8, 16, generator=stream)
+    known = GroundTruth(images=victims, labels=torch.arange(8), features=features)
+    order = torch.randperm(8, generator=stream)
+    answer = Reconstruction(
+        images=pixels(8).flip(0).roll(3, 0),
+        labels=torch.arange(8)[order],
+        features=2 * features[order],
+        loss=0,
+        iterations=1,
+    )
+    scores = score(answer, known)
+    assert scores["label_accuracy"] == 1.0
+    assert scores["feature_cosine"] == pytest.approx(1.0)
+    assert scores.features_assignment == order.argsort().tolist() != scores.assignment
+
+
+def test_every_metric_of_images_uses_the_same_pairs() -> None:
+    """Rule 6: one assignment by one cost; structure follows the pixels."""
     victims = pixels(2)
     # By pixels each belongs to the truth of its own index; labels and features say otherwise.
     near = torch.stack([0.97 * victims[0] + 0.03 * victims[1], victims[1]])
@@ -59,8 +78,8 @@ def test_every_metric_uses_the_same_pairs() -> None:
     )
     scores = score(swapped, known)
     assert scores.assignment == [0, 1]
-    assert scores["label_accuracy"] == 0.0
-    assert scores["feature_cosine"] == pytest.approx(0.0, abs=1e-6)
+    assert scores["label_accuracy"] == 1.0
+    assert scores["feature_cosine"] == pytest.approx(1.0)
 
     # Truth 0 is dark and truth 1 bright; the brightened truth 0 is, by pixels, nearest to truth 1.
     dark, bright = 0.4 * victims[0], 0.6 + 0.4 * victims[1]
