@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fedsim.federation.records import RoundRecord
 from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_grids, save_overview, write_report
 from fedsim.report.loggers import chosen, log_run
-from fedsim.results import earlier, record, rows
+from fedsim.results import earlier, public_control, record, rows
 from fedsim.results.plan import Plan
 from fedsim.results.record import Run
 from fedsim.scenario import (
@@ -504,6 +505,7 @@ class _Plan:
             {rows.key(row): row for row in record.read_lines(path)}.values(),
             key=rows.order(self.scenario),
         )
+        self._attack_public(found)
         rows.add_controls(found, self.out)
         record.write_lines(path, found)
         rounds = record.read_lines(self.out / "rounds.jsonl")
@@ -530,6 +532,23 @@ class _Plan:
                     **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
                 },
             },
+        )
+
+    def _attack_public(self, found: Sequence[record.Row]) -> None:
+        """Run attacks once more, on updates of public images, where no other client is recorded."""
+        folder = public_control.folder_of(self.out)
+        entries = {entry.label or entry.name: entry for entry in self.scenario.attacks}
+        asked = public_control.record_public(found, self.out, self.servers)
+        if not asked:
+            return
+        if self.scenario.knowledge.public != "none" and isinstance(self.described, Dataset):
+            files.save_public(public_images(self.described, self.scenario.seed), folder)
+        run_jobs(
+            [_job(entries[label], path) for label, path in asked],
+            replace(self._setting(), root=folder),
+            workers=self.workers,
+            on_progress=lambda job, at: None,
+            on_result=lambda job, result: None,
         )
 
     @property

@@ -54,6 +54,7 @@ class PriorOnly(IterativeAttack[Drawn]):
     """
 
     paper: ClassVar[str] = "fedsim: control (Ulyanov et al., Deep Image Prior, CVPR 2018)"
+    ignores_update: ClassVar[bool] = True
 
     iterations: Annotated[int, Field(ge=1)] = 100
     """Of Adam; more only make the images flatter."""

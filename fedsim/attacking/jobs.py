@@ -104,6 +104,11 @@ class Job:
         return list(create(self.attack, self.parameters).brings())
 
     @property
+    def ignores_update(self) -> bool:
+        """Whether the attack is a control that never looks at the update."""
+        return create(self.attack, self.parameters).ignores_update
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """(stack, attack label, observation id): what identifies the job's row in a run."""
         round, stack = self.observation.parent, self.observation.parent.parent.name
@@ -128,9 +133,9 @@ class Result:
     """Which other attack it asked for its features; None if none."""
     stages: int | None = None
     """Number of stages that it cut the body into; None if it cuts none."""
-    baseline: dict[str, float | str | None]
-    """Metrics of the zero-information guess, its `name`, and how many images it was learned from
-    (`public`, and `public_per_image` that it guesses)."""
+    baseline: dict[str, Any]
+    """Metrics of the zero-information guess, its `name`, how many images it was learned from
+    (`public`, and `public_per_image` that it guesses), and PSNR `per_image`."""
     victims: list[str] | None
     """A digest of each true image, or row that took part, in the order of the truth; the same for
     the same content. None of an update that was never recorded."""
@@ -405,24 +410,27 @@ def _baseline(
     found: Reconstruction | None,
     setting: Setting,
     lpips: scoring.LpipsMetric | scoring.Unavailable,
-) -> dict[str, float | str | None]:
+) -> dict[str, Any]:
     """The guess of someone who is granted what the attack is, matched as `found` is.
 
     Of features too, where `found` has them, or may have had: where there is nothing.
     """
     if isinstance(truth, RowTruth):
-        return {"name": "mean_of_others", **NOT_LEARNED, **scoring.row_baseline(truth)}
+        rows = scoring.row_baseline(truth)
+        return {"name": "mean_of_others", **NOT_LEARNED, "per_image": {}, **rows}
     assert setting.guesser is not None
     known = truth.labels.tolist() if setting.granted.labels == "known" else None
     guess = setting.guesser(len(truth.labels), known)
     alone = found is not None and found.images is None and found.features is None
     name = "labels" if alone else guess.name
+    scores = scoring.baseline(guess, truth, labels_alone=alone, lpips=lpips)
     return {
         "name": name,
         "public": guess.public,
         "public_per_image": guess.public_per_image,
         "near_copies": scoring.near_copies(truth.images.cpu(), setting.guesser.public()),
-        **scoring.baseline(guess, truth, labels_alone=alone, lpips=lpips),
+        "per_image": {"psnr": scores.per_image["psnr"]} if "psnr" in scores.per_image else {},
+        **scores.metrics(),
         **_of_features(observation, truth, found, setting),
     }
 
@@ -505,7 +513,7 @@ def nothing_recorded(observation: Observation, reason: str) -> Result:
         reason=reason,
         metrics=nothing,
         per_image={},
-        baseline={"name": None, **NOT_LEARNED, **nothing},
+        baseline={"name": None, **NOT_LEARNED, "per_image": {}, **nothing},
         victims=None,
         tensor_rate=None,
         cost=_failed_cost(0.0),

@@ -70,8 +70,7 @@ def state_of(row: LeaderboardRow, metric: str) -> State:
     """
     if not row.n_ok:
         return "failed"
-    over = row.above_other(metric)
-    blind = row.blind if over is None else over.certain <= 0 and not row.exposed
+    blind = row.blind if row.above_other(metric) is None else row.is_blind_by(metric)
     return "blind" if blind else "ranked"
 
 

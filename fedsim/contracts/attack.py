@@ -51,6 +51,9 @@ class Attack(Plugin, Generic[S]):
     needs: ClassVar[Grant] = Grant.least()
     reads: ClassVar[tuple[Payload, ...]] = ("update",)
     """What of clients it can read. Of rows it is asked about one at a time, on its own."""
+    ignores_update: ClassVar[bool] = False
+    """Whether it never looks at the update: a control, which draws what its prior knows. It is
+    ranked behind all that look, and never said to work."""
     asked_of_candidates: ClassVar[bool] = False
     """Whether it says, of a given row, if that took part. Else it recovers one that did."""
     follows_tensor_rate: ClassVar[bool] = False

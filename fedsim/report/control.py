@@ -146,6 +146,7 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
             "defenses, for an attack that fails without a defense says nothing about defenses",
         )
     size = min(row.batch_size for row in undefended)
+    undefended = [row for row in undefended if not row.ignores_update] or undefended
     attacked = [row for row in undefended if row.batch_size == size and row.gain]
     areas = [
         (area, row.attack)
@@ -158,14 +159,19 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
         if areas
         else None
     )
+    spans = [
+        (_is_blind(row.span_over_other) and row.is_decided, span.mean / row.guessed_span, row)
+        for row in undefended
+        if row.batch_size == size and (span := row.metrics["subspace_error"])
+    ]
+    of_features = (
+        _feature_control(comparison, *min(spans, key=lambda entry: entry[:2]), lesson)
+        if spans
+        else None
+    )
     if not attacked:
-        spans = [
-            (row.blind, span.mean / row.guessed_span, row)
-            for row in undefended
-            if row.batch_size == size and (span := row.metrics["subspace_error"])
-        ]
-        if spans:
-            return _feature_control(comparison, min(spans, key=lambda entry: entry[:2])[2], lesson)
+        if of_features:
+            return of_features
         if of_membership:
             return of_membership
         return Control(
@@ -175,14 +181,18 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
             f"{size}, so there is no gain over guessing to show that the attacks work{_TRY}",
         )
     best = max(attacked, key=lambda row: row.standing)
-    gain = best.strength[0]
+    gain = best.gain.mean if best.gain else 0.0
     blind = best.blind
-    passed = gain >= REQUIRED_GAIN and not blind
-    if not passed and of_membership and of_membership.status == "passed":
-        return of_membership  # a release that is random by itself may tell who is in it and no more
+    passed = best.strength[0] >= REQUIRED_GAIN and not blind
+    for other in (of_membership, of_features):
+        # A release that is random by itself may tell who is in it and no more; a head of many
+        # images, its features.
+        if not passed and other and other.status == "passed":
+            return other
+    due = "" if passed or blind else _due(best)
     measured = (
         f"undefended, at batch size {size}, {best.attack} gains {format_number(gain, 1)} dB over "
-        f"guessing{_uncontrolled(best)}"
+        f"guessing{_uncontrolled(best)}{due}"
     )
     if blind and gain >= REQUIRED_GAIN:
         return _blind_control(comparison, measured)
@@ -210,6 +220,13 @@ def _is_blind(over_other: Summary | None) -> bool:
     return over_other is not None and over_other.certain <= 0
 
 
+def _due(row: LeaderboardRow) -> str:
+    """Words how little of a gain is due to the update."""
+    if not row.gain or row.gain.mean < REQUIRED_GAIN:
+        return ""
+    return f", of which {format_number(row.strength[0], 1)} dB over {row.other}"
+
+
 def _uncontrolled(row: LeaderboardRow) -> str:
     return f" ({row.no_control})" if row.no_control else ""
 
@@ -223,7 +240,9 @@ def _blind_control(comparison: Comparison, measured: str) -> Control:
     )
 
 
-def _feature_control(comparison: Comparison, row: LeaderboardRow, lesson: str) -> Control:
+def _feature_control(
+    comparison: Comparison, blind: bool, share: float, row: LeaderboardRow, lesson: str
+) -> Control:
     span = row.metrics["subspace_error"]
     assert span is not None
     required = REQUIRED_SPAN * row.guessed_span
@@ -231,8 +250,8 @@ def _feature_control(comparison: Comparison, row: LeaderboardRow, lesson: str) -
         f"undefended, at batch size {row.batch_size}, {row.attack} leaves a span error of "
         f"{span.mean:.3f}{_uncontrolled(row)}"
     )
-    passed = span.mean <= required
-    if passed and row.blind:
+    passed = share <= REQUIRED_SPAN
+    if passed and blind:
         return _blind_control(comparison, measured)
     needed = f"at most {required:.3g} is required, half of what the guess leaves"
     return _judged(comparison, passed, measured, needed, lesson)

@@ -9,15 +9,23 @@ from fedsim.report.figures import format_signed
 from fedsim.report.level import (
     Level,
     is_alike_on_average,
+    leaks_features,
     leaks_labels,
     level_of,
+    may_know,
     may_leak_labels,
+    may_show,
     may_tell_members,
     shows_pictures,
     tells_members,
 )
 from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
-from fedsim.report.sentences import label_sentence, membership_sentence, recognizable_times
+from fedsim.report.sentences import (
+    certificate_sentence,
+    label_sentence,
+    membership_sentence,
+    recognizable_times,
+)
 from fedsim.report.verdict import Verdict
 from fedsim.words import in_trials, number_of
 
@@ -28,13 +36,15 @@ Finding = Literal[
     "labels",
     "membership",
     "some trials",
+    "undecided",
     "nothing",
     "failed",
     "unknown",
     "no answer",
 ]
 """What an attacker gets: the worst that the attacks on a defense achieved. `some trials`: nothing
-that is certain, but `REQUIRED_GAIN` or more in a few, or labels or members on average. `no answer`:
+that is certain, but `REQUIRED_GAIN` or more in a few, or labels or members on average. `undecided`:
+something that nothing tells from what the attack knew. `no answer`:
 the rows are INVALID, or some of them are still to come."""
 
 LEAKS: tuple[Finding, ...] = ("recognizable", "colors only", "features", "labels", "membership")
@@ -46,6 +56,7 @@ _GETS: Mapping[Finding, str] = {
     "labels": "labels",
     "membership": "who took part",
     "some trials": "something {times}, and nothing for certain",
+    "undecided": "something that it may have known beforehand",
     "nothing": "nothing beyond the guess",
 }
 
@@ -55,6 +66,7 @@ _OF_LEVEL: Mapping[Level, Finding] = {
     "features": "features",
     "labels": "labels",
     "membership": "membership",
+    "undecided": "undecided",
     "unseen": "nothing",
     "unknown": "unknown",
     "failed": "failed",
@@ -75,7 +87,10 @@ def _at_times(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> bool:
     """Whether something leaked that no interval makes certain."""
     if verdict.leaking and verdict.leaking.count:
         return True
-    return any(may_leak_labels(row) or may_tell_members(row) for row in rows)
+    return any(
+        may_leak_labels(row) or may_tell_members(row) or may_know(row) or may_show(row)
+        for row in rows
+    )
 
 
 def gets_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) -> str:
@@ -88,7 +103,7 @@ def gets_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) 
         return f"was not measured, for no attack on {row.subject} ran"
     subject = "pictures" if row.subject == "images" else "rows"
     coarse = "colors" if row.subject == "images" else "coarse values"
-    gets = _GETS[finding].format(subject=subject, coarse=coarse, times=_times(verdict))
+    gets = _GETS[finding].format(subject=subject, coarse=coarse, times=_times(verdict, rows))
     if _is_seldom(rows, finding):
         gets += f" {recognizable_times(rows)}"
     if finding == "nothing" and not _is_bounded(verdict):
@@ -101,10 +116,12 @@ def gets_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) 
     return f"gets {gets}"
 
 
-def _times(verdict: Verdict) -> str:
+def _times(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> str:
     """Words in how many trials something leaked that no interval makes certain."""
     leaking = verdict.leaking
-    return in_trials(leaking.count, leaking.n) if leaking and leaking.count else "on average"
+    if leaking and leaking.count:
+        return in_trials(leaking.count, leaking.n)
+    return "at times" if any(map(may_show, rows)) else "on average"
 
 
 def _is_bounded(verdict: Verdict) -> bool:
@@ -123,7 +140,7 @@ def _is_seldom(rows: Sequence[LeaderboardRow], finding: Finding) -> bool:
 def _besides(rows: Sequence[LeaderboardRow], finding: Finding) -> list[str]:
     """Words what leaks for certain besides `finding`."""
     tests: dict[str, tuple[str, Callable[[LeaderboardRow, Sequence[LeaderboardRow]], bool]]] = {
-        "features": ("features", lambda row, all: level_of(row, all) == "features"),
+        "features": ("features", leaks_features),
         "labels": ("labels", leaks_labels),
         "membership": ("who took part", tells_members),
     }
@@ -162,8 +179,21 @@ def _others(rows: Sequence[LeaderboardRow], finding: Finding) -> list[str]:
     """Words labels and members first, where they are what leaks, or may leak."""
     labels = [label_sentence(rows)] if any(map(may_leak_labels, rows)) else []
     members = [membership_sentence(rows)] if any(map(may_tell_members, rows)) else []
-    chosen = {"labels": labels, "membership": members, "some trials": [*labels, *members]}
+    chosen = {
+        "features": [_features(rows), certificate_sentence(rows)],
+        "labels": labels,
+        "membership": members,
+        "some trials": [*labels, *members],
+    }
     return [text for text in chosen.get(finding, []) if text]
+
+
+def _features(rows: Sequence[LeaderboardRow]) -> str:
+    """Words the least span error of features beside pictures; empty where nothing else ran."""
+    leaking = [row for row in rows if row.gain and row.metrics["subspace_error"]]
+    leaking = [row for row in leaking if leaks_features(row, rows)]
+    best = min(leaking, key=lambda row: -row.strength[1], default=None)
+    return f"{_span(best)} by {best.attack_on}" if best else ""
 
 
 def _n(row: LeaderboardRow) -> str:
@@ -189,7 +219,7 @@ def _figure(verdict: Verdict) -> str:
     row, gain = verdict.strongest, verdict.gain
     if gain is None:
         return _span(row)
-    what = "over guessing and another update" if row.blind else "over guessing"
+    what = f"over guessing and {row.other}" if row.blind else "over guessing"
     text = f"{format_signed(gain.mean)} dB {what}"
     if gain.low is None or gain.high is None:
         return f"{text} (no interval)"

@@ -12,6 +12,7 @@ from fedsim.report.reliance import LARGEST_DELTA
 from fedsim.report.row import (
     EXPOSED_GAIN,
     EXPOSED_IMAGE,
+    LIKENESS_GAIN,
     RECOGNIZABLE_PSNR,
     RECOGNIZABLE_SSIM,
     REQUIRED_GAIN,
@@ -75,10 +76,12 @@ _TABLE = (
         f"SSIM of {RECOGNIZABLE_SSIM:g} or more (without SSIM, a mean PSNR of "
         f"{RECOGNIZABLE_PSNR:g} dB). Recognizable in 1 of 5 trials, say: it certainly gains "
         f"something, and so many trials with {REQUIRED_GAIN:g} dB or more have that likeness, or "
-        f"one gains {EXPOSED_GAIN:g} dB, or one image is {EXPOSED_IMAGE:g} dB above the mean "
-        "guess. Colors only: it certainly gains something, below that likeness, and nothing else "
-        "leaks. Nothing beyond the guess: the interval of every gain reaches down to guessing, or "
-        "another update gives the same picture, and neither labels nor members are told better "
+        f"one gains {EXPOSED_GAIN:g} dB, or one image is {EXPOSED_IMAGE:g} dB above its own "
+        "guess and above the same image as drawn from another update. Pictures also leak by "
+        f"structure (SSIM) or likeness (LPIPS) that is {LIKENESS_GAIN:g} better than both. Colors "
+        "only: it certainly gains something, below that likeness, and nothing else leaks. Nothing "
+        "beyond the guess: the interval of every gain reaches down to guessing, or another update "
+        "gives the same picture, and neither labels nor members are told better "
         "on average.",
     ),
     Term(
@@ -86,7 +89,8 @@ _TABLE = (
         name="rely, do not rely, not shown",
         meaning="Do not rely: an attack works, or an audit refutes the ε. Rely: no attack works, "
         "each that certainly works without a defense was tried here in the same way, none of its "
-        f"runs failed, every interval ends below {REQUIRED_GAIN:g} dB, the model learned, and a "
+        "runs failed, what it does here is certainly less, every interval ends below "
+        f"{REQUIRED_GAIN:g} dB, the model learned, and a "
         f"differential-privacy guarantee with ε below {WEAK_EPSILON:g} and δ of at most "
         f"{LARGEST_DELTA:g} is proven. "
         "Not shown: anything else. Attacks that fail here are no proof that all do.",
@@ -183,8 +187,10 @@ _TABLE = (
     Term(
         key="other",
         name="other update",
-        meaning="The same attack’s picture of another update, scored against this truth. If it "
-        "scores as well, the attack drew what it knew beforehand.",
+        meaning="The same attack’s picture of another update, scored against this truth: of "
+        "another client’s or, where none is recorded, of public images. If it scores as well, the "
+        "attack drew what it knew beforehand. Another batch of the same client tells nothing: its "
+        "data look alike.",
     ),
     Term(
         key="control",

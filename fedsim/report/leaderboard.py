@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.report.figures import describe_stack, describe_variant
-from fedsim.report.paired import gains, over_other, own_gains, value_of
+from fedsim.report.paired import gains, image_gains, over_other, own_gains, value_of
 from fedsim.report.row import (
+    EXPOSED_GAIN,
+    EXPOSED_IMAGE,
+    LIKENESS_GAIN,
+    RECOGNIZABLE_LPIPS,
     RECOGNIZABLE_PSNR,
     RECOGNIZABLE_SSIM,
     REQUIRED_GAIN,
     Certificates,
     LeaderboardRow,
+    Likeness,
 )
 from fedsim.report.victims import images, units
-from fedsim.results.lines import PrivacyOf, ResultRow, RoundRow, UtilityOf
+from fedsim.results.lines import ControlKind, PrivacyOf, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
 from fedsim.results.threat_model import threat_model_of
 from fedsim.scoring import (
@@ -181,6 +186,21 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         membership_gain=summary(gained("membership_auc")),
         other_update=summary([value_of(row.other_update, "psnr") for row in rows]),
         over_other=summary(over_other(rows, "psnr")),
+        control=_control_of(rows),
+        uncontrolled=_uncontrolled(ok),
+        likeness={
+            name: Likeness(over_guess=over, own=own)
+            for name in ("ssim", "lpips")
+            if name in yielded
+            and (over := summary(gains(rows, name)))
+            and (own := summary(own_gains(rows, name)))
+        },
+        exposed_image=max(
+            (psnr for row in rows for psnr, gain in image_gains(row) if gain >= EXPOSED_IMAGE),
+            default=None,
+        ),
+        may_expose="psnr" in yielded and any(_may_expose(row) for row in rows),
+        ignores_update=first.attack.ignores_update,
         own_gain=summarize(due_gains, confidence=confidence),
         leaking=_leaking(due_gains, confidence),
         span_over_other=summary(over_other(rows, "subspace_error")),
@@ -224,6 +244,40 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     )
 
 
+def _control_of(rows: Sequence[ResultRow]) -> ControlKind | None:
+    """Returns what the weakest control of `rows` is of."""
+    kinds = {row.control.of for row in rows if row.control and row.other_update}
+    weakest: tuple[ControlKind, ...] = ("batch", "public", "client", "release")
+    return next((kind for kind in weakest if kind in kinds), None)
+
+
+def _uncontrolled(ok: Sequence[ResultRow]) -> int:
+    """Returns how many trials have no control, where others have one."""
+    count = sum(row.other_update is None for row in ok)
+    return count if count < len(ok) else 0
+
+
+def _may_expose(row: ResultRow) -> bool:
+    """Whether one trial shows what its mean PSNR hides, for all that is known."""
+    if any(gain >= EXPOSED_GAIN for _, gain in image_gains(row)):
+        return True
+    gain = gains([row], "psnr") if row.ok and not row.other_update else None
+    if gain and gain[0] >= REQUIRED_GAIN:  # nothing controls it
+        return True
+    return is_alike(row) and any(
+        value is not None and value >= LIKENESS_GAIN
+        for name in ("ssim", "lpips")
+        for value in own_gains([row], name) or []
+    )
+
+
+def is_alike(row: ResultRow) -> bool:
+    """Whether the pictures of a trial are recognizable by structure or as perceived."""
+    structure, distance = value_of(row.metrics, "ssim"), value_of(row.metrics, "lpips")
+    alike = structure is not None and structure >= RECOGNIZABLE_SSIM
+    return row.ok and (alike or (distance is not None and distance <= RECOGNIZABLE_LPIPS))
+
+
 def _certificates(rows: Sequence[ResultRow]) -> Certificates | None:
     """Sums what the attack said that it knows, over the trials in which it said anything."""
     stated = [row.certificate for row in rows if row.certificate]
@@ -262,7 +316,7 @@ def _pooled_claim(rows: Sequence[ResultRow]) -> PrivacyOf:
     return weakest.model_copy(update=changes)
 
 
-def _recognizable(rows: Sequence[ResultRow], due: Sequence[float] | None) -> int:
+def _recognizable(rows: Sequence[ResultRow], due: Sequence[float | None] | None) -> int:
     """Returns how many trials leak by their gains in dB, `due` to their update, and are alike."""
 
     def alike(row: ResultRow) -> bool:
@@ -272,7 +326,9 @@ def _recognizable(rows: Sequence[ResultRow], due: Sequence[float] | None) -> int
         return pixels is not None and pixels >= RECOGNIZABLE_PSNR
 
     leaks = zip(rows, due or (), strict=False)
-    return sum(row.ok and gain >= REQUIRED_GAIN and alike(row) for row, gain in leaks)
+    return sum(
+        row.ok and gain is not None and gain >= REQUIRED_GAIN and alike(row) for row, gain in leaks
+    )
 
 
 def _leaking(gains: Sequence[float], confidence: float) -> Share | None:

@@ -21,7 +21,7 @@ from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.reading import ReportError, Run, load_runs, measurements, placed
 from fedsim.results.settings import differences, leaves_of
-from fedsim.scoring import METRICS
+from fedsim.scoring import METRICS, Summary
 from fedsim.words import number_of
 
 
@@ -218,14 +218,15 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
     lines = []
     named = _named(new)
     missing = not new.n_ok
-    if old.own_gain and new.own_gain and new.n_ok:
-        was, is_ = old.own_gain.mean, new.own_gain.mean
+    gain, before = _limited(new), _limited(old)
+    if before and gain and new.n_ok:
+        was, is_ = before.mean, gain.mean
         if is_ > _upper(old) + _UNSEEN or is_ - was >= REQUIRED_GAIN:
             lines.append(f"{named}: gain {is_:+.1f} dB, before {was:+.1f} ({_reach(old)})")
         elif new.exposed and not old.exposed:
             lines.append(
-                f"{named}: gain {is_:+.1f} dB, at best {new.own_gain.max:+.1f}, before {was:+.1f}, "
-                f"at best {old.own_gain.max:+.1f}"
+                f"{named}: gain {is_:+.1f} dB, at best {gain.max:+.1f}, before {was:+.1f}, "
+                f"at best {before.max:+.1f}"
             )
     for name, metric in METRICS.items():
         value, earlier = new.metrics.get(name), old.metrics.get(name)
@@ -316,16 +317,21 @@ def _named(row: LeaderboardRow) -> str:
     return f"{row.defense}, {row.attack}, batch size {row.batch_size}, round {row.round}{seen}"
 
 
+def _limited(row: LeaderboardRow) -> Summary | None:
+    """Returns the gain that is limited: the whole one where some trial has no control."""
+    return row.gain if row.uncontrolled else row.own_gain
+
+
 def _upper(row: LeaderboardRow) -> float:
     """The most that the mean gain may be, as far as the trials tell."""
-    gain = row.own_gain
+    gain = _limited(row)
     assert gain is not None
     return gain.max if gain.high is None else gain.high
 
 
 def _reach(row: LeaderboardRow) -> str:
     """Words `_upper`: the end of the interval, or the trials where there is none."""
-    gain = row.own_gain
+    gain = _limited(row)
     assert gain is not None
     if gain.high is not None:
         return f"up to {gain.high:+.1f}"
@@ -338,12 +344,13 @@ def _leaks(row: LeaderboardRow, max_psnr: float | None, max_gain: float | None) 
     lines, best = [], row.worst.get("psnr")
     if max_psnr is not None and best is not None and best > max_psnr:
         lines.append(f"{_named(row)}: an image has {best:.1f} dB, above {max_psnr:g}")
-    if max_gain is not None and row.own_gain:
+    gain = _limited(row)
+    if max_gain is not None and gain:
         # Failed trials count as gains of 0, so that without them the mean is more.
-        most = max(_upper(row), row.own_gain.max if row.n_ok < row.n else -math.inf)
+        most = max(_upper(row), gain.max if row.n_ok < row.n else -math.inf)
         if most > max_gain:
-            gains = f"gains {row.own_gain.mean:+.1f} dB ({_reach(row)})"
-            one = f", at best {row.own_gain.max:+.1f}" if most > _upper(row) else ""
+            gains = f"gains {gain.mean:+.1f} dB ({_reach(row)})"
+            one = f", at best {gain.max:+.1f}" if most > _upper(row) else ""
             lines.append(f"{_named(row)}: {gains}{one}, above {max_gain:g}")
     return lines
 

@@ -30,17 +30,51 @@ def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
     return differences if any(value_of(row.baseline, name) is not None for row in rows) else None
 
 
-def own_gains(rows: Sequence[ResultRow]) -> list[float] | None:
-    """Returns the part of each row's PSNR gain that its own update explains, dB.
+def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
+    """Returns the part of each row's gain in metric `name` that its own update explains.
 
-    That is the lesser of the gains over the guess and over another update; the whole gain where
-    there is no other update. None as in `gains`.
+    That is the lesser of the gains over the guess and over another update. Without any other
+    update it is the whole gain. Where only some rows have one, it is None of an answer without: a
+    trial that nothing controls does not count for those that are. None as in `gains`.
     """
-    gained = gains(rows, "psnr")
+    gained = gains(rows, name)
     if gained is None:
         return None
-    pairs = zip(gained, over_other(rows, "psnr"), strict=True)
-    return [gain if over is None else min(gain, over) for gain, over in pairs]
+    overs = over_other(rows, name)
+    partial = any(over is not None for over in overs)
+    pairs = zip(rows, gained, overs, strict=True)
+    return [
+        min(gain, over) if over is not None else None if partial and row.ok else gain
+        for row, gain, over in pairs
+    ]
+
+
+def image_gains(row: ResultRow) -> list[tuple[float, float]]:
+    """Returns (PSNR, gain in dB) of each image of a trial that has an answer and a control.
+
+    The gain is the lesser of those over the image's own guess and over the same image as drawn from
+    another update. An image's guess and control are of the same trial; of rows that do not say
+    them per image, the means of the trial less `WITHIN` stand for both.
+    """
+    values = (row.per_image or {}).get("psnr", [])
+    guess, other = value_of(row.baseline, "psnr"), value_of(row.other_update, "psnr")
+    own = value_of(row.metrics, "psnr")
+    if not row.ok or guess is None or other is None or own is None:
+        return []
+    guesses = row.baseline.per_image.get("psnr", []) if row.baseline else []
+    others = row.control.per_image.get("psnr", []) if row.control else []
+    if len(values) == len(guesses) == len(others):
+        triples = zip(values, guesses, others, strict=True)
+        return [(v, min(v - g, v - o)) for v, g, o in triples if g is not None and o is not None]
+    # Means say nothing of one image unless its trial as a whole is better than both.
+    if min(own - guess, own - other) <= 0:
+        return []
+    return [(value, value - guess - WITHIN) for value in values]
+
+
+WITHIN = 14.0
+"""Where no guess is known of an image by itself, its gain over the trial's mean guess counts for so
+many dB less: guesses of one image exceed their own mean by that at most on the bundled data."""
 
 
 def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY, format_epsilon, format_signed
 from fedsim.report.finding import LEAKS, Finding
-from fedsim.report.level import best_of_several, leaks_labels, level_of, tells_members
+from fedsim.report.level import (
+    best_of_several,
+    leaks_features,
+    leaks_labels,
+    level_of,
+    tells_members,
+)
 from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
 from fedsim.report.sentences import WEAK_EPSILON, unstated_terms
 from fedsim.report.verdict import Verdict
-from fedsim.scoring import LEAST, Summary
+from fedsim.scoring import LEAST, Summary, chance_of
 from fedsim.words import number_of
 
 LARGEST_DELTA = 1e-3
@@ -52,13 +58,20 @@ def reliance_of(
         return "not shown", "no attack was measured"
     if finding == "unknown":
         return "not shown", f"no attack on {row.subject} was measured"
+    if finding == "undecided":
+        return "not shown", f"{_uncompared(row)}, so that nothing tells what it read off the update"
     if finding == "some trials":
         return "not shown", "what it gets is more than guessing gives"
     if weakness := _weakness(row):
         return "not shown", f"only these attacks failed here, and {weakness}"
-    if doubt := _untested(rows, undefended) or _scatter(rows) or _model_problem(rows):
+    doubts = (_untested(rows, undefended), _scatter(rows), _model_problem(rows, undefended))
+    if doubt := next(filter(None, doubts), None):
         return "not shown", doubt
     return "rely", "for what its ε promises, and no more"
+
+
+def _uncompared(row: LeaderboardRow) -> str:
+    return row.no_control or f"{row.other} gives as much"
 
 
 def _is_refuted(row: LeaderboardRow) -> bool:
@@ -88,24 +101,81 @@ def _untested(rows: Sequence[LeaderboardRow], undefended: Sequence[LeaderboardRo
     if failed:
         runs = number_of(total, "attack run")
         return f"{failed} of {runs} failed, which is no protection"
-    working = [row for row in undefended if works(row, undefended)]
-    if not working:
+    sound = [row for row in undefended if not row.diverged]
+    working = {
+        target: [row for row in sound if leaks(row, undefended)] for target, leaks in _LEAKS.items()
+    }
+    if not any(working.values()):
         return "no attack works for certain without a defense"
     summed = any(row.vantage == "aggregate" for row in rows)
-    tried = {attempt(row, summed) for row in rows if not row.masked}
-    for row in working:
-        if attempt(row, summed) not in tried:
-            return (
-                f"{row.attack} at batch size {row.batch_size} in round {row.round} works without "
-                "a defense and was not tried here in the same way"
-            )
+    tried = {attempt(row, summed): row for row in rows if not row.masked}
+    for target, attacks in working.items():
+        for row in attacks:
+            where = f"{row.attack} at batch size {row.batch_size} in round {row.round}"
+            same = tried.get(attempt(row, summed))
+            if same is None:
+                return f"{where} works without a defense and was not tried here in the same way"
+            if not _is_told_apart(row, same, target, len(rows)):
+                return (
+                    f"{where} does on {target} what it does without a defense, as far as so few "
+                    "trials tell"
+                )
     return None
+
+
+_LEAKS: Mapping[str, Callable[[LeaderboardRow, Sequence[LeaderboardRow]], bool]] = {
+    "pictures": lambda row, rows: level_of(row, rows) in ("leak", "partial"),
+    "features": leaks_features,
+    "labels": leaks_labels,
+    "membership": tells_members,
+}
+"""What an attack may work on -> whether it does, for certain."""
+
+_CHANCE = 0.05
+"""A difference between two counts of trials is one if chance makes it less often."""
+
+
+def _is_told_apart(
+    plain: LeaderboardRow, defended: LeaderboardRow, target: str, compared: int
+) -> bool:
+    """Whether an attack certainly does less behind a defense than it does without.
+
+    Args:
+        plain: the attack without a defense, where it works.
+        defended: the same attack behind it.
+        target: what it works on.
+        compared: number of attacks behind the defense, for which its intervals allow.
+    """
+    measures: dict[str, Callable[[LeaderboardRow], Summary | None]] = {
+        "pictures": lambda row: row.due,
+        "labels": lambda row: row.label_gain,
+        "membership": lambda row: row.membership_gain,
+    }
+    if target == "pictures" and plain.leaking and defended.leaking:
+        counts = [(s.count, s.n - s.count) for s in (plain.leaking, defended.leaking)]
+        if chance_of(*counts[0], *counts[1]) <= _CHANCE:
+            return True
+    if target == "features":
+        before, after = plain.metrics["subspace_error"], defended.metrics["subspace_error"]
+        if before is None or after is None:  # a certificate says so by itself
+            return True
+        return _end(before, low=False) < _end(after.best_of(compared), low=True)
+    before, after = measures[target](plain), measures[target](defended)
+    if before is None or after is None:
+        return False
+    return _end(after.best_of(compared), low=False) < _end(before, low=True)
+
+
+def _end(summary: Summary, *, low: bool) -> float:
+    """Returns an end of the interval; without one the extreme of the trials."""
+    if low:
+        return summary.min if summary.low is None else summary.low
+    return summary.max if summary.high is None else summary.high
 
 
 def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
     """Whether something leaks for certain to the attack of `row`, chosen among `rows`."""
-    leaks = level_of(row, rows) in ("leak", "partial", "features")
-    return leaks or leaks_labels(row, rows) or tells_members(row, rows)
+    return any(leaks(row, rows) for leaks in _LEAKS.values())
 
 
 def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
@@ -139,8 +209,16 @@ def _due(row: LeaderboardRow) -> Summary | None:
     return row.own_gain if row.blind else row.gain
 
 
-def _model_problem(rows: Sequence[LeaderboardRow]) -> str | None:
+LEAST_SKILL = 0.5
+"""A model that reaches less than this share of what it learns without a defense, above chance, has
+updates that may hold little, and costs more than it is worth."""
+
+
+def _model_problem(
+    rows: Sequence[LeaderboardRow], undefended: Sequence[LeaderboardRow]
+) -> str | None:
     """Returns why the model's updates may hold nothing; None if they are of one that learns."""
+    usual = max((row.accuracy.skill for row in undefended if row.accuracy), default=0.0)
     for row in rows:
         if row.diverged:
             return (
@@ -151,4 +229,9 @@ def _model_problem(rows: Sequence[LeaderboardRow]) -> str | None:
             return "the model learned nothing, so that its updates may hold nothing"
         if row.accuracy is None and row.subject == "images":
             return "whether the model learned was not measured"
+        if row.accuracy and row.accuracy.skill < LEAST_SKILL * usual:
+            return (
+                f"the model learns little behind it ({row.accuracy.share:.0%} of its test set, "
+                f"chance {row.accuracy.chance:.0%})"
+            )
     return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fedsim.contracts.grant import Grant
-from fedsim.results.lines import Subject
+from fedsim.results.lines import ControlKind, Subject
 from fedsim.results.threat_model import ThreatModel
 from fedsim.scoring import Accuracy, Share, Summary, guess_problem, learning_problem
 from fedsim.types import Server, watcher_of
@@ -25,10 +25,17 @@ EXPOSED_GAIN = 10.0
 """No attack gains so many dB over guessing and over another update by chance. One such trial is a
 leak, even if the interval of all trials reaches below 0."""
 
-EXPOSED_IMAGE = 20.0
-"""A single image that an attack shows by so many dB better than the mean guess is a leak, however
-many of its batch stay hidden: guesses of one image exceed their own mean by 14 dB at most on the
-bundled data."""
+EXPOSED_IMAGE = 15.0
+"""A single image is a leak if it is by so many dB better than its own guess and than what the same
+attack draws of it from another update, however many of its batch stay hidden. More than
+`EXPOSED_GAIN`, since the best of many images is chosen."""
+
+LIKENESS_GAIN = 0.2
+"""Structure (SSIM) or perceived likeness (LPIPS) leaks from so much beyond the guess and another
+update, whatever the pixels: pictures of other colors have a low PSNR."""
+
+RECOGNIZABLE_LPIPS = 0.3
+"""Pictures that leak by their perceptual distance are recognizable up to this mean."""
 
 RECOGNIZABLE_SSIM = 0.5
 """Pictures of a leak are recognizable from this mean SSIM on."""
@@ -38,6 +45,24 @@ RECOGNIZABLE_PSNR = 20.0
 
 _ROUNDING = 1e-9
 """A guess's span error counts as at least this, so that shares of it stay finite."""
+
+
+OTHERS: Mapping[ControlKind | None, str] = {
+    "client": "another client’s update",
+    "public": "an update of public images",
+    "batch": "another batch of the same client",
+    "release": "another release",
+}
+"""What a control is of, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likeness:
+    """How much more alike pictures are than the guess, and than those of another update."""
+
+    over_guess: Summary
+    own: Summary
+    """The lesser of both, trial by trial; `over_guess` without any control."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +130,8 @@ class LeaderboardRow:
     over_other: Summary | None
     """PSNR above `other_update`, dB: the part of the gain that is due to this update."""
     own_gain: Summary | None
-    """The lesser of `gain` and `over_other`, trial by trial, dB."""
+    """The lesser of `gain` and `over_other`, trial by trial, dB; of trials with a control, if any
+    has one."""
     leaking: Share | None
     """Share of trials with an `own_gain` of `REQUIRED_GAIN` or more."""
     span_over_other: Summary | None
@@ -116,6 +142,20 @@ class LeaderboardRow:
     """By how much the area under the membership curve is above that of scores of another update."""
     no_control: str | None
     """Why the attack was not run on another update; None if it was, or if every trial failed."""
+    control: ControlKind | None = None
+    """What the other update is of; of trials that differ the weakest. None without any, and where
+    rows do not say."""
+    uncontrolled: int = 0
+    """Number of trials with an answer and no control, where others have one."""
+    likeness: Mapping[str, Likeness] = field(default_factory=dict)
+    """Of SSIM and LPIPS, where they were measured beside a guess."""
+    exposed_image: float | None = None
+    """PSNR of the best image that is a leak by itself, dB (see `EXPOSED_IMAGE`)."""
+    may_expose: bool = False
+    """Whether a trial, or an image of one, is so good that chance does not explain it away, though
+    it makes nothing certain."""
+    ignores_update: bool = False
+    """Whether the attack never looks at the update."""
     guess_public: int | None
     """Number of public images that the guess was learned from; None if it learned from none, or the
     rows do not say."""
@@ -224,8 +264,22 @@ class LeaderboardRow:
         metric that ranks it. A trial that no attack gains by chance proves that the attack reads
         the update.
         """
-        over = self.above_other(self.ranked_by)
-        return over is not None and over.certain <= 0 and not self.exposed
+        return self.is_blind_by(self.ranked_by)
+
+    def is_blind_by(self, name: str) -> bool:
+        """Whether it is `blind` by metric `name`.
+
+        Another batch of the same client tells nothing: look-alikes are drawn as well from it. What
+        then remains is `undecided`.
+        """
+        over = self.above_other(name)
+        lost = over is not None and over.certain <= 0 and self.control != "batch"
+        return self.ignores_update or (lost and not self.exposed)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether a control could tell what was read from what was known."""
+        return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:
         """Returns by how much metric `name` leaks more of its own update than of another.
@@ -261,20 +315,19 @@ class LeaderboardRow:
     @property
     def exposed(self) -> bool:
         """Whether one trial, or one image, certainly leaked, whatever the others did."""
-        if self.own_gain is None:
+        if self.own_gain is None or self.ignores_update or self.no_control:
             return False
         return self.own_gain.max >= EXPOSED_GAIN or self.exposed_image is not None
 
     @property
-    def exposed_image(self) -> float | None:
-        """PSNR of the best image if it alone is a leak, whatever its batch's mean, dB; else None.
+    def due(self) -> Summary | None:
+        """The gain that counts: the part due to this update, where a control can tell it."""
+        return self.own_gain if self.is_decided else self.gain
 
-        Only of trials that do better than guessing and than on another update.
-        """
-        best, guess = self.worst["psnr"], self.baseline["psnr"]
-        if best is None or guess is None or self.own_gain is None or self.own_gain.max <= 0:
-            return None
-        return best if best >= guess + EXPOSED_IMAGE else None
+    @property
+    def other(self) -> str:
+        """Words what the attack is compared with besides the guess."""
+        return OTHERS.get(self.control, "another update")
 
     @property
     def guessed_span(self) -> float:
@@ -304,12 +357,13 @@ class LeaderboardRow:
     def strength(self) -> tuple[float, float, float, float]:
         """Values that rank attacks, the first deciding.
 
-        Gain in dB, share of the features' span that was recovered, label accuracy above guessing,
-        and membership AUC above a coin's; -inf for what an attack does not recover.
+        Gain in dB that is due to this update, share of the features' span that was recovered, label
+        accuracy above guessing, and membership AUC above a coin's; -inf for what an attack does not
+        recover.
         """
         span = self.metrics["subspace_error"]
         return (
-            self.gain.mean if self.gain else -math.inf,
+            self.due.mean if self.due else -math.inf,
             1 - span.mean if span else -math.inf,
             self.label_gain.mean if self.label_gain else -math.inf,
             self.membership_gain.mean if self.membership_gain else -math.inf,

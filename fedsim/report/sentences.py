@@ -55,9 +55,9 @@ def success_sentence(
 
     The interval of `leaking` allows for the choice among the attacks `compared`.
     """
-    if leaking is None or level not in ("unseen", "partial", "labels", "membership"):
+    if leaking is None or level not in ("undecided", "unseen", "partial", "labels", "membership"):
         return ""
-    over = "guessing and over another update" if row.over_other else "guessing"
+    over = f"guessing and over {row.other}" if row.over_other else "guessing"
     times = in_trials(leaking.count, leaking.n)
     return (
         f" I{times[1:]} {row.attack_on} gained {REQUIRED_GAIN:g} dB or more over {over}; "
@@ -96,8 +96,10 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
     where = f"at batch size {row.batch_size}, round {row.round}"
     if row.no_control:
         where += f" ({row.no_control})"
-    if gain is None or row.gain is None:
+    if gain is None or row.gain is None or level == "features":
         span = row.metrics["subspace_error"]
+        if span is None and (known := certificate_sentence([row])):
+            return f"{known[0].upper()}{known[1:]}."
         if span is None:
             return f"No attack on {row.subject} was run against this defense."
         best = f", in the best trial {span.min:.3f}" if span.min < span.mean / 2 else ""
@@ -108,7 +110,13 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
         other = row.span_over_other
         if other is None or other.certain > 0:
             return f"{text}."
-        return f"{text}, and as little of them with another update: it may know them beforehand."
+        return f"{text}, and as little of them with {row.other}: it may know them beforehand."
+    if level == "undecided":
+        untold = row.no_control or f"{row.other} gives as much"
+        return (
+            f"{row.attack_on} gains {_gain(row, gain, signed=True)} over guessing {where}, and "
+            f"nothing tells what it read off the update from what it knew beforehand: {untold}."
+        )
     if level in ("unseen", "labels", "membership"):
         no_proof = "This is what these attacks could not do, not a proof that none can."
         finding = "did not reliably beat guessing" if row.gain.mean > 0 else "did not beat guessing"
@@ -116,7 +124,7 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
             if row.gain.certain > 0:
                 over = row.over_other.mean if row.over_other else 0.0
                 extent = "as much so" if over < _INVISIBLE else "not reliably more than"
-                finding = f"beats guessing, but {extent} with another client’s update"
+                finding = f"beats guessing, but {extent} with {row.other}"
             return (
                 "No attack does reliably better on this update than on another: "
                 f"{row.attack_on} {finding}, {where}. {no_proof}"
@@ -138,10 +146,25 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
             f"{image}"
         )
     tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."
+    if gain.certain <= 0 and not row.exposed and row.likeness:
+        return (
+            f"{row.attack_on} reconstructs {row.subject} by their structure, and not by their "
+            f"pixels: {_alike(row)}; {_gain(row, gain, signed=True)} {where}.{tail}"
+        )
     return (
         f"{row.attack_on} reconstructs {row.subject} better than guessing by {_gain(row, gain)} "
         f"{where}.{tail}"
     )
+
+
+def _alike(row: LeaderboardRow) -> str:
+    """Words the likeness of pictures beside the guess's."""
+    parts = []
+    for name in row.likeness:
+        mean, guess = row.metrics[name], row.baseline[name]
+        beside = "" if guess is None else f" (guess {guess:.2f})"
+        parts += [f"{name.upper()} {mean.mean:.2f}{beside}"] if mean else []
+    return ", ".join(parts)
 
 
 _INVISIBLE = 0.05
@@ -226,7 +249,7 @@ def label_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     if best.no_control:
         text += f" ({best.no_control})"
     elif not informed:
-        text += ", and no more than with another client’s update"
+        text += f", and no more than with {best.other}"
     return f"{text}, n = {number_of(best.n, 'trial')}"
 
 
@@ -326,7 +349,7 @@ def cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list[
         other = strongest.over_other
         if other is not None and other.certain <= 0:
             problems.append(
-                f"Against another client’s update the same attack scores as well "
+                f"Against {strongest.other} the same attack scores as well "
                 f"({format_signed(other.mean)} dB): its {made} may be what it knew beforehand."
             )
     if strongest.epsilon is not None and WEAK_EPSILON <= strongest.epsilon < math.inf:

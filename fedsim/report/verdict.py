@@ -34,6 +34,7 @@ HEADLINES: dict[Level, str] = {
     "features": "Features leak",
     "labels": "Labels leak",
     "membership": "Membership leaks",
+    "undecided": "Not told from a guess",
     "unseen": "No gain measured",
     "unknown": "{Subject} not attacked",
     "failed": "Attacks failed",
@@ -74,7 +75,7 @@ class Verdict:
         """Names the level in two or three words."""
         if not self.strongest.ended:
             return "Not shown"
-        if self.level == "unseen" and self.leaking and self.leaking.count:
+        if self.level in ("undecided", "unseen") and self.leaking and self.leaking.count:
             return f"Gain {in_trials(self.leaking.count, self.leaking.n)}"
         if self.recognizable:
             subject = "pictures" if self.strongest.subject == "images" else "rows"
@@ -90,7 +91,7 @@ def verdicts(rows: Sequence[LeaderboardRow], control: Control) -> list[Verdict]:
     ]
 
 
-_LEAKS: tuple[Level, ...] = ("features", "partial", "leak")
+_LEAKS: tuple[Level, ...] = ("undecided", "features", "partial", "leak")
 
 
 def _strongest(rows: Sequence[LeaderboardRow]) -> LeaderboardRow:
@@ -101,7 +102,7 @@ def _strongest(rows: Sequence[LeaderboardRow]) -> LeaderboardRow:
     a whole update or a sum, if there is any: neither labels nor a mask's noise stand for those.
     """
     first = max(rows, key=lambda row: row.standing)
-    if level_of(first, rows) not in ("unseen", "unknown"):
+    if level_of(first, rows) not in ("undecided", "unseen", "unknown"):
         return first
     levels = [(level_of(row, rows), row) for row in rows]
     leaks = [(_LEAKS.index(level), row) for level, row in levels if level in _LEAKS]
@@ -117,13 +118,14 @@ def _verdict(rows: Sequence[LeaderboardRow], control: Control) -> Verdict:
     # Undefended rows stand on their own: what leaks there leaks, whatever the control asks for.
     doubtful = control.status != "passed" and not strongest.undefended
     level = "invalid" if doubtful or not control.ended else level_of(strongest, rows)
-    if level in ("unseen", "unknown") and any(leaks_labels(row, rows) for row in rows):
+    quiet = ("undecided", "unseen", "unknown")
+    if level in quiet and any(leaks_labels(row, rows) for row in rows):
         level = "labels"
-    if level in ("unseen", "unknown") and any(tells_members(row, rows) for row in rows):
+    if level in quiet and any(tells_members(row, rows) for row in rows):
         level = "membership"
     gain = best_of_several(strongest, rows, lambda r: r.own_gain if strongest.blind else r.gain)
     leakiest = max(
-        (row for row in rows if row.leaking),
+        (row for row in rows if row.leaking and not row.ignores_update),
         key=lambda row: row.leaking.count / row.leaking.n if row.leaking else 0.0,
         default=strongest,
     )

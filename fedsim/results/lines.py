@@ -67,6 +67,11 @@ class Metrics(RowPart):
         return self.__pydantic_extra__.get(name)
 
 
+PerImage = dict[str, list[float | None]]
+"""Metric -> its value for each true image, in the order of the truth; None of what was not
+scored."""
+
+
 class DefenseOf(RowPart):
     """Names a stack, and its members with their parameters."""
 
@@ -83,6 +88,8 @@ class AttackOf(RowPart):
     parameters: dict[str, Any] = {}
     brought: tuple[str, ...] = ()
     """What the attack had that no grant names, as `public=photos`."""
+    ignores_update: bool = False
+    """Whether it never looks at the update, as a control does."""
 
     @model_validator(mode="before")
     @classmethod
@@ -140,12 +147,21 @@ class BaselineOf(Metrics):
     public_per_image: float | None = None
     near_copies: int | None = None
     """Number of attacked images of which a public one is a near copy."""
+    per_image: PerImage = {}
+
+
+ControlKind = Literal["client", "public", "batch", "release"]
+"""What another update is of: another client, public images, another batch of the same client, or
+another release of a table."""
 
 
 class ControlOf(RowPart):
     """Scores the same attack's reconstruction of another update against this truth."""
 
     other_update: Metrics | None = None
+    of: ControlKind | None = None
+    """None without any, and in rows that do not say."""
+    per_image: PerImage = {}
 
 
 class CertificateOf(RowPart):

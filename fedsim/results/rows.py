@@ -21,6 +21,7 @@ from fedsim.audit import Step, audited_epsilon, quiet
 from fedsim.federation.records import RoundRecord
 from fedsim.privacy import membership
 from fedsim.recording.files import read_tensors
+from fedsim.results.public_control import Cell, cell_of, made_of_public
 from fedsim.results.record import Row
 from fedsim.scenario import Scenario
 from fedsim.training.accounting import claim_of as claim_of
@@ -132,6 +133,7 @@ class Context:
                 "restarts": job.restarts,
                 "parameters": dict(job.parameters),
                 "brought": job.brought,
+                "ignores_update": job.ignores_update,
             },
             "vantage": seen.vantage,
             "server": seen.server,
@@ -152,7 +154,7 @@ class Context:
             "stages": result.stages,
             "victims": result.victims,
             "baseline": result.baseline,
-            "control": {"other_update": None},
+            "control": {"of": None, "other_update": None, "per_image": {}},
             "theory": {
                 "tensor_rate": result.tensor_rate,
                 **_membership_limits(guarantee),
@@ -208,46 +210,72 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
     """Score each truth also against what the same attack made of *another* update, in place.
 
     If that is as good, the attack's pictures come from its prior and not from the update. The other
-    update is of other images, by content; null if there is none. Releases of a table share rows, as
-    each of them tosses coins: each row is compared with what was made of a different one.
+    update is of other images, by content, and another client's: data of one client look alike, and
+    what is read off one of its batches fits the next. Where no other client is in the recording, it
+    is of public images (`public_control`); where none were attacked, the same client's next batch.
+    The row says which. Null if there is none. Releases of a table share rows, as each of them
+    tosses coins: each row is compared with what was made of a different one.
     """
-    cells: dict[tuple[Any, ...], list[Row]] = {}
+    cells: dict[Cell, list[Row]] = {}
     for row in rows:
         if row["status"] == "ok":
-            stack, attack = row["defense"]["name"], row["attack"]["label"]
-            cell = (stack, attack, row["vantage"], row["batch_size"], row["round"])
-            cells.setdefault(cell, []).append(row)
+            cells.setdefault(cell_of(row), []).append(row)
     for members in cells.values():
+        public = made_of_public(members, root)
         for place, row in enumerate(members):
             own = read_tensors(_reconstruction(row, root))
             others = members[place + 1 :] + members[:place]
-            other = next((each for each in others if _unlike(row, each, own)), None)
-            if other is None:
-                continue
-            foreign = read_tensors(_reconstruction(other, root))
             if "members" in own:
-                pairs = _other_targets(row["victims"], other["victims"])
-                row["control"]["other_update"] = pairs and _other_rows(own, foreign, pairs)
+                if others:
+                    row["control"] = _control_of_rows(row, own, others[0], root)
                 continue
-            row["control"]["other_update"] = scoring.score(
-                Reconstruction(
-                    images=foreign.get("reconstruction"),
-                    features=foreign.get("features"),
-                    labels=foreign.get("labels"),
-                    loss=math.nan,
-                    iterations=0,
-                ),
-                GroundTruth(
-                    images=own["truth"],
-                    labels=own["truth_labels"],
-                    features=own.get("truth_features"),
-                ),
-            ).metrics()
+            others = [each for each in others if _unlike(row, each)]
+            # Of several the next one, as trials of a client follow each other.
+            other = min(others, key=lambda each: each["client"] == row["client"], default=None)
+            foreign = other and read_tensors(_reconstruction(other, root))
+            of = "client" if other and other["client"] != row["client"] else "batch"
+            if of == "batch" and public and not _shares_image(own, drawn := read_tensors(public)):
+                of, foreign = "public", drawn
+            if foreign:
+                row["control"] = {"of": of, **_control(own, foreign)}
 
 
-def _unlike(row: Row, other: Row, own: Mapping[str, Tensor]) -> bool:
-    """Whether `other` may be the control of `row`, whose tensors are `own`."""
-    return "members" in own or not set(row["victims"]) & set(other["victims"])
+def _shares_image(own: Mapping[str, Tensor], public: Mapping[str, Tensor]) -> bool:
+    """Whether a true image is among the public ones."""
+    return any(torch.equal(one, each) for one in own["truth"] for each in public["truth"])
+
+
+def _unlike(row: Row, other: Row) -> bool:
+    """Whether `other` may be the control of `row`: none of its images is one of the row's."""
+    return not set(row["victims"]) & set(other["victims"])
+
+
+def _control(own: Mapping[str, Tensor], foreign: Mapping[str, Tensor]) -> Row:
+    """Scores what was made of another update against the truth of `own`."""
+    scores = scoring.score(
+        Reconstruction(
+            images=foreign.get("reconstruction"),
+            features=foreign.get("features"),
+            labels=foreign.get("labels"),
+            loss=math.nan,
+            iterations=0,
+        ),
+        GroundTruth(
+            images=own["truth"],
+            labels=own["truth_labels"],
+            features=own.get("truth_features"),
+        ),
+    )
+    values = iter(scores.per_image.get("psnr", []))
+    psnr = [None if k == scoring.MISSING else next(values, None) for k in scores.assignment]
+    return {"other_update": scores.metrics(), "per_image": {"psnr": psnr}}
+
+
+def _control_of_rows(row: Row, own: Mapping[str, Tensor], other: Row, root: Path) -> Row:
+    foreign = read_tensors(_reconstruction(other, root))
+    pairs = _other_targets(row["victims"], other["victims"])
+    found = pairs and _other_rows(own, foreign, pairs)
+    return {"of": "release" if found else None, "other_update": found, "per_image": {}}
 
 
 def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None:

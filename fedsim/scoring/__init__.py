@@ -11,7 +11,15 @@ from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
 from fedsim.scoring.rows import FALSE_POSITIVES
 from fedsim.scoring.score import Scores, matched_images, score, score_rows
-from fedsim.scoring.statistics import LEAST, Share, Summary, share, student_interval, summarize
+from fedsim.scoring.statistics import (
+    LEAST,
+    Share,
+    Summary,
+    chance_of,
+    share,
+    student_interval,
+    summarize,
+)
 
 __all__ = [
     "COMPARABLE",
@@ -34,6 +42,7 @@ __all__ = [
     "align",
     "baseline",
     "certificate",
+    "chance_of",
     "check_pixels",
     "false_certificates",
     "feature_baseline",

@@ -33,6 +33,11 @@ class Accuracy:
         """Whether the interval does not lie above chance."""
         return self.low <= self.chance
 
+    @property
+    def skill(self) -> float:
+        """Share of the test set that is right beyond chance."""
+        return self.share - self.chance
+
     def overlaps(self, other: Accuracy) -> bool:
         """Whether test sets of this size cannot tell the two accuracies apart."""
         return self.low <= other.high and other.low <= self.high

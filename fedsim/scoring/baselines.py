@@ -12,7 +12,7 @@ from fedsim.scoring.guess import Guess
 from fedsim.scoring.metrics import METRICS, Pair, compare
 from fedsim.scoring.outcome import Unavailable
 from fedsim.scoring.perceptual import LpipsMetric
-from fedsim.scoring.score import score, score_rows
+from fedsim.scoring.score import Scores, score, score_rows
 from fedsim.types import GroundTruth, Reconstruction, RowTruth
 
 
@@ -22,8 +22,8 @@ def baseline(
     *,
     labels_alone: bool = False,
     lpips: LpipsMetric | Unavailable | None = None,
-) -> dict[str, float | None]:
-    """Returns the metrics of `guess`, matched to the truths as an attack's answer is.
+) -> Scores:
+    """Returns the scores of `guess`, matched to the truths as an attack's answer is.
 
     Args:
         guess: of the batch.
@@ -34,7 +34,7 @@ def baseline(
     Raises:
         ScoringError: the images do not fit the truth.
     """
-    return score(guess.answer(labels_alone=labels_alone), truth, lpips=lpips).metrics()
+    return score(guess.answer(labels_alone=labels_alone), truth, lpips=lpips)
 
 
 def feature_baseline(public: Tensor, truth: Tensor) -> dict[str, float]:

@@ -115,6 +115,18 @@ def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
     )
 
 
+@cache
+def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
+    """Returns how often chance makes such a difference (R. A. Fisher's exact test, 1935).
+
+    Of two series, with `more` successes among `others` failures, and `fewer` among `rest`, the
+    probability that the first has so many if both have the same chance.
+    """
+    from scipy.stats import fisher_exact
+
+    return float(fisher_exact([[more, others], [fewer, rest]], alternative="greater").pvalue)
+
+
 def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary | None:
     """Summarizes `values`; returns None for an empty sample."""
     if not values:

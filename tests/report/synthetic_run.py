@@ -218,7 +218,7 @@ def _row(
         "metrics": dict.fromkeys(scores.metrics()) if failed else scores.metrics(),
         "baseline": {
             "name": guesser(size).name,
-            **baseline(guesser(size), truth, lpips=NO_LPIPS),
+            **baseline(guesser(size), truth, lpips=NO_LPIPS).metrics(),
         },
         "control": {"other_update": foreign},
         "utility": {"train_loss": 0.9, "test_accuracy": stack.accuracy},

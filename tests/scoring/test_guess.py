@@ -64,7 +64,7 @@ def test_a_batch_is_guessed_by_different_images_each_matched_once() -> None:
     assert baseline(guess, one)["psnr"] == pytest.approx(
         (60 - 20 * math.log10(200 / 255)) / 2, abs=0.01
     )
-    assert list(baseline(guess, both)) == list(METRICS)
+    assert list(baseline(guess, both).metrics()) == list(METRICS)
     assert baseline(guess, both)["attack_loss"] is None
 
 

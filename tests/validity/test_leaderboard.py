@@ -196,7 +196,7 @@ def test_a_prior_that_draws_the_same_from_any_update_is_called_out(tmp_path: Pat
     board(tmp_path, [line(22.0, trial=i, other=22.0 + 0.1 * (-1) ** i) for i in range(6)])
     text = re.sub(r"\s+", " ", write_report(tmp_path).read_text())
     assert "Images leak" not in text
-    assert "as much so with another client’s update" in text
+    assert "as much so with another update" in text
 
 
 def test_mean_median_tail_and_interval_stand_side_by_side(tmp_path: Path) -> None:
@@ -694,7 +694,7 @@ def test_what_another_update_yields_as_well_is_never_the_strongest(tmp_path: Pat
     assert verdict.level == "unseen"
     assert verdict.gain is not None and verdict.gain.mean == 0.0  # what is due to this update
     assert "18.0" not in verdict.sentence and "The strongest" not in verdict.sentence
-    assert "as much so with another client’s update" in verdict.sentence
+    assert "as much so with another update" in verdict.sentence
     # A trial that no attack gains by chance is proof that it sees.
     rare = [line(60.0 if t == 1 else 12.0, trial=t, other=12.0) for t in range(4)]
     (row,) = board(tmp_path, rare)
@@ -715,7 +715,8 @@ def test_a_single_trial_says_that_it_has_no_control(tmp_path: Path) -> None:
     assert record["no_control"] == "no control: one trial"
     assert any("no control: one trial" in w for w in json.loads(render(rows, "json"))["warnings"])
     assert "(no control: one trial)" in positive_controls(rows)[0].reason
-    assert "4.0 dB at batch size 1, round 1 (no control: one trial)" in judged(rows).sentence
+    assert "no control: one trial" in judged(rows).sentence
+    assert judged(rows).level == "undecided"
     page = write_report(tmp_path).read_text()
     assert '<td data-label="Other">no control: one trial</td>' in page
     rows = board(tmp_path, [line(16.0, other=None), line(None, trial=1)])
@@ -745,7 +746,7 @@ def test_labels_that_any_update_yields_are_no_leak(
     verdict = judged(rows)
     assert verdict.level == level
     assert verdict.labels is not None and "90% of labels recovered" in verdict.labels
-    same = "no more than with another client’s update" in verdict.labels
+    same = "no more than with another update" in verdict.labels
     assert same == (other is not None and other > 0.8)
     assert rows[0].blind == (other == 0.9)
 

@@ -21,8 +21,9 @@ from fedsim.recording.truth import load_truth
 from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.row import LeaderboardRow
 from fedsim.results import rows
+from fedsim.results.public_control import made_of_public
 from fedsim.results.record import Row, Run
-from fedsim.scoring import Guesser
+from fedsim.scoring import Guesser, score
 from fedsim.types import Dataset, FedsimError, GroundTruth, Observation, Reconstruction, Tensors
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
@@ -231,6 +232,30 @@ def test_another_update_is_of_other_images(tmp_path: Path) -> None:
     apart = run(tmp_path / "apart", data=data, observe=observe, attacks=["blank"])
     assert all(row["control"]["other_update"] is not None for row in cell(apart, 1))
     assert (line(apart, 1).images, line(apart, 1).independent) == (2, 2)
+
+
+def test_where_no_other_client_is_observed_the_control_is_of_public_images(tmp_path: Path) -> None:
+    """Rule 12: never the same client's next batch, whose look-alikes would hide a leak."""
+    observe = {"clients": [0], "batch_sizes": [3], "trials": 2}
+    attacks = [{"name": "inverting_gradients", "iterations": 2}, "label_inference"]
+    done = run(tmp_path / "out", observe=observe, attacks=attacks, defenses={"none": []})
+    assert {row["control"]["of"] for row in done.rows()} == {"public"}
+    rows = cell(done, 3, attack="inverting_gradients")
+    path = made_of_public(rows, done.out)
+    assert path is not None
+    drawn, source = read_tensors(path), Shades().load()
+    public = [image.float() / 255 for image in source.test_images]
+    assert all(any(torch.equal(image, one) for one in public) for image in drawn["truth"])
+    for row in rows:
+        found = Reconstruction(
+            images=drawn["reconstruction"], labels=drawn["labels"], loss=0.0, iterations=1
+        )
+        scores, control = score(found, truth_of(done, row)), row["control"]
+        assert control["other_update"]["psnr"] == pytest.approx(scores["psnr"])
+        assert control["per_image"]["psnr"] == pytest.approx(scores.per_image["psnr"])
+    alone = observe | {"trials": 1}
+    one = run(tmp_path / "one", observe=alone, attacks=attacks, defenses={"none": []})
+    assert {row["control"]["of"] for row in one.rows()} == {"public"}
 
 
 def test_seeds_of_few_images_are_no_independent_trials(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ function level(row, name) {
   return isJudged && !isUnsure ? LEVELS[row.level] ?? "" : "";
 }
 
-const LEVELS = { leak: "bad", features: "bad", partial: "some", unseen: "good" };
+const LEVELS = { leak: "bad", features: "bad", partial: "some", undecided: "some", unseen: "good" };
 
 const STATES = {
   blind: "no better than on another update",
