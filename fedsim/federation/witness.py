@@ -16,7 +16,7 @@ import torch
 from flwr.app import Context, Message
 
 from fedsim.federation.tapping import Mod, round_of, trains
-from fedsim.recording.witnessed import Witnessed, run_of, save_witnessed
+from fedsim.recording.witnessed import Witnessed, run_of, save_unseen, save_witnessed
 from fedsim.system import paths
 from fedsim.training.watching import Steps, watched
 from fedsim.types import FedsimError
@@ -76,10 +76,10 @@ def _keep(
     folder: Path, steps: Steps, message: Message, context: Context, round: int, max_bytes: int
 ) -> None:
     if not steps.images:
-        raise FedsimError(
-            "no step on a batch of images with class numbers was seen; docs/your-own-flower-app.md "
-            "says what can be seen"
-        )
+        reason = _why_nothing(steps)
+        ids = context.run_id, round, context.node_id, message.metadata.message_id
+        save_unseen(folder, *ids, reason=reason)
+        raise FedsimError(reason)
     partition = context.node_config.get("partition-id")
     said = Witnessed(
         run_id=context.run_id,
@@ -111,4 +111,23 @@ def _keep(
             "labels": torch.tensor(steps.labels),
             "order": torch.tensor(steps.order),
         },
+    )
+
+
+def _why_nothing(steps: Steps) -> str:
+    """Words why a training has no truth that fedsim could score an attack by."""
+    if steps.saw_images:
+        return (
+            "the model was called with images, and no cross-entropy (or negative log-likelihood) "
+            "of one class number for each image was seen: fedsim attacks classifiers of images, "
+            "and not segmentation, several labels of an image, or other losses"
+        )
+    if steps.called_with is not None:
+        return (
+            f"the model was called with {steps.called_with}: in apps that are not its own, fedsim "
+            "attacks images alone (floating point, of shape (N, C, H, W)), not text or tables"
+        )
+    return (
+        "no model was seen that computes gradients in the client's own thread; "
+        "docs/your-own-flower-app.md says what can be seen"
     )

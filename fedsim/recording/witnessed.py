@@ -2,6 +2,7 @@
 
     OUT/run-7/round-0001/node-42-<digest>.safetensors    images, labels, and the order of batches
     OUT/run-7/round-0001/node-42-<digest>.json           whose, of which message, and how it trained
+    OUT/run-7/round-0001/unseen-42-<digest>.json         why there is neither, where it trained
 
 Neither a tap nor an attack imports this. Every name of a file is a number or a digest.
 """
@@ -9,6 +10,7 @@ Neither a tap nor an attack imports this. Every name of a file is a number or a 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from torch import Tensor
 from fedsim.recording.files import read_tensors, serialized, write_bytes
 from fedsim.system import paths
 from fedsim.types import FedsimError, Tensors
+from fedsim.words import printable
 
 
 class Witnessed(BaseModel):
@@ -98,13 +101,26 @@ class Testimony:
 
 def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
     """Writes what a client trained on below `out`, for its owner alone to read."""
-    digest = hashlib.sha256(said.message_id.encode()).hexdigest()[:16]
-    base = run_of(out, said.run_id) / f"round-{said.round:04d}" / f"node-{said.node_id}-{digest}"
+    base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
     content = serialized(tensors)
     write_bytes(base.with_suffix(".safetensors"), content, private=True, durable=False)
     text = said.model_dump_json(indent=2) + "\n"
     write_bytes(base.with_suffix(".json"), text.encode(), private=True, durable=False)
+
+
+def save_unseen(
+    out: Path, run_id: int, round: int, node_id: int, message_id: str, *, reason: str
+) -> None:
+    """Writes why nothing is kept of an order that a client trained on: it saw text, say."""
+    path = _base(out, run_id, round, "unseen", node_id, message_id).with_suffix(".json")
+    text = json.dumps({"format": 1, "reason": reason}, indent=2) + "\n"
+    write_bytes(path, text.encode(), private=True, durable=False)
+
+
+def _base(out: Path, run_id: int, round: int, kind: str, node_id: int, message_id: str) -> Path:
+    digest = hashlib.sha256(message_id.encode()).hexdigest()[:16]
+    return run_of(out, run_id) / f"round-{round:04d}" / f"{kind}-{node_id}-{digest}"
 
 
 def run_of(out: Path, run_id: int) -> Path:
@@ -126,9 +142,28 @@ def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
         except (OSError, UnicodeDecodeError, ValidationError) as error:
             raise FedsimError(f"{path}: not what a witness writes: {error}") from error
         found[said.message_id] = Testimony(path, said)
+    if not found and (reason := _unseen(folder)):
+        raise FedsimError(
+            f"{folder}: the witness was there, and what it saw cannot be attacked: {reason}"
+        )
     if not found:
         raise FedsimError(
             f"{folder}: nothing was witnessed of this run; give the app's ClientApp "
             "mods=[fedsim.witness(out=...)], and run it again"
         )
     return found
+
+
+def _unseen(folder: Path) -> str:
+    """Returns why a witness kept nothing; empty if none says so."""
+    for path in sorted(folder.glob("round-*/unseen-*.json")):
+        try:
+            reason = json.loads(paths.text(path, paths.TEXT))["reason"]
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise FedsimError(f"{path}: not what a witness writes: {error}") from error
+        return printable(str(reason)[:_LONGEST])
+    return ""
+
+
+_LONGEST = 500
+"""Characters of a reason."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from fedsim.report.control import NOT_ENDED, Control, positive_controls
+from fedsim.report.control import NOT_ENDED, Control, describe_failures, positive_controls
 from fedsim.report.facts import unfinished
 from fedsim.report.finding import Finding, evidence_of, finding_of, gets_of
 from fedsim.report.leaderboard import aggregate
@@ -144,7 +144,7 @@ def answers(
             trained=trained,
             refuted=verdict.strongest.defense in refuted,
             pending=pending,
-            control=control.status,
+            control=control,
         )
         for verdict in verdicts(rows, control)
     ]
@@ -201,7 +201,7 @@ def _answer(
     trained: Collection[int],
     refuted: bool,
     pending: str | None,
-    control: str,
+    control: Control,
 ) -> Answer:
     """Answers for one defense.
 
@@ -213,14 +213,20 @@ def _answer(
         trained: numbers of the rounds that were trained.
         refuted: whether an audit refutes what its training claims.
         pending: why there is no answer yet, if there is none.
-        control: status of the positive control.
+        control: the positive control.
     """
     row = verdict.strongest
-    invalid = _INEFFECTIVE if row.undefended and control == "failed" else _INVALID.get(control)
+    invalid = _INVALID.get(control.status)
+    if control.status == "broken":
+        invalid = f"INVALID, for {control.reason}"
+    elif row.undefended and control.status == "failed":
+        invalid = _INEFFECTIVE
     unanswerable = pending or invalid
     stands = invalid and not pending and any(may_leak_labels(line) for line in rows)
     finding = "no answer" if unanswerable else finding_of(verdict, rows)
     reliance, reason = reliance_of(verdict, finding, rows, undefended, refuted=refuted)
+    if finding == "failed":
+        reason += f": {'; '.join(describe_failures(rows))}"
     return Answer(
         defense=row.defense,
         stack=row.stack,

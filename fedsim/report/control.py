@@ -9,6 +9,7 @@ from typing import Literal
 from fedsim.report.figures import format_number
 from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.scoring import Summary
+from fedsim.words import number_of
 
 REQUIRED_SPAN = 0.5
 """Where only features are attacked, the control passes at this share of the guess's span error."""
@@ -21,7 +22,8 @@ class Control:
     """Says whether the attacks work on a comparison's undefended stack."""
 
     comparison: Comparison
-    status: Literal["passed", "failed", "absent"]
+    status: Literal["passed", "failed", "broken", "absent"]
+    """`broken`: an attack crashed or refused, and no other shows what attacks can do."""
     reason: str
     ended: bool = True
     """Whether the runs have ended: until then nothing follows, whatever the status so far."""
@@ -39,12 +41,45 @@ def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
     controls = []
     for key in dict.fromkeys(row.comparison for row in rows):
         members = [row for row in rows if row.comparison == key]
-        control = _control(key, members)
+        control = _with_failures(_control(key, members), members)
         if not all(row.ended for row in members):
             reason = control.reason if control.status == "passed" else NOT_ENDED
             control = replace(control, ended=False, reason=reason)
         controls.append(control)
     return controls
+
+
+def _with_failures(control: Control, rows: Sequence[LeaderboardRow]) -> Control:
+    """Names attacks that did not run: a crash, or a refusal, is no attack that does not work."""
+    undefended = [row for row in rows if row.undefended]
+    failures = describe_failures(undefended)
+    if control.status != "failed" or not failures:
+        return control
+    told = "; ".join(failures)
+    size = min(row.batch_size for row in undefended)
+    shown = [row for row in undefended if row.batch_size == size and row.n_ok]
+    if any(row.gain or row.metrics["subspace_error"] or row.membership_gain for row in shown):
+        return replace(control, reason=f"{control.reason}; besides, {told}")
+    return replace(
+        control,
+        status="broken",
+        reason=f"an attack on the undefended stack crashed or refused, and no other one on "
+        f"{rows[0].subject} ran, so that nothing shows what attacks can do: {told}",
+    )
+
+
+def describe_failures(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """Words which attacks failed, how often, on which stacks and why: one line a reason."""
+    failed: dict[tuple[str, str], list[LeaderboardRow]] = {}
+    for row in rows:
+        for reason in row.failures:
+            failed.setdefault((row.attack, reason), []).append(row)
+    return [
+        f"{attack} failed in {sum(row.failures[reason] for row in members)} of "
+        f"{number_of(sum(row.n for row in members), 'trial')} on "
+        f"{', '.join(dict.fromkeys(row.defense for row in members))}: {reason}"
+        for (attack, reason), members in failed.items()
+    ]
 
 
 NOT_ENDED = "the run has not ended, or is not scored to its end"
@@ -68,8 +103,8 @@ def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]
 def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
     """Returns a line for each problem that weakens the figures, with its remedy.
 
-    Problems are models that do not show what a defense costs, poor guesses, and attacks that were
-    run on no other update.
+    Problems are models that do not show what a defense costs, poor guesses, attacks that failed,
+    and attacks that were run on no other update.
     """
     shown = list(dict.fromkeys(row.comparison for row in rows))
     several = len(shown) > 1
@@ -80,6 +115,7 @@ def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
         lines |= {
             f"{where}{row.defense}: {p}": None for row in members if (p := row.learning_problem)
         }
+        lines |= {f"{where}{line}": None for line in describe_failures(members)}
         poor = [row for row in members if row.guess_problem]
         if poor:
             worst = min(poor, key=lambda row: (-row.near_copies, row.guess_public_per_image or 0.0))

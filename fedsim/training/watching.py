@@ -62,6 +62,10 @@ class Steps:
     """Whether the model's layers computed in training mode."""
     left_out: int = 0
     """Images beyond `max_images`."""
+    saw_images: bool = False
+    """Whether the model was called with images, whatever its loss compares them with."""
+    called_with: str | None = None
+    """What the model was called with first, in words, if that were no images."""
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> None:
@@ -128,9 +132,14 @@ class _Watch:
         for value in arguments:
             if isinstance(value, Tensor) and _are_images(value):
                 self._inputs = value.detach()
-                self._caught = True
+                self._caught = self.steps.saw_images = True
                 self.steps.training_mode = module.training
                 return
+        # A loss is a module, too, but nothing is learned in it.
+        if self.steps.called_with is None and next(module.parameters(), None) is not None:
+            tensors = [value for value in arguments if isinstance(value, Tensor)]
+            kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in tensors]
+            self.steps.called_with = " and ".join(kinds) or "no tensor"
 
     def returned(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
         """After a module has computed, also if it failed."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -32,19 +32,24 @@ def images() -> torch.Tensor:
     return torch.arange(64.0).reshape(4, 1, 4, 4) / 64
 
 
-def train(message: Message, _: Context) -> Message:
+def trained() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     F.cross_entropy(model(images()), torch.tensor([0, 1, 2, 0])).backward()
     optimizer.step()
+    return model
+
+
+def answer(message: Message, training: Callable[[], nn.Module]) -> Message:
+    model = training()
     arrays = ArrayRecord({name: value.clone() for name, value in model.state_dict().items()})
     return Message(RecordDict({"arrays": arrays}), reply_to=message)
 
 
-def answered(*mods: Any) -> bytes:
+def answered(*mods: Any, training: Callable[[], nn.Module] = trained) -> bytes:
     app = ClientApp(mods=list(mods))
-    app.train()(train)
+    app.train()(lambda message, _: answer(message, training))
     grid = LocalGrid(app, 1, 60)
     content = RecordDict({"config": ConfigRecord({"server-round": 1})})
     orders = [Message(content, node, "train") for node in grid.get_node_ids()]
@@ -64,4 +69,71 @@ def test_truth_is_the_owners_alone_and_no_message_tells_of_it(tmp_path: Path) ->
 def test_a_full_witness_keeps_nothing_and_stops_no_app(tmp_path: Path) -> None:
     assert answered(fedsim.witness(tmp_path, max_gib=100 / 2**30)) == answered()
     with pytest.raises(FedsimError, match="nothing was witnessed"):
+        read_witnessed(tmp_path, RUN)
+
+
+def stepped(model: nn.Module, inputs: torch.Tensor, loss: Callable[..., torch.Tensor]) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss(model(inputs)).backward()
+    optimizer.step()
+    return model
+
+
+def text() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(24, 3))
+    words = torch.randint(9, (4, 6))
+    return stepped(model, words, lambda out: nn.CrossEntropyLoss()(out, torch.tensor([0, 1, 2, 0])))
+
+
+def table() -> nn.Module:
+    labels = torch.tensor([0, 1, 2, 0])
+    return stepped(nn.Linear(5, 3), torch.rand(4, 5), lambda out: F.cross_entropy(out, labels))
+
+
+def segmentation() -> nn.Module:
+    labels = torch.randint(2, (4, 4, 4))
+    return stepped(nn.Conv2d(1, 2, 1), images(), lambda out: F.cross_entropy(out, labels))
+
+
+def several_labels() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    return stepped(model, images(), lambda out: nn.BCEWithLogitsLoss()(out, torch.rand(4, 3)))
+
+
+def without_gradients() -> nn.Module:
+    with torch.no_grad():
+        model = nn.Linear(5, 3)
+        model(torch.rand(4, 5))
+    return model
+
+
+def test_an_app_that_cannot_be_attacked_is_told_why(tmp_path: Path) -> None:
+    """It has the witness: that it should add one, or run again, is no remedy."""
+    cases = (text, table, segmentation, several_labels, without_gradients)
+    told = []
+    for case in cases:
+        out = tmp_path / case.__name__
+        answered(fedsim.witness(out), training=case)
+        with pytest.raises(FedsimError) as refused:
+            read_witnessed(out, RUN)
+        told.append(str(refused.value).removeprefix(str(out)))
+        assert "mods=" not in told[-1]
+        (path,) = out.rglob("*.json")
+        assert path.stat().st_mode & 0o077 == 0
+    assert "torch.int64 of shape (4, 6)" in told[0]
+    assert "torch.float32 of shape (4, 5)" in told[1]
+    assert len(set(told)) == 4, "text, tables, losses of no single class, and nothing at all"
+    with pytest.raises(FedsimError, match="mods="):
+        read_witnessed(tmp_path / "elsewhere", RUN)
+
+
+def test_a_reason_drives_no_terminal(tmp_path: Path) -> None:
+    answered(fedsim.witness(tmp_path), training=text)
+    (path,) = tmp_path.rglob("unseen-*.json")
+    path.write_text('{"reason": "\\u001b[2J' + "x" * 9000 + '"}')
+    with pytest.raises(FedsimError) as refused:
+        read_witnessed(tmp_path, RUN)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 1000
+    path.write_text("[1]")
+    with pytest.raises(FedsimError, match="not what a witness writes"):
         read_witnessed(tmp_path, RUN)

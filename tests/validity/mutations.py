@@ -1504,4 +1504,20 @@ MUTATIONS = (
             "tests/validity/test_leaderboard.py::test_an_interval_is_of_as_many_networks_and_clients_as_were_attacked",
         ),
     ),
+    Mutation(
+        name="an attack that crashed counts as one that does not work",
+        item=9,
+        file="fedsim/report/control.py",
+        old='control.status != "failed" or not failures',
+        new="control",
+        tests=("tests/report/test_broken_attacks.py",),
+    ),
+    Mutation(
+        name="an app of text is told to add the witness that it has",
+        item=9,
+        file="fedsim/recording/witnessed.py",
+        old="if not found and (reason := _unseen(folder)):",
+        new='if not found and (reason := ""):',
+        tests=("tests/federation/test_witness.py",),
+    ),
 )
