@@ -12,13 +12,18 @@ from fedsim.types import Observation
 def observed_rate(observation: Observation) -> float | None:
     """`tensor_rate` of what was observed; None without a two-layer head, or if noise is all of it.
 
+    None, too, where entries were removed, rounded or mixed: theory says nothing of these.
+
     The noise is what the defenses announce, and one image's part of an entry of ∂L/∂A is estimated
     from its mean square less the noise's. Clipping is in both already.
     """
     head = observation.model.parameters.get("head")
     seen = observation.update.get("head.output.weight")
     variance = _noise(observation)
+    effect = observation.effect
     if not head or seen is None or variance is None:
+        return None
+    if effect.removed or effect.rounded or effect.mixed:
         return None
     images, training = observation.num_images, observation.training
     factor = mean_gradient_factor(training)

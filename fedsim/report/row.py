@@ -351,7 +351,9 @@ class LeaderboardRow:
     @property
     def learning_problem(self) -> str | None:
         """Why the model cannot show what the defense costs; None if it can."""
-        return learning_problem(self.accuracy, self.test_loss) if self.accuracy else None
+        if self.accuracy is None:
+            return None
+        return learning_problem(self.accuracy, self.test_loss, trains=self.subject == "images")
 
     @property
     def strength(self) -> tuple[float, float, float, float]:

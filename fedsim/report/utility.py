@@ -61,11 +61,14 @@ def utility(runs: Sequence[Run]) -> list[UtilityRow]:
     """Returns a row for each variant and defense, in the order of the runs and their rounds."""
     cells: dict[tuple[str, str], list[RoundRow]] = {}
     audited: dict[tuple[str, str], list[float]] = {}
+    closed: set[tuple[str, str]] = set()  # of learners that release in closed form
     for run in runs:
         variant = describe_variant({k: v for k, v in run.variant.items() if k != _SEED})
         last = {row.defense: row for row in sorted(run.rounds, key=lambda row: row.round)}
         for defense in dict.fromkeys(row.defense for row in run.rounds):
             cells.setdefault((variant, defense), []).append(last[defense])
+            if run.scenario and run.setting("model") is None:
+                closed.add((variant, defense))
         for audit in run.audits:
             audited.setdefault((variant, audit.defense), []).append(audit.audited_epsilon)
     return [
@@ -83,7 +86,7 @@ def utility(runs: Sequence[Run]) -> list[UtilityRow]:
             sigma=max((r.sigma for r in rows if r.sigma is not None), default=None),
             test_loss=summarize([r.test_loss for r in rows if r.test_loss is not None]),
             accuracy=accuracy_of(rows),
-            problem=_problem(rows),
+            problem=_problem(rows, trains=(variant, defense) not in closed),
             test_accuracy=summarize(
                 [100 * r.test_accuracy for r in rows if r.test_accuracy is not None]
             ),
@@ -113,12 +116,12 @@ def describe(rows: Sequence[UtilityRow]) -> str:
     return "\n".join(lines)
 
 
-def _problem(rows: Sequence[RoundRow]) -> str | None:
+def _problem(rows: Sequence[RoundRow], *, trains: bool) -> str | None:
     """Returns why the model cannot show what the defense costs; None if it can."""
     accuracy = accuracy_of(rows)
     losses = [row.test_loss for row in rows if row.test_loss is not None]
     mean = sum(losses) / len(losses) if len(losses) == len(rows) else None
-    return learning_problem(accuracy, mean) if accuracy else None
+    return learning_problem(accuracy, mean, trains=trains) if accuracy else None
 
 
 def _weakest_claim(rows: Sequence[RoundRow]) -> PrivacyOf:

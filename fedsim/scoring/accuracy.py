@@ -75,13 +75,24 @@ def accuracy(share: float, examples: int, chance: float, *, confidence: float = 
     )
 
 
-def learning_problem(accuracy: Accuracy, test_loss: float | None) -> str | None:
+def learning_problem(
+    accuracy: Accuracy, test_loss: float | None, *, trains: bool = True
+) -> str | None:
     """Returns why a model of this `accuracy` cannot show what a defense costs, or None.
 
-    `test_loss` is None where it was not finite.
+    Args:
+        accuracy: on the test set.
+        test_loss: a cross-entropy; None where it was not finite.
+        trains: whether a model was trained; a release in closed form has no learning rate, and its
+            loss is another.
     """
     if not accuracy.is_chance:
         return None
+    if not trains:
+        return (
+            f"what is released predicts no better than chance: accuracy {accuracy}; use more rows, "
+            "or test on more"
+        )
     chance_loss = -math.log(accuracy.chance)
     if test_loss is None or (chance_loss > 0 and test_loss > _DIVERGED * chance_loss):
         loss = "is not finite" if test_loss is None else f"{test_loss:.3g}"

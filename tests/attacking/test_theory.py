@@ -128,3 +128,9 @@ def test_what_is_not_known_is_left_out() -> None:
     assert observed_rate(untold) is None
     of_the_sum = Effect(noise=(Noise(variance=1.0, on="sum"),))
     assert observed_rate(replace(seen(), effect=of_the_sum)) is None
+
+
+@pytest.mark.parametrize("defense", ["gradient_pruning", "quantization"])
+def test_of_what_is_removed_or_rounded_theory_says_nothing(defense: str) -> None:
+    parameters = {"gradient_pruning": {"ratio": 0.9}, "quantization": {"bits": 8}}
+    assert observed_rate(seen({"name": defense, **parameters[defense]})) is None
