@@ -114,13 +114,17 @@ class Mean:
                 self._mean[name].lerp_(tensor.to(self._mean[name].dtype), weight)
 
     def read(self, times: int = 1) -> dict[str, Tensor]:
-        """The mean, or `times` as much, in the types of the first update."""
-        return {
-            name: (
-                mean * times if self._dtypes[name].is_floating_point else (mean * times).round()
-            ).to(self._dtypes[name])
-            for name, mean in (self._mean or {}).items()
-        }
+        """The mean in the types of the first update; `times` as much in float32 or wider.
+
+        A sum in half precision ends at 65,504, and is rounded by more than a client may move it.
+        """
+        found: dict[str, Tensor] = {}
+        for name, mean in (self._mean or {}).items():
+            kept = self._dtypes[name]
+            floating = kept.is_floating_point
+            wide = torch.promote_types(kept, torch.float32) if floating and times > 1 else kept
+            found[name] = (mean * times if floating else (mean * times).round()).to(wide)
+        return found
 
     def _wide(self, tensor: Tensor) -> torch.dtype:
         if not tensor.is_floating_point():

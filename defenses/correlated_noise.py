@@ -8,7 +8,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.defense import GradientFn, LossFn, StatefulTrainingDefense, add_gaussian
+from fedsim.contracts.defense import (
+    GradientFn,
+    LossFn,
+    StatefulTrainingDefense,
+    add_gaussian,
+    add_noise,
+    standard_normal,
+)
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, LocalTraining, Tensors
 from fedsim_defenses.per_example import clipped_mean, in_types_of, noise_on_steps, noisy_steps
@@ -58,12 +65,12 @@ class CorrelatedNoise(StatefulTrainingDefense):
             std = self.noise_multiplier * self.norm / batch_size
             if self.correlation == 0 or std == 0:
                 return in_types_of(parameters, add_gaussian(mean, std, rng))
-            fresh = add_gaussian({n: torch.zeros_like(g) for n, g in mean.items()}, 1.0, rng)
-            noisy = {name: grad + std * fresh[name] for name, grad in mean.items()}
+            fresh = standard_normal(mean, rng)
+            noise = dict(fresh)
             for name, last in memory.items():
-                noisy[name] -= self.correlation * std * last.to(noisy[name])
+                noise[name] = fresh[name] - self.correlation * last.to(fresh[name])
             memory.update(fresh)
-            return in_types_of(parameters, noisy)
+            return in_types_of(parameters, add_noise(mean, std, noise))
 
         return direction
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, ClassVar, final
 
-import torch
 from pydantic import Field
 
-from fedsim.contracts.defense import NoisyAggregation, ServerRound, add_gaussian
+from fedsim.contracts.defense import NoisyAggregation, ServerRound, add_noise, standard_normal
 from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.types import Effect, FedsimError, Noise, Update
 from fedsim_defenses.aggregate import summed
@@ -60,13 +59,14 @@ class DPFTRL(NoisyAggregation):
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
         """See the class."""
-        zeros = {name: torch.zeros_like(value) for name, value in combined.tensors.items()}
-        reach = round.sensitivity * (1 + _ROUNDING * round.clients)
-        scale = self.noise_multiplier * reach if self.noise_multiplier else 0.0
-        tensors = add_gaussian(combined.tensors, scale, round.stream)
-        if round.before and self.correlation:
-            last = add_gaussian(zeros, scale, round.before)
-            tensors = {n: value - self.correlation * last[n] for n, value in tensors.items()}
+        tensors = combined.tensors
+        if self.noise_multiplier:
+            noise = standard_normal(tensors, round.stream)
+            if round.before and self.correlation:
+                last = standard_normal(tensors, round.before)
+                noise = {n: value - self.correlation * last[n] for n, value in noise.items()}
+            reach = round.sensitivity * (1 + _ROUNDING * round.clients)
+            tensors = add_noise(tensors, self.noise_multiplier * reach, noise)
         return replace(combined, tensors={n: value / round.clients for n, value in tensors.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:

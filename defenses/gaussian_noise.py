@@ -97,7 +97,8 @@ class GaussianNoise(UpdateDefense):
     def _std(self, sensitivity: float, reason: str = "") -> float:
         multiplier = self.multiplier
         if self.epsilon is not None and self.delta is not None:
-            multiplier = float(gaussian.noise_multiplier(self.epsilon, self.delta))
+            # rounding must not lift what is then stated above what is asked
+            multiplier = float(gaussian.noise_multiplier(self.epsilon, self.delta)) * (1 + 1e-12)
         if multiplier is None:
             return self.std or 0.0
         if math.isinf(sensitivity):

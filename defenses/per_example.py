@@ -79,7 +79,11 @@ def _clipped_sum(grads: dict[str, Tensor], norm: float) -> Tensors:
             name: g.masked_fill(~finite.view(-1, *[1] * (g.dim() - 1)), 0)
             for name, g in grads.items()
         }
-    return {name: torch.tensordot(scale.to(g.dtype), g, dims=1) for name, g in grads.items()}
+    # a sum in half precision ends at 65,504, and is rounded by more than an example may move it
+    return {
+        name: torch.tensordot(scale.to(_wide(g)), g.to(_wide(g)), dims=1)
+        for name, g in grads.items()
+    }
 
 
 def _lengths(grads: Tensor) -> Tensor:

@@ -121,4 +121,5 @@ class RandomProjection(DataDefense):
             relation="add_or_remove" if leverage == 1 else "relative",
             leverage=bound(sigma, release.row_norm, leverage),
             columns=release.columns,
+            without_noise=leverage,
         )

@@ -124,6 +124,9 @@ class SecureAggregation(Protocol):
         """
         self.terms(before, 1)
         if not self.noise_multiplier or before.mechanism:
+            if before.pooled and self.colluding:
+                # who colludes tells its share of the noise
+                before = replace(before, pooled=before.pooled.with_share(1 - self.colluding))
             return Aggregate().guarantee(before)
         return Guarantee(
             mechanism=Mechanism(
@@ -137,6 +140,15 @@ class SecureAggregation(Protocol):
                 ),
             )
         )
+
+    def seen_by_one_of(self, participants: int) -> SecureAggregation:
+        """With what is left of the noise where one client knows its own share.
+
+        It may be one of those that collude, of whom all shares are known already.
+        """
+        honest = participants * self.threshold - max(1.0, participants * self.colluding)
+        left = max(0.0, honest / (participants * (self.threshold - self.colluding)))
+        return self.model_copy(update={"noise_multiplier": self.noise_multiplier * left**0.5})
 
     def effect(self, before: Guarantee) -> Effect:
         """Noise on the sum, if clients add any."""

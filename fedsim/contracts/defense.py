@@ -248,6 +248,11 @@ class AggregationDefense(Plugin):
     def combine(self, updates: Iterable[Update]) -> Update:
         """Returns the only update the server gets to see. Consumes `updates` one by one."""
 
+    def seen_by_one_of(self, participants: int) -> AggregationDefense:
+        """Returns the aggregation as one of so many participants sees it, who takes off what it
+        added itself; by default that hides the others as well as before."""
+        return self
+
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
         """Returns what is proven of the combined update, given what is of each client's."""
@@ -346,11 +351,35 @@ def all_finite(update: Tensors) -> bool:
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
     """Adds independent N(0, std^2) to every entry; `std` 0 is the identity, bit for bit.
 
-    Noise is drawn from the cryptographic stream of `rng` (`fedsim.rng.normal`) and, for
-    half-precision tensors, rounded after the addition. It is ordinary floating-point noise: the
-    attack of Mironov (CCS 2012) on its low bits is not met.
+    Noise is drawn from the cryptographic stream of `rng` (`fedsim.rng.normal`).
     """
-    return {name: _plus_gaussian(tensor, std, rng) for name, tensor in update.items()}
+    if std == 0:
+        return dict(update)
+    return add_noise(update, std, standard_normal(update, rng))
+
+
+def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+    """Draws independent N(0, 1) in float64, in the shapes of `like`."""
+    return {
+        name: normal(tensor.shape, rng, torch.float64).to(tensor.device)
+        for name, tensor in like.items()
+    }
+
+
+def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
+    """Adds `std` > 0 times `noise`, which is in float64, and rounds what is shown.
+
+    The low bits of a float tell which values it can be a noisy version of (Mironov, On Significance
+    of the Least Significant Bits for Differential Privacy, CCS 2012). So the sum is taken in
+    float64 and rounded to a multiple of at most `std` / 2^18, and then to the type of the update.
+    In such a step lie 10^9 of the values that noise can have near 0, and few or none beyond 6.8
+    deviations, where one entry in 10^11 is.
+    """
+    step = 2.0 ** (math.floor(math.log2(std)) - _STEP_BITS)
+    return {
+        name: _rounded_to(step, tensor.double() + std * noise[name]).to(tensor.dtype)
+        for name, tensor in update.items()
+    }
 
 
 def shapes(update: Tensors) -> Mapping[str, torch.Size]:
@@ -358,9 +387,10 @@ def shapes(update: Tensors) -> Mapping[str, torch.Size]:
     return {name: tensor.shape for name, tensor in update.items()}
 
 
-def _plus_gaussian(tensor: Tensor, std: float, rng: torch.Generator) -> Tensor:
-    if std == 0:
-        return tensor
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    noise = normal(tensor.shape, rng, wide)
-    return (tensor.to(wide) + std * noise.to(tensor.device)).to(tensor.dtype)
+_STEP_BITS = 18
+"""How much finer than the noise's deviation a step of what is shown is, by powers of two."""
+
+
+def _rounded_to(step: float, values: Tensor) -> Tensor:
+    """The nearest multiples of `step`; what is no number, or too large to be off one, as it is."""
+    return torch.where(values.abs() < 2.0**52 * step, (values / step).round() * step, values)

@@ -84,6 +84,10 @@ class ExactMechanism(ABC):
         """The least proven ε of so many independent releases of the same data; inf if there is
         none."""
 
+    def with_share(self, share: float) -> ExactMechanism | None:
+        """Returns the release with only that share of its noise's variance; by default unknown."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class CurveMechanism(ABC):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from fedsim.contracts.data import DataSource
-from fedsim.data.images import stratified_split
+from fedsim.data.images import split_by_content, stratified_split
 from fedsim.types import FedsimError, Table
 from fedsim.words import number_of
 
@@ -51,7 +51,8 @@ class TableSource(DataSource):
 
     A constant feature 1 comes last among the features (`intercept`). A training row (features and
     target) whose L2 norm exceeds `row_norm` is multiplied by row_norm / norm, so that it keeps its
-    direction; test rows are left as they are. A fifth of the rows of each class is the test split.
+    direction; test rows are left as they are. A fifth of the rows of each class is the test split;
+    of a file, each row by itself with that chance.
     """
 
     row_norm: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -71,6 +72,7 @@ class TableSource(DataSource):
         client_of: Tensor | None = None,
         *,
         private_statistics: tuple[str, ...] | None = None,
+        split_by_row: bool = False,
     ) -> Table:
         """Builds the table of raw features and a scaled target.
 
@@ -83,6 +85,7 @@ class TableSource(DataSource):
             classes: of a target of two classes, else None.
             client_of: (n,) each row's client, counted from 0; None if the source does not know.
             private_statistics: see `Table`; empty if neither ranges nor classes follow from rows.
+            split_by_row: whether a row's split follows from that row alone.
 
         Raises:
             FedsimError: there are too few rows to leave any for the test.
@@ -94,11 +97,17 @@ class TableSource(DataSource):
             names.append("intercept")
         rows = torch.stack([*scaled, target], dim=1)
         labels = (target > 0).long() if classes else torch.zeros(len(target), dtype=torch.int64)
-        train, test = stratified_split(labels, _TEST_FRACTION, name)
-        if not len(test):
-            raise FedsimError(
-                f"{name} has {number_of(len(rows), 'row')}, which leaves none for the test split"
-            )
+        if split_by_row:
+            contents = (row.numpy().tobytes() for row in rows)
+            train, test = split_by_content(contents, _TEST_FRACTION, name)
+        else:
+            train, test = stratified_split(labels, _TEST_FRACTION, name)
+        for split, part in (("training", train), ("test", test)):
+            if not len(part):
+                raise FedsimError(
+                    f"{name} has {number_of(len(rows), 'row')}, which leaves none for the {split} "
+                    "split; add rows"
+                )
         bound = math.sqrt(rows.shape[1]) if self.row_norm is None else self.row_norm
         return Table(
             name=name,

@@ -96,6 +96,7 @@ class TableFile(TableSource):
             None if quantity else self._classes(),
             torch.tensor(owners, dtype=torch.int64) if owners else None,
             private_statistics=(),
+            split_by_row=True,
         )
         used = {self.client, self.target.name, *(column.name for column in self.features)}
         unused = [(said, 1) for name, said in _MEANT.items() if name in row and name not in used]

@@ -149,7 +149,7 @@ _TABLE = (
         key="unit",
         name="unit",
         meaning="Whose presence ε hides: one example of a client, or a whole client with all its "
-        "data.",
+        "data. A person with several examples, or at several clients, is as many units.",
     ),
     Term(
         key="relation",

@@ -10,10 +10,11 @@ import json
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedsim.report.control import describe_comparison, invalid_reasons
 from fedsim.report.facts import unfinished
-from fedsim.report.figures import describe_variant, format_metric
+from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY, describe_variant, format_metric
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.level import level_of
 from fedsim.report.reliance import attempt, works
@@ -21,7 +22,7 @@ from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.reading import ReportError, Run, load_runs, measurements, placed
 from fedsim.results.settings import differences, leaves_of
-from fedsim.scoring import METRICS, Summary
+from fedsim.scoring import LEAST, METRICS, Summary
 from fedsim.words import number_of
 
 
@@ -40,7 +41,8 @@ def broken_limits(
         max_psnr: dB that the best image of any attack may have.
         max_gain: dB over guessing and over another update that any attack may gain on average: the
             upper end of the interval counts, or the best trial where there is none.
-        max_epsilon: ε of all releases of a run.
+        max_epsilon: ε of all releases of a run. A claim that is no differential privacy keeps to no
+            limit, nor does one that an audit or a membership attack refutes.
         defenses: Names of those that count; by default all but the undefended.
 
     Raises:
@@ -56,18 +58,22 @@ def broken_limits(
     folders = list(folders)
     runs = load_runs(folders)
     rows = aggregate(measurements(runs))
-    known = {row.defense for row in rows}
+    defended = {name for run in runs for name, refs in _stacks(run).items() if refs}
+    known = {row.defense for row in rows} | {name for run in runs for name in _stacks(run)}
     if unknown := sorted(set(defenses) - known):
         raise ReportError(
             f"--defense: {unknown[0]} is none of these runs' ({', '.join(sorted(known))})"
         )
     chosen = [row for row in rows if row.defense in defenses or not (defenses or row.undefended)]
     lines = unfinished(runs)
-    if not chosen:
+    names = set(defenses) or defended | {row.defense for row in chosen}
+    if not names:
         if lines:
             return lines
         raise ReportError("these runs have no defended stack; name one with --defense")
     if max_psnr is not None or max_gain is not None:
+        unattacked = sorted(names - {row.defense for row in chosen})
+        lines += [f"{name}: no attack on it was measured" for name in unattacked]
         lines += [f"INVALID: {reason}" for reason in invalid_reasons(rows, unended=False)]
     lines += _unmeasured(
         [row for row in chosen if row.ended], max_psnr is not None, max_gain is not None
@@ -77,7 +83,12 @@ def broken_limits(
     for row in chosen:
         lines += _leaks(row, max_psnr, max_gain)
     if max_epsilon is not None:
-        names = {row.defense for row in chosen}
+        lines += [line for row in chosen for line in _refuted_by_attack(row)]
+        lines += [
+            f"{_named(row)}: ε is {row.epsilon:.4g}, above {max_epsilon:g}"
+            for row in chosen
+            if row.vantage == "client" and row.epsilon is not None and row.epsilon > max_epsilon
+        ]
         lines += [line for run in runs for line in _unproven(run, names, max_epsilon)]
     return list(dict.fromkeys(lines))
 
@@ -409,11 +420,35 @@ def _unmeasured(rows: Sequence[LeaderboardRow], psnr: bool, gain: bool) -> list[
     return lines
 
 
+def _stacks(run: Run) -> dict[str, list[Any]]:
+    """Returns the members of each stack of a run, by its name."""
+    return run.setting("defenses") or {}
+
+
+def _refuted_by_attack(row: LeaderboardRow) -> list[str]:
+    """Returns a line for each membership score that lies above what the ε allows.
+
+    Its interval does, or each of several trials that scored the same.
+    """
+    lines = []
+    for name in ("membership_auc", "membership_tpr"):
+        found, most = row.metrics[name], row.limit(name)
+        if not found or most is None or found.n < LEAST:
+            continue
+        least = found.min if found.low is None else found.low
+        if least > most:
+            lines.append(
+                f"{_named(row)}: {name} of {least:.3g} or more refutes the ε of the release, "
+                f"which allows {most:.3g}"
+            )
+    return lines
+
+
 def _unproven(run: Run, names: Collection[str], limit: float) -> list[str]:
-    """Returns a line for each of these defenses of a run whose ε is above the limit."""
+    """Returns a line for each of these defenses of a run whose ε is no proof of the limit."""
     claims = {row.defense: row for row in utility([run])}
     lines = []
-    for name in dict.fromkeys([*claims, *(row.defense.name for row in run.rows)]):
+    for name in dict.fromkeys([*claims, *_stacks(run), *(row.defense.name for row in run.rows)]):
         if name not in names:
             continue
         claim = claims.get(name)
@@ -422,6 +457,16 @@ def _unproven(run: Run, names: Collection[str], limit: float) -> list[str]:
         elif _epsilon(claim) > limit:
             why = f" ({claim.reason})" if claim.reason else ""
             lines.append(f"{name}: ε is {_epsilon(claim):.4g}{why}, above {limit:g}")
+        elif claim.relation in NO_DIFFERENTIAL_PRIVACY:
+            lines.append(
+                f"{name}: ε is {_epsilon(claim):.4g} of neighbours that are {claim.relation}, "
+                "which is no differential privacy and keeps to no limit"
+            )
+        elif claim.audited_epsilon is not None and claim.audited_epsilon > _epsilon(claim):
+            lines.append(
+                f"{name}: ε is {_epsilon(claim):.4g}, and the audit shows "
+                f"{claim.audited_epsilon:.4g}, which refutes it"
+            )
     return lines
 
 

@@ -117,7 +117,7 @@ class Context:
         attacked = next(row for row in own if row["round"] == seen.round)
         server = self.servers[stack]
         guarantee = claim_of(server, seen)
-        whole = spent(server, self.scenario.training.rounds)
+        whole = spent(server, self.scenario.training.rounds, seen_from=seen.vantage)
         return {
             "scenario": self.scenario.name,
             "variant": dict(self.variant),

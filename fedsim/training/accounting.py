@@ -6,25 +6,28 @@ from dataclasses import replace
 from itertools import product
 
 from fedsim.contracts.defense import NoisyAggregation
+from fedsim.contracts.stack import Stack
 from fedsim.privacy.ledger import claim, worst_off
 from fedsim.training.server import Server
 from fedsim.training.spending import Account, targets
-from fedsim.types import FedsimError, Observation, PrivacyClaim
+from fedsim.types import FedsimError, Observation, PrivacyClaim, Vantage
 
 
-def spent(server: Server, round: int, *, probes: bool = True) -> PrivacyClaim:
+def spent(
+    server: Server, round: int, *, probes: bool = True, seen_from: Vantage = "server"
+) -> PrivacyClaim:
     """What the stack guarantees after `round` rounds, for the client that is worst off.
 
     Worst is the most participations so far together with the most probes and the least data. It is
     of all that clients released: of their training, and of the probes that they were asked for. A
     scenario may declare that these are no part of the deployment (`privacy.probes: outside`), and a
-    caller that they are not asked about.
+    caller that they are not asked about. It holds against whoever looks from `seen_from`.
     """
     account = account_of(server)
     worst: PrivacyClaim | None = None
     for most, held in product(account.most(round), account.worst_off(server.training)):
         found = claim(
-            server.stack,
+            accounted_stack(server, seen_from),
             server.declared,
             rounds=most.trained,
             repeated_rounds=most.repeated,
@@ -51,7 +54,7 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     declared = server.declared
     if probing:
         declared = server.declared_of(seen.training.batch_size)
-    own = [seen.client]
+    own, stack = [seen.client], accounted_stack(server, seen.vantage)
     if seen.vantage in ("aggregate", "client"):
         taking_part = server.schedule.participants(seen.round)
         own = [client for client in taking_part if client != seen.client]
@@ -60,7 +63,7 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     again = seen.releases > 1
     claims = [
         claim(
-            server.stack,
+            stack,
             declared,
             rounds=int(not again),
             repeated_rounds=int(again),
@@ -112,6 +115,22 @@ def check_promise(server: Server) -> None:
         raise FedsimError(
             f"defenses.{server.stack_name}: epsilon: {promised} cannot be promised: {said}"
         )
+
+
+def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
+    """What stands between a client's data and whoever looks.
+
+    In a deployment nobody but the server itself computes an ideal combination, so that it has what
+    each client releases. A participant knows what it added itself.
+    """
+    aggregation = server.stack.aggregation
+    if seen_from == "client" and aggregation:
+        participants = len(server.schedule.participants(1))
+        return replace(server.stack, aggregation=aggregation.seen_by_one_of(participants))
+    deployed = server.scenario.federation.engine == "deployment"
+    if deployed and not isinstance(aggregation, NoisyAggregation):
+        return replace(server.stack, aggregation=None)
+    return server.stack
 
 
 def account_of(server: Server) -> Account:

@@ -81,6 +81,12 @@ def _enough(workload: Workload) -> None:
             f"{sampled} take part in a round; share it among those, or raise data.clients or "
             "federation.participation"
         )
+    if 1 < least < sampled and workload.protocol and workload.sum_terms(None).colluding:
+        raise FedsimError(
+            f"defenses.{workload.stack_name}: the noise is shared among {least} of the {sampled} "
+            "clients that take part in a round, of whom a share may collude, as many as add it; "
+            "share it among all"
+        )
 
 
 _STEP_BYTES = 4

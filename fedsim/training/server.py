@@ -7,7 +7,7 @@ schedule, what the stack declares, the test split. The tap and Flower's ServerAp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -273,7 +273,8 @@ class Server:
         """
         aggregation = self.stack.aggregation
         assert aggregation is not None
-        combined = aggregation.combine(updates)
+        types: dict[str, torch.dtype] = {}
+        combined = aggregation.combine(_noting_types(updates, types))
         if not isinstance(aggregation, NoisyAggregation):
             return combined
         if seed is None:
@@ -281,7 +282,7 @@ class Server:
         path = ("defense", "server")
         asked = (probe.batch_size, probe.trial, probe.release) if probe else ()
         *_, before, _ = self.stack.guarantees(self.declared_for(probe), self.release)
-        return aggregation.add_noise(
+        shown = aggregation.add_noise(
             combined,
             ServerRound(
                 clients=len(self.schedule.participants(round)),
@@ -290,6 +291,10 @@ class Server:
                 before=rng.generator(seed, *path, round - 1) if round > 1 else None,
             ),
         )
+        tensors = {
+            name: value.to(types.get(name, value.dtype)) for name, value in shown.tensors.items()
+        }
+        return replace(shown, tensors=tensors)
 
     def apply_update(self, before: Tensor, update: Tensor) -> Tensor:
         """One parameter of the global model `before` as a client's `update` would have it."""
@@ -397,6 +402,13 @@ class Server:
     def declared_of(self, batch_size: int) -> LocalTraining:
         """The local training of a probe of so many images (`spending.as_probed`)."""
         return spending.as_probed(self.declared, batch_size)
+
+
+def _noting_types(updates: Iterable[Update], types: dict[str, torch.dtype]) -> Iterator[Update]:
+    """Pass `updates` on, and leave in `types` those of their tensors."""
+    for update in updates:
+        types.update({name: value.dtype for name, value in update.tensors.items()})
+        yield update
 
 
 _KIND = {Dataset: "images", Table: "a table"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,25 @@ def test_columns_are_scaled_by_their_declared_ranges(tmp_path: Path) -> None:
     assert rows[:, 3].tolist() == [-1.0, 1.0] * 10
     assert table.columns == ("age", "weight", "intercept", "sick")
     assert table.classes == ("no", "yes") and table.row_norm == 2
-    assert len(table.train_rows) == 16 and table.train_labels.sum() == 8
+    assert len(table.train_rows) > len(table.test_rows) > 0
+
+
+def test_one_row_more_changes_no_other_rows_split(tmp_path: Path) -> None:
+    """A claim of one row's presence asks for it; the row may come anywhere, and may be a copy."""
+
+    def split(body: list[str]) -> tuple[Counter[Any], Counter[Any]]:
+        table = source(tmp_path / "a.csv", body).load()
+        parts = table.train_rows, table.test_rows
+        train, test = (Counter(tuple(row) for row in part.tolist()) for part in parts)
+        return train, test
+
+    body = [f"{i / 7},{i / 3},x,{'yes' if i % 3 else 'no'},0\n" for i in range(400)]
+    train, test = split(body)
+    assert 40 < test.total() < 120, "about a fifth"
+    for at, row in ((0, "1.5,2.5,x,no,0\n"), (200, body[3]), (400, "99,1,x,yes,0\n")):
+        more, others = split([*body[:at], row, *body[at:]])
+        assert not train - more and not test - others
+        assert (more - train).total() + (others - test).total() == 1
 
 
 def test_the_bound_does_not_depend_on_the_data(tmp_path: Path) -> None:
@@ -98,7 +117,7 @@ def test_a_quantity_without_intercept(tmp_path: Path) -> None:
 def test_clients_by_a_column(tmp_path: Path) -> None:
     table = source(tmp_path / "a.csv", client="site").load()
     parts = partition(table, Partition(name="natural"), 2, seed=0)
-    assert sorted(torch.cat(parts).tolist()) == list(range(16))
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(table.train_rows)))
     assert table.client_of is not None
     for client, part in enumerate(parts):
         assert bool((table.client_of[part] == client).all())

@@ -56,6 +56,8 @@ def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
         FedsimError: δ is not in (0, 1).
     """
     target = float(checked_delta(delta))
+    # what releases nothing costs nothing, not even the rounding of a composition
+    curves = [curve for curve in curves if _at(curve, 0.0) > -math.inf]
     if not curves:
         return 0.0
     if len(curves) == 1:

@@ -37,7 +37,6 @@ from fedsim.words import number_of
 Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
 
 _EXACT = "exact Gaussian"
-_REVEALED = "exact Gaussian, averaged over the batches, which may be known"
 _CONVEX = "exact Gaussian, averaged over the batches, by joint convexity"
 _LARGEST = 1e9
 """ε and noise multipliers are searched up to here."""
@@ -59,7 +58,8 @@ class _Keys(Keys):
     with probability q, independently. `balls_in_bins`: in every (1/q)-th, from a random one on.
     `fixed_size`: batches of the same size, uniform without replacement in each step."""
     variant: Literal["exact", "paper"] = "exact"
-    """`paper`: Theorem F.12 of the KAN paper, for `fixed_size` and `poisson`."""
+    """`paper`: Theorem F.12 of the KAN paper, for `fixed_size` and `poisson`. Above ε = 1
+    its last step may fail, and the exact Gaussian mechanism stands in its place."""
     relation: Literal["zero_out", "add_or_remove", "replace_one"] = "zero_out"
     """Neighbours: an example's contribution is exchanged for zero, an example is there or not (the
     same, but only where sampling is independent between examples), or for any other."""
@@ -120,7 +120,7 @@ class _Keys(Keys):
                     correlation=self.correlation,
                     factor=factor,
                 ),
-                _CONVEX if self.relation == "replace_one" else _REVEALED,
+                _CONVEX if self.relation == "replace_one" else poisson.REVEALED,
             )
         if self.sampling == "poisson" and self.correlation == 0:
             return (
@@ -138,6 +138,14 @@ class _Keys(Keys):
         else:
             of = BallsInBins(self.steps, self._bins, self.correlation)
         return PairCurve(of, noise, draws, seed, most)
+
+    def _least_method(self, method: str, noise: float, epsilon: float) -> str:
+        """The method, or that of several which proves the least δ."""
+        if method != poisson.PLD:
+            return method
+        return poisson.least_bound(
+            noise, epsilon, steps=self.steps, sampling_rate=self.sampling_rate
+        )[1]
 
     def revealed_log_delta(self, noise: float, epsilon: float) -> float:
         """log of a bound on δ of sampling that it is known of: which batches an example was in."""
@@ -202,8 +210,8 @@ class CorrelatedCurve(_Keys, Curve):
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
-            method = self._told(method)
             found = log_delta(self.noise_multiplier, epsilon)
+            method = self._least_method(method, self.noise_multiplier, epsilon)
             return self._exactly(epsilon, math.exp(found), method, log_delta=found)
         at = self._pair(self.noise_multiplier, self._draws, self.seed).at(epsilon)
         return self._estimated(epsilon, at.delta, (at.low, at.high), at.direction)
@@ -216,13 +224,19 @@ class CorrelatedCurve(_Keys, Curve):
             TooMuchWork: they would take too long.
         """
         if self.variant == "paper":
-            noise, asked = self.noise_multiplier, self._paper_noise(1.0, delta)
-            return self._answer(asked / noise, delta, noise, correlated_paper.METHOD)
+            found = correlated_paper.epsilon(
+                self.noise_multiplier,
+                delta,
+                steps=self.steps,
+                sampling_rate=self.sampling_rate,
+                correlation=self.correlation,
+            )
+            return self._answer(found, delta, self.noise_multiplier, correlated_paper.METHOD)
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
-            method = self._told(method)
             found = _least(lambda eps: log_delta(self.noise_multiplier, eps) <= math.log(delta))
+            method = self._least_method(method, self.noise_multiplier, found)
             return self._exactly(found, delta, method)
         curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
         low = _least(lambda eps: _reached(lambda: curve.at(eps).low, delta))
@@ -249,11 +263,6 @@ class CorrelatedCurve(_Keys, Curve):
     def _upper_end(self, curve: PairCurve, delta: float) -> float:
         return _least(lambda eps: _reached(lambda: curve.upper(eps), delta))
 
-    def _told(self, method: str) -> str:
-        """The method in use: with so little noise batches are known, and no losses gone through."""
-        known = method == poisson.PLD and self.noise_multiplier < poisson.LEAST_NOISE
-        return _REVEALED if known else method
-
     def revealed(self, delta: float) -> Answer:
         """As `epsilon`, of sampling that it is known of: which batches an example was in.
 
@@ -261,7 +270,7 @@ class CorrelatedCurve(_Keys, Curve):
         """
         target, noise = math.log(delta), self.noise_multiplier
         found = _least(lambda eps: self.revealed_log_delta(noise, eps) <= target)
-        return self._exactly(found, delta, _REVEALED)
+        return self._exactly(found, delta, poisson.REVEALED)
 
     def _paper_delta(self, epsilon: float) -> float:
         least = correlated_paper.least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
@@ -305,6 +314,7 @@ class CorrelatedCalibration(_Keys, Calibration):
         if exact:
             log_delta, method = exact
             noise = _least_noise(lambda at: log_delta(at, epsilon) <= math.log(delta), 1.0)
+            method = self._least_method(method, noise, epsilon)
             return self._answer(epsilon, delta, noise, method, sigma=noise)
         return self._estimated(epsilon, delta)
 

@@ -40,6 +40,9 @@ _GAUSSIAN = math.sqrt(math.pi / 2)
 _OUTSIDE = 0.1
 """Share of δ that `calibrated` spends on δ∞: the bound depends on it by a logarithm only."""
 
+_UP = 1 + 1e-12
+"""Of a scale that is found for an ε: rounding must not lift what is stated above it."""
+
 
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
     """δ∞: the probability that some entry's noise tells the neighbours apart for sure, at most."""
@@ -101,7 +104,8 @@ def calibrated(
     checked("delta", delta, np.finfo(float).tiny, 1.0, "a probability in (0, 1)")
     wide = math.sqrt(dimension) * distance
     if calibration == "paper":
-        return wide / epsilon, float(laplace.bound(wide, epsilon, delta))
+        least = float(laplace.bound(wide, epsilon, delta))
+        return wide / epsilon * _UP, least * _UP**2
     lost = _OUTSIDE * delta
     left = (delta - lost) / (1 - lost)
     spread = float(gaussian.noise_multiplier(epsilon, left)) * _GAUSSIAN * distance
@@ -110,6 +114,7 @@ def calibrated(
     else:
         # Within exp(±ε) δ is needed for δ∞ alone (a hair less, lest rounding exceed it).
         scale, lost = wide / epsilon, delta * (1 - 1e-9)
+    scale *= _UP
     return scale, scale * math.log1p(_spread(distance / scale, dimension) / (2 * lost))
 
 

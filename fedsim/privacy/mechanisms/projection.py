@@ -17,7 +17,7 @@ An argument out of its range is refused (`FedsimError`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, final
 
 import numpy as np
@@ -285,11 +285,19 @@ class Projected(ExactMechanism):
 
     leverage: float
     columns: int
+    without_noise: float = 1.0
+    """The leverage before anything was added to the database."""
     accountant: str = "exact random projection"
 
     def epsilon(self, delta: float, releases: int) -> float:
         """Sketches of the same data by independent matrices are one of all their columns."""
         return float(epsilon(self.leverage, self.columns * releases, delta))
+
+    def with_share(self, share: float) -> Projected:
+        """1 / p grows by σ² / l², which is the noise's variance in units of the row norm."""
+        bare = 1 / self.without_noise
+        leverage = 1 / (bare + share * (1 / self.leverage - bare))
+        return replace(self, leverage=leverage)
 
 
 @final

@@ -99,6 +99,23 @@ def test_f12_rests_on_a_gaussian_step_that_fails_above_one() -> None:
     assert math.exp(gaussian.log_delta(classical, epsilon)) > 4 * delta
 
 
+@pytest.mark.parametrize("noise", [1.0, 3.0, 12.0, 60.0])
+def test_what_its_variant_states_is_proven_at_every_epsilon(noise: float) -> None:
+    """Whoever knows the batches is bounded by the mean over them, which needs no theorem."""
+    shape = {"steps": 1000, "sampling_rate": 0.1, "correlation": 0.0}
+    keys = {**shape, "sampling": "fixed_size", "noise_multiplier": noise}
+    paper = CorrelatedCurve.model_validate({**keys, "variant": "paper"}).epsilon(1e-5).epsilon
+    assert paper >= CorrelatedCurve.model_validate(keys).epsilon(1e-5).epsilon
+    asked = correlated_paper.noise(paper, 1e-5, **shape)
+    assert asked == pytest.approx(noise, rel=1e-6)
+    # its own last step, where it is proven
+    slack = math.sqrt(3 * math.log(2e5) / 100)
+    own = math.sqrt((1 + slack) * 100) * math.sqrt(2 * math.log(2.5e5)) / noise
+    assert paper >= own
+    if own <= 1:
+        assert paper == pytest.approx(own)
+
+
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
 def test_f12_holds_below_one_and_wastes_noise(correlation: float) -> None:
     """Its strategy (bound the participations, then the Gaussian mechanism) survives F.8's fall."""
