@@ -21,11 +21,11 @@ from fedsim.types import Dataset, Tensors
 
 
 class Contributions:
-    """What the canaries of one workload contribute at the model's start."""
+    """What the canaries of one workload contribute at the model's start, or at another model."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, start: tuple[Tensors, Tensors] | None = None) -> None:
         self._workload = workload
-        self.start = workload.initial()
+        self.start = workload.initial() if start is None else start
         """(parameters, buffers)."""
 
     def client_update(self, *path: int) -> Tensors:

@@ -1,8 +1,11 @@
-"""One canary in many trainings of one client, and in as many it does not take part."""
+"""One canary in many trainings of one client, and in as many it does not take part.
+
+How it is told is found from half of the trainings (`fedsim.audit.looks`), and tried on the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.audit.contribution import Contributions, along, images, other_label
-from fedsim.contracts.defense import NoisyAggregation, global_norm
+from fedsim.audit.contribution import Contributions, images, other_label
+from fedsim.audit.looks import Looks, strongest
+from fedsim.contracts.defense import NoisyAggregation, all_finite, global_norm
 from fedsim.models.local import mean_gradient_factor
 from fedsim.privacy.composition import participation
 from fedsim.training.client import Client
@@ -38,45 +42,66 @@ def scores(
         FedsimError: training is impossible.
     """
 
+    trials = (
+        _of_client(workload, taken)
+        if unit == "client"
+        else _of_example(workload, relation, max(map(len, taken)))
+    )
+    looks = Looks(trials.run, trials.towards, trials.weights)
+
     def draw(present: bool) -> NDArray[np.float64]:
-        def on_trial(done: int) -> None:
-            on_progress(int(present) * canaries + done, 2 * canaries)
+        found = []
+        for trial in range(canaries):
+            found.append(looks.features(trials.run(int(present), trial)))
+            on_progress(int(present) * canaries + trial + 1, 2 * canaries)
+        return np.array(found)
 
-        if unit == "client":
-            return _of_client(workload, present, taken, canaries, on_trial)
-        rounds = max(map(len, taken))
-        return _of_example(workload, relation, present, rounds, canaries, on_trial)
-
-    return draw(False), draw(True)
+    return strongest(draw(False), draw(True))
 
 
-def _of_client(
-    workload: Workload,
-    present: bool,
-    taken: Collection[tuple[int, ...]],
-    canaries: int,
-    on_trial: Callable[[int], None],
-) -> NDArray[np.float64]:
-    """(canaries,) of a client that sends the same update whenever asked, or noise alone."""
+@dataclass(frozen=True, kw_only=True)
+class _Trials:
+    """A canary's trainings."""
+
+    run: Callable[[int, int], list[Tensors]]
+    """(world, trial) -> what is seen of each round, with randomness of that trial's own; the world
+    is 1 with the canary, and another without it."""
+    towards: Sequence[Tensors]
+    """What the canary contributes to each round."""
+    weights: NDArray[np.float64]
+    """What each round counts where all noise is as declared."""
+
+
+def _of_client(workload: Workload, taken: Collection[tuple[int, ...]]) -> _Trials:
+    """Of a client that sends updates of twice the bound whenever asked, or noise alone.
+
+    Where noise is declared independent between rounds, each has a direction of its own: noise that
+    comes again is then told from the canary.
+    """
     stack, declared = workload.stack, workload.declared
     seed = workload.scenario.seed
-    toward = Contributions(workload).client_update()
-    away = {name: torch.zeros_like(value) for name, value in toward.items()}
-    update = dict(toward if present else away)
     rounds, weights = _asked(workload, taken)
-    scores = np.zeros(canaries)
-    for trial in range(canaries):
-        server = rng.derive(seed, "canary", int(present), trial)
-        state = stack.init(update, declared)
-        for round, weight in enumerate(weights, 1):
+    contributions = Contributions(workload)
+    turns = not isinstance(stack.aggregation, NoisyAggregation)
+    towards = [
+        contributions.client_update(*([round] if turns and round > 1 else []))
+        for round in range(1, len(weights) + 1)
+    ]
+    away = {name: torch.zeros_like(value) for name, value in towards[0].items()}
+
+    def run(world: int, trial: int) -> list[Tensors]:
+        server = rng.derive(seed, "canary", world, trial)
+        state = stack.init(away, declared)
+        seen = []
+        for round, toward in enumerate(towards, 1):
             released: Tensors = away
             if round in rounds:
-                noise = rng.generator(seed, "canary", int(present), trial, round)
-                released, state = stack.apply(update, state, noise)
-            if weight:
-                scores[trial] += weight * along(_seen(workload, released, round, server), toward)
-        on_trial(trial + 1)
-    return scores
+                noise = rng.generator(seed, "canary", world, trial, round)
+                released, state = stack.apply(toward if world == 1 else away, state, noise)
+            seen.append(_seen(workload, released, round, server))
+        return seen
+
+    return _Trials(run=run, towards=towards, weights=weights)
 
 
 def _asked(
@@ -99,51 +124,52 @@ def _asked(
     return frozenset(ordered[farthest]), weights
 
 
-def _of_example(
-    workload: Workload,
-    relation: Relation,
-    present: bool,
-    rounds: int,
-    canaries: int,
-    on_trial: Callable[[int], None],
-) -> NDArray[np.float64]:
-    """(canaries,) of a client with one example that matters.
+def _of_example(workload: Workload, relation: Relation, rounds: int) -> _Trials:
+    """Of a client with one example that matters.
 
     Under `replace_one` all of its examples are alike, but for one or not even that; under
     `zero_out` none is there, but for one or not even that. The client is the one with the least
     data: sampling hides its examples least. The worlds are two data sets, and each computes from
-    its own whatever it computes.
+    its own whatever it computes. In the last of several rounds the server sends another model, at
+    which the canary contributes something else: noise that comes again is then told from it.
     """
     client = min(workload.clients, key=lambda one: len(one.own))
     base = _farthest_labels(workload, client)
     absent = _world(workload, relation, client, base, None)
-    without = _contributed(absent)
 
-    def shift(canary: _World) -> Tensors:
-        moved = _contributed(canary)
+    def shift(canary: _World, start: tuple[Tensors, Tensors]) -> Tensors:
+        moved, without = _contributed(canary, start), _contributed(absent, start)
         return {name: value - without[name] for name, value in moved.items()}
 
+    start = workload.initial()
     tried = [_world(workload, relation, client, base, how) for how in _CANARIES]
-    shifts = [(canary, shift(canary)) for canary in tried]
+    shifts = [(canary, shift(canary, start)) for canary in tried]
     there, toward = shifts[0]
     farthest = max(shifts, key=lambda pair: float(global_norm(pair[1])))
     if float(global_norm(farthest[1])) > _MOST_OF_ONE:
         there, toward = farthest
-    start = workload.initial()
-    canary = there if present else absent
+    starts, towards = [start] * rounds, [toward] * rounds
+    if rounds > 1:
+        turned = {name: -value for name, value in start[0].items()}, start[1]
+        elsewhere = shift(there, turned)
+        if all_finite(elsewhere):
+            starts[-1], towards[-1] = turned, elsewhere
     sign = mean_gradient_factor(workload.training)
-    scores = np.zeros(canaries)
-    for trial in range(canaries):
-        seed = rng.derive(workload.scenario.seed, "canary", int(present), trial)
+
+    def run(world: int, trial: int) -> list[Tensors]:
+        canary = there if world == 1 else absent
+        seed = rng.derive(workload.scenario.seed, "canary", world, trial)
         one = replace(canary.client, seed=seed)
         state: Tensors = {}
-        for round in range(1, rounds + 1):
-            result = one.update(canary.federation, round, *start, state)
+        seen = []
+        for round, at in enumerate(starts, 1):
+            result = one.update(canary.federation, round, *at, state)
             state = result.state
             released = _seen(canary.federation, result.update.tensors, round, seed)
-            scores[trial] += sign * along(released, toward)
-        on_trial(trial + 1)
-    return scores
+            seen.append({name: sign * value for name, value in released.items()})
+        return seen
+
+    return _Trials(run=run, towards=towards, weights=np.ones(rounds))
 
 
 _CANARIES: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -210,10 +236,10 @@ def _world(
     return _World(federation=federation, client=own)
 
 
-def _contributed(world: _World) -> Tensors:
-    """The sum of what the client's examples contribute, each at a norm of 1."""
+def _contributed(world: _World, start: tuple[Tensors, Tensors]) -> Tensors:
+    """The sum of what the client's examples contribute at that model, each at a norm of 1."""
     data, part = images(world.federation), world.client.own
-    contributions = Contributions(world.federation)
+    contributions = Contributions(world.federation, start)
     total = {name: torch.zeros_like(value) for name, value in contributions.start[0].items()}
     rest = part[1:]
     for members in (part[:1], rest):
