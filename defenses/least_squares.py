@@ -18,6 +18,9 @@ from fedsim.privacy.mechanisms.projection import Projected
 from fedsim.types import FedsimError, Relation
 from fedsim_defenses.leverage import max_leverage, require
 
+_UP = 1 + 1e-7
+"""Of σ: what the search for the largest leverage may leave, so that no more ε is stated."""
+
 
 @final
 class LeastSquaresMechanism(DataDefense):
@@ -75,7 +78,7 @@ class LeastSquaresMechanism(DataDefense):
             )
         of_sketch = kind == "sketched_coefficients"
         allowed = max_leverage(self.epsilon, self.delta, r, None if of_sketch else d)
-        least = lowering(allowed, release.row_norm, self.leverage)
+        least = lowering(allowed, release.row_norm, self.leverage) * _UP
         if self.calibration == "tight" or least == 0:
             return least
         return release.row_norm * _paper_sigma(self.epsilon, self.delta, r, d)

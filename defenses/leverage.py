@@ -14,9 +14,6 @@ from fedsim.words import number_of
 _ROUNDING = 1e-9
 """Relative error of a measured leverage. A claim changes as little by it."""
 
-_OF_SKETCHES, _OF_A_SEARCH = 1 - 1e-12, 1 - 1e-7
-"""Of the largest leverage for an ε: what rounding may lift it by, so that no more is stated."""
-
 
 def largest(rows: Tensor) -> float:
     """The largest leverage v'(D'D)^+ v of a row v of D (n, d), in [0, 1]; 0 if there is no row.
@@ -50,5 +47,5 @@ def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
 def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
     """The largest that is private: of M_LS with d features; of a sketch of r columns if None."""
     if d is None:
-        return float(projection.max_leverage(epsilon, delta, r)) * _OF_SKETCHES
-    return regression.max_leverage(epsilon, delta, r, d) * _OF_A_SEARCH
+        return float(projection.max_leverage(epsilon, delta, r))
+    return regression.max_leverage(epsilon, delta, r, d)

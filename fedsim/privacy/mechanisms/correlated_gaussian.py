@@ -144,7 +144,7 @@ class _Keys(Keys):
         if method != poisson.PLD:
             return method
         return poisson.least_bound(
-            noise, epsilon, steps=self.steps, sampling_rate=self.sampling_rate
+            noise, min(epsilon, _LARGEST), steps=self.steps, sampling_rate=self.sampling_rate
         )[1]
 
     def revealed_log_delta(self, noise: float, epsilon: float) -> float:

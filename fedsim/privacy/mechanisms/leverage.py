@@ -6,6 +6,9 @@ import math
 
 from fedsim.types import FedsimError
 
+_UP = 1 + 1e-12
+"""Of σ: rounding must not lift an ε that is stated above the one asked for."""
+
 
 def bound(sigma: float, row_norm: float, leverage: float) -> float:
     """The largest leverage of a row v of norm up to l in [D; σ I], given that in D.
@@ -27,7 +30,7 @@ def lowering(allowed: float, row_norm: float, leverage: float) -> float:
         return 0.0
     if allowed <= 0:
         raise FedsimError("no noise is enough for this ε and δ; raise one of them")
-    return row_norm * math.sqrt(1 / allowed - 1 / leverage)
+    return row_norm * math.sqrt(1 / allowed - 1 / leverage) * _UP
 
 
 def regularized(leverage: float, sabotage: float) -> float:
