@@ -50,7 +50,8 @@ def test_what_an_audit_refutes_keeps_to_no_limit(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "broken"), [((0.97, 0.98, 0.99), True), ((0.5, 0.7, 0.9), False)]
+    ("scores", "broken"),
+    [((0.97, 0.98, 0.99), True), ((1.0, 1.0, 1.0), True), ((0.5, 0.7, 0.9), False)],
 )
 def test_what_a_membership_attack_refutes_keeps_to_no_limit(
     run: Path, scores: tuple[float, ...], broken: bool
