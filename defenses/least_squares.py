@@ -78,7 +78,8 @@ class LeastSquaresMechanism(DataDefense):
             )
         of_sketch = kind == "sketched_coefficients"
         allowed = max_leverage(self.epsilon, self.delta, r, None if of_sketch else d)
-        least = lowering(allowed, release.row_norm, self.leverage) * _UP
+        least = lowering(allowed, release.row_norm, self.leverage)
+        least *= 1.0 if of_sketch else _UP
         if self.calibration == "tight" or least == 0:
             return least
         return release.row_norm * _paper_sigma(self.epsilon, self.delta, r, d)
