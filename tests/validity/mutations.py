@@ -647,8 +647,8 @@ MUTATIONS = (
         name="noise from the generator of simulations",
         item=4,
         file="fedsim/contracts/defense.py",
-        old="    noise = normal(tensor.shape, rng, wide)\n",
-        new="    noise = torch.randn(tensor.shape, generator=rng, dtype=wide)\n",
+        old="        name: normal(tensor.shape, rng, torch.float64).to(tensor.device)\n",
+        new="        name: torch.randn(tensor.shape, generator=rng, dtype=torch.float64)\n",
         tests=(SEEDS,),
     ),
     Mutation(
