@@ -181,7 +181,7 @@ def assess(
                 notes.append(
                     f"training: client {each.number} sent another update than is simulated of what "
                     f"it trained on, by {error:.2g} of its length (simulation_error): attacks do "
-                    "not know all of its training, and what they miss says little"
+                    f"not know all of its training{subject.assumed}, and what they miss says little"
                 )
             seen[observation.id] = observation, each
         guesser, guess_is_public = guesser_of(said, picked, pixels, notes)

@@ -134,6 +134,7 @@ class Plan:
             eps=settings.get("eps", 1e-8),
             nesterov=bool(settings.get("nesterov")),
             weight_decay=decay,
+            proximal=said.proximal,
             rates=tuple(rates) if any(rate != lr for rate in rates) else None,
             label_smoothing=said.label_smoothing,
             class_weights=None if said.class_weights is None else tuple(said.class_weights),

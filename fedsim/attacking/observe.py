@@ -143,6 +143,9 @@ class Subject:
         self._frozen = [name for name in every if name not in self._trained]
         self.random = live.is_random(apart)
         """Whether the model draws random numbers in training mode, of which attacks take one."""
+        still = [name for name, p in every.items() if not p.requires_grad]
+        self.assumed = f" (or {still[0]} is not as in the named model)" if still else ""
+        """What of the model is taken as it is, since no update holds it."""
         self._statistics: Tensors = dict(model.named_buffers())
         state = apart.state_dict(keep_vars=False)
         self._held = {

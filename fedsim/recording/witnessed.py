@@ -55,6 +55,8 @@ class Witnessed(BaseModel):
     """By what each step's gradient exceeds that of its images' mean loss."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
+    proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """μ of FedProx."""
     unmodelled: list[str] = []
     """What was seen of the training that no attack knows of."""
 

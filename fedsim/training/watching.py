@@ -29,6 +29,8 @@ _ARGUMENTS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "
 _IMAGE_AXES = 4
 _MOST_ACCUMULATED = 129
 """Batches whose losses an app divides by their number are fewer."""
+_NEAR = 1e-2
+"""Relative difference up to which two estimates of a proximal term's factor are one."""
 _ROUNDED = 1e-5
 """Relative rounding of a loss."""
 
@@ -56,6 +58,8 @@ class Steps:
     batches are accumulated, or losses are summed."""
     loss: dict[str, Any] = field(default_factory=dict)
     """`label_smoothing` and `class_weights`, where the loss has them."""
+    proximal: float = 0.0
+    """μ of FedProx, where all that is differentiated besides the loss is its term."""
     unmodelled: list[str] = field(default_factory=list)
     """What was seen of the training that no attack knows of."""
     training_mode: bool = True
@@ -119,6 +123,8 @@ class _Watch:
         """Mean loss of each of them."""
         self._differentiated: list[float] = []
         """Values that were differentiated for it."""
+        self._start: list[Tensor] | None = None
+        """Weights before the first step."""
 
     def called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Before a module computes: the first images within a call from outside are the model's."""
@@ -192,14 +198,18 @@ class _Watch:
         if type(optimizer).__name__ != self.steps.optimizer or {"lr": None, **first} != known:
             self._note("its optimizer, or a setting of it other than lr, changes between steps")
         self.steps.rates.append(first.get("lr", 0.0))
-        self.steps.factors.append(self._factor())
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._start is None:
+            self._start = [p.detach().clone() for p in weights]
+        self.steps.factors.append(self._factor(weights))
         self._take()
 
-    def _factor(self) -> float:
+    def _factor(self, weights: list[Tensor]) -> float:
         """By what the coming step's gradient exceeds that of the mean loss of all its images.
 
-        A number before the loss shows in the value that is differentiated. What is no such number
-        (a penalty, a proximal term, a focal loss) is noted.
+        A number before the loss shows in the value that is differentiated, and so does a proximal
+        term, which is in proportion to how far `weights` have moved, squared. What is neither (a
+        penalty, a focal loss) is noted.
         """
         count = len(self._batches)
         means, values = self._means, self._differentiated
@@ -211,8 +221,16 @@ class _Watch:
         for factor in known:
             if all(math.isclose(each, factor, rel_tol=_ROUNDED) for each in factors):
                 return factor * count
-        if self._differentiated:
-            self._note("what is differentiated is not the mean cross-entropy alone")
+        if not self._differentiated:
+            return float(count)
+        moved = zip(weights, self._start or [], strict=False)
+        drift = math.fsum(float((p.detach() - q).double().square().sum()) for p, q in moved)
+        earlier = self.steps.proximal
+        found = 2 * (math.fsum(values) - math.fsum(means)) / drift if drift and count == 1 else 0.0
+        if found > 0 and (not earlier or math.isclose(found, earlier, rel_tol=_NEAR)):
+            self.steps.proximal = found
+            return 1.0
+        self._note("what is differentiated is not the mean cross-entropy alone")
         return float(count)
 
     def end(self) -> None:

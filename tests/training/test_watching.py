@@ -222,12 +222,24 @@ def test_what_is_gathered_counts_as_often_as_there_are_batches() -> None:
     [
         lambda model, loss, number: loss + 0.01 * sum(p.abs().sum() for p in model.parameters()),
         lambda model, loss, number: loss**2,
-        lambda model, loss, number: loss + 0.1 * number,
+        lambda model, loss, number: loss + 0.1 * number**3,
     ],
-    ids=["penalty", "focal", "from the second step on, as a proximal term"],
+    ids=["penalty", "focal", "from the second step on, but no proximal term"],
 )
 def test_what_else_is_differentiated_is_noted(step: Any) -> None:
     assert len(watch(step).unmodelled) == 1
+
+
+def test_a_proximal_term_is_seen() -> None:
+    start = [p.detach().clone() for p in net().parameters()]
+
+    def step(model: nn.Module, loss: Tensor, number: int) -> Tensor:
+        moved = zip(model.parameters(), start, strict=True)
+        return loss + 0.2 * torch.stack([(p - q).square().sum() for p, q in moved]).sum()
+
+    steps = watch(step, count=4)
+    assert steps.proximal == pytest.approx(0.4, rel=0.01)
+    assert not steps.unmodelled
 
 
 def test_groups_of_parameters_are_noted_and_betas_seen() -> None:
