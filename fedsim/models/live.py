@@ -101,6 +101,8 @@ def taken_apart(
         FedsimError: the model does not take such images or has other outputs, a parameter has two
             names, or `head` is no linear layer that can be taken off.
     """
+    if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+        raise FedsimError("model: expected modules of Python, got some of torch.jit")
     try:
         own = copy.deepcopy(model).float()
     except RuntimeError as error:
@@ -342,8 +344,9 @@ def _is_random(model: _Logits, images: Tensor) -> bool:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            one, other = (model.train()(images) for _ in range(2))
-            return not torch.equal(one, other)
+            one = model.train()(images)
+            model.load_state_dict(before, strict=False)  # a pass may depend on the one before
+            return not torch.equal(one, model(images))
         except Exception:  # batch norm of too few values, or somebody else's code
             return False
         finally:
@@ -356,7 +359,7 @@ def _head_candidates(model: nn.Module, called: list[str], classes: int) -> list[
     `called` are the names of modules in the order in which their calls end.
     """
     last = list(dict.fromkeys(reversed(called)))
-    linear = [name for name in last if _is_head(model, name, classes)][:1]
+    linear = [name for name in last if _is_head(model, name, classes)]
     return linear + [name for name in reversed(last) if name and _is_affine(model, name, classes)]
 
 

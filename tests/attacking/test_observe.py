@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fedsim
 from fedsim.contracts.attack import AttackFailed
+from fedsim.models import live
 from fedsim.models.victim import rebuild
 from fedsim.types import FedsimError, Observation
 
@@ -282,8 +283,6 @@ def test_tied_weights_are_refused() -> None:
 
 
 def test_a_model_of_another_process_is_named() -> None:
-    from fedsim.models import live
-
     with pytest.raises(FedsimError, match=r"call fedsim\.observe again"):
         live.again("live:Net-999999")
 
@@ -323,10 +322,11 @@ def trained(
 ) -> dict[str, Tensor]:
     """The gradient of what needs one, in evaluation mode."""
     like = next(model.parameters())
-    answer = model.eval()(((images - MEAN[0]) / STD[0]).to(like.dtype))
+    answer: Any = model.eval()(((images - MEAN[0]) / STD[0]).to(like.dtype))
     value = (loss or F.cross_entropy)(answer, labels)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return dict(zip(named, torch.autograd.grad(value, list(named.values())), strict=True))
+    found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+    return {name: each for name, each in zip(named, found, strict=True) if each is not None}
 
 
 def labels_of(observation: Observation, batch: tuple[Tensor, Tensor]) -> float:
@@ -431,6 +431,37 @@ def test_random_layers_are_left_out_or_drawn_once(batch: tuple[Tensor, Tensor]) 
         before = torch.get_rng_state()
         assert torch.equal(copy(batch[0]), copy(batch[0]))
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_pass_that_depends_on_the_one_before_is_not_random() -> None:
+    torch.manual_seed(0)
+    model = plain()
+    model.hidden = torch.nn.utils.parametrizations.spectral_norm(model.hidden)
+    update = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    model.train()
+    assert not live.is_random(rebuild(seen(model, update)))
+
+
+def test_the_classifier_may_be_called_before_another_output(batch: tuple[Tensor, Tensor]) -> None:
+    class Two(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(CLASSES, CLASSES)
+
+        def forward(self, images: Tensor) -> Any:
+            logits = super().forward(images)
+            return logits, self.other(logits)
+
+    torch.manual_seed(0)
+    model = Two()
+    update = trained(model, *batch, loss=lambda answer, labels: F.cross_entropy(answer[0], labels))
+    assert labels_of(seen(model, update), batch) == 1.0
+
+
+def test_modules_of_torch_jit_are_refused() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES)))
+    with pytest.raises(FedsimError, match=r"torch\.jit"):
+        seen(model, {})
 
 
 def test_attention_and_dropped_paths_have_no_masks() -> None:
