@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import Array, ArrayRecord, RecordDict
 from nodes_support import nodes
 from test_lying_server import BINS, HELD, NOISE, Lying, of_table
 from test_node_app import RUN, resolved, settings
@@ -322,3 +324,74 @@ def test_a_secure_sum_is_of_one_census_and_one_delta(tmp_path: Path) -> None:
 def test_the_census_of_a_run_is_the_nodes_own_copy(tmp_path: Path) -> None:
     Lying(private(), nodes(tmp_path)).train()
     assert (run_folder(tmp_path / "node-0", RUN) / "census").read_text() == HELD
+
+
+def _order(lying: Lying, round: int = 1) -> RecordDict:
+    parameters, buffers = wire.encode(lying.parameters), wire.encode(lying.buffers)
+    return wire.order(round, parameters, buffers, None)
+
+
+def _with_config(**more: Any) -> Callable[[RecordDict], None]:
+    def change(order: RecordDict) -> None:
+        wire.config_of(order).update(more)
+
+    return change
+
+
+def _with_arrays(convert: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> Any:
+    def change(order: RecordDict) -> None:
+        arrays = wire.arrays_of(order, wire.ARRAYS)
+        for name, value in list(arrays.items()):
+            arrays[name] = Array.from_numpy_ndarray(convert(value.numpy()))
+
+    return change
+
+
+ODD: dict[str, tuple[Callable[[RecordDict], None], bool]] = {
+    "another key of the order": (_with_config(again=1), True),
+    "another record": (lambda order: order.update({"planted": ArrayRecord()}), True),
+    "Fortran's order": (_with_arrays(np.asfortranarray), True),
+    "bytes the other way round": (_with_arrays(lambda value: value.astype(">f4")), False),
+    "half precision": (_with_arrays(lambda value: value.astype("f2")), False),
+    "another sign of zero": (_with_arrays(lambda value: value * np.float32(-1)), False),
+    "not a number": (_with_arrays(lambda value: value * np.float32("nan")), False),
+    "an array of one more axis": (_with_arrays(lambda value: value[None]), False),
+    "no round": (lambda order: wire.config_of(order).pop(wire.ROUND), False),
+    "a round that is none": (_with_config(**{wire.ROUND: 1.0}), False),
+    "a probe of training": (_with_config(**{wire.PROBE_SIZE: 1}), False),
+}
+
+
+def test_an_order_in_another_form_is_the_same_order_or_refused(tmp_path: Path) -> None:
+    lying = Lying(private(), nodes(tmp_path))
+    first = lying.train()
+    for name, (change, answered) in ODD.items():
+        order = _order(lying)
+        change(order)
+        if answered:
+            again = wire.decode(wire.arrays_of(lying.ask("train", order).content, wire.ARRAYS))
+            assert equal(first, again), name
+        else:
+            with pytest.raises(FedsimError):
+                lying.ask("train", order)
+    lying.ask("query.left_out", wire.order(1, ArrayRecord(), ArrayRecord(), None))
+    assert equal(first, lying.train())
+
+
+def test_what_decides_no_release_is_free_to_vary(tmp_path: Path) -> None:
+    """Also how often a server says that it saves: what a node remembers is no less for it."""
+    honest, varied = tmp_path / "one", tmp_path / "other"
+    scenario = private(CORRELATED, training=BINS)
+    lying = Lying(scenario, nodes(honest))
+    expected = [lying.train(round=round) for round in (1, 2, 3)]
+    secret_copied(honest / "node-0", varied / "node-0")
+    apps = nodes(varied)
+    for round, every in ((1, 1), (2, 50), (3, 2)):
+        free = {"checkpoint_every": every, "timeout": 7.0 * every, "engine": "deployment"}
+        plain = scenario.model_dump()
+        plain["federation"] |= free
+        plain["defenses"] = {f"more{every}": [], **plain["defenses"]}
+        lying = Lying(scenario, apps)
+        lying.scenario = Scenario.model_validate(plain)
+        lying.ask("query.identify", wire.greeting(every))
+        assert equal(expected[round - 1], lying.train(round=round))
