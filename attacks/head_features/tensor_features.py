@@ -259,7 +259,7 @@ def refined(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     """
     objective, joint = Objective(head), _joint_fit.applies(head)
     start = objective(directions)
-    factors, _ = norms(head, directions, start.errors)
+    factors = _factors(head, directions)
     usual = factors.median()
     features = directions * factors.clamp(usual / _UNEQUAL, usual * _UNEQUAL)[:, None]
     clear = head.exact or joint
@@ -269,9 +269,9 @@ def refined(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     solver = OutputSolver(attempt=OutputFit.start(inside, [features @ basis.T]), budget=_BUDGET)
     while not solver.finished:
         solver.improve()
-    features = inside.lifted(solver.scaled())
+    features = inside.lifted(solver.best[1] if head.exact else solver.scaled())
     if head.exact:
-        features = _with_norms(head, features)
+        features = features * _factors(head, features)[:, None]
     elif joint:
         features = _joint_fit.descended(head, features)
     else:
@@ -280,16 +280,19 @@ def refined(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     return (features, loss) if bool(loss < start.loss) else (directions, start.loss)
 
 
-def _with_norms(head: HeadGradient, features: Tensor) -> Tensor:
-    """Brings features (N, d) of the right directions to their norms, whatever clipping scales.
+def _factors(head: HeadGradient, features: Tensor) -> Tensor:
+    """Finds the factors (N,) of features (N, d) of the right directions at which they have norms.
 
-    With ∂L/∂W = S X and ∂L/∂b = S 1, factors f of rows of X give S diag(f), and 1 / f follows from
-    the biases by least squares.
+    With ∂L/∂W = S X and ∂L/∂b = S 1, rows of X divided by f give S diag(f), and 1 / f follows from
+    the biases by least squares, whatever clipping scales. Where a defense has blurred them, norms
+    follow from the probabilities that they imply.
     """
+    if not head.exact:
+        return norms(head, features, Objective(head)(features).errors)[0]
     shares = head.grad_hidden.double() @ torch.linalg.pinv(features.double())
-    inverse = torch.linalg.lstsq(shares, head.grad_bias.double()[:, None]).solution[:, 0]
-    inverse = torch.where(inverse > 0, inverse, 1.0)
-    return features / inverse.to(features.dtype)[:, None]
+    inverse: Tensor = torch.linalg.lstsq(shares, head.grad_bias.double()[:, None]).solution[:, 0]
+    least = inverse.abs().max() * _NEGLIGIBLE
+    return inverse.clamp_min(least).reciprocal().to(features.dtype)
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
