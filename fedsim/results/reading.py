@@ -346,5 +346,5 @@ def _mapping(path: Path, value: object) -> dict[str, Any]:
 def _text(path: Path, max_bytes: int = paths.LINES) -> str:
     try:
         return paths.text(path, max_bytes)
-    except (OSError, UnicodeDecodeError) as error:
+    except (FedsimError, OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{path}: cannot be read: {error}") from error

@@ -55,8 +55,8 @@ def _classes(workload: Workload) -> None:
     if isinstance(dataset, Dataset) and len(dataset.classes) < 2:
         raise FedsimError(
             f"data.source: all {number_of(len(dataset.train_labels), 'image')} are of one class, "
-            f"{dataset.classes[0]!r}, so that a classifier learns nothing; put images of other "
-            "classes into folders of their own, or name their classes in a CSV (`labels`)"
+            "so that a classifier learns nothing; put images of other classes into folders of "
+            "their own, or name their classes in a CSV (`labels`)"
         )
 
 

@@ -266,6 +266,9 @@ def test_aliases_in_a_run_folder_are_not_expanded(
     (copy / "scenario.yaml").write_text("\n".join(lines))
     with pytest.raises(ReportError, match="not YAML that fedsim writes"):
         leaderboard_rows([copy])
+    (copy / "scenario.yaml").write_text(f"name: {'x' * 2_000_000}")
+    with pytest.raises(ReportError, match=r"at most 1\.0 MiB"):
+        leaderboard_rows([copy])
 
 
 def test_a_text_is_no_formula_for_a_spreadsheet(run_folder: Path, tmp_path: Path) -> None:
