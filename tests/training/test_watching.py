@@ -245,7 +245,7 @@ def test_a_proximal_term_is_seen() -> None:
 def test_groups_of_parameters_are_noted_and_betas_seen() -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         first, *others = model.parameters()
-        groups = [{"params": [first], "lr": 0.1}, {"params": others}]
+        groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.1}, {"params": others}]
         return torch.optim.AdamW(groups, lr=0.2, betas=(0.5, 0.75))
 
     steps = watch(lambda model, loss, number: loss, make=make)

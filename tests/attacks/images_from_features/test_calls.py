@@ -46,7 +46,8 @@ class Shortcut(nn.Module):
         self.layer = layer
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.layer(hidden)
+        added: Tensor = hidden + self.layer(hidden)
+        return added
 
 
 class Wrapped(nn.Module):
@@ -159,7 +160,7 @@ def test_both_roads_lead_to_the_same_images() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers, self.out = model.body, model.head[1]
+            self.layers, self.out = model.body, model.head.get_submodule("output")
 
         def forward(self, images: Tensor) -> Tensor:
             logits: Tensor = self.out(self.layers(images).flatten(1))
