@@ -39,13 +39,13 @@ class Plan:
     Runs of one name and of two origins are never pooled."""
 
     def __post_init__(self) -> None:
-        """Refuses an origin that is no text, since others may have changed the file.
+        """Refuses an origin without kind or digest, since others may have changed the file.
 
         Raises:
             TypeError: it is none.
         """
-        if not isinstance(self.origin, str):
-            raise TypeError(f"origin: expected a text, got {self.origin!r}")
+        if self.origin != "" and not all(str(self.origin).partition(":")[::2]):
+            raise TypeError(f"origin: expected kind:digest, got {self.origin!r}")
 
     @classmethod
     def of(
