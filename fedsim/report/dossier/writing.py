@@ -14,6 +14,7 @@ from fedsim.report.dossier.content import dossier_of
 from fedsim.report.dossier.document import Document, command_lines
 from fedsim.report.wording import straight
 from fedsim.results.reading import load_runs
+from fedsim.system import paths
 from fedsim.types import FedsimError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "msedge")
@@ -87,4 +88,4 @@ def _print_page(page: Path, printed: Path, browser: str) -> None:
             said = f"no answer within {_SECONDS} s"
         if not draft.exists():
             raise FedsimError(f"--pdf: {browser} printed nothing: {said}: print {page} yourself")
-        write_bytes(printed, draft.read_bytes())
+        write_bytes(printed, paths.content(draft, paths.TEXT))
