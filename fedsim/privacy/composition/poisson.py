@@ -82,7 +82,8 @@ def _divergences(sampling_rate: float, noise: float) -> Array:
         drawn = k * math.log(sampling_rate) + xlog1py(order - k, -sampling_rate)
         moments.append(logsumexp(ways + drawn + (k * k - k) / (2 * noise**2)))
     log_rounding = _ROUNDING_OF_LOGS * (1 + np.abs(moments))
-    return (np.array(moments) + log_rounding) / (np.array(_ORDERS) - 1)
+    divergences: Array = (np.array(moments) + log_rounding) / (np.array(_ORDERS) - 1)
+    return divergences
 
 
 def interval(sampling_rate: float, noise: float, steps: int) -> float:
