@@ -137,7 +137,8 @@ def _discriminant(absent: Array, present: Array) -> Array:
     if _PER_FEATURE * len(shift) > min(map(len, some)):
         spread = np.diag(np.diag(spread))
     found: Array = np.linalg.solve(spread + _RIDGE * np.eye(len(shift)), shift / scale) / scale
-    return found / np.abs(found).max()
+    found /= np.abs(found).max()
+    return found
 
 
 def _flat(tensors: Tensors) -> Array:

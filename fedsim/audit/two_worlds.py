@@ -161,7 +161,7 @@ def _of_example(workload: Workload, relation: Relation, rounds: int) -> _Trials:
         seed = rng.derive(workload.scenario.seed, "canary", world, trial)
         one = replace(canary.client, seed=seed)
         state: Tensors = {}
-        seen = []
+        seen: list[Tensors] = []
         for round, at in enumerate(starts, 1):
             result = one.update(canary.federation, round, *at, state)
             state = result.state
