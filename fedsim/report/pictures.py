@@ -13,6 +13,7 @@ from torch import Tensor
 from fedsim.recording.files import read_tensors, write_bytes
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import ReportError
+from fedsim.results.record import files_of
 from fedsim.scoring import check_pixels
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def save_grids(folder: Path) -> int:
         FedsimError: a reconstruction cannot be read.
     """
     count = 0
-    for path in sorted(folder.rglob("reconstructions/*/*/*/*.safetensors")):
+    for path in files_of(folder, "reconstructions/*/*/*/*.safetensors"):
         tensors = read_tensors(path)
         if "reconstruction" in tensors:
             save_grid(path.with_suffix(".png"), tensors["truth"], tensors["reconstruction"])

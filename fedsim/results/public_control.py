@@ -19,7 +19,7 @@ from fedsim import rng
 from fedsim.attacking.jobs import reconstruction_path
 from fedsim.recording.files import load_observation, path_of, save_observation
 from fedsim.recording.truth import save_truth
-from fedsim.results.record import Row
+from fedsim.results.record import CONTROL, Row
 from fedsim.training.client import Client
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
@@ -31,7 +31,7 @@ Cell = tuple[Any, ...]
 
 def folder_of(root: Path) -> Path:
     """Returns the folder of a run's updates of public images, and of what was made of them."""
-    return root / "control"
+    return root / CONTROL
 
 
 def cell_of(row: Row) -> Cell:

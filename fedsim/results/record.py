@@ -111,6 +111,16 @@ def environment() -> Row:
     }
 
 
+CONTROL = "control"
+"""Folder within a run's of updates of public images (`public_control`), which no client made."""
+
+
+def files_of(folder: Path, pattern: str) -> list[Path]:
+    """Returns the files below a run's folder, or a sweep's, that are of its clients."""
+    found = sorted(folder.rglob(pattern))
+    return [path for path in found if CONTROL not in path.relative_to(folder).parts]
+
+
 @dataclass(frozen=True)
 class Run:
     """Gives access to a finished run's folder, as `fedsim.run` returns it."""
@@ -137,7 +147,7 @@ class Run:
         return self.out / "report.html"
 
     def _all(self, pattern: str) -> list[Path]:
-        return sorted(self.out.rglob(pattern))
+        return files_of(self.out, pattern)
 
 
 def _line(row: Row) -> bytes:
