@@ -47,10 +47,6 @@ SCHEMATIC = {
         "fedsim attack runs/quickstart/observations/none/round-0001/client-0000-b1-t0.json "
         "--attack deep_leakage"
     ],
-    "fedsim attack RECORDING --attack inverting_gradients --set iterations=2000": [
-        "fedsim attack runs/quickstart/observations/none/round-0001/client-0000-b1-t0.json "
-        "--attack inverting_gradients --set iterations=2000"
-    ],
     "fedsim leaderboard DIR... --format table|json|csv": [
         f"fedsim leaderboard runs/quickstart --format {format}"
         for format in ("table", "json", "csv")
