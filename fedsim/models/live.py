@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,22 +126,23 @@ def taken_apart(
     whole.seeded = _is_random(whole, probe)
     if head is not None and not _is_head(own, head, classes):
         raise FedsimError(f"head: {head} is no linear layer with {classes} outputs of the model")
-    for layer in [head] if head else _head_candidates(own, called, classes):
-        parent, _, last = layer.rpartition(".")
-        linear = own.get_submodule(layer)
-        names = _renamed(own, layer)
-        setattr(own.get_submodule(parent), last, _HeadReached())
-        found = Classifier(whole, linear)
-        with torch.no_grad():
+    with _moved(own), torch.no_grad():
+        expected = whole.eval()(probe)
+        for layer in [head] if head else _head_candidates(own, called, classes):
+            parent, _, last = layer.rpartition(".")
+            linear = own.get_submodule(layer)
+            names = _renamed(own, layer)
+            setattr(own.get_submodule(parent), last, _HeadReached())
+            found = Classifier(whole, linear)
             try:
                 parted: Tensor | None = found.eval()(probe)
             except Exception:  # features are not all that the layer is called with
                 parted = None
-        is_answer = parted is not None and parted.shape == expected.shape
-        answers = [parted, parted.log_softmax(1)] if parted is not None and is_answer else []
-        if any(_alike(each, expected) for each in answers):
-            return found, names
-        setattr(own.get_submodule(parent), last, linear)
+            is_answer = parted is not None and parted.shape == expected.shape
+            answers = [parted, parted.log_softmax(1)] if parted is not None and is_answer else []
+            if any(_alike(each, expected) for each in answers):
+                return found, names
+            setattr(own.get_submodule(parent), last, linear)
     if head is not None:
         raise FedsimError(f"head: what the model returns is not the output of {head}")
     return Classifier(whole, nn.Identity()), _renamed(own, None)
@@ -294,9 +295,14 @@ class _Logits(nn.Module):
             try:
                 answer: Any = self.module(images)
             except _FeaturesReached as reached:
-                return reached.features
+                return _single(reached.features)
         answer = getattr(answer, "logits", answer)
-        return cast(Tensor, answer[0] if isinstance(answer, tuple) else answer)
+        return _single(answer[0] if isinstance(answer, tuple) else answer)
+
+
+def _single(answer: Any) -> Any:
+    """In float32, whatever precision a model's own code computes in."""
+    return answer.float() if isinstance(answer, Tensor) else answer
 
 
 def _probe(model: nn.Module, input_shape: tuple[int, int, int]) -> Tensor:
@@ -333,6 +339,28 @@ def _traced(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
             f"model: expected logits, or something that has `logits`, got {type(logits).__name__}"
         )
     return logits, called
+
+
+@contextmanager
+def _moved(model: nn.Module) -> Iterator[None]:
+    """Moves all that is trained a little inside the block, so that none of it is as if not there.
+
+    Low-rank layers start at 0 and scales at 1: at such weights, a head without them computes the
+    same as one with them.
+    """
+    stream = torch.Generator().manual_seed(0)
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    before = [p.detach().clone() for p in trained]
+    with torch.no_grad():
+        for p in trained:
+            drawn = torch.rand(p.shape, generator=stream).add_(1).to(p)
+            p.copy_(torch.where(p == 0, 0.01 * drawn, p * (1 + 0.05 * drawn)))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(trained, before, strict=True):
+                p.copy_(value)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -381,6 +381,74 @@ def test_labels_through_low_rank_layers_on_the_classifier(batch: tuple[Tensor, T
     assert labels_of(observation, batch) == 1.0
 
 
+class Beside(Plain):
+    """A branch that starts as if it were not there, beside or behind the classifier."""
+
+    def __init__(self, branch: str) -> None:
+        super().__init__()
+        self.branch = branch
+        self.scale = nn.Parameter(torch.ones(()))
+        self.shift = nn.Parameter(torch.zeros(CLASSES))
+        self.down = nn.Parameter(torch.randn(2, 24))
+        self.up = nn.Parameter(torch.zeros(CLASSES, 2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.hidden(images.flatten(1)).sigmoid()
+        logits: Tensor = self.classifier(hidden)
+        if self.branch == "scale":
+            return logits * self.scale
+        if self.branch == "shift":
+            return logits + self.shift
+        return logits + hidden @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize(
+    ("branch", "names"), [("scale", ["scale"]), ("shift", ["shift"]), ("low-rank", ["down", "up"])]
+)
+def test_a_branch_that_starts_as_nothing_is_part_of_the_model(
+    branch: str, names: list[str], batch: tuple[Tensor, Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model = Beside(branch)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    observation = seen(model, trained(model, *batch))
+    assert {f"body.module.{name}" for name in names} <= set(observation.update)
+    assert all(torch.equal(observation.parameters[f"body.module.{n}"], before[n]) for n in names)
+    for parameter in (model.scale, model.shift, model.down, model.up):
+        parameter.requires_grad_(False)  # no update moves it: the classifier alone is the head
+    assert "head.weight" in seen(model, trained(model, *batch)).update
+
+
+def test_low_rank_layers_at_their_start_are_part_of_the_head(batch: tuple[Tensor, Tensor]) -> None:
+    model = plain()
+    assert isinstance(model.classifier, nn.Linear)
+    model.classifier = LowRank(model.classifier)
+    nn.init.zeros_(model.classifier.lora_B["default"].weight)  # type: ignore[index]
+    model.hidden.requires_grad_(False)
+    observation = seen(model, trained(model, *batch))
+    assert "head.lora_B.default.weight" in observation.update
+    assert labels_of(observation, batch) == 1.0
+
+
+def test_a_model_may_compute_in_a_precision_of_its_own(batch: tuple[Tensor, Tensor]) -> None:
+    class Mixed(Plain):
+        def forward(self, images: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(images)
+
+    torch.manual_seed(0)
+    for model in (Mixed(), Plain(Tensor.double)):
+        observation = seen(model, trained(model, *batch))
+        found, _ = fedsim.attack(
+            observation,
+            "inverting_gradients",
+            {"iterations": 2},
+            grant=fedsim.Grant(labels="known"),
+            truth=batch,
+        )
+        assert found.images is not None
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions(dtype: torch.dtype, batch: tuple[Tensor, Tensor]) -> None:
     model = plain().to(dtype)
