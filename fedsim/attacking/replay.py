@@ -149,18 +149,17 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     no truth, the truth is of several clients, or batches vary in size.
     """
     training = observation.training
+    parts = training.steps if training.batches == "different" else 1
     several = observation.num_clients > 1 or training.sampling != "without_replacement"
-    if not isinstance(truth, GroundTruth) or several or len(truth.images) % training.steps:
+    if not isinstance(truth, GroundTruth) or several or len(truth.images) % parts:
         return None
     device = next(iter(observation.parameters.values())).device
     model, training = rebuild(observation), replace(training, dropout=0.0)
     buffers = {name: value.clone() for name, value in observation.buffers.items()}
     loss = loss_function(model, buffers, training)
     images, labels = normalize(truth.images.to(device), observation.model), truth.labels.to(device)
-    batches = [(images, labels)] * training.steps
-    if training.batches == "different":
-        count = training.steps
-        batches = list(zip(images.chunk(count), labels.chunk(count), strict=True))
+    batches = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+    batches *= training.steps // parts
     simulated = local_update(partial(gradient, loss), observation.parameters, batches, training)
     off, size = (
         math.sqrt(math.fsum(float(each.detach().double().square().sum()) for each in tensors))

@@ -570,3 +570,31 @@ def test_the_simulated_update_tells_of_a_training_that_is_not_modelled(
     assert right < 1e-5
     assert wrong > 0.1
     assert fedsim.attack(seen(model, update), "label_inference")[1]["simulation_error"] is None
+
+
+def test_the_update_is_simulated_where_no_batch_is_a_share_of_the_images(
+    batch: tuple[Tensor, Tensor],
+) -> None:
+    """Two images, of which each of three steps has both."""
+    model, lr = plain().eval(), 0.05
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(3):
+        for name, slope in trained(model, *batch).items():
+            model.get_parameter(name).data -= lr * slope
+    update = {name: value - start[name] for name, value in model.state_dict().items()}
+    model.load_state_dict(start)
+    right, wrong = (
+        fedsim.attack(
+            seen(
+                model,
+                update,
+                algorithm="fedavg",
+                local={"steps": 3, "lr": each, "batches": "same"},
+            ),
+            "label_inference",
+            truth=batch,
+        )[1]["simulation_error"]
+        for each in (lr, 100 * lr)
+    )
+    assert right < 1e-5
+    assert wrong > 0.1
