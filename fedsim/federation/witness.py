@@ -75,7 +75,7 @@ def witness(
 def _keep(
     folder: Path, steps: Steps, message: Message, context: Context, round: int, max_bytes: int
 ) -> None:
-    if not steps.images:
+    if steps.failure is not None or not steps.images:
         reason = _why_nothing(steps)
         ids = context.run_id, round, context.node_id, message.metadata.message_id
         save_unseen(folder, *ids, reason=reason)
@@ -117,6 +117,8 @@ def _keep(
 
 def _why_nothing(steps: Steps) -> str:
     """Words why a training has no truth that fedsim could score an attack by."""
+    if steps.failure is not None:
+        return f"the witness cannot follow how the client trains: {steps.failure}"
     if steps.saw_images:
         return (
             "the model was called with images, and no cross-entropy (or negative log-likelihood) "

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 _LOSSES = ("cross_entropy", "nll_loss")
 """Functions of torch.nn.functional; the modules of these losses call them."""
-_ARGUMENTS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-"""Of these, after inputs and targets."""
+_ARGUMENTS = (
+    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+    "label_smoothing",
+)
+"""Of these, in their order."""
 _IMAGE_AXES = 4
 _MOST_ACCUMULATED = 129
 """Batches whose losses an app divides by their number are fewer."""
@@ -70,6 +74,8 @@ class Steps:
     """Whether the model was called with images, whatever its loss compares them with."""
     called_with: str | None = None
     """What the model was called with first, in words, if that were no images."""
+    failure: str | None = None
+    """Why the watch gave up; then nothing else here is whole."""
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> None:
@@ -95,15 +101,16 @@ def watched(max_images: int) -> Iterator[Steps]:
     Images beyond `max_images` different ones are counted and not kept. What it cannot see: labels
     that are no class numbers, losses other than cross-entropy and negative log-likelihood of
     `torch.nn.functional` (or functions of it that were imported by name before), models that are
-    no `nn.Module`, and training in other threads or processes.
+    no `nn.Module`, losses within compiled code, and training in other threads or processes. A
+    fault of its own never reaches the training: it ends the watch, as `failure` says.
     """
     watch = _Watch(Steps(max_images=max_images))
-    _hooks.add(watch)
+    watch.attempt(_hooks.add, watch)
     try:
         yield watch.steps
     finally:
-        _hooks.remove(watch)
-        watch.end()
+        watch.attempt(_hooks.remove, watch)
+        watch.attempt(watch.end)
 
 
 class _Watch:
@@ -126,10 +133,22 @@ class _Watch:
         self._start: list[Tensor] | None = None
         """Weights before the first step."""
 
+    def hear(self, event: Callable[..., None], *arguments: Any) -> None:
+        """Handles an `event` of this watch's thread, unless the watch has given up."""
+        if threading.get_ident() == self._thread and self.steps.failure is None:
+            self.attempt(event, self, *arguments)
+
+    def attempt(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Calls `act`; if that fails, the watch gives up, and whoever trains goes on."""
+        try:
+            act(*arguments)
+        except Exception as error:
+            self.steps.failure = f"{type(error).__name__}: {error}"
+            self._batches.clear()
+            self.steps.images.clear()
+
     def called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Before a module computes: the first images within a call from outside are the model's."""
-        if threading.get_ident() != self._thread:
-            return
         if self._depth == 0:
             self._caught = False
         self._depth += 1
@@ -149,13 +168,14 @@ class _Watch:
 
     def returned(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
         """After a module has computed, also if it failed."""
-        if threading.get_ident() == self._thread:
-            self._depth = max(0, self._depth - 1)
+        self._depth = max(0, self._depth - 1)
 
-    def lost(self, labels: Any, value: Tensor, given: Mapping[str, Any]) -> None:
-        """When a loss of `labels` has been computed; `given` are its other arguments."""
-        if threading.get_ident() != self._thread or not torch.is_grad_enabled():
+    def lost(self, value: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """When a loss has been computed of these arguments."""
+        if not torch.is_grad_enabled():
             return
+        given = dict(zip(_ARGUMENTS, arguments, strict=False)) | named
+        labels = given["target"]
         images, self._inputs = self._inputs, None
         if images is None or not isinstance(labels, Tensor):
             return
@@ -176,8 +196,8 @@ class _Watch:
             self.steps.loss = loss
 
     def differentiated(self, values: Any) -> None:
-        """When a loss is differentiated."""
-        if threading.get_ident() == self._thread and isinstance(values, Tensor):
+        """When a loss has been differentiated."""
+        if isinstance(values, Tensor):
             self._differentiated.append(float(values.detach().sum()))
 
     def _note(self, what: str) -> None:
@@ -186,7 +206,7 @@ class _Watch:
 
     def stepped(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
         """Before an optimizer steps."""
-        if threading.get_ident() != self._thread or not self._batches:
+        if not self._batches:
             return
         first, *others = (_settings(group) for group in optimizer.param_groups)
         if not self.steps.sizes:
@@ -284,39 +304,43 @@ class _Hooks:
         setattr(torch.autograd, "backward", self._differentiating(backward))  # noqa: B010
         self._undo.append(partial(setattr, torch.autograd, "backward", backward))
 
+    def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
+        # A compiler would take the watches into what it compiles, or refuse to compile.
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            for watch in self._watches:
+                watch.hear(event, *arguments)
+
     def _called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        for watch in self._watches:
-            watch.called(module, arguments)
+        self._tell(_Watch.called, module, arguments)
 
     def _returned(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        for watch in self._watches:
-            watch.returned(module, arguments, output)
+        self._tell(_Watch.returned, module, arguments, output)
 
     def _stepped(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        for watch in self._watches:
-            watch.stepped(optimizer, arguments, named)
+        self._tell(_Watch.stepped, optimizer, arguments, named)
 
     def _listening(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Returns `loss`, which now also tells of its labels."""
+        tell = self._tell
 
-        def compute(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:
-            value = loss(input, target, *arguments, **named)
-            given = dict(zip(_ARGUMENTS, arguments, strict=False)) | named
-            for watch in self._watches:
-                watch.lost(target, value, given)
+        def compute(*arguments: Any, **named: Any) -> Tensor:
+            value = loss(*arguments, **named)
+            tell(event, value, arguments, named)
             return value
 
-        return compute
+        event = _Watch.lost
+        # torch.jit.script compiles the source of what is wrapped, with the names of its module.
+        code, names, cells = compute.__code__, vars(F), compute.__closure__
+        return update_wrapper(types.FunctionType(code, names, None, None, cells), loss)
 
     def _differentiating(self, backward: Callable[..., None]) -> Callable[..., None]:
         """Returns `backward`, which now also tells of what is differentiated."""
 
-        def compute(tensors: Any, *arguments: Any, **named: Any) -> None:
-            for watch in self._watches:
-                watch.differentiated(tensors)
-            backward(tensors, *arguments, **named)
+        def compute(*arguments: Any, **named: Any) -> None:
+            backward(*arguments, **named)
+            self._tell(_Watch.differentiated, arguments[0] if arguments else named["tensors"])
 
-        return compute
+        return update_wrapper(compute, backward)
 
 
 _hooks = _Hooks()

@@ -100,6 +100,18 @@ def several_labels() -> nn.Module:
     return stepped(model, images(), lambda out: nn.BCEWithLogitsLoss()(out, torch.rand(4, 3)))
 
 
+def per_sample() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights: dict[str, torch.Tensor], image: torch.Tensor) -> torch.Tensor:
+        outputs = torch.func.functional_call(model, weights, (image[None],))
+        return F.cross_entropy(outputs, torch.tensor([0]))
+
+    torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, images())
+    return model
+
+
 def without_gradients() -> nn.Module:
     with torch.no_grad():
         model = nn.Linear(5, 3)
@@ -109,7 +121,7 @@ def without_gradients() -> nn.Module:
 
 def test_an_app_that_cannot_be_attacked_is_told_why(tmp_path: Path) -> None:
     """It has the witness: that it should add one, or run again, is no remedy."""
-    cases = (text, table, segmentation, several_labels, without_gradients)
+    cases = (text, table, segmentation, several_labels, without_gradients, per_sample)
     told = []
     for case in cases:
         out = tmp_path / case.__name__
@@ -122,7 +134,7 @@ def test_an_app_that_cannot_be_attacked_is_told_why(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0
     assert "torch.int64 of shape (4, 6)" in told[0]
     assert "torch.float32 of shape (4, 5)" in told[1]
-    assert len(set(told)) == 4, "text, tables, losses of no single class, and nothing at all"
+    assert len(set(told)) == 5, "text, tables, no single class, nothing at all, and a fault"
     with pytest.raises(FedsimError, match="mods="):
         read_witnessed(tmp_path / "elsewhere", RUN)
 

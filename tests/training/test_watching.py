@@ -257,3 +257,41 @@ def test_backward_is_put_back() -> None:
     before = torch.autograd.backward
     trained(batches(1))
     assert torch.autograd.backward is before
+
+
+def per_sample() -> None:
+    model, ((images, labels),) = net(), batches(1)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        outputs = torch.func.functional_call(model, weights, (image[None],))
+        return F.cross_entropy(outputs, label[None])
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, images, labels)
+    for name, p in model.named_parameters():
+        p.grad = found[name].mean(0)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_fault_of_the_watch_does_not_reach_the_training() -> None:
+    with watched(100) as steps:
+        per_sample()
+    assert steps.failure and not steps.images
+
+
+class Loss(nn.Module):
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_can_be_compiled_while_it_is_watched() -> None:
+    model, ((images, labels),) = net(), batches(1)
+    outputs = model(images).detach()
+    expected = F.cross_entropy(outputs, labels)
+    with watched(100) as steps:
+        scripted = torch.jit.script(Loss())
+        compiled = torch.compile(Loss(), backend="eager", fullgraph=True)
+        assert torch.equal(scripted(outputs, labels), expected)
+        assert torch.equal(compiled(outputs, labels), expected)
+    assert steps.failure is None
