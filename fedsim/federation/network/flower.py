@@ -110,6 +110,7 @@ serverapp = "fedsim_run:server"
 clientapp = "fedsim_run:client"
 
 [tool.flwr.app.config]
+version = ""
 scenario = ""
 stack = ""
 run = ""
