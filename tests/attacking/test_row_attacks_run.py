@@ -82,8 +82,11 @@ def test_attacks_work_if_either_rows_or_members_are_told(finished: Run) -> None:
         for row in rows:
             told = row.metrics["membership_auc"]
             metrics = {**row.metrics, "membership_auc": told and replace(told, mean=area)}
-            won = row.gain and replace(row.gain, mean=gain)
-            changed.append(replace(row, gain=won, metrics=metrics))
+            gains = {
+                name: value and replace(value, mean=gain)
+                for name, value in (("gain", row.gain), ("own_gain", row.own_gain))
+            }
+            changed.append(replace(row, metrics=metrics, **gains))
         (control,) = positive_controls(changed)
         return f"{control.status}: {control.reason}"
 
