@@ -194,6 +194,12 @@ class Subject:
         """
         names = self._names
         update = {n: v for n, v in update.items() if n not in self._frozen or bool(v.any())}
+        if still := [name for name in update if name in self._frozen]:
+            raise FedsimError(
+                f"update.{still[0]}: the model has this parameter frozen, or its logits do not "
+                "depend on it, but its update is not 0: hand over the model as it was trained "
+                "(requires_grad, mode)"
+            )
         _check(update, self._trained, "update")
         sent, start = dict(buffers or {}), {n: _single(v) for n, v in (state or {}).items()}
         _check(sent, {n: self._statistics[n] for n in sent if n in self._statistics}, "buffers")

@@ -154,13 +154,22 @@ def is_random(model: Classifier) -> bool:
 
 
 def unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> set[str]:
-    """Return the names of parameters on which the logits do not depend in this mode."""
-    images = _probe(model, input_shape)
+    """Return the names of parameters on which the logits do not depend in this mode.
+
+    Where they do not depend on the images, attacks are told so when they would differentiate.
+    """
+    images = _probe(model, input_shape).requires_grad_()
     model.train(mode == "train")
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     named = [(name, p.requires_grad_()) for name, p in model.named_parameters()]
-    found = torch.autograd.grad(model(images).sum(), [p for _, p in named], allow_unused=True)
+    wanted = [images, *(p for _, p in named)]
+    logits = model(images.clone())  # no leaf, so that they may be written to
+    if not logits.requires_grad:
+        raise FedsimError("model: its own code cuts all gradients, so that it has no update")
+    of_images, *found = torch.autograd.grad(logits.sum(), wanted, allow_unused=True)
     model.load_state_dict(before, strict=False)
+    if isinstance(model.body, _Logits):
+        model.body.cut = of_images is None
     return {name for (name, _), gradient in zip(named, found, strict=True) if gradient is None}
 
 
@@ -281,9 +290,17 @@ class _Logits(nn.Module):
         """Whether functions that are not among them are added."""
         self.seeded = False
         """Whether all that is drawn is drawn anew from the same seed."""
+        self.cut = False
+        """Whether nothing can be differentiated with respect to images."""
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, K), or the features that the head is called with."""
+        if self.cut and images.requires_grad and torch.is_grad_enabled():
+            raise FedsimError(
+                "the model's own code cuts gradients to its input (torch.no_grad, inference_mode "
+                "or detach), and an attack that compares updates needs them: freeze parameters "
+                "by requires_grad_(False) instead, which leaves the client's update as it is"
+            )
         substitutes = _Substitutes(self.functions, adding=self.adding)
         # Of other kernels of attention, no second derivative is known.
         with ExitStack() as stack:

@@ -182,6 +182,47 @@ def test_frozen_and_unused_parameters_may_be_left_out(batch: tuple[Tensor, Tenso
     assert torch.equal(rebuilt.state_dict()["body.module.conv.weight"], model.conv.weight)
 
 
+def test_a_frozen_parameter_that_moved_is_not_called_absent(batch: tuple[Tensor, Tensor]) -> None:
+    model = plain()
+    update = trained(model, *batch)
+    model.hidden.requires_grad_(False)
+    with pytest.raises(FedsimError, match=r"update\.hidden\.weight: .*frozen"):
+        seen(model, update)
+
+
+def test_a_model_that_cuts_gradients_to_its_images_is_named(batch: tuple[Tensor, Tensor]) -> None:
+    class Cut(Plain):
+        cut: Any = staticmethod(torch.no_grad)
+
+        def forward(self, images: Tensor) -> Tensor:
+            with self.cut():
+                hidden = self.hidden(images.flatten(1)).sigmoid()
+            logits: Tensor = self.classifier(hidden.clone())
+            return logits
+
+    torch.manual_seed(0)
+    model = Cut()
+    for model.cut in (torch.no_grad, torch.inference_mode):
+        observation = seen(model, trained(model, *batch))
+        assert labels_of(observation, batch) == 1.0
+        for name in ("inverting_gradients", "factored_inversion"):
+            with pytest.raises(FedsimError, match="cuts gradients"):
+                fedsim.attack(observation, name, {"iterations": 2}, truth=batch)
+    model.forward = torch.no_grad()(model.forward)  # type: ignore[method-assign]
+    with pytest.raises(FedsimError, match="cuts all gradients"):
+        seen(model, {name: torch.ones_like(p) for name, p in model.named_parameters()})
+
+
+def test_a_model_may_write_to_its_images(batch: tuple[Tensor, Tensor]) -> None:
+    class Writing(Plain):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images.clamp_(-9, 9))
+
+    torch.manual_seed(0)
+    model = Writing()
+    assert labels_of(seen(model, trained(model, *batch)), batch) == 1.0
+
+
 def test_tensors_without_names_are_in_the_order_of_the_parameters(
     batch: tuple[Tensor, Tensor],
 ) -> None:
