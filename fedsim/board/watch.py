@@ -56,13 +56,14 @@ class Watched:
             signature = self._signed()
             if signature != self._signature:
                 try:
-                    data = board_data(self._folders)
-                except (FedsimError, OSError) as error:
-                    data = {**self._version.data, "problem": shortened(str(error), SENTENCE)}
+                    self._version = _version(board_data(self._folders))
                 except Exception as error:  # else the page would stand still, and nobody be told
-                    problem = f"{type(error).__name__}: {error}"
-                    data = {**self._version.data, "problem": shortened(problem, SENTENCE)}
-                self._version = _version(data)
+                    problem = str(error)
+                    if not isinstance(error, FedsimError | OSError):
+                        problem = f"{type(error).__name__}: {error}"
+                    problem = problem.encode(errors="backslashreplace").decode()
+                    problem = shortened(problem, SENTENCE)
+                    self._version = _version({**self._version.data, "problem": problem})
                 self._signature = signature
             return self._version
 

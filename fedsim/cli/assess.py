@@ -92,6 +92,7 @@ def assess(
         from fedsim.assessment import assess as assess_recording
         from fedsim.results.record import strict_json
         from fedsim.scenario import grant_of, parameters_of
+        from fedsim.system import paths
         from fedsim.types import FedsimError
 
         if (batch_size is None) != (lr is None):
@@ -137,7 +138,7 @@ def assess(
         )
         if not quiet:
             show(finished)
-            notes = strict_json((finished.out / "record.json").read_bytes())["notes"]
+            notes = strict_json(paths.content(finished.out / "record.json", paths.TEXT))["notes"]
             for note in notes.values():
                 typer.echo(note, err=True)
 

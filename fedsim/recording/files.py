@@ -270,12 +270,12 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
     """Copy `path` from below the folder `source` to the same place below `target`.
 
     Raises:
-        FedsimError: it is not below `source` but by a link.
+        FedsimError: it is not below `source` but by a link, or is no regular file that fits into
+            the memory.
     """
     place = path.relative_to(source)
-    if path.resolve() != source.resolve() / place:
-        raise FedsimError(f"{path}: a link; only files that lie in {source} themselves are copied")
-    write_bytes(target / place, path.read_bytes(), private=True)
+    content = paths.content(paths.unlinked(path, source), memory.limit())
+    write_bytes(target / place, content, private=True)
 
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:

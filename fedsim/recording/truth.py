@@ -90,8 +90,7 @@ def copy(source: Path, target: Path) -> int:
     Raises:
         FedsimError: one of them is a link to elsewhere, or another one is there already.
     """
-    kept = source / _FOLDER
-    found = _files(source)
+    found = [paths.unlinked(path, source) for path in _files(source)]
     for path in found:
         there = target / path.relative_to(source)
         limit = memory.limit()
@@ -101,7 +100,7 @@ def copy(source: Path, target: Path) -> int:
                 f"one, remove {target / _FOLDER} and collect that of all clients again"
             )
     for path in found:
-        copy_file(path, kept, target / _FOLDER)
+        copy_file(path, source, target)
     return len(found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from fedsim.attacking.jobs import Job
 from fedsim.recording.files import write_json
+from fedsim.results.record import strict_json
 from fedsim.system import paths
 from fedsim.types import FedsimError, Observation
 
@@ -18,6 +18,17 @@ PLAN = "plan.json"
 Line = tuple[str, str, str, int, int]
 """Identifies a line of the leaderboard within a run: (defense, attack, vantage, batch size,
 round)."""
+
+_KINDS: Mapping[str, type] = {
+    "scenario": str,
+    "variant": dict,
+    "rounds": int,
+    "attack_runs": int,
+    "lines": int,
+    "resumable": bool,
+    "origin": str,
+}
+"""Kind of each value of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +50,17 @@ class Plan:
     Runs of one name and of two origins are never pooled."""
 
     def __post_init__(self) -> None:
-        """Refuses an origin without kind or digest, since others may have changed the file.
+        """Refuses values of other kinds, since others may have changed the file.
 
         Raises:
-            TypeError: it is none.
+            TypeError: one is of another kind, or a number is none that can be counted to.
         """
-        if self.origin != "" and not all(str(self.origin).partition(":")[::2]):
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
+                bounds = ", 0 or more" if kind is int else ""
+                raise TypeError(f"{name}: expected {kind.__name__}{bounds}, got {value!r:.40}")
+        if self.origin != "" and not all(self.origin.partition(":")[::2]):
             raise TypeError(f"origin: expected kind:digest, got {self.origin!r}")
 
     @classmethod
@@ -91,7 +107,7 @@ def load_plan(folder: Path) -> Plan | None:
     if not path.exists():
         return None
     try:
-        return Plan(**json.loads(paths.text(path, paths.TEXT)))
+        return Plan(**strict_json(paths.text(path, paths.TEXT)))
     except (ValueError, TypeError, RecursionError) as error:
         raise FedsimError(
             f"{path}: not what fedsim writes: {error}; remove it, and it is not told how far the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -131,6 +130,9 @@ def load_runs(folders: Iterable[Path | str]) -> list[Run]:
             raise ReportError(
                 f"{folder}: no {RESULTS} in it or below it; run `fedsim run` with --out {folder}"
             )
+        for path in paths:
+            if str(path) != str(path).encode(errors="replace").decode():
+                raise ReportError(f"{str(path)!r}: the name is no text; rename the folder")
         parents |= dict.fromkeys(path.parent.resolve() for path in paths)
     # In the order of paths: that of the arguments decides nothing.
     return _set_apart([_load_run(folder) for folder in sorted(parents)])
@@ -321,7 +323,7 @@ def _record(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        record = json.loads(_text(path))
+        record = strict_json(_text(path))
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{path}: not JSON that fedsim writes: {error}") from error
     return _mapping(path, record)

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -65,9 +66,18 @@ def strict_json(line: bytes | str) -> Any:
     """Parses a line of JSON, which has no NaN and no infinity.
 
     Raises:
-        ValueError: it is no JSON, or a number is NaN or beyond the largest double.
+        ValueError: it is no JSON, a number is NaN or beyond the largest double, or a text holds
+            half a character, which no page can show.
     """
-    return json.loads(line, parse_constant=_no_number, parse_float=_finite)
+    text = line if isinstance(line, str) else line.decode()
+    value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    if _HALF.search(text):  # of a whole one, too
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Escape of half a character of UTF-16."""
 
 
 def _no_number(text: str) -> float:

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import platform
+import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from fedsim.types import FedsimError
 NAME = ".lock"
 """Name of the locked file in a run's folder. It goes when the run ends; a kill leaves it."""
 
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A pipe of this name is not waited for, and a link not followed."""
+_NO_LOCK = "a link, a folder, a pipe or a device, and no lock"
 _HELD = (errno.EAGAIN, errno.EACCES)
 _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -45,10 +49,12 @@ def locked(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator
 def is_locked(folder: Path) -> bool:
     """Whether a run is at work in `folder`, as far as its file system knows."""
     try:
-        handle = os.open(folder / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(folder / NAME, os.O_RDONLY | _FLAGS)
     except OSError:
         return False
     try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            return False
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of with the handle
     except OSError as error:
         return error.errno in _HELD
@@ -61,12 +67,14 @@ def _lock(path: Path, option: str) -> int:
     """Locks the file at `path`, and returns its handle."""
     while True:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR):
-                raise FedsimError(f"{path}: is a link or a folder; remove it") from error
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise FedsimError(f"{path}: is {_NO_LOCK}; remove it") from error
             raise
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise FedsimError(f"{path}: is {_NO_LOCK}; remove it")
             _acquire(handle, path, option)
             if _is_at(handle, path):
                 os.ftruncate(handle, 0)

@@ -59,6 +59,22 @@ def regular(path: Path, max_bytes: int) -> Path:
         return path
 
 
+def unlinked(path: Path, root: Path) -> Path:
+    """Checks that no part of `path` below the folder `root` is a link, and returns `path`.
+
+    Raises:
+        FedsimError: one is.
+    """
+    for part in (path, *path.parents):
+        if part == root:
+            break
+        if part.is_symlink():
+            raise FedsimError(
+                f"{part} is a link, and what lies in {root} itself is wanted; put the files there"
+            )
+    return path
+
+
 def named(path: Path, option: str, max_bytes: int) -> bytes:
     """Returns the content of a file that a user has named with `option`.
 

@@ -20,6 +20,7 @@ from browser import Browser
 from synthetic_run import STACKS, write_run
 
 from fedsim.board import BoardServer, serve
+from fedsim.results.reading import load_runs
 from fedsim.types import FedsimError, RunFailed
 
 
@@ -147,6 +148,35 @@ def test_half_a_line_and_a_damaged_file_do_no_harm(run: Path) -> None:
         path.write_text("no json\n")
         document = json.loads(ask(server, "/data")[2])
         assert document["rows"] == rows and "line 1" in document["problem"]
+
+
+HALF = '{"scenario": "ward", "variant": {"a": "\\ud800"}}'
+
+
+@pytest.mark.parametrize("name", ["plan.json", "record.json"])
+def test_half_a_character_is_refused_where_it_is_read(name: str, run: Path) -> None:
+    (run / name).write_text(HALF)
+    with pytest.raises(FedsimError, match=name):
+        load_runs([run])
+
+
+def test_half_a_character_and_no_number_do_not_stop_the_server(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("\ud800", float("nan")):
+        monkeypatch.setattr("fedsim.board.watch.board_data", lambda _, value=value: {"rows": value})
+        with served([run]) as server:
+            assert ask(server, "/")[0] == 200
+            assert json.loads(ask(server, "/data")[2])["problem"]
+
+
+def test_a_folder_whose_name_is_no_text_is_refused(run: Path) -> None:
+    run.rename(os.fsdecode(bytes(run) + b"-\xff"))
+    with pytest.raises(FedsimError, match="rename"):
+        load_runs([run.parent])
+    with served([run.parent]) as server:
+        assert json.loads(ask(server, "/data")[2])["problem"]
+        assert ask(server, "/")[0] == 200
 
 
 def test_every_answer_may_be_read_by_this_page_alone(run: Path) -> None:

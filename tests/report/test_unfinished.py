@@ -21,7 +21,7 @@ from fedsim.report.dossier.content import dossier_of
 from fedsim.report.dossier.writing import html_of
 from fedsim.results.plan import PLAN, Plan
 from fedsim.system.lock import is_locked, locked
-from fedsim.types import RunFailed
+from fedsim.types import FedsimError, RunFailed
 
 FAR = "20 of 54 attack runs (7 of 18 lines of the leaderboard begun) and 9 of 9 rounds of training"
 GOES_ON = "nothing is at work in it: continue it with --resume"
@@ -113,6 +113,25 @@ def test_a_control_that_is_still_to_come_is_not_called_missing(half: Path) -> No
     assert "UNFINISHED" in invoked("leaderboard", str(half)).stdout
     for text in (invoked("leaderboard", str(half)).stdout, write_report(half).read_text()):
         assert "INVALID" not in text and "add `none: []`" not in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rounds", -1),
+        ("attack_runs", 1.5),
+        ("lines", True),
+        ("lines", "9"),
+        ("lines", 10**400),
+        ("resumable", 1),
+        ("scenario", 5),
+        ("variant", []),
+    ],
+)
+def test_a_plan_that_plans_nothing_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    (tmp_path / PLAN).write_text(json.dumps({**PLANNED, key: value}))
+    with pytest.raises(FedsimError, match=f"{PLAN}.*{key}"):
+        load_runs([tmp_path])
 
 
 def test_a_run_at_work_is_not_to_be_continued(half: Path) -> None:

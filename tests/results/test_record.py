@@ -35,7 +35,17 @@ def test_a_line_cut_short_is_left_out_and_appended_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"\0\0", b"\xff{}", b"[]", b'{"n": ', b'{"m": 1}', b"[" * 9999]
+    "damage",
+    [
+        b"",
+        b"\0\0",
+        b"\xff{}",
+        b"[]",
+        b'{"n": ',
+        b'{"m": 1}',
+        b"[" * 9999,
+        b'{"n": 1, "m": "\\uD800"}',
+    ],
 )
 def test_a_damaged_line_is_named_and_never_skipped(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"

@@ -5,6 +5,7 @@ Every test waits for what happens. Deadlines are for what never does.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.commands import app
 from fedsim.results.record import read_lines
-from fedsim.system.lock import NAME, locked
+from fedsim.system.lock import NAME, is_locked, locked
 from fedsim.types import FedsimError
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
@@ -314,7 +315,7 @@ def test_resuming_removes_what_a_kill_left_half_written(path: Path, tmp_path: Pa
     assert not torn.exists()
 
 
-@pytest.mark.parametrize("kind", ["link", "folder"])
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
 def test_a_lock_that_is_no_file_of_its_own_is_refused(kind: str, tmp_path: Path) -> None:
     """What a link leads to would be overwritten."""
     precious = tmp_path / "precious"
@@ -323,8 +324,11 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(kind: str, tmp_path: Path)
     run.mkdir()
     if kind == "link":
         (run / ".lock").symlink_to(precious)
+    elif kind == "pipe":
+        os.mkfifo(run / ".lock")
     else:
         (run / ".lock").mkdir()
     with pytest.raises(FedsimError, match="remove it"), locked(run):
         pass
+    assert not is_locked(run), "nor is it waited for"
     assert precious.read_text() == "kept"

@@ -120,8 +120,8 @@ MUTATIONS = (
         name="a NaN in a line of results",
         item=15,
         file="fedsim/results/record.py",
-        old="    return json.loads(line, parse_constant=_no_number, parse_float=_finite)\n",
-        new="    return json.loads(line)\n",
+        old="    value = json.loads(text, parse_constant=_no_number, parse_float=_finite)\n",
+        new="    value = json.loads(text)\n",
         tests=(BAD_INPUT,),
     ),
     Mutation(

@@ -169,7 +169,7 @@ def _owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
     for home in homes:
         if not home.is_dir():
             raise FedsimError(f"--from: {home}: no such folder")
-        kept = run_folder(home, run_name(out))
+        kept = paths.unlinked(run_folder(home, run_name(out)), home)
         client = truth.owner(kept)
         if client is None:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,38 @@ def test_a_node_adds_nothing_to_what_the_server_recorded(tmp_path: Path) -> None
     truth.write_bytes(b"another's")
     with pytest.raises(FedsimError, match="collected before"):
         join(tmp_path, [])
+
+
+@pytest.mark.parametrize("depth", range(7))
+def test_nothing_is_collected_by_a_link(depth: int, tmp_path: Path) -> None:
+    """Whoever fills a node's folder must not choose what else the collector reads."""
+    out, home = tmp_path / "out", tmp_path / "home"
+    kept_truth(home, deployment.run_name(out), "client-0001-training", "0001")
+    truth = next(home.rglob("*.safetensors"))
+    part = [truth, *truth.parents][depth]
+    assert part.is_relative_to(home / "runs")
+    part.rename(tmp_path / "elsewhere")
+    part.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FedsimError, match=f"{part.name}.*link"):
+        join(out, [home])
+    assert not (out / "truth").exists()
+
+
+def test_what_is_collected_are_regular_files(tmp_path: Path) -> None:
+    out, home = tmp_path / "out", tmp_path / "home"
+    kept_truth(home, run := deployment.run_name(out), "client-0001-training", "0001")
+    truth = next(home.rglob("*.safetensors"))
+    seen = home / "runs" / run / "observations" / "none" / "participant-0001-training.json"
+    seen.parent.mkdir(parents=True)
+    os.mkfifo(seen)
+    with pytest.raises(FedsimError, match="a named pipe"):
+        join(out, [home])
+    for collected in (out / "truth").rglob("*.safetensors"):
+        collected.unlink()
+    truth.unlink()
+    os.mkfifo(truth)
+    with pytest.raises(FedsimError, match="a named pipe"):
+        join(out, [home])
 
 
 def test_what_is_unscored_counts_in_no_table(
