@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -86,7 +87,15 @@ class Plan:
                 "is not known; say how the app trains (--batch-size and --lr), or that it sends a "
                 "gradient (--answer gradient)"
             )
-        rule = self._rule(each)
+        lr, rates = said.settings["lr"], said.rates
+        if not lr and rates:  # a schedule that warms up from 0
+            lr = math.fsum(rates) / len(rates)
+        if not lr > 0:
+            raise FedsimError(
+                f"{each.testimony.path}: the learning rates of all steps are 0, so that the client "
+                "learned nothing; attack another round"
+            )
+        rule = self._rule(each, lr)
         epochs = max(1, round(sum(said.sizes) / said.images))
         if epochs > 1 and said.steps > epochs:
             self.notes.append(
@@ -99,13 +108,13 @@ class Plan:
             examples=said.images,
             steps=said.steps,
             per_epoch=max(1, round(said.steps / epochs)),
-            lr=said.settings["lr"],
+            lr=lr,
             momentum=said.settings.get("momentum", 0.0),
             mode=self._mode,
             rule=rule,
         )
 
-    def _rule(self, each: Picked) -> StepRule | None:
+    def _rule(self, each: Picked, lr: float) -> StepRule | None:
         """Returns what the witness saw beyond SGD of the mean cross-entropy, and notes the rest."""
         said, settings = each.testimony.said, each.testimony.said.settings
         unmodelled = [*said.unmodelled]
@@ -123,7 +132,7 @@ class Plan:
                 f"local: of the clients' training {what}, which attacks do not simulate: what "
                 "they miss says little"
             )
-        lr, rates = settings["lr"], said.rates or [settings["lr"]] * said.steps
+        rates = said.rates or [lr] * said.steps
         decay = settings.get("weight_decay", 0.0)
         if optimizer == "sgd" and len(said.factors) == len(rates):
             rates = [factor * rate for factor, rate in zip(said.factors, rates, strict=True)]

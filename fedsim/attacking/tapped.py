@@ -82,7 +82,8 @@ class Local:
             return again
         rule = self.rule
         if rule is not None and rule.rates is not None:
-            rule = replace(rule, rates=rule.rates[: self.per_epoch])
+            first = rule.rates[: self.per_epoch]
+            rule = replace(rule, rates=first if any(first) else None)
         once = replace(again, steps=self.per_epoch, rule=rule)
         weight = sum(step_weights(again)) / sum(step_weights(once))
         if rule is not None and rule.rates is not None:

@@ -95,7 +95,7 @@ def _keep(
         training_mode=steps.training_mode,
         rates=steps.rates,
         factors=steps.factors,
-        proximal=0.0 if steps.unmodelled else steps.proximal,
+        proximal=steps.proximal,
         unmodelled=steps.unmodelled,
         **steps.loss,
     )

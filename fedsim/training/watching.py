@@ -30,6 +30,8 @@ _ARGUMENTS = (
     "label_smoothing",
 )
 """Of these, in their order."""
+_IGNORED = -100
+"""What PyTorch takes for `ignore_index` if nothing is said."""
 _IMAGE_AXES = 4
 _MOST_ACCUMULATED = 129
 """Batches whose losses an app divides by their number are fewer."""
@@ -128,8 +130,14 @@ class _Watch:
         """Of the step that is coming."""
         self._means: list[float] = []
         """Mean loss of each of them."""
+        self._known: list[float] = []
+        """By what a sum of losses, or their plain mean, exceeds each of these."""
         self._differentiated: list[float] = []
         """Values that were differentiated for it."""
+        self._scale = 1.0
+        """What a GradScaler multiplied these by, and has taken back from the gradients."""
+        self._proximal: list[float] = []
+        """Estimates of the factor of a proximal term, one a step that has one."""
         self._start: list[Tensor] | None = None
         """Weights before the first step."""
 
@@ -174,19 +182,25 @@ class _Watch:
         """When a loss has been computed of these arguments."""
         if not torch.is_grad_enabled():
             return
-        given = dict(zip(_ARGUMENTS, arguments, strict=False)) | named
+        given = {**dict(zip(_ARGUMENTS, arguments, strict=False)), **named}
         labels = given["target"]
         images, self._inputs = self._inputs, None
         if images is None or not isinstance(labels, Tensor):
             return
         if labels.dtype == torch.int64 and labels.shape == images.shape[:1]:
-            copies = images.to("cpu", torch.float32, copy=True), labels.detach().to("cpu")
+            counted = (labels.detach() != given.get("ignore_index", _IGNORED)).cpu()
+            if not counted.any():
+                return
+            labels = labels.detach().cpu()[counted]
+            copies = images.to("cpu", torch.float32, copy=True)[counted], labels
             self._batches.append(copies)
-            mean = value.detach().double().mean()
             weights, loss = given.get("weight"), dict[str, Any]()
-            if given.get("reduction") == "sum":
-                mean /= len(images) if weights is None else float(weights[labels].sum())
-            self._means.append(float(mean))
+            total = float(len(labels) if weights is None else weights[labels].sum())
+            mean = value.detach().double().sum()
+            self._means.append(
+                float(mean if given.get("reduction", "mean") == "mean" else mean / total)
+            )
+            self._known += [total, total / len(images)]
             if smoothing := given.get("label_smoothing"):
                 loss["label_smoothing"] = float(smoothing)
             if isinstance(weights, Tensor):
@@ -195,10 +209,19 @@ class _Watch:
                 self._note("its loss changes between steps")
             self.steps.loss = loss
 
-    def differentiated(self, values: Any) -> None:
+    def differentiated(self, _: None, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """When a loss has been differentiated."""
+        values = arguments[0] if arguments else named["tensors"]
         if isinstance(values, Tensor):
             self._differentiated.append(float(values.detach().sum()))
+
+    def unscaled(self, _: None, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """When a GradScaler has taken its factor from the gradients of an optimizer."""
+        scaler, optimizer = (*arguments, *named.values())
+        self._scale = float(scaler.get_scale())
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        if not all(p.grad.isfinite().all() for p in weights if p.grad is not None):
+            self._clear()  # it leaves out this step
 
     def _note(self, what: str) -> None:
         if what not in self.steps.unmodelled:
@@ -207,7 +230,10 @@ class _Watch:
     def stepped(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
         """Before an optimizer steps."""
         if not self._batches:
+            self._clear()
             return
+        if isinstance(scale := getattr(optimizer, "grad_scale", None), Tensor):
+            self._scale = float(scale)
         first, *others = (_settings(group) for group in optimizer.param_groups)
         if not self.steps.sizes:
             self.steps.optimizer = type(optimizer).__name__
@@ -232,12 +258,11 @@ class _Watch:
         penalty, a focal loss) is noted.
         """
         count = len(self._batches)
-        means, values = self._means, self._differentiated
+        means, values = self._means, [each / self._scale for each in self._differentiated]
         if len(means) != len(values):
             means, values = [math.fsum(means)], [math.fsum(values)]
         factors = [value / mean if mean else 1.0 for mean, value in zip(means, values, strict=True)]
-        lengths = [float(len(images)) for images, _ in self._batches]
-        known = [1.0, *lengths, *(1 / n for n in range(2, _MOST_ACCUMULATED))]
+        known = [1.0, *self._known, *(1 / n for n in range(2, _MOST_ACCUMULATED))]
         for factor in known:
             if all(math.isclose(each, factor, rel_tol=_ROUNDED) for each in factors):
                 return factor * count
@@ -245,23 +270,28 @@ class _Watch:
             return float(count)
         moved = zip(weights, self._start or [], strict=False)
         drift = math.fsum(float((p.detach() - q).double().square().sum()) for p, q in moved)
-        earlier = self.steps.proximal
         found = 2 * (math.fsum(values) - math.fsum(means)) / drift if drift and count == 1 else 0.0
-        if found > 0 and (not earlier or math.isclose(found, earlier, rel_tol=_NEAR)):
-            self.steps.proximal = found
-            return 1.0
-        self._note("what is differentiated is not the mean cross-entropy alone")
+        self._proximal.append(found)
         return float(count)
 
     def end(self) -> None:
         """At the end: batches that no optimizer stepped with are those of one gradient."""
         if self._batches and not self.steps.sizes:
             self._take()
+        first, *others = self._proximal or [0.0]
+        # A single estimate fits any term.
+        agree = others and all(math.isclose(first, each, rel_tol=_NEAR) for each in others)
+        if self._proximal and not (first > 0 and agree):
+            self._note("what is differentiated is not the mean cross-entropy alone")
+        self.steps.proximal = 0.0 if self.steps.unmodelled else first
 
     def _take(self) -> None:
-        batches, self._batches = self._batches, []
-        self._means, self._differentiated = [], []
-        self.steps.add(batches)
+        self.steps.add(self._batches)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._batches, self._means, self._known, self._differentiated = [], [], [], []
+        self._scale = 1.0
 
 
 class _Hooks:
@@ -296,17 +326,19 @@ class _Hooks:
             register_optimizer_step_pre_hook(self._stepped),
         ):
             self._undo.append(handle.remove)
-        for name in _LOSSES:
-            loss = getattr(F, name)
-            setattr(F, name, self._listening(loss))
-            self._undo.append(partial(setattr, F, name, loss))
-        backward = torch.autograd.backward
-        setattr(torch.autograd, "backward", self._differentiating(backward))  # noqa: B010
-        self._undo.append(partial(setattr, torch.autograd, "backward", backward))
+        places: list[tuple[Any, str, Callable[..., None]]] = [
+            *((F, name, _Watch.lost) for name in _LOSSES),
+            (torch.autograd, "backward", _Watch.differentiated),
+            (torch.amp.GradScaler, "unscale_", _Watch.unscaled),
+        ]
+        for owner, name, event in places:
+            function = getattr(owner, name)
+            setattr(owner, name, self._listening(function, event))
+            self._undo.append(partial(setattr, owner, name, function))
 
     def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
         # A compiler would take the watches into what it compiles, or refuse to compile.
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             for watch in self._watches:
                 watch.hear(event, *arguments)
 
@@ -319,28 +351,18 @@ class _Hooks:
     def _stepped(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         self._tell(_Watch.stepped, optimizer, arguments, named)
 
-    def _listening(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Returns `loss`, which now also tells of its labels."""
+    def _listening(self, function: Any, event: Callable[..., None]) -> Callable[..., Any]:
+        """Returns `function`, which now also tells an `event` of its value and arguments."""
         tell = self._tell
 
-        def compute(*arguments: Any, **named: Any) -> Tensor:
-            value = loss(*arguments, **named)
+        def compute(*arguments: Any, **named: Any) -> Any:
+            value = function(*arguments, **named)
             tell(event, value, arguments, named)
             return value
 
-        event = _Watch.lost
         # torch.jit.script compiles the source of what is wrapped, with the names of its module.
-        code, names, cells = compute.__code__, vars(F), compute.__closure__
-        return update_wrapper(types.FunctionType(code, names, None, None, cells), loss)
-
-    def _differentiating(self, backward: Callable[..., None]) -> Callable[..., None]:
-        """Returns `backward`, which now also tells of what is differentiated."""
-
-        def compute(*arguments: Any, **named: Any) -> None:
-            backward(*arguments, **named)
-            self._tell(_Watch.differentiated, arguments[0] if arguments else named["tensors"])
-
-        return update_wrapper(compute, backward)
+        code, names, cells = compute.__code__, function.__globals__, compute.__closure__
+        return update_wrapper(types.FunctionType(code, names, None, None, cells), function)
 
 
 _hooks = _Hooks()
@@ -352,6 +374,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, float]:
     for name, value in group.items():
         pair = name != "params" and isinstance(value, tuple | list)
         for place, each in enumerate(value if pair else [value], 1):
+            if isinstance(each, Tensor) and each.numel() == 1:
+                each = each.item()
             if isinstance(each, int | float) and math.isfinite(each):
                 found[f"{name.removesuffix('s')}{place}" if pair else name] = float(each)
     return found

@@ -295,3 +295,57 @@ def test_a_loss_can_be_compiled_while_it_is_watched() -> None:
         assert torch.equal(scripted(outputs, labels), expected)
         assert torch.equal(compiled(outputs, labels), expected)
     assert steps.failure is None
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ignored_examples_are_no_truth(reduction: str, weighted: bool) -> None:
+    model, ((images, labels),) = net(), batches(1, 4)
+    weights = torch.tensor([1.0, 2, 3]) if weighted else None
+    loss = nn.CrossEntropyLoss(weights, ignore_index=255, reduction=reduction)
+    labels[0] = 255
+    with watched(100) as steps:
+        loss(model(images), labels).mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    kept = float(3 if weights is None else weights[labels[1:]].sum())
+    assert torch.equal(torch.stack(steps.images), images[1:])
+    assert (steps.labels, steps.unmodelled) == (labels[1:].tolist(), [])
+    assert steps.factors == pytest.approx([{"mean": 1.0, "sum": kept, "none": kept / 4}[reduction]])
+
+
+def test_a_batch_of_ignored_examples_is_no_step() -> None:
+    model, ((images, labels),) = net(), batches(1)
+    with watched(100) as steps:
+        F.cross_entropy(model(images), torch.full_like(labels, -100), reduction="sum").backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert (steps.sizes, steps.failure) == ([], None)
+
+
+def test_a_rate_that_is_a_tensor_is_seen() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+
+    assert watch(lambda model, loss, number: loss, make=make).rates == [0.5, 0.25, 0.125]
+
+
+def test_one_step_tells_no_proximal_term() -> None:
+    steps = watch(lambda model, loss, number: loss + number * 0.1, count=2)
+    assert steps.proximal == 0 and len(steps.unmodelled) == 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_a_scaler_multiplies_by_is_taken_back(early: bool) -> None:
+    """The step whose gradients overflow is left out, as the scaler leaves it out."""
+    model, data = net(), batches(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    with watched(100) as steps:
+        for number, (images, labels) in enumerate(data):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images * 1e9 if number == 0 else images), labels)
+            scaler.scale(loss).backward()
+            if early:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert (steps.sizes, steps.factors, steps.unmodelled) == ([2, 2], [1.0, 1.0], [])
