@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.report.figures import describe_stack, describe_variant
-from fedsim.report.paired import gains, image_gains, over_other, own_gains, value_of
+from fedsim.report.paired import due_gains, gains, image_gains, over_other, own_gains, value_of
 from fedsim.report.row import (
     EXPOSED_GAIN,
     EXPOSED_IMAGE,
@@ -152,7 +152,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
 
     values = {name: _counted(rows, name) if name in yielded else None for name in COMPARABLE}
     ok = [row for row in rows if row.ok]
-    due_gains = measured(own_gains(rows)) if "psnr" in yielded else []
+    due = due_gains(rows) if "psnr" in yielded else None
     baselines = [row.baseline for row in rows if row.baseline]
     claim = _pooled_claim(rows)
     return LeaderboardRow(
@@ -201,8 +201,8 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         ),
         may_expose="psnr" in yielded and any(_may_expose(row) for row in rows),
         ignores_update=first.attack.ignores_update,
-        own_gain=summarize(due_gains, confidence=confidence),
-        leaking=_leaking(due_gains, confidence),
+        own_gain=summary(own_gains(rows)) if "psnr" in yielded else None,
+        leaking=_leaking(measured(due), confidence),
         span_over_other=summary(over_other(rows, "subspace_error")),
         label_over_other=summary(over_other(rows, "label_accuracy")),
         membership_over_other=summary(over_other(rows, "membership_auc")),
@@ -240,7 +240,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         networks=len({row.folder for row in rows}),
         clients=len({(row.folder, row.client) for row in rows}),
         near_copies=sum(b.near_copies or 0 for b in baselines),
-        recognizable=_recognizable(rows, own_gains(rows)) if "psnr" in yielded else 0,
+        recognizable=_recognizable(rows, due),
     )
 
 
@@ -261,13 +261,14 @@ def _may_expose(row: ResultRow) -> bool:
     """Whether one trial shows what its mean PSNR hides, for all that is known."""
     if any(gain >= EXPOSED_GAIN for _, gain in image_gains(row)):
         return True
-    gain = gains([row], "psnr") if row.ok and not row.other_update else None
-    if gain and gain[0] >= REQUIRED_GAIN:  # nothing controls it
+    decided = row.other_update and not (row.control and row.control.of == "batch")
+    gain = gains([row], "psnr") if row.ok and not decided else None
+    if gain and gain[0] >= REQUIRED_GAIN:  # nothing tells whether it was read off the update
         return True
     return is_alike(row) and any(
         value is not None and value >= LIKENESS_GAIN
         for name in ("ssim", "lpips")
-        for value in own_gains([row], name) or []
+        for value in due_gains([row], name) or []
     )
 
 

@@ -86,13 +86,14 @@ def _level_of_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> L
     if row.ignores_update:
         return "unseen"
     level = _by_gains(row, rows, controlled=row.no_control is None)
-    if row.is_decided and level != "unseen":
+    if row.is_decided:
         return level
-    if level in ("leak", "partial") and row.no_control is None:
-        return level  # better even than another batch of the same client
+    whole = _by_gains(row, rows, controlled=False)
+    if level != "unseen" and row.no_control is None:
+        # Better even than another batch of the same client, which makes no leak a lesser one.
+        return "leak" if "leak" in (level, whole) else level
     # Nothing tells what the attack read from what it knew.
-    beyond = _by_gains(row, rows, controlled=False) != "unseen"
-    return "undecided" if beyond and not row.is_decided else "unseen"
+    return "unseen" if whole == "unseen" else "undecided"
 
 
 def _by_gains(

@@ -17,7 +17,7 @@ from fedsim.report.facts import unfinished
 from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY, describe_variant, format_metric
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.level import level_of
-from fedsim.report.reliance import attempt, works
+from fedsim.report.reliance import LARGEST_DELTA, attempt, works
 from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.reading import ReportError, Run, load_runs, measurements, placed
@@ -42,7 +42,8 @@ def broken_limits(
         max_gain: dB over guessing and over another update that any attack may gain on average: the
             upper end of the interval counts, or the best trial where there is none.
         max_epsilon: ε of all releases of a run. A claim that is no differential privacy keeps to no
-            limit, nor does one that an audit or a membership attack refutes.
+            limit, nor does one with a δ above `LARGEST_DELTA`, or one that an audit or a
+            membership attack refutes.
         defenses: Names of those that count; by default all but the undefended.
 
     Raises:
@@ -85,9 +86,10 @@ def broken_limits(
     if max_epsilon is not None:
         lines += [line for row in chosen for line in _refuted_by_attack(row)]
         lines += [
-            f"{_named(row)}: ε is {row.epsilon:.4g}, above {max_epsilon:g}"
+            f"{_named(row)}: {broken}"
             for row in chosen
-            if row.vantage == "client" and row.epsilon is not None and row.epsilon > max_epsilon
+            if row.vantage == "client" and row.epsilon is not None
+            for broken in _unkept(row, max_epsilon)
         ]
         lines += [line for run in runs for line in _unproven(run, names, max_epsilon)]
     return list(dict.fromkeys(lines))
@@ -98,7 +100,8 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
 
     A mean leaks more if it lies beyond the earlier interval (or the best trial, where there is
     none), or by as much as counts as a leak. So does a trial, or an image, that certainly leaks and
-    of which there was none; more certificates; a larger ε; and a leak that was not measured before.
+    of which there was none; more certificates; a larger ε or δ, or an ε of another unit or of other
+    neighbours; and a leak that was not measured before.
     Other data, settings or attack parameters under one name are lines, too, and so is what is not
     measured any more.
 
@@ -299,25 +302,41 @@ def _shows(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
 def _weaker_claims(
     runs: Sequence[Run], later: Sequence[Run], pairs: Collection[tuple[str, str]]
 ) -> list[str]:
-    """Returns a line for each defense whose ε is larger than before."""
+    """Returns a line for each defense whose ε or δ is larger than before, or is of something else.
+
+    Of a guarantee that was there before: where its terms were not stated, none is another.
+    """
     before, after = _claims(runs), _claims(later)
     lines = []
     for one, other in sorted(pairs):
         for name, earlier in before.get(one, {}).items():
-            now = after.get(other, {}).get(name, math.inf)
-            if now > earlier * (1 + 1e-9):
-                of = f"{other}, " if len(after) > 1 else ""
-                lines.append(f"{of}{name}: ε {now:.4g}, before {earlier:.4g}")
+            of = f"{other}, " if len(after) > 1 else ""
+            later_claims = after.get(other, {}).get(name, [])
+            was = max(map(_epsilon, earlier))
+            now = max(map(_epsilon, later_claims), default=math.inf)
+            if now > was * (1 + 1e-9):
+                lines.append(f"{of}{name}: ε {now:.4g}, before {was:.4g}")
+            if math.isinf(max(was, now)):
+                continue
+            for term in ("unit", "relation", "delta"):
+                stated = {value for c in earlier if (value := getattr(c, term)) is not None}
+                for value in {getattr(claim, term): None for claim in later_claims}:
+                    less = term == "delta" and value is not None and value <= max(stated, default=1)
+                    if stated and value not in stated and not less:
+                        lines.append(
+                            f"{of}{name}: claims something else: {term} is {value}, before "
+                            f"{', '.join(map(str, sorted(stated)))}"
+                        )
     return lines
 
 
-def _claims(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """Maps members to the largest ε of their runs, by defense."""
-    claims: dict[str, dict[str, float]] = {}
+def _claims(runs: Sequence[Run]) -> dict[str, dict[str, list[UtilityRow]]]:
+    """Maps members to the claims of their runs, by defense."""
+    claims: dict[str, dict[str, list[UtilityRow]]] = {}
     for run in runs:
         own = claims.setdefault(_member_of(run), {})
         for row in utility([run]):
-            own[row.defense] = max(own.get(row.defense, 0.0), _epsilon(row))
+            own.setdefault(row.defense, []).append(row)
     return claims
 
 
@@ -329,8 +348,8 @@ def _named(row: LeaderboardRow) -> str:
 
 
 def _limited(row: LeaderboardRow) -> Summary | None:
-    """Returns the gain that is limited: the whole one where some trial has no control."""
-    return row.gain if row.uncontrolled else row.own_gain
+    """Returns the gain that is limited: all of it where no control tells which part is due."""
+    return row.gain if row.uncontrolled else row.due
 
 
 def _upper(row: LeaderboardRow) -> float:
@@ -454,14 +473,8 @@ def _unproven(run: Run, names: Collection[str], limit: float) -> list[str]:
         claim = claims.get(name)
         if claim is None:
             lines.append(f"{name}: no line of rounds.jsonl states its ε ({run.folder})")
-        elif _epsilon(claim) > limit:
-            why = f" ({claim.reason})" if claim.reason else ""
-            lines.append(f"{name}: ε is {_epsilon(claim):.4g}{why}, above {limit:g}")
-        elif claim.relation in NO_DIFFERENTIAL_PRIVACY:
-            lines.append(
-                f"{name}: ε is {_epsilon(claim):.4g} of neighbours that are {claim.relation}, "
-                "which is no differential privacy and keeps to no limit"
-            )
+        elif broken := _unkept(claim, limit):
+            lines += [f"{name}: {words}" for words in broken]
         elif claim.audited_epsilon is not None and claim.audited_epsilon > _epsilon(claim):
             lines.append(
                 f"{name}: ε is {_epsilon(claim):.4g}, and the audit shows "
@@ -470,5 +483,23 @@ def _unproven(run: Run, names: Collection[str], limit: float) -> list[str]:
     return lines
 
 
-def _epsilon(row: UtilityRow) -> float:
+def _unkept(claim: UtilityRow | LeaderboardRow, limit: float) -> list[str]:
+    """Words why a claim keeps to no limit of ε, or not to this one; empty if it does."""
+    epsilon = f"ε is {_epsilon(claim):.4g}"
+    if _epsilon(claim) > limit:
+        reason = claim.reason if isinstance(claim, UtilityRow) else claim.privacy_reason
+        return [f"{epsilon}{f' ({reason})' if reason else ''}, above {limit:g}"]
+    if claim.relation in NO_DIFFERENTIAL_PRIVACY:
+        return [
+            f"{epsilon} of neighbours that are {claim.relation}, which is no differential privacy "
+            "and keeps to no limit"
+        ]
+    if claim.delta is not None and claim.delta > LARGEST_DELTA:
+        return [
+            f"{epsilon} at a δ of {claim.delta:g}, and above {LARGEST_DELTA:g} keeps to no limit"
+        ]
+    return []
+
+
+def _epsilon(row: UtilityRow | LeaderboardRow) -> float:
     return math.inf if row.epsilon is None else row.epsilon

@@ -49,6 +49,17 @@ def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | Non
     ]
 
 
+def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
+    """Returns the part of each row's gain that counts: its own, where a control can tell that.
+
+    Another batch of the same client cannot: where one is the control of any row, all of the gain
+    counts of each. None as in `gains`.
+    """
+    if any(row.control and row.control.of == "batch" and row.other_update for row in rows):
+        return None if (whole := gains(rows, name)) is None else [*whole]
+    return own_gains(rows, name)
+
+
 def image_gains(row: ResultRow) -> list[tuple[float, float]]:
     """Returns (PSNR, gain in dB) of each image of a trial that has an answer and a control.
 

@@ -133,7 +133,7 @@ class LeaderboardRow:
     """The lesser of `gain` and `over_other`, trial by trial, dB; of trials with a control, if any
     has one."""
     leaking: Share | None
-    """Share of trials with an `own_gain` of `REQUIRED_GAIN` or more."""
+    """Share of trials whose gain that is `due` is `REQUIRED_GAIN` or more."""
     span_over_other: Summary | None
     """By how much the span error is below that of features reconstructed from another update."""
     label_over_other: Summary | None

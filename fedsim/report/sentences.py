@@ -57,7 +57,7 @@ def success_sentence(
     """
     if leaking is None or level not in ("undecided", "unseen", "partial", "labels", "membership"):
         return ""
-    over = f"guessing and over {row.other}" if row.over_other else "guessing"
+    over = f"guessing and over {row.other}" if row.over_other and row.is_decided else "guessing"
     times = in_trials(leaking.count, leaking.n)
     return (
         f" I{times[1:]} {row.attack_on} gained {REQUIRED_GAIN:g} dB or more over {over}; "
@@ -135,13 +135,13 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
         )
     worst = row.worst["psnr"]
     image = f" Best image: {row.exposed_image:.1f} dB PSNR." if row.exposed_image else ""
-    if level == "partial" and row.own_gain and min(gain.certain, row.own_gain.certain) <= 0:
+    if level == "partial" and row.due and min(gain.certain, row.due.certain) <= 0:
         leaking = row.leaking
         what = f"single {row.subject}"
         if leaking and leaking.count:
             what = f"{row.subject} {in_trials(leaking.count, leaking.n)}"
         return (
-            f"{row.attack_on} reconstructs {what}, the best by {row.own_gain.max:.1f} dB, and not "
+            f"{row.attack_on} reconstructs {what}, the best by {row.due.max:.1f} dB, and not "
             f"for certain: {_gain(row, gain, signed=True)} {where}."
             f"{image}"
         )

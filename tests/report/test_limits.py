@@ -61,6 +61,29 @@ def test_too_few_trials_have_no_upper_end(tmp_path: Path, trials: int, reach: st
     assert f" dB ({reach}" in line and "up to" not in line
 
 
+def look_alikes(of: str, gain: float) -> Callable[[dict[str, Any]], None]:
+    """A gain behind dp that another update of that kind nearly gives, too."""
+
+    def change(row: dict[str, Any]) -> None:
+        if row["defense"]["name"] == "dp" and (row["metrics"] or {}).get("psnr") is not None:
+            psnr = row["baseline"]["psnr"] + gain + row["trial"] / 10
+            row["metrics"]["psnr"] = psnr
+            row["control"] = {"of": of, "other_update": {"psnr": psnr - 0.5}}
+
+    return change
+
+
+@pytest.mark.parametrize(("of", "broken"), [("batch", True), ("client", False)])
+def test_another_batch_of_the_client_keeps_no_gain_below_a_limit(
+    of: str, broken: bool, tmp_path: Path
+) -> None:
+    run = altered(written(tmp_path / "run"), look_alikes(of, 18.0))
+    lines = broken_limits([run], max_gain=3.0, defenses=["dp"])
+    assert any("inverting_gradients" in line for line in lines) == broken
+    before = altered(written(tmp_path / "before"), look_alikes(of, 2.0))
+    assert any("gain" in line for line in grown(before, run)) == broken
+
+
 def test_what_is_not_proven_is_above_any_limit(run_folder: Path) -> None:
     broken = broken_limits([run_folder], max_epsilon=8.0)
     assert len(broken) == 1 and broken[0].startswith("pruning: ε is inf")
@@ -120,6 +143,41 @@ def test_a_larger_epsilon_and_what_is_gone_are_told(tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", trials=3, batch_sizes=(2,), rounds=3)
     with pytest.raises(ReportError, match="no attack on a defense in common"):
         grown(before, other)
+
+
+STATED = {"epsilon": 7.82, "delta": 1e-5, "unit": "client", "relation": "zero_out"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, False),
+        ({"unit": "example"}, True),
+        ({"relation": "replace_one"}, True),
+        ({"relation": "close", "epsilon": 4.0}, True),
+        ({"relation": "relative"}, True),
+        ({"relation": None}, True),
+        ({"delta": 1e-3}, True),
+        ({"delta": None}, True),
+        ({"delta": 1e-6}, False),
+    ],
+)
+def test_a_claim_of_something_else_is_told(
+    change: dict[str, Any], told: bool, tmp_path: Path
+) -> None:
+    def claiming(run: Path, claim: dict[str, Any]) -> Path:
+        path = run / "rounds.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            if row["defense"] == "dp":
+                row |= {"epsilon": claim["epsilon"], "privacy": claim}
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return run
+
+    before = claiming(written(tmp_path / "before"), STATED)
+    after = claiming(written(tmp_path / "after"), STATED | change)
+    lines = grown(before, after)
+    assert bool(lines) == told and all(line.startswith("dp: ") for line in lines)
 
 
 def altered(run: Path, change: Callable[[dict[str, Any]], bool | None]) -> Path:

@@ -41,6 +41,18 @@ def test_what_is_no_differential_privacy_keeps_to_no_limit(run: Path, relation: 
     assert CliRunner().invoke(app, ["check", str(run), "--max-epsilon", "8"]).exit_code == 1
 
 
+@pytest.mark.parametrize(("delta", "broken"), [(1e-3, False), (0.5, True)])
+def test_a_large_delta_keeps_to_no_limit(run: Path, delta: float, broken: bool) -> None:
+    claim = claimed("add_or_remove") | {"delta": delta}
+    rewrite(run / "rounds.jsonl", privacy=claim)
+    lines = broken_limits([run], max_epsilon=8.0)
+    assert len(lines) == broken and all(line.startswith("dp: ") for line in lines)
+    rewrite(run / "rounds.jsonl", privacy=claimed("add_or_remove"))
+    rewrite(run / "results.jsonl", vantage="client", privacy=claim)
+    lines = broken_limits([run], max_epsilon=8.0, defenses=["dp"])
+    assert bool(lines) == broken, "what a participant learns is held to it, too"
+
+
 def test_what_an_audit_refutes_keeps_to_no_limit(run: Path) -> None:
     line = {"defense": "dp", "method": "two_worlds", "holds": True, "delta": 1e-5}
     for audited, broken in ((7.0, 0), (9.5, 1)):

@@ -127,6 +127,22 @@ def test_what_beats_look_alikes_leaks(tmp_path: Path) -> None:
     assert defended(tmp_path, rows).finding == "recognizable"
 
 
+def test_another_batch_confirms_a_leak_and_makes_it_no_less(tmp_path: Path) -> None:
+    """Look-alikes of one client are drawn nearly as well, and the pictures are recognizable."""
+    leaky = trials([30.0, 30.1, 29.9, 30.2, 30.3], privacy=PROVEN, ssim=0.9)
+    answer = defended(tmp_path, controlled(leaky, "batch", 28.5))
+    assert (answer.finding, answer.judgement.level) == ("recognizable", "leak")
+    assert answer.judgement.leaking and answer.judgement.leaking.count == 5
+    weaker = controlled(leaky, "client", 28.5)
+    assert defended(tmp_path / "client", weaker).judgement.level == "partial"
+
+
+@pytest.mark.parametrize(("of", "finding"), [("batch", "some trials"), ("client", "nothing")])
+def test_another_batch_refutes_no_single_trial(of: str, finding: str, tmp_path: Path) -> None:
+    rows = trials([17.0, *FAILS[1:]], privacy=PROVEN)
+    assert defended(tmp_path, controlled(rows, of, 15.5)).finding == finding
+
+
 def test_labels_of_one_client_are_not_called_guessed(tmp_path: Path) -> None:
     rows = trials(FAILS, privacy=PROVEN, label_accuracy=1.0)
     same = {"control": {"of": "batch", "other_update": {"psnr": 9.0, "label_accuracy": 1.0}}}

@@ -1548,8 +1548,8 @@ MUTATIONS = (
         name="a limit of ε kept by what is no differential privacy",
         item=1,
         file="fedsim/report/limits.py",
-        old="        elif claim.relation in NO_DIFFERENTIAL_PRIVACY:\n",
-        new="        elif claim.relation in ():\n",
+        old="    if claim.relation in NO_DIFFERENTIAL_PRIVACY:\n",
+        new="    if claim.relation in ():\n",
         tests=("tests/report/test_limits_of_epsilon.py",),
     ),
     Mutation(
