@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -312,9 +312,9 @@ class _Logits(nn.Module):
             try:
                 answer: Any = self.module(images)
             except _FeaturesReached as reached:
-                return _single(reached.features)
+                return cast(Tensor, _single(reached.features))
         answer = getattr(answer, "logits", answer)
-        return _single(answer[0] if isinstance(answer, tuple) else answer)
+        return cast(Tensor, _single(answer[0] if isinstance(answer, tuple) else answer))
 
 
 def _single(answer: Any) -> Any:

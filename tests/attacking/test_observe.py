@@ -464,7 +464,7 @@ def test_low_rank_layers_at_their_start_are_part_of_the_head(batch: tuple[Tensor
     model = plain()
     assert isinstance(model.classifier, nn.Linear)
     model.classifier = LowRank(model.classifier)
-    nn.init.zeros_(model.classifier.lora_B["default"].weight)  # type: ignore[index]
+    nn.init.zeros_(model.classifier.get_parameter("lora_B.default.weight"))
     model.hidden.requires_grad_(False)
     observation = seen(model, trained(model, *batch))
     assert "head.lora_B.default.weight" in observation.update
