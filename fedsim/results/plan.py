@@ -56,7 +56,7 @@ class Plan:
             TypeError: one is of another kind, or a number is none that can be counted to.
         """
         for name, kind in _KINDS.items():
-            value = getattr(self, name)
+            value: Any = getattr(self, name)
             if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
                 bounds = ", 0 or more" if kind is int else ""
                 raise TypeError(f"{name}: expected {kind.__name__}{bounds}, got {value!r:.40}")
