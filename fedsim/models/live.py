@@ -312,14 +312,14 @@ class _Logits(nn.Module):
             try:
                 answer: Any = self.module(images)
             except _FeaturesReached as reached:
-                return cast(Tensor, _single(reached.features))
+                return cast(Tensor, _as_precise(reached.features, images))
         answer = getattr(answer, "logits", answer)
-        return cast(Tensor, _single(answer[0] if isinstance(answer, tuple) else answer))
+        return cast(Tensor, _as_precise(answer[0] if isinstance(answer, tuple) else answer, images))
 
 
-def _single(answer: Any) -> Any:
-    """In float32, whatever precision a model's own code computes in."""
-    return answer.float() if isinstance(answer, Tensor) else answer
+def _as_precise(answer: Any, images: Tensor) -> Any:
+    """Returns a model's answer in its images' precision, whatever its own code computes in."""
+    return answer.to(images.dtype) if isinstance(answer, Tensor) else answer
 
 
 def _probe(model: nn.Module, input_shape: tuple[int, int, int]) -> Tensor:
