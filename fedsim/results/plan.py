@@ -56,8 +56,9 @@ class Plan:
             TypeError: one is of another kind, or a number is none that can be counted to.
         """
         for name, kind in _KINDS.items():
-            value: Any = getattr(self, name)
-            if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
+            value = getattr(self, name)
+            is_count = isinstance(value, int) and 0 <= value < 2**53
+            if type(value) is not kind or (kind is int and not is_count):
                 bounds = ", 0 or more" if kind is int else ""
                 raise TypeError(f"{name}: expected {kind.__name__}{bounds}, got {value!r:.40}")
         if self.origin != "" and not all(self.origin.partition(":")[::2]):
