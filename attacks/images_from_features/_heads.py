@@ -20,6 +20,7 @@ from fedsim.models.head import TwoLayerHead
 from fedsim.models.victim import rebuild
 from fedsim.system.device import moved
 from fedsim.types import Observation, Reconstruction
+from fedsim.words import number_of
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 
@@ -152,5 +153,6 @@ def _ask(
 ) -> Reconstruction:
     answer = solve(attack or create(name), observation, knowledge, seed).reconstruction
     if answer.features is None or len(answer.features) != observation.num_images:
-        raise AttackFailed(f"{name} answers no features of {observation.num_images} images")
+        images = number_of(observation.num_images, "image")
+        raise AttackFailed(f"{name} answers no features of {images}")
     return replace(answer, features_by=name)

@@ -408,7 +408,8 @@ def _untried(chosen: Sequence[LeaderboardRow], rows: Sequence[LeaderboardRow]) -
             ]
             trials, ok = sum(each.n for each in same), sum(each.n_ok for each in same)
             if 2 * ok < max(trials, 1) and any(each.n_ok and each.gain for each in members):
-                what = f"failed in {trials - ok} of {trials} trials" if same else "was left out"
+                failed = f"failed in {trials - ok} of {number_of(trials, 'trial')}"
+                what = failed if same else "was left out"
                 lines.append(
                     f"{defense} ({describe_comparison(comparison)}): {row.attack}, batch size "
                     f"{row.batch_size}, round {row.round}, works undefended and {what}, and what "

@@ -83,9 +83,9 @@ def _enough(workload: Workload) -> None:
         )
     if 1 < least < sampled and workload.protocol and workload.sum_terms(None).colluding:
         raise FedsimError(
-            f"defenses.{workload.stack_name}: the noise is shared among {least} of the {sampled} "
-            "clients that take part in a round, of whom a share may collude, as many as add it; "
-            "share it among all"
+            f"defenses.{workload.stack_name}: the noise is shared among {least} of the "
+            f"{number_of(sampled, 'client')} that take part in a round, of whom a share may "
+            "collude, as many as add it; share it among all"
         )
 
 
