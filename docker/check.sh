@@ -104,7 +104,7 @@ clean() {
         status=1
     fi
     remove_packages || { tail -n 5 "$work/apt.log" >&2; status=1; }
-    if ! pgrep -x 'dockerd|containerd' >/dev/null && { [ -e "$work/had-engine" ] || ! command -v dockerd >/dev/null; }; then
+    if ! pgrep -x dockerd >/dev/null && ! pgrep -x containerd >/dev/null && { [ -e "$work/had-engine" ] || ! command -v dockerd >/dev/null; }; then
         # Nobody has begun to use an engine meanwhile, whose folders and group these would be.
         [ -e "$work/had-group" ] || groupdel docker 2>/dev/null || true
         rm -rf "${absent[@]}" || status=1
