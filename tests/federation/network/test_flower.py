@@ -30,4 +30,5 @@ def test_a_bundle_holds_no_code() -> None:
         text = bundle.read("fedsim_run/__init__.py").decode()
         settings = tomllib.loads(bundle.read("pyproject.toml").decode())
     assert "import" not in text
-    assert set(settings["tool"]["flwr"]["app"]["config"]) == {"scenario", "stack", "run", "held"}
+    declared = set(settings["tool"]["flwr"]["app"]["config"])
+    assert declared == {"version", "scenario", "stack", "run", "held"}
