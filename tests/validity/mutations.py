@@ -1,1619 +1,1106 @@
-"""Faults that made leakage numbers wrong, as changes of the source that put each one back.
+"""Faults that made leakage numbers wrong, as changes of the syntax that put each one back.
 
 A fault counts as met only if the fast suite fails with it: `test_mutations.py` applies each to a
-copy of the project and runs the tests that are named. `old` stands exactly once in `file`.
+copy of the project and runs the tests that are named. See `mutate.py` for what a piece of syntax
+matches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
+from mutate import Mutation, drop, never, swap
 
-@dataclass(frozen=True, kw_only=True)
-class Mutation:
-    """One fault, put back by exchanging `old` for `new` in `file`."""
-
-    name: str
-    """What is wrong then, in a few words."""
-    item: int
-    """Section of docs/refuted.md."""
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    """Files or node ids of the fast tests of which at least one fails then."""
-
-
-ROAD = "tests/validity/test_road.py"
-SENSITIVITY = "tests/validity/test_sensitivity.py"
-
-SEEDS = "tests/validity/test_seeds.py"
-CLAIMS = "tests/validity/test_claims.py"
-BOARD = "tests/validity/test_leaderboard.py"
-EFFECTS = "tests/validity/test_effects.py"
 ASSUMPTIONS = "tests/validity/test_assumptions.py"
-THREADS = "tests/validity/test_threads.py"
-MATCHED = "tests/attacks/gradient_matching/test_matched_tensors.py"
-
-GUESS = "tests/scoring/test_guess.py"
-VICTIMS = "tests/validity/test_victims.py"
-LIMITS = "tests/report/test_limits.py"
-IDENTITY = "tests/results/test_identity.py"
-
-STATED = "tests/validity/test_stated_epsilon.py"
-
-FOREIGN = "tests/validity/test_foreign_attacks.py"
-
-CERTIFICATES = "tests/validity/test_false_certificates.py"
-
 BAD_INPUT = "tests/test_bad_input.py"
-EXTREMES = "tests/privacy/test_extremes.py"
 BESIDE = "tests/validity/test_beside_leakage.py"
-MUTATIONS = (
-    Mutation(
-        name="a certificate that uses the truth",
-        item=16,
-        file="fedsim/scoring/certificates.py",
-        old='        certified=told.get("certified"),\n',
-        new='        certified=told.get("certified", 0) - (false_certificates(found, truth) or 0)\n'
-        "        if truth\n"
-        "        else None,\n",
-        tests=(CERTIFICATES,),
-    ),
-    Mutation(
-        name="a loosened bound of what a certified answer leaves",
-        item=16,
-        file="attacks/classifier_features/_certificates.py",
-        old="    return (_ROUNDING * classifier.rounding) ** 2\n",
-        new="    return (1e5 * classifier.rounding) ** 2\n",
-        tests=(CERTIFICATES, "tests/attacks/classifier_features/test_certified_images.py"),
-    ),
-    Mutation(
-        name="classes that no image is taken for speak for a certificate",
-        item=16,
-        file="attacks/classifier_features/_certificates.py",
-        old="    rows = rows[1:] / rows.square().sum().sqrt()\n",
-        new="    rows = torch.ones_like(rows[1:])\n",
-        tests=("tests/attacks/classifier_features/test_certified_images.py",),
-    ),
-    Mutation(
-        name="a lost trial makes exact pictures unseen",
-        item=16,
-        file="fedsim/report/level.py",
-        old='    return "partial" if (certain > 0 and several) or row.exposed else "unseen"\n',
-        new='    return "partial" if certain > 0 and several else "unseen"\n',
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a neuron at the kink is decided by rounding",
-        item=5,
-        file="attacks/head_features/activation_features.py",
-        old="        if bool((input_ > -slack).all()) and bool(explained):\n",
-        new="        if bool((input_ > 0).all()) and bool(explained):\n",
-        tests=("tests/attacks/head_features/test_feature_attacks.py",),
-    ),
-    Mutation(
-        name="divergences beyond what rounding leaves of them",
-        item=10,
-        file="fedsim/privacy/ledger.py",
-        old="    multiplier = min(multiplier, _AMPLIFIED[1])\n",
-        new="    multiplier = min(multiplier, 1e12)\n",
-        tests=(EXTREMES,),
-    ),
-    Mutation(
-        name="a curve of losses without its rounding",
-        item=10,
-        file="fedsim/privacy/composition/poisson.py",
-        old="            losses = distribution(sampling_rate, noise, steps)\n",
-        new="            losses = distribution(sampling_rate, noise, 1)\n",
-        tests=(EXTREMES,),
-    ),
-    Mutation(
-        name="participations counted at the least of each group",
-        item=10,
-        file="fedsim/privacy/composition/correlated.py",
-        old="    mass = np.diff(below, prepend=0.0)\n",
-        new="    mass = np.diff(below, append=1.0)\n",
-        tests=(EXTREMES,),
-    ),
-    Mutation(
-        name="a NaN in a line of results",
-        item=15,
-        file="fedsim/results/record.py",
-        old="    value = json.loads(text, parse_constant=_no_number, parse_float=_finite)\n",
-        new="    value = json.loads(text)\n",
-        tests=(BAD_INPUT,),
-    ),
-    Mutation(
-        name="a device read as a file",
-        item=15,
-        file="fedsim/system/paths.py",
-        old='    (stat.S_ISCHR, "a device"),\n',
-        new="",
-        tests=("tests/system/test_paths.py",),
-    ),
-    Mutation(
-        name="a file opened beside the one way",
-        item=15,
-        file="fedsim/privacy/mechanisms/normal.py",
-        old="json.loads(paths.text(path, paths.TEXT))",
-        new="json.loads(path.read_text())",
-        tests=("tests/system/test_paths.py",),
-    ),
-    Mutation(
-        name="a model built before it is counted",
-        item=15,
-        file="fedsim/models/size.py",
-        old="        memory.check(_COPIES * size.state, content,",
-        new="        memory.check(0, content,",
-        tests=(BAD_INPUT,),
-    ),
-    Mutation(
-        name="noise of the server used again for another sum",
-        item=4,
-        file="fedsim/federation/tap.py",
-        old="            use_once(path, asked(self._round, probe), [combined.tensors], "
-        '"the server")\n',
-        new="            pass\n",
-        tests=("tests/federation/test_federation_tap.py",),
-    ),
-    Mutation(
-        name="noise used again at other weights",
-        item=4,
-        file="fedsim/federation/noise_use.py",
-        old="    if before and at not in before:\n",
-        new="    if False:\n",
-        tests=("tests/federation/test_federation_client.py",),
-    ),
-    Mutation(
-        name="rounds in descending order are answered",
-        item=4,
-        file="fedsim/federation/noise_use.py",
-        old="if own[0] < last and not is_released:",
-        new="if own[0] < 0:",
-        tests=("tests/federation/network/test_one_answer.py",),
-    ),
-    Mutation(
-        name="an answer is repeated with other bytes",
-        item=4,
-        file="fedsim/federation/noise_use.py",
-        old='entry.setdefault("release", at) != at:',
-        new='entry.setdefault("release", at) is None:',
-        tests=("tests/federation/network/test_one_answer.py",),
-    ),
-    Mutation(
-        name="a greeting makes a node forget its steps",
-        item=4,
-        file="fedsim/federation/client_state.py",
-        old="kept = max([done, *noted_rounds(self._notes)])",
-        new="kept = done",
-        tests=("tests/federation/network/test_one_answer.py",),
-    ),
-    Mutation(
-        name="a run of another census",
-        item=4,
-        file="fedsim/federation/network/home.py",
-        old='Path("census"): (held, ',
-        new='Path("census"): ("", ',
-        tests=("tests/federation/network/test_one_answer.py",),
-    ),
-    Mutation(
-        name="noise of a server's words",
-        item=4,
-        file="fedsim/federation/network/node_app.py",
-        old='use = json.dumps(["noise", stack, *pins])',
-        new='use = json.dumps(["noise", stack, *pins, held])',
-        tests=("tests/federation/network/test_one_answer.py",),
-    ),
-    Mutation(
-        name="noise in the server's order of tensors",
-        item=4,
-        file="fedsim/federation/wire.py",
-        old="fitted(parameters, form[0]) if form else decode(parameters)",
-        new="decode(parameters)",
-        tests=("tests/federation/network/test_one_answer.py",),
-    ),
-    Mutation(
-        name="what fedsim validate refuses is answered",
-        item=4,
-        file="fedsim/federation/network/node_app.py",
-        old="        resolve(scenario.model_copy(update=own))\n",
-        new="        scenario.model_copy(update=own)\n",
-        tests=("tests/federation/network/test_one_answer.py",),
-    ),
-    Mutation(
-        name="one noise at two δ",
-        item=4,
-        file="fedsim/federation/checkpoint.py",
-        old="    if scenario.privacy != Privacy():\n",
-        new="    if scenario.privacy is None:\n",
-        tests=("tests/training/test_fingerprint.py",),
-    ),
-    Mutation(
-        name="two spellings of a key have one mask",
-        item=4,
-        file="fedsim/federation/secure_aggregation/secrets.py",
-        old="    who = listed(keys)\n",
-        new='    who = b""\n',
-        tests=("tests/federation/secure_aggregation/test_public_keys.py",),
-    ),
-    Mutation(
-        name="keys that are not canonical",
-        item=4,
-        file="fedsim/federation/secure_aggregation/secrets.py",
-        old="number >= _PRIME or ",
-        new="",
-        tests=("tests/federation/secure_aggregation/test_public_keys.py",),
-    ),
-    Mutation(
-        name="a learner that steps around the stack",
-        item=1,
-        file="fedsim/training/refusals.py",
-        old="    if claimed and not stack.directed:\n",
-        new="    if claimed and False:\n",
-        tests=(STATED,),
-    ),
-    Mutation(
-        name="a clipped gradient above its bound by rounding",
-        item=1,
-        file="defenses/per_example.py",
-        old="torch.where(norms > norm * slack,",
-        new="torch.where(norms > norm,",
-        tests=(STATED,),
-    ),
-    Mutation(
-        name="a mean of very many examples in float32",
-        item=1,
-        file="defenses/per_example.py",
-        old="torch.zeros_like(value, dtype=torch.float64)",
-        new="torch.zeros_like(value)",
-        tests=(STATED,),
-    ),
-    Mutation(
-        name="a claim beside tensors that no defense acts on",
-        item=1,
-        file="fedsim/privacy/ledger.py",
-        old="    if unprotected:\n",
-        new="    if False:\n",
-        tests=(STATED,),
-    ),
-    Mutation(
-        name="a claim on noise that rounding swallows",
-        item=10,
-        file="fedsim/privacy/ledger.py",
-        old="_LARGEST = 1e9\n",
-        new="_LARGEST = math.inf\n",
-        tests=(STATED,),
-    ),
-    Mutation(
-        name="images in the order of their classes",
-        item=1,
-        file="fedsim/data/folder.py",
-        old="(item.client, item.name, item.class_name)",
-        new="(item.class_name, item.client, item.name)",
-        tests=(SENSITIVITY,),
-    ),
-    Mutation(
-        name="a claim where labels decide on places",
-        item=1,
-        file="fedsim/training/source.py",
-        old="    if placed and partition in _BY_PLACE and",
-        new="    if placed and not partition and",
-        tests=(SENSITIVITY,),
-    ),
-    Mutation(
-        name="a claim behind a limit by classes",
-        item=1,
-        file="fedsim/data/folder.py",
-        old="((_LIMIT,) if cut else ())",
-        new="()",
-        tests=(SENSITIVITY,),
-    ),
-    Mutation(
-        name="an epsilon rounded down where it is written",
-        item=3,
-        file="fedsim/report/figures.py",
-        old="_rounded(epsilon, 3, ROUND_CEILING)",
-        new="_rounded(epsilon, 3, ROUND_HALF_EVEN)",
-        tests=(STATED,),
-    ),
-    Mutation(
-        name="a sketch drawn from 32 bits",
-        item=4,
-        file="fedsim/learners/closed_form.py",
-        old="self.value(rows, request.stream)",
-        new="self.value(rows, torch.Generator().manual_seed(request.stream.initial_seed()))",
-        tests=(STATED,),
-    ),
-    Mutation(
-        name="a run computes on as many threads as its machine likes",
-        item=12,
-        file="fedsim/system/threads.py",
-        old="    before = torch.get_num_threads()\n",
-        new="    before = threads = torch.get_num_threads()\n",
-        tests=(THREADS,),
-    ),
-    Mutation(
-        name="a worker computes on as many threads as its machine likes",
-        item=12,
-        file="fedsim/attacking/question.py",
-        old="    threads.fix(around.threads)\n",
-        new="",
-        tests=(THREADS,),
-    ),
-    Mutation(
-        name="two runs fill one folder",
-        item=14,
-        file="fedsim/pipeline.py",
-        old="            until_the_end.enter_context(locked(root))\n",
-        new="",
-        tests=("tests/system/test_processes.py::test_a_folder_in_use_is_refused",),
-    ),
-    Mutation(
-        name="a run overwrites one that came in between",
-        item=14,
-        file="fedsim/pipeline.py",
-        old="                plan.refuse_other_run()\n",
-        new="                pass\n",
-        tests=(
-            "tests/system/test_processes.py::test_a_folder_that_filled_up_in_the_meantime_is_refused",
+BOARD = "tests/validity/test_leaderboard.py"
+CERTIFICATES = "tests/validity/test_false_certificates.py"
+CERTIFIED_IMAGES = "tests/attacks/classifier_features/test_certified_images.py"
+CLAIMS = "tests/validity/test_claims.py"
+EFFECTS = "tests/validity/test_effects.py"
+EXTREMES = "tests/privacy/test_extremes.py"
+FIXED_POINT = "tests/federation/secure_aggregation/test_fixed_point.py"
+FOREIGN = "tests/validity/test_foreign_attacks.py"
+GUESS = "tests/scoring/test_guess.py"
+HOLDERS = "tests/validity/test_who_holds_the_noise.py"
+IDENTITY = "tests/results/test_identity.py"
+LIMITS = "tests/report/test_limits.py"
+LIMITS_OF_EPSILON = "tests/report/test_limits_of_epsilon.py"
+LOW_BITS = "tests/defenses/test_low_bits.py"
+ONE_ANSWER = "tests/federation/network/test_one_answer.py"
+PATHS = "tests/system/test_paths.py"
+PUBLIC_KEYS = "tests/federation/secure_aggregation/test_public_keys.py"
+REFUSALS = "tests/federation/secure_aggregation/test_refusals.py"
+ROAD = "tests/validity/test_road.py"
+SECURE = "tests/federation/test_federation_secure.py"
+SEEDS = "tests/validity/test_seeds.py"
+SENSITIVITY = "tests/validity/test_sensitivity.py"
+STATED = "tests/validity/test_stated_epsilon.py"
+STATISTICS = "tests/scoring/test_statistics.py"
+THREADS = "tests/validity/test_threads.py"
+THREATS = "tests/results/test_threat_model.py"
+VICTIMS = "tests/validity/test_victims.py"
+
+_BY_SECTION: dict[int, dict[str, Mutation]] = {
+    1: {
+        "a learner that steps around the stack": swap(
+            "fedsim/training/refusals.py:_directed", "not stack.directed", "False", STATED
         ),
-    ),
-    Mutation(
-        name="one image guessed for all of a batch",
-        item=7,
-        file="fedsim/scoring/guess.py",
-        old="        levels = everything.guess(chosen, count)\n",
-        new='        levels = everything.guess("mean_image", count)\n',
-        tests=(GUESS, VICTIMS),
-    ),
-    Mutation(
-        name="the guess ignores granted labels",
-        item=7,
-        file="fedsim/attacking/jobs.py",
-        old='    known = truth.labels.tolist() if setting.granted.labels == "known" else None\n',
-        new="    known = None\n",
-        tests=(VICTIMS,),
-    ),
-    Mutation(
-        name="what is filled in comes of the truth",
-        item=7,
-        file="fedsim/attacking/jobs.py",
-        old="    return scoring.score(found, truth, lpips=lpips, guess=setting.guesser.mean)\n",
-        new="    fill = truth.images.mean(0)\n"
-        "    return scoring.score(found, truth, lpips=lpips, guess=fill)\n",
-        tests=(VICTIMS,),
-    ),
-    Mutation(
-        name="few public images are learned by heart",
-        item=7,
-        file="fedsim/scoring/guess_pool.py",
-        old="        return [*plain, learned] if count <= _MAX_LEARNED else plain\n",
-        new="        return [learned]\n",
-        tests=(GUESS,),
-    ),
-    Mutation(
-        name="victims drawn anew in each trial",
-        item=11,
-        file="fedsim/data/batches.py",
-        old="    start = (step * trials + trial) * batch_size\n",
-        new="    start = 0\n",
-        tests=(VICTIMS,),
-    ),
-    Mutation(
-        name="victims drawn independently in each trial",
-        item=11,
-        file="fedsim/training/client.py",
-        old="            if probe and (own := "
-        "self._victims(training, round, probe, step, trials)) is not None:\n",
-        new="            if probe and (own := None) is not None:\n",
-        tests=(VICTIMS,),
-    ),
-    Mutation(
-        name="more trials than images",
-        item=11,
-        file="fedsim/training/client.py",
-        old="        if trials * needed > held:\n",
-        new="        if False:\n",
-        tests=(VICTIMS,),
-    ),
-    Mutation(
-        name="the same image held twice is two victims",
-        item=11,
-        file="fedsim/data/batches.py",
-        old="        first.setdefault(streams.of_bytes(content), index)\n",
-        new="        first.setdefault(index + 0 * streams.of_bytes(content), index)\n",
-        tests=(VICTIMS,),
-    ),
-    Mutation(
-        name="another update of the same image",
-        item=11,
-        file="fedsim/results/rows.py",
-        old='    return not set(row["victims"]) & set(other["victims"])\n',
-        new="    return True\n",
-        tests=(VICTIMS,),
-    ),
-    Mutation(
-        name="another release of the same row",
-        item=11,
-        file="fedsim/results/rows.py",
-        old="if other[turn] != victim",
-        new="if other[turn]",
-        tests=(VICTIMS,),
-    ),
-    Mutation(
-        name="n counts runs",
-        item=11,
-        file="fedsim/report/leaderboard.py",
-        old="    first, trials = rows[0], units(rows)\n",
-        new="    first, trials = rows[0], [[i] for i in range(len(rows))]\n",
-        tests=(VICTIMS,),
-    ),
-    Mutation(
-        name="runs of other seeds are dropped as copies",
-        item=11,
-        file="fedsim/results/reading.py",
-        old='        seed = str(run.setting("seed"))\n        for row',
-        new='        seed = ""\n        for row',
-        tests=(IDENTITY,),
-    ),
-    Mutation(
-        name="a run's rows are dropped for those of another of its name",
-        item=9,
-        file="fedsim/results/reading.py",
-        old="            key = (seed, canonical(row.variant), row.content)\n",
-        new="            key = (seed, canonical(row.variant), row.place)\n",
-        tests=(IDENTITY,),
-    ),
-    Mutation(
-        name="runs of one name with other figures are pooled",
-        item=9,
-        file="fedsim/results/reading.py",
-        old="setdefault(place, content) != content",
-        new="setdefault(place, content) is None",
-        tests=(IDENTITY,),
-    ),
-    Mutation(
-        name="runs of one text and of other data are pooled",
-        item=9,
-        file="fedsim/results/reading.py",
-        old="    if len({run.origin for run in runs if run.origin}) < 2:\n",
-        new="    if len({run.origin for run in runs if run.origin}) < 99:\n",
-        tests=(IDENTITY,),
-    ),
-    Mutation(
-        name="labels alone are guessed by the majority",
-        item=7,
-        file="fedsim/scoring/guess.py",
-        old="        labels = _likeliest(self._labels, "
-        "count) if granted is None else torch.tensor(granted)\n",
-        new="        labels = self._labels.bincount().argmax().repeat(count)\n",
-        tests=(GUESS,),
-    ),
-    Mutation(
-        name="a control without the attack's stretching",
-        item=7,
-        file="attacks/gradient_matching/prior_only.py",
-        old="        images = exposed(state.best, state.drawing.box) if self.stretched "
-        "else state.best\n",
-        new="        images = state.best\n",
-        tests=("tests/attacks/gradient_matching/test_prior_only.py",),
-    ),
-    Mutation(
-        name="an interval of 90% that is labelled 95%",
-        item=7,
-        file="fedsim/scoring/statistics.py",
-        old="t.ppf((1 + confidence) / 2, freedom)",
-        new="t.ppf(0.95 if confidence == 0.95 else (1 + confidence) / 2, freedom)",
-        tests=("tests/scoring/test_statistics.py",),
-    ),
-    Mutation(
-        name="intervals of two values",
-        item=7,
-        file="fedsim/scoring/statistics.py",
-        old="LEAST = 3\n",
-        new="LEAST = 2\n",
-        tests=("tests/scoring/test_statistics.py",),
-    ),
-    Mutation(
-        name="an own attack blind to noise",
-        item=6,
-        file="attacks/head_features/_head_gradient.py",
-        old="            noisy=effect.noisy,\n",
-        new="            noisy=False,\n",
-        tests=(EFFECTS,),
-    ),
-    Mutation(
-        name="an own attack blind to pruning",
-        item=6,
-        file="attacks/head_features/_head_gradient.py",
-        old="            pruned=effect.removed is not None,\n",
-        new="            pruned=False,\n",
-        tests=(EFFECTS,),
-    ),
-    Mutation(
-        name="bounds of removed entries ignored",
-        item=6,
-        file="attacks/images_from_features/_part_update.py",
-        old="    if removed is None or observation.effect.noisy:\n",
-        new="    if removed:\n",
-        tests=(EFFECTS,),
-    ),
-    Mutation(
-        name="a stack that drops what a second defense does",
-        item=6,
-        file="fedsim/types.py",
-        old="            noise=self.noise + after.noise,\n",
-        new="            noise=self.noise or after.noise,\n",
-        tests=(EFFECTS,),
-    ),
-    Mutation(
-        name="a foreign defense is taken for none",
-        item=6,
-        file="fedsim/types.py",
-        old="UNKNOWN = Effect(known=False)\n",
-        new="UNKNOWN = Effect()\n",
-        tests=(EFFECTS,),
-    ),
-    Mutation(
-        name="a failed attack marked strongest",
-        item=13,
-        file="fedsim/report/row.py",
-        old="        return (float(self.n_ok > 0), float(not self.blind), *self.strength)\n",
-        new="        return (float(not self.blind), *self.strength)\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="all failed, and one marked",
-        item=13,
-        file="fedsim/report/leaderboard.py",
-        old="        works = line.n_ok > 0 and not line.blind\n",
-        new="        works = not line.blind\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="chance is taken for learning",
-        item=13,
-        file="fedsim/scoring/accuracy.py",
-        old="        return self.low <= self.chance\n",
-        new="        return self.share < self.chance\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="one invalid comparison marks another",
-        item=13,
-        file="fedsim/report/render.py",
-        old='        "valid": row.comparison not in invalid,\n',
-        new='        "valid": not invalid,\n',
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="assumptions that the data contradict are believed",
-        item=3,
-        file="fedsim/training/refusals.py",
-        old="    _assumed(workload)\n",
-        new="",
-        tests=(ASSUMPTIONS,),
-    ),
-    Mutation(
-        name="rows longer than their bound",
-        item=3,
-        file="fedsim/types.py",
-        old="        beyond = ~(norms <= self.row_norm * (1 + _ROUNDING))\n",
-        new="        beyond = norms < 0\n",
-        tests=(ASSUMPTIONS,),
-    ),
-    Mutation(
-        name="a probe carries the training's batch size",
-        item=2,
-        file="fedsim/training/accounting.py",
-        old="        declared = server.declared_of(seen.training.batch_size)\n",
-        new="        declared = server.declared\n",
-        tests=(CLAIMS,),
-    ),
-    Mutation(
-        name="probes are left out of the run's claim",
-        item=2,
-        file="fedsim/training/accounting.py",
-        old="            probes=account.probed(most.probed) if probes else (),\n",
-        new="",
-        tests=(CLAIMS,),
-    ),
-    Mutation(
-        name="an epsilon without its unit, relation and delta",
-        item=3,
-        file="fedsim/report/figures.py",
-        old="    return f\"{format_epsilon(epsilon)} ({', '.join(words)})\"\n",
-        new="    return format_epsilon(epsilon)\n",
-        tests=(CLAIMS,),
-    ),
-    Mutation(
-        name="the scenario's seed in every observation",
-        item=4,
-        file="fedsim/training/server.py",
-        old="            seed=self.scenario.attack_seed,\n",
-        new="            seed=self.scenario.seed,\n",
-        tests=(SEEDS,),
-    ),
-    Mutation(
-        name="streams of 32 bits",
-        item=4,
-        file="fedsim/rng.py",
-        old="        self.set_state(_mersenne_state(material))\n",
-        new="        self.manual_seed(int.from_bytes(hashlib.sha256(material).digest()[:4]))\n",
-        tests=(SEEDS,),
-    ),
-    Mutation(
-        name="noise from the generator of simulations",
-        item=4,
-        file="fedsim/contracts/defense.py",
-        old="        name: normal(tensor.shape, rng, torch.float64).to(tensor.device)\n",
-        new="        name: torch.randn(tensor.shape, generator=rng, dtype=torch.float64)\n",
-        tests=(SEEDS,),
-    ),
-    Mutation(
-        name="clients' images normalize clients' images",
-        item=1,
-        file="fedsim/data/folder.py",
-        old='        if self.normalization == "declared":\n            return dataset\n',
-        new="",
-        tests=(SENSITIVITY,),
-    ),
-    Mutation(
-        name="private statistics void nothing",
-        item=1,
-        file="fedsim/privacy/ledger.py",
-        old="    moving = (private_statistics or {}).get(held.mechanism.unit, ())\n",
-        new="    moving = ()\n",
-        tests=(SENSITIVITY,),
-    ),
-    Mutation(
-        name="a source that does not say is believed",
-        item=1,
-        file="fedsim/training/source.py",
-        old='        found = (f"data source {dataset.name} does not declare '
-        '{kind}.private_statistics",)\n',
-        new="        found = ()\n",
-        tests=(SENSITIVITY,),
-    ),
-    Mutation(
-        name="weights of unknown origin are believed",
-        item=1,
-        file="fedsim/training/source.py",
-        old="        found += (_WEIGHTS,)\n",
-        new="        pass\n",
-        tests=(SENSITIVITY,),
-    ),
-    Mutation(
-        name="an audit's worlds share their statistics",
-        item=1,
-        file="fedsim/training/workload.py",
-        old="        prepared = data_source(self.scenario).prepared(dataset)\n",
-        new="        prepared = dataset\n",
-        tests=(SENSITIVITY,),
-    ),
-    Mutation(
-        name="digits normalized by their own mean",
-        item=1,
-        file="fedsim/data/bundled.py",
-        old="        mean=mean,\n",
-        new="        mean=(float(images[train].double().mean()) / 255,) * len(mean),\n",
-        tests=("tests/data/test_bundled.py",),
-    ),
-    Mutation(
-        name="a restart picked by PSNR",
-        item=8,
-        file="fedsim/attacking/jobs.py",
-        old="        self._left = questions(\n"
-        "            attack,\n"
-        "            observation,\n"
-        "            truth,\n"
-        "            setting.granted,\n"
-        "            seed_of(observation, job.label),\n",
-        new="        first = seed_of(observation, job.label)\n"
-        "        from fedsim.attacking.targets import question\n"
-        "        tries = {\n"
-        "            first + k: question(attack, observation, truth, setting.granted, first + k)\n"
-        "            for k in range(job.restarts)\n"
-        "        }\n"
-        "        lpips = scoring.Unavailable('')\n"
-        "        best = max(\n"
-        "            tries,\n"
-        "            key=lambda seed: _score(\n"
-        "                tries[seed].reconstruction, truth, setting, lpips\n"
-        "            ).metrics()['psnr'],\n"
-        "        )\n"
-        "        self._left = questions(\n"
-        "            attack,\n"
-        "            observation,\n"
-        "            truth,\n"
-        "            setting.granted,\n"
-        "            best,\n",
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="the victim's batch-norm buffers recorded as the global ones",
-        item=8,
-        file="fedsim/federation/tap.py",
-        old="            {**self._constants, **self._buffers},\n",
-        new="            {**self._constants, **(seen.update.buffers or self._buffers)},\n",
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="probes always in eval mode",
-        item=8,
-        file="fedsim/training/spending.py",
-        old="batch_size=batch_size, sampling=",
-        new='batch_size=batch_size, mode="eval", sampling=',
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="true labels granted while rows say inferred",
-        item=8,
-        file="fedsim/attacking/targets.py",
-        old="hand_over(observation, truth, granted, public)\n",
-        new='hand_over(observation, truth, Grant(labels="known"), public)\n',
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="LPIPS with its own best pairing",
-        item=8,
-        file="fedsim/scoring/perceptual.py",
-        old="    return lpips(claimed, truth)\n",
-        new="    pairs = torch.stack(\n"
-        "        [lpips(one.expand_as(truth), truth) for one in claimed], dim=1\n"
-        "    )\n"
-        "    return pairs.min(1).values\n",
-        tests=("tests/validity/test_scoring.py",),
-    ),
-    Mutation(
-        name="unrecorded updates dropped",
-        item=8,
-        file="fedsim/pipeline.py",
-        old="                on_result(job, nothing_recorded(seen, lost))\n",
-        new="                continue\n",
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="the guess made of clients' training images",
-        item=8,
-        file="fedsim/pipeline.py",
-        old="scoring.Guesser(self.described.test_images, self.described.test_labels)",
-        new="scoring.Guesser(*(lambda data: (data.train_images, data.train_labels))("
-        "load_dataset(self.scenario)))",
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="a black image as the guess",
-        item=8,
-        file="fedsim/pipeline.py",
-        old="scoring.Guesser(self.described.test_images, self.described.test_labels)",
-        new="scoring.Guesser(0 * self.described.test_images, self.described.test_labels)",
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="a black other_update",
-        item=8,
-        file="fedsim/results/rows.py",
-        old='            images=foreign.get("reconstruction"),\n',
-        new='            images=0 * foreign["reconstruction"],\n',
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="failed trials dropped from the mean",
-        item=8,
-        file="fedsim/report/leaderboard.py",
-        old="    values = [value_of(row.metrics, name) if row.ok else _guessed(row, "
-        "name) for row in rows]\n",
-        new="    rows = [row for row in rows if row.ok]\n"
-        "    values = [value_of(row.metrics, name) for row in rows]\n",
-        tests=("tests/validity/test_leaderboard.py",),
-    ),
-    Mutation(
-        name="a restart without a finite loss wins",
-        item=8,
-        file="fedsim/contracts/attack.py",
-        old="    best = min(range(restarts), key=lambda i: losses[i] if "
-        "math.isfinite(losses[i]) else math.inf)\n",
-        new="    finite = [loss for loss in losses if math.isfinite(loss)]\n"
-        "    best = finite.index(min(finite, default=math.inf)) if finite else 0\n",
-        tests=("tests/validity/test_restarts.py",),
-    ),
-    Mutation(
-        name="an answer that is not finite may win",
-        item=8,
-        file="fedsim/contracts/attack.py",
-        old="result.loss if _is_finite(result) else math.nan",
-        new="result.loss",
-        tests=("tests/validity/test_restarts.py",),
-    ),
-    Mutation(
-        name="pictures rescaled to their own range",
-        item=8,
-        file="fedsim/report/pictures.py",
-        old="    for images in _as_bytes(truth, reconstruction):\n",
-        new="    low, high = truth.min(), truth.max()\n"
-        "    truth, reconstruction = (\n"
-        "        ((t - low) / (high - low)).clamp(0, 1) for t in (truth, reconstruction)\n"
-        "    )\n"
-        "    for images in _as_bytes(truth, reconstruction):\n",
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="aggregation by float masks of a shared secret",
-        item=8,
-        file="defenses/aggregate.py",
-        old="        return Update(tensors=tensors.read(), buffers=buffers.read(), "
-        "num_examples=seen)\n",
-        new="        masked = {\n"
-        "            name: ((tensor + 1e4) - 1e4) if tensor.is_floating_point() else tensor\n"
-        "            for name, tensor in tensors.read().items()\n"
-        "        }\n"
-        "        return Update(tensors=masked, buffers=buffers.read(), num_examples=seen)\n",
-        tests=("tests/defenses/test_defense_contracts.py", "tests/defenses/test_aggregate.py"),
-    ),
-    Mutation(
-        name="a rival that is asked for the body and matches the head",
-        item=9,
-        file="attacks/gradient_matching/_matching.py",
-        old='if tensors == "all" or not n.startswith("head.")]',
-        new="if tensors or n]",
-        tests=(MATCHED,),
-    ),
-    Mutation(
-        name="planted heads ranked among honest ones",
-        item=9,
-        file="fedsim/report/row.py",
-        old="self.dataset, self.model, self.threat, watcher)\n",
-        new="self.dataset, self.model, ThreatModel(), watcher)\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="granted labels ranked with an honest server",
-        item=9,
-        file="fedsim/results/threat_model.py",
-        old="    beyond = list(row.knowledge.beyond_honest())\n",
-        new="    beyond: list[str] = []\n",
-        tests=("tests/results/test_threat_model.py",),
-    ),
-    Mutation(
-        name="what an attack brought along is not told apart",
-        item=9,
-        file="fedsim/results/threat_model.py",
-        old='_sorted(beyond + [f"{_OWN}{thing}" for thing in row.attack.brought])',
-        new="_sorted(beyond)",
-        tests=("tests/results/test_threat_model.py",),
-    ),
-    Mutation(
-        name="rows behind a planted head that call the server honest",
-        item=9,
-        file="fedsim/types.py",
-        old='return "planted" if isinstance(head, Mapping) and head.get("planted") else "honest"\n',
-        new='return "honest"\n',
-        tests=(BOARD, "tests/models/test_planting.py"),
-    ),
-    Mutation(
-        name="rows of a malicious server without its mark",
-        item=9,
-        file="fedsim/report/table.py",
-        old='    return [] if row.server == "honest" else [f"({row.server})"]\n',
-        new="    return []\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a report on the batches of development",
-        item=9,
-        file="scenarios/reconstruction/table3-small.yaml",
-        old="seed: 2027\n",
-        new="seed: 3\n",
-        tests=("tests/scenario/test_scenarios.py",),
-    ),
-    Mutation(
-        name="a comparison that leaves a rival only the drowned cosine",
-        item=9,
-        file="scenarios/reconstruction/table3-small.yaml",
-        old="label: inverting_gradients_body, iterations: 950, tensors: body",
-        new="label: inverting_gradients_body, iterations: 950",
-        tests=("tests/scenario/test_scenarios.py",),
-    ),
-    Mutation(
-        name="features of any update as a leak",
-        item=16,
-        file="fedsim/report/level.py",
-        old="row.guessed_span and not blind\n",
-        new="row.guessed_span\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a prior as the positive control",
-        item=16,
-        file="fedsim/report/control.py",
-        old="    blind = best.blind\n",
-        new="    blind = False\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a lost update that hides the other trials",
-        item=16,
-        file="fedsim/report/paired.py",
-        old="            differences.append(0.0)\n",
-        new="            return None\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="true labels that an attack can write into",
-        item=16,
-        file="fedsim/attacking/knowledge.py",
-        old="labels.to(device, copy=True)",
-        new="labels.to(device)",
-        tests=(FOREIGN,),
-    ),
-    Mutation(
-        name="an attack that draws from what other jobs left",
-        item=16,
-        file="fedsim/attacking/question.py",
-        old="        with rng.global_stream(self.seed):\n",
-        new="        if True:\n",
-        tests=(FOREIGN,),
-    ),
-    Mutation(
-        name="some leakage by one trial",
-        item=16,
-        file="fedsim/report/level.py",
-        old="    several = min(gain.n, gain.n if over is None else over.n) >= LEAST\n",
-        new="    several = True\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="equal values with an interval of no width",
-        item=16,
-        file="fedsim/scoring/statistics.py",
-        old="    if len(sample) >= LEAST and spread > _ROUNDING * float(np.abs(sample).max()):\n",
-        new="    if len(sample) >= LEAST:\n",
-        tests=("tests/scoring/test_statistics.py",),
-    ),
-    Mutation(
-        name="a share with an interval that misses what is rare",
-        item=16,
-        file="fedsim/scoring/statistics.py",
-        old='    interval = binomtest(count, n).proportion_ci(confidence, "exact")\n',
-        new='    interval = binomtest(count, n).proportion_ci(confidence, "wilson")\n',
-        tests=("tests/scoring/test_statistics.py",),
-    ),
-    Mutation(
-        name="the best of many with the interval of one",
-        item=16,
-        file="fedsim/scoring/statistics.py",
-        old="        half = _half_width(self.std, self.n, 1 - (1 - self.confidence) / compared)\n",
-        new="        half = _half_width(self.std, self.n, self.confidence)\n",
-        tests=("tests/scoring/test_statistics.py",),
-    ),
-    Mutation(
-        name="gray pixels for an image that nobody reconstructed",
-        item=16,
-        file="fedsim/attacking/replay.py",
-        old="    return scoring.score(found, truth)\n",
-        new="    return scoring.score(found, truth, guess=0 * truth.images[0] + 0.5)\n",
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="labels saved beside other images than they came with",
-        item=16,
-        file="fedsim/attacking/jobs.py",
-        old="            scoring.align(found.labels, scores.assignment, none)\n"
-        "            if scores.assignment\n"
-        "            else found.labels\n",
-        new="            found.labels\n",
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="a prior ranked above what sees",
-        item=16,
-        file="fedsim/report/row.py",
-        old="        return (float(self.n_ok > 0), float(not self.blind), *self.strength)\n",
-        new="        return (float(self.n_ok > 0), *self.strength)\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a prior marked strongest",
-        item=16,
-        file="fedsim/report/leaderboard.py",
-        old="        works = line.n_ok > 0 and not line.blind\n",
-        new="        works = line.n_ok > 0\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a prior that lends the verdict its gain",
-        item=16,
-        file="fedsim/report/verdict.py",
-        old="lambda r: r.own_gain if strongest.blind else r.gain",
-        new="lambda r: r.gain",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a trial exposed by two halves",
-        item=16,
-        file="fedsim/report/paired.py",
-        old="        min(gain, over) if over is not None",
-        new="        gain if over is not None",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a rare exact picture hidden by a steady attack",
-        item=16,
-        file="fedsim/report/verdict.py",
-        old="    if leaks:\n",
-        new="    if False:\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a single trial without a word on its control",
-        item=16,
-        file="fedsim/report/leaderboard.py",
-        old="    if not ok or any(row.other_update for row in ok):\n",
-        new="    if True:\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="labels of any update as a leak",
-        item=16,
-        file="fedsim/report/level.py",
-        old="    return row.label_over_other is None or row.label_over_other.mean < _LABEL_GAIN\n",
-        new="    return False\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="memberships of any release as a leak",
-        item=16,
-        file="fedsim/report/level.py",
-        old="    return over is not None and over.mean < _MEMBERSHIP_GAIN\n",
-        new="    return False\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="memberships of any release as the control",
-        item=16,
-        file="fedsim/report/control.py",
-        old="    return over_other is not None and over_other.certain <= 0\n",
-        new="    return False\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a verdict that forgets among how many it chose",
-        item=16,
-        file="fedsim/report/level.py",
-        old="    return max(1, sum(row.n_ok > 0 and measure(row) is not None for row in rows))\n",
-        new="    return 1\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="the best of many by one trial",
-        item=16,
-        file="fedsim/report/level.py",
-        old="    if certain >= REQUIRED_GAIN and (several or gain.compared == 1):\n",
-        new="    if certain >= REQUIRED_GAIN:\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a poor guess without a warning",
-        item=16,
-        file="fedsim/scoring/guess.py",
-        old="    if public_per_image >= _NEEDED:\n",
-        new="    if True:\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="features held against no guess",
-        item=16,
-        file="fedsim/report/row.py",
-        old='        guessed = self.baseline["subspace_error"]\n',
-        new="        guessed = None\n",
-        tests=(BOARD,),
-    ),
-    Mutation(
-        name="a field of results that no document describes",
-        item=16,
-        file="fedsim/results/rows.py",
-        old='            "releases": seen.releases,\n',
-        new='            "releases": seen.releases,\n            "copies": seen.releases,\n',
-        tests=("tests/results/test_formats.py",),
-    ),
-    Mutation(
-        name="features guessed from nothing",
-        item=16,
-        file="fedsim/attacking/jobs.py",
-        old="    return {} if public is None else scoring.feature_baseline(",
-        new="    return {} if True else scoring.feature_baseline(",
-        tests=(ROAD,),
-    ),
-    Mutation(
-        name="a prior in the picture of what leaks",
-        item=16,
-        file="fedsim/report/lineup.py",
-        old="key=lambda rows: (_is_informed(rows), _mean_psnr(rows))",
-        new="key=_mean_psnr",
-        tests=("tests/report/test_overview.py",),
-    ),
-    Mutation(
-        name="a server that holds its clients' data",
-        item=17,
-        file="fedsim/training/workload.py",
-        old="self.scenario, self.stack_name, self.described, self",
-        new="self.scenario, self.stack_name, self.dataset, self",
-        tests=("tests/training/test_server.py",),
-    ),
-    Mutation(
-        name="the sum of many clients' updates in float32",
-        item=1,
-        file="defenses/aggregate.py",
-        old="tensors, buffers = Mean(torch.float64), Mean()",
-        new="tensors, buffers = Mean(), Mean()",
-        tests=(STATED,),
-    ),
-    Mutation(
-        name="noise of a server that ignores the rounding of its sum",
-        item=1,
-        file="defenses/dp_ftrl.py",
-        old="round.sensitivity * (1 + _ROUNDING * round.clients)",
-        new="round.sensitivity",
-        tests=(STATED,),
-    ),
-    Mutation(
-        name="a client gives up both secrets of another",
-        item=18,
-        file="fedsim/federation/secure_aggregation/client.py",
-        old="len(out) < len(lost) or in_sum & out:",
-        new="len(out) < len(lost):",
-        tests=("tests/federation/secure_aggregation/test_refusals.py",),
-    ),
-    Mutation(
-        name="a model for one client alone is opened",
-        item=18,
-        file="fedsim/federation/secure_aggregation/client.py",
-        old="if not self._vouches(client, signatures):",
-        new="if client not in signatures:",
-        tests=("tests/federation/secure_aggregation/test_refusals.py",),
-    ),
-    Mutation(
-        name="a server's own keys stand for a client's",
-        item=18,
-        file="fedsim/federation/secure_aggregation/client.py",
-        old="            if not self._identity.vouches(client, statement, one.signature):\n",
-        new="            if not statement:\n",
-        tests=("tests/federation/secure_aggregation/test_refusals.py",),
-    ),
-    Mutation(
-        name="a stage is answered twice",
-        item=18,
-        file="fedsim/federation/secure_aggregation/client.py",
-        old="        if self.memory.done != at:\n",
-        new="        if self.memory.done > at + 1:\n",
-        tests=("tests/federation/secure_aggregation/test_refusals.py",),
-    ),
-    Mutation(
-        name="few clients share masks with some of the others",
-        item=18,
-        file="fedsim/federation/secure_aggregation/terms.py",
-        old="        if self.complete:\n",
-        new="        if 2 * reach >= len(everyone):\n",
-        tests=("tests/federation/secure_aggregation/test_graph.py",),
-    ),
-    Mutation(
-        name="a wrong seed takes off another mask",
-        item=18,
-        file="fedsim/federation/secure_aggregation/server.py",
-        old="            if not hmac.compare_digest(\n",
-        new="            if False and not hmac.compare_digest(\n",
-        tests=("tests/federation/secure_aggregation/test_refusals.py",),
-    ),
-    Mutation(
-        name="rounding makes an update longer than its noise covers",
-        item=18,
-        file="fedsim/federation/secure_aggregation/fixed_point.py",
-        old="        if math.isinf(norm) or float(",
-        new="        if math.isfinite(norm) or float(",
-        tests=("tests/federation/secure_aggregation/test_fixed_point.py",),
-    ),
-    Mutation(
-        name="noise of those who drop out is counted on",
-        item=18,
-        file="fedsim/contracts/defense.py",
-        old="math.sqrt(participants * (self.threshold - self.colluding))",
-        new="math.sqrt(participants)",
-        tests=("tests/federation/secure_aggregation/test_fixed_point.py",),
-    ),
-    Mutation(
-        name="rounding goes one way",
-        item=18,
-        file="fedsim/federation/secure_aggregation/fixed_point.py",
-        old="np.floor(part + rng.uniform((len(part),), stream).numpy())",
-        new="np.floor(part)",
-        tests=("tests/federation/secure_aggregation/test_fixed_point.py",),
-    ),
-    Mutation(
-        name="a client that adds up in secret also answers in the open",
-        item=18,
-        file="fedsim/federation/client_app.py",
-        old="        if self.workload.protocol:\n",
-        new="        if not self.workload:\n",
-        tests=("tests/federation/test_federation_secure.py",),
-    ),
-    Mutation(
-        name="a round is opened for two sets of clients",
-        item=18,
-        file="fedsim/federation/secure_aggregation/answers.py",
-        old="partial(state.open_sum, sum.round, signatures)",
-        new="partial(state.open_sum, sum.round, {})",
-        tests=("tests/federation/test_federation_secure.py",),
-    ),
-    Mutation(
-        name="clients that are told of different sums open one of fewer",
-        item=18,
-        file="fedsim/federation/secure_aggregation/client.py",
-        old="            if agreed < self._terms.quorum:\n",
-        new="            if agreed < 1:\n",
-        tests=("tests/federation/secure_aggregation/test_refusals.py",),
-    ),
-    Mutation(
-        name="a sum counts a client whose shares were withheld",
-        item=18,
-        file="fedsim/federation/secure_aggregation/client.py",
-        old="            if not in_sum & set(self._neighbours(self._directory())) <= held:\n",
-        new="            if not in_sum:\n",
-        tests=("tests/federation/secure_aggregation/test_refusals.py",),
-    ),
-    Mutation(
-        name="clients of different scenarios are in one sum",
-        item=18,
-        file="fedsim/federation/secure_aggregation/plan.py",
-        old="[fingerprint(server.scenario, server.stack_name), list(server.census.held)]",
-        new="[server.scenario.seed]",
-        tests=("tests/federation/test_federation_secure.py",),
-    ),
-    Mutation(
-        name="masks of one session serve another",
-        item=18,
-        file="fedsim/federation/secure_aggregation/secrets.py",
-        old='purpose.encode() + b"\\0" + session',
-        new='purpose.encode() + b"\\0"',
-        tests=("tests/federation/secure_aggregation/test_secrecy.py",),
-    ),
-    Mutation(
-        name="compare passes what grows within a wide interval",
-        item=9,
-        file="fedsim/report/limits.py",
-        old="is_ > _upper(old) + _UNSEEN or is_ - was >= REQUIRED_GAIN",
-        new="is_ > _upper(old) + _UNSEEN",
-        tests=(LIMITS,),
-    ),
-    Mutation(
-        name="compare passes another attack under one label",
-        item=9,
-        file="fedsim/report/limits.py",
-        old="lines += _other_attack(old, new) + _more(old, new, gone)",
-        new="lines += _more(old, new, gone)",
-        tests=(LIMITS,),
-    ),
-    Mutation(
-        name="compare passes features that are exact now",
-        item=9,
-        file="fedsim/report/limits.py",
-        old="growth = metric.gain(value.mean, earlier.mean)",
-        new="growth = value.mean - earlier.mean",
-        tests=(LIMITS,),
-    ),
-    Mutation(
-        name="check passes where the attack that works was left out",
-        item=9,
-        file="fedsim/report/limits.py",
-        old="if 2 * ok < max(trials, 1) and",
-        new="if 2 * ok < trials and",
-        tests=(LIMITS,),
-    ),
-    Mutation(
-        name="pairs of least distance in place of least squared error",
-        item=4,
-        file="fedsim/scoring/matching.py",
-        old="    cost = distance.square() / max",
-        new="    cost = distance / max",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="of trials that share an image the luckiest counts",
-        item=11,
-        file="fedsim/report/leaderboard.py",
-        old="        return [sum(unit) / len(unit) for unit in present if unit]",
-        new="        return [max(unit) for unit in present if unit]",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="a certificate is right from a cosine of 0.9",
-        item=16,
-        file="fedsim/scoring/certificates.py",
-        old="COSINE = 0.999\n",
-        new="COSINE = 0.9\n",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="chance is one over the classes however uneven",
-        item=13,
-        file="fedsim/training/server.py",
-        old="float(labels.bincount().max()) / len(labels)",
-        new="1 / len(labels.bincount())",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="an epsilon refuted by less than a factor of two holds",
-        item=1,
-        file="fedsim/audit/mechanisms.py",
-        old="        return self.lower_bound <= self.claim\n",
-        new="        return self.lower_bound <= 2 * self.claim\n",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="all trials of a size have one noise",
-        item=1,
-        file="fedsim/training/client.py",
-        old="(probe.batch_size, probe.trial)",
-        new="(probe.batch_size,)",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="a refusal ends as a failure does",
-        item=16,
-        file="fedsim/cli/exits.py",
-        old="        return 1\n    return 2 if",
-        new="        return 1\n    return 1 if",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="seconds of the last restart alone",
-        item=13,
-        file="fedsim/contracts/attack.py",
-        old="    for restart in range(restarts):\n",
-        new="    for restart in range(restarts):\n        start = time.perf_counter()\n",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="a failure ends as a refusal does",
-        item=16,
-        file="fedsim/cli/exits.py",
-        old="        return 1\n    return 2",
-        new="        return 2\n    return 2",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="a broken limit ends well",
-        item=16,
-        file="fedsim/cli/commands.py",
-        old="        raise typer.Exit(1)\n",
-        new="        raise typer.Exit(0)\n",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="bytes of a client counted over those who did not answer",
-        item=13,
-        file="fedsim/results/rows.py",
-        old='len(row["participants"]) - sum(row["failures"].values())',
-        new='len(row["participants"])',
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="the best of many shares with the interval of one",
-        item=13,
-        file="fedsim/scoring/statistics.py",
-        old="confidence=1 - (1 - self.confidence) / compared)\n        return replace(wide",
-        new="confidence=self.confidence)\n        return replace(wide",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="accuracy as sure as of the largest test set",
-        item=13,
-        file="fedsim/report/leaderboard.py",
-        old="    return accuracy(share, *min(sizes), confidence",
-        new="    return accuracy(share, *max(sizes), confidence",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="training that diverges at ten times its loss",
-        item=13,
-        file="fedsim/results/lines.py",
-        old="_DIVERGED = 2.0\n",
-        new="_DIVERGED = 10.0\n",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="the strongest claim stands for all rows",
-        item=1,
-        file="fedsim/report/leaderboard.py",
-        old="    weakest = max(stated, key",
-        new="    weakest = min(stated, key",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="the least delta stands for all rows",
-        item=1,
-        file="fedsim/report/leaderboard.py",
-        old='"delta": max(deltas) if',
-        new='"delta": min(deltas) if',
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="the least bound of an audit stands for all",
-        item=1,
-        file="fedsim/report/leaderboard.py",
-        old="        audited_epsilon=max(\n",
-        new="        audited_epsilon=min(\n",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="certificates of the best trial alone",
-        item=16,
-        file="fedsim/report/leaderboard.py",
-        old="        return sum(known) if known else None\n",
-        new="        return max(known) if known else None\n",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="failed trials count as ok",
-        item=16,
-        file="fedsim/report/leaderboard.py",
-        old="        n_ok=len(ok),\n",
-        new="        n_ok=len(rows),\n",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="one start for all trials of a client",
-        item=16,
-        file="fedsim/attacking/jobs.py",
-        old="training.batch_size, observation.trial)",
-        new="training.batch_size)",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="a limit of membership where presence is not claimed",
-        item=1,
-        file="fedsim/results/rows.py",
-        old='guarantee.relation != "add_or_remove" or',
-        new="guarantee.relation is None or",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="images counted once for each trial",
-        item=11,
-        file="fedsim/report/victims.py",
-        old="    return len({victim for victims in recorded for victim in victims})",
-        new="    return len([victim for victims in recorded for victim in victims])",
-        tests=(BESIDE,),
-    ),
-    Mutation(
-        name="near copies are copies to the last bit",
-        item=12,
-        file="fedsim/scoring/guess.py",
-        old="_OUTLINE, _ALIKE = 16, 0.99\n",
-        new="_OUTLINE, _ALIKE = 16, 0.9999999\n",
-        tests=("tests/scoring/test_guess.py::test_near_copies_are_told_from_other_images",),
-    ),
-    Mutation(
-        name="each trial is a network",
-        item=11,
-        file="fedsim/report/leaderboard.py",
-        old="        networks=len({row.folder for row in rows}),\n",
-        new="        networks=len(rows),\n",
-        tests=(
-            "tests/validity/test_leaderboard.py::test_an_interval_is_of_as_many_networks_and_clients_as_were_attacked",
+        "a clipped gradient above its bound by rounding": swap(
+            "defenses/per_example.py:_clipped_sum", "norm * slack", "norm", STATED
         ),
-    ),
-    Mutation(
-        name="an attack that crashed counts as one that does not work",
-        item=9,
-        file="fedsim/report/control.py",
-        old='control.status != "failed" or not failures',
-        new="control",
-        tests=("tests/report/test_broken_attacks.py",),
-    ),
-    Mutation(
-        name="an app of text is told to add the witness that it has",
-        item=9,
-        file="fedsim/recording/witnessed.py",
-        old="if not found and (reason := _unseen(folder)):",
-        new='if not found and (reason := ""):',
-        tests=("tests/federation/test_witness.py",),
-    ),
-    Mutation(
-        name="a participant that forgets its own noise",
-        item=1,
-        file="fedsim/training/accounting.py",
-        old='    if seen_from == "client" and aggregation:\n',
-        new='    if seen_from == "nobody" and aggregation:\n',
-        tests=("tests/validity/test_who_holds_the_noise.py",),
-    ),
-    Mutation(
-        name="shared noise of clients that collude",
-        item=1,
-        file="defenses/secure_aggregation.py",
-        old="before.pooled.with_share(1 - self.colluding)",
-        new="before.pooled",
-        tests=("tests/validity/test_who_holds_the_noise.py",),
-    ),
-    Mutation(
-        name="an ideal that a deployment's server computes itself",
-        item=1,
-        file="fedsim/training/accounting.py",
-        old='engine == "deployment"\n',
-        new='engine == "nothing"\n',
-        tests=("tests/validity/test_who_holds_the_noise.py",),
-    ),
-    Mutation(
-        name="a limit of ε kept by what is no differential privacy",
-        item=1,
-        file="fedsim/report/limits.py",
-        old="    if claim.relation in NO_DIFFERENTIAL_PRIVACY:\n",
-        new="    if claim.relation in ():\n",
-        tests=("tests/report/test_limits_of_epsilon.py",),
-    ),
-    Mutation(
-        name="a limit of ε kept by what an attack refutes",
-        item=1,
-        file="fedsim/report/limits.py",
-        old="        if least > most:\n",
-        new="        if least > 1:\n",
-        tests=("tests/report/test_limits_of_epsilon.py",),
-    ),
-    Mutation(
-        name="noise whose low bits are shown",
-        item=1,
-        file="fedsim/contracts/defense.py",
-        old="2.0**52 * step,",
-        new="0 * step,",
-        tests=("tests/defenses/test_low_bits.py",),
-    ),
-    Mutation(
-        name="a sum of half precision that overflows",
-        item=1,
-        file="defenses/aggregate.py",
-        old="torch.promote_types(kept, torch.float32)",
-        new="kept",
-        tests=("tests/defenses/test_low_bits.py",),
-    ),
-    Mutation(
-        name="one look at noise that spares a tensor",
-        item=1,
-        file="fedsim/audit/looks.py",
-        old="looks[best if told[best] > _GAIN * told[0] else 0]",
-        new="looks[0]",
-        tests=("tests/audit/test_noise_structure.py",),
-    ),
-    Mutation(
-        name="no Rényi divergence below the rounding of losses",
-        item=1,
-        file="fedsim/privacy/composition/poisson.py",
-        old="        bounds.append((_renyi(noise, epsilon, steps, sampling_rate), RENYI))\n",
-        new="",
-        tests=("tests/privacy/composition/test_poisson.py",),
-    ),
-    Mutation(
-        name="the paper's Gaussian step beyond ε = 1",
-        item=1,
-        file="fedsim/privacy/baselines/correlated_paper.py",
-        old="    return max(_classical(delta) * reach / noise, exact)\n",
-        new="    return _classical(delta) * reach / noise\n",
-        tests=("tests/privacy/baselines/test_kan_paper.py",),
-    ),
-    Mutation(
-        name="a release of nothing that is composed",
-        item=1,
-        file="fedsim/privacy/composition/curves.py",
-        old="if _at(curve, 0.0) > -math.inf]",
-        new="if curve]",
-        tests=("tests/privacy/test_asked_epsilon.py",),
-    ),
-    Mutation(
-        name="a file's split that follows from its length",
-        item=1,
-        file="fedsim/data/table.py",
-        old="            split_by_row=True,\n",
-        new="",
-        tests=("tests/data/test_tables.py",),
-    ),
+        "a mean of very many examples in float32": drop(
+            "defenses/per_example.py:clipped_mean", "dtype=torch.float64", STATED
+        ),
+        "a claim beside tensors that no defense acts on": never(
+            "fedsim/privacy/ledger.py:claim", "unprotected", STATED
+        ),
+        "images in the order of their classes": swap(
+            "fedsim/data/folder.py:_in_order",
+            "(item.client, item.name, item.class_name)",
+            "(item.class_name, item.client, item.name)",
+            SENSITIVITY,
+        ),
+        "a claim where labels decide on places": swap(
+            "fedsim/training/source.py:private_statistics",
+            "partition in _BY_PLACE",
+            "not partition",
+            SENSITIVITY,
+        ),
+        "a claim behind a limit by classes": swap(
+            "fedsim/data/folder.py:ImageFolder.load", "(_LIMIT,) if cut else ()", "()", SENSITIVITY
+        ),
+        "clients' images normalize clients' images": never(
+            "fedsim/data/folder.py:ImageFolder._normalized",
+            "self.normalization == 'declared'",
+            SENSITIVITY,
+        ),
+        "private statistics void nothing": swap(
+            "fedsim/privacy/ledger.py:claim",
+            "(private_statistics or {}).get(held.mechanism.unit, ())",
+            "()",
+            SENSITIVITY,
+        ),
+        "a source that does not say is believed": drop(
+            "fedsim/training/source.py:private_statistics",
+            "f'data source {dataset.name} does not declare {kind}.private_statistics'",
+            SENSITIVITY,
+        ),
+        "weights of unknown origin are believed": swap(
+            "fedsim/training/source.py:private_statistics",
+            "found += (_WEIGHTS,)",
+            "pass",
+            SENSITIVITY,
+        ),
+        "an audit's worlds share their statistics": swap(
+            "fedsim/training/workload.py:Workload.of_neighbours",
+            "data_source(self.scenario).prepared(dataset)",
+            "dataset",
+            SENSITIVITY,
+        ),
+        "digits normalized by their own mean": swap(
+            "fedsim/data/bundled.py:_dataset",
+            "mean",
+            "(float(images[train].double().mean()) / 255,) * len(mean)",
+            "tests/data/test_bundled.py",
+        ),
+        "the sum of many clients' updates in float32": drop(
+            "defenses/aggregate.py:summed", "torch.float64", STATED
+        ),
+        "noise of a server that ignores the rounding of its sum": swap(
+            "defenses/dp_ftrl.py:DPFTRL.add_noise",
+            "round.sensitivity * (1 + _ROUNDING * round.clients)",
+            "round.sensitivity",
+            STATED,
+        ),
+        "an epsilon refuted by less than a factor of two holds": swap(
+            "fedsim/audit/mechanisms.py:Verdict.holds", "self.claim", "2 * self.claim", BESIDE
+        ),
+        "all trials of a size have one noise": drop(
+            "fedsim/training/client.py:Client._path", "probe.trial", BESIDE
+        ),
+        "the strongest claim stands for all rows": swap(
+            "fedsim/report/leaderboard.py:_pooled_claim",
+            "max(stated, key=lambda claim: float(claim.epsilon or 0.0))",
+            "min(stated, key=lambda claim: float(claim.epsilon or 0.0))",
+            BESIDE,
+        ),
+        "the least delta stands for all rows": swap(
+            "fedsim/report/leaderboard.py:_pooled_claim", "max(deltas)", "min(deltas)", BESIDE
+        ),
+        "the least bound of an audit stands for all": swap(
+            "fedsim/report/leaderboard.py:_aggregate",
+            "max(_present(rows, lambda row: row.privacy.audited_epsilon if row.privacy "
+            "else None), default=None)",
+            "min(_present(rows, lambda row: row.privacy.audited_epsilon if row.privacy "
+            "else None), default=None)",
+            BESIDE,
+        ),
+        "a limit of membership where presence is not claimed": swap(
+            "fedsim/results/rows.py:_membership_limits",
+            "guarantee.relation != 'add_or_remove'",
+            "guarantee.relation is None",
+            BESIDE,
+        ),
+        "a participant that forgets its own noise": swap(
+            "fedsim/training/accounting.py:accounted_stack",
+            "seen_from == 'client'",
+            "seen_from == 'nobody'",
+            HOLDERS,
+        ),
+        "shared noise of clients that collude": swap(
+            "defenses/secure_aggregation.py:SecureAggregation.guarantee",
+            "before.pooled.with_share(1 - self.colluding)",
+            "before.pooled",
+            HOLDERS,
+        ),
+        "an ideal that a deployment's server computes itself": swap(
+            "fedsim/training/accounting.py:accounted_stack",
+            "server.scenario.federation.engine == 'deployment'",
+            "server.scenario.federation.engine == 'nothing'",
+            HOLDERS,
+        ),
+        "a limit of ε kept by what is no differential privacy": swap(
+            "fedsim/report/limits.py:_unkept",
+            "claim.relation in NO_DIFFERENTIAL_PRIVACY",
+            "claim.relation in ()",
+            LIMITS_OF_EPSILON,
+        ),
+        "a limit of ε kept by what an attack refutes": swap(
+            "fedsim/report/limits.py:_refuted_by_attack",
+            "least > most",
+            "least > 1",
+            LIMITS_OF_EPSILON,
+        ),
+        "noise whose low bits are shown": swap(
+            "fedsim/contracts/defense.py:_rounded_to", "2.0 ** 52", "0", LOW_BITS
+        ),
+        "a sum of half precision that overflows": swap(
+            "defenses/aggregate.py:Mean.read",
+            "torch.promote_types(kept, torch.float32)",
+            "kept",
+            LOW_BITS,
+        ),
+        "one look at noise that spares a tensor": swap(
+            "fedsim/audit/looks.py:strongest",
+            "best if told[best] > _GAIN * told[0] else 0",
+            "0",
+            "tests/audit/test_noise_structure.py",
+        ),
+        "no Rényi divergence below the rounding of losses": drop(
+            "fedsim/privacy/composition/poisson.py:least_bound",
+            "bounds.append((_renyi(noise, epsilon, steps, sampling_rate), RENYI))",
+            "tests/privacy/composition/test_poisson.py",
+        ),
+        "the paper's Gaussian step beyond ε = 1": swap(
+            "fedsim/privacy/baselines/correlated_paper.py:epsilon",
+            "max(_classical(delta) * reach / noise, exact)",
+            "_classical(delta) * reach / noise",
+            "tests/privacy/baselines/test_kan_paper.py",
+        ),
+        "a release of nothing that is composed": swap(
+            "fedsim/privacy/composition/curves.py:epsilon",
+            "_at(curve, 0.0) > -math.inf",
+            "curve",
+            "tests/privacy/test_asked_epsilon.py",
+        ),
+        "a file's split that follows from its length": drop(
+            "fedsim/data/table.py:TableFile.load", "split_by_row=True", "tests/data/test_tables.py"
+        ),
+    },
+    2: {
+        "a probe carries the training's batch size": swap(
+            "fedsim/training/accounting.py:claim_of",
+            "server.declared_of(seen.training.batch_size)",
+            "server.declared",
+            CLAIMS,
+        ),
+        "probes are left out of the run's claim": drop(
+            "fedsim/training/accounting.py:spent",
+            "probes=account.probed(most.probed) if probes else ()",
+            CLAIMS,
+        ),
+    },
+    3: {
+        "an epsilon rounded down where it is written": swap(
+            "fedsim/report/figures.py:format_epsilon",
+            "_rounded(epsilon, 3, ROUND_CEILING)",
+            "_rounded(epsilon, 3, ROUND_HALF_EVEN)",
+            STATED,
+        ),
+        "assumptions that the data contradict are believed": drop(
+            "fedsim/training/refusals.py:check", "_assumed(workload)", ASSUMPTIONS
+        ),
+        "rows longer than their bound": swap(
+            "fedsim/types.py:Table.__post_init__",
+            "~(norms <= self.row_norm * (1 + _ROUNDING))",
+            "norms < 0",
+            ASSUMPTIONS,
+        ),
+        "an epsilon without its unit, relation and delta": swap(
+            "fedsim/report/figures.py:format_claim",
+            "f\"{format_epsilon(epsilon)} ({', '.join(words)})\"",
+            "format_epsilon(epsilon)",
+            CLAIMS,
+        ),
+    },
+    4: {
+        "noise of the server used again for another sum": swap(
+            "fedsim/federation/tap.py:TapGrid._combine",
+            "use_once(path, asked(self._round, probe), [combined.tensors], 'the server')",
+            "pass",
+            "tests/federation/test_federation_tap.py",
+        ),
+        "noise used again at other weights": never(
+            "fedsim/federation/noise_use.py:use_once",
+            "before and at not in before",
+            "tests/federation/test_federation_client.py",
+        ),
+        "rounds in descending order are answered": swap(
+            "fedsim/federation/noise_use.py:refuse_past",
+            "own[0] < last and (not is_released)",
+            "own[0] < 0",
+            ONE_ANSWER,
+        ),
+        "an answer is repeated with other bytes": swap(
+            "fedsim/federation/noise_use.py:note_release",
+            "entry.setdefault('release', at) != at",
+            "entry.setdefault('release', at) is None",
+            ONE_ANSWER,
+        ),
+        "a greeting makes a node forget its steps": swap(
+            "fedsim/federation/client_state.py:ClientState.rewind",
+            "max([done, *noted_rounds(self._notes)])",
+            "done",
+            ONE_ANSWER,
+        ),
+        "a run of another census": swap(
+            "fedsim/federation/network/home.py:pin_run",
+            "(held, 'a run of clients with other numbers of examples')",
+            "('', 'a run of clients with other numbers of examples')",
+            ONE_ANSWER,
+        ),
+        "noise of a server's words": swap(
+            "fedsim/federation/network/node_app.py:NodeApp._build",
+            "['noise', stack, *pins]",
+            "['noise', stack, *pins, held]",
+            ONE_ANSWER,
+        ),
+        "noise in the server's order of tensors": swap(
+            "fedsim/federation/wire.py:read_order",
+            "fitted(parameters, form[0]) if form else decode(parameters)",
+            "decode(parameters)",
+            ONE_ANSWER,
+        ),
+        "what fedsim validate refuses is answered": swap(
+            "fedsim/federation/network/node_app.py:NodeApp._check",
+            "resolve(scenario.model_copy(update=own))",
+            "scenario.model_copy(update=own)",
+            ONE_ANSWER,
+        ),
+        "one noise at two δ": swap(
+            "fedsim/federation/checkpoint.py:fingerprint",
+            "scenario.privacy != Privacy()",
+            "scenario.privacy is None",
+            "tests/training/test_fingerprint.py",
+        ),
+        "two spellings of a key have one mask": swap(
+            "fedsim/federation/secure_aggregation/secrets.py:agreed",
+            "listed(keys)",
+            "b''",
+            PUBLIC_KEYS,
+        ),
+        "keys that are not canonical": drop(
+            "fedsim/federation/secure_aggregation/secrets.py:check_public",
+            "number >= _PRIME",
+            PUBLIC_KEYS,
+        ),
+        "a sketch drawn from 32 bits": swap(
+            "fedsim/learners/closed_form.py:ClosedForm.compute",
+            "request.stream",
+            "torch.Generator().manual_seed(request.stream.initial_seed())",
+            STATED,
+        ),
+        "the scenario's seed in every observation": swap(
+            "fedsim/training/server.py:Server.observation",
+            "self.scenario.attack_seed",
+            "self.scenario.seed",
+            SEEDS,
+        ),
+        "streams of 32 bits": swap(
+            "fedsim/rng.py:Stream.__init__",
+            "self.set_state(_mersenne_state(material))",
+            "self.manual_seed(int.from_bytes(hashlib.sha256(material).digest()[:4]))",
+            SEEDS,
+        ),
+        "noise from the generator of simulations": swap(
+            "fedsim/contracts/defense.py:standard_normal",
+            "normal(tensor.shape, rng, torch.float64).to(tensor.device)",
+            "torch.randn(tensor.shape, generator=rng, dtype=torch.float64)",
+            SEEDS,
+        ),
+        "pairs of least distance in place of least squared error": swap(
+            "fedsim/scoring/matching.py:match", "distance.square()", "distance", BESIDE
+        ),
+    },
+    5: {
+        "a neuron at the kink is decided by rounding": swap(
+            "attacks/head_features/activation_features.py:Peeling._single_images",
+            "-slack",
+            "0",
+            "tests/attacks/head_features/test_feature_attacks.py",
+        ),
+    },
+    6: {
+        "an own attack blind to noise": swap(
+            "attacks/head_features/_head_gradient.py:HeadGradient.of",
+            "effect.noisy",
+            "False",
+            EFFECTS,
+        ),
+        "an own attack blind to pruning": swap(
+            "attacks/head_features/_head_gradient.py:HeadGradient.of",
+            "effect.removed is not None",
+            "False",
+            EFFECTS,
+        ),
+        "bounds of removed entries ignored": swap(
+            "attacks/images_from_features/_part_update.py:_bounds",
+            "removed is None or observation.effect.noisy",
+            "removed",
+            EFFECTS,
+        ),
+        "a stack that drops what a second defense does": swap(
+            "fedsim/types.py:Effect.then",
+            "self.noise + after.noise",
+            "self.noise or after.noise",
+            EFFECTS,
+        ),
+        "a foreign defense is taken for none": drop("fedsim/types.py", "known=False", EFFECTS),
+    },
+    7: {
+        "one image guessed for all of a batch": swap(
+            "fedsim/scoring/guess.py:Guesser._learn",
+            "everything.guess(chosen, count)",
+            "everything.guess('mean_image', count)",
+            GUESS,
+            VICTIMS,
+        ),
+        "the guess ignores granted labels": swap(
+            "fedsim/attacking/jobs.py:_baseline",
+            "truth.labels.tolist() if setting.granted.labels == 'known' else None",
+            "None",
+            VICTIMS,
+        ),
+        "what is filled in comes of the truth": swap(
+            "fedsim/attacking/jobs.py:_score",
+            "setting.guesser.mean",
+            "truth.images.mean(0)",
+            VICTIMS,
+        ),
+        "few public images are learned by heart": swap(
+            "fedsim/scoring/guess_pool.py:Pool.families",
+            "[*plain, learned] if count <= _MAX_LEARNED else plain",
+            "[learned]",
+            GUESS,
+        ),
+        "labels alone are guessed by the majority": swap(
+            "fedsim/scoring/guess.py:Guesser._learn",
+            "_likeliest(self._labels, count) if granted is None else torch.tensor(granted)",
+            "self._labels.bincount().argmax().repeat(count)",
+            GUESS,
+        ),
+        "a control without the attack's stretching": swap(
+            "attacks/gradient_matching/prior_only.py:PriorOnly.postprocess",
+            "exposed(state.best, state.drawing.box) if self.stretched else state.best",
+            "state.best",
+            "tests/attacks/gradient_matching/test_prior_only.py",
+        ),
+        "an interval of 90% that is labelled 95%": swap(
+            "fedsim/scoring/statistics.py:_quantile",
+            "(1 + confidence) / 2",
+            "0.95 if confidence == 0.95 else (1 + confidence) / 2",
+            STATISTICS,
+        ),
+        "intervals of two values": swap(
+            "fedsim/scoring/statistics.py", "LEAST = 3", "LEAST = 2", STATISTICS
+        ),
+    },
+    8: {
+        "a restart picked by PSNR": swap(
+            "fedsim/attacking/jobs.py:_Asked.__init__",
+            "self._left = questions(...)",
+            "first = seed_of(observation, job.label)\nfrom fedsim.attacking.targets "
+            "import question\ntries = {first + k: question(attack, observation, truth, "
+            "setting.granted, first + k) for k in range(job.restarts)}\nlpips = "
+            "scoring.Unavailable('')\nbest = max(tries, key=lambda seed: "
+            "_score(tries[seed].reconstruction, truth, setting, "
+            "lpips).metrics()['psnr'])\nself._left = questions(attack, observation, "
+            "truth, setting.granted, best, public=public, restarts=1)",
+            ROAD,
+        ),
+        "the victim's batch-norm buffers recorded as the global ones": swap(
+            "fedsim/federation/tap.py:TapGrid._save",
+            "self._buffers",
+            "seen.update.buffers or self._buffers",
+            ROAD,
+        ),
+        "probes always in eval mode": swap(
+            "fedsim/training/spending.py:as_probed",
+            "replace(declared, batch_size=batch_size, sampling='without_replacement')",
+            "replace(declared, batch_size=batch_size, sampling='without_replacement', mode='eval')",
+            ROAD,
+        ),
+        "true labels granted while rows say inferred": swap(
+            "fedsim/attacking/targets.py:questions",
+            "hand_over(observation, truth, granted, public)",
+            "hand_over(observation, truth, Grant(labels='known'), public)",
+            ROAD,
+        ),
+        "LPIPS with its own best pairing": swap(
+            "fedsim/scoring/perceptual.py:perceptual_distance",
+            "lpips(claimed, truth)",
+            "torch.stack([lpips(one.expand_as(truth), truth) for one in claimed], "
+            "dim=1).min(1).values",
+            "tests/validity/test_scoring.py",
+        ),
+        "unrecorded updates dropped": swap(
+            "fedsim/pipeline.py:_Plan._attack",
+            "on_result(job, nothing_recorded(seen, lost))",
+            "continue",
+            ROAD,
+        ),
+        "the guess made of clients' training images": swap(
+            "fedsim/pipeline.py:_Plan._setting",
+            "scoring.Guesser(self.described.test_images, self.described.test_labels)",
+            "scoring.Guesser(*(lambda data: (data.train_images, "
+            "data.train_labels))(load_dataset(self.scenario)))",
+            ROAD,
+        ),
+        "a black image as the guess": swap(
+            "fedsim/pipeline.py:_Plan._setting",
+            "self.described.test_images",
+            "0 * self.described.test_images",
+            ROAD,
+        ),
+        "a black other_update": swap(
+            "fedsim/results/rows.py:_control",
+            "foreign.get('reconstruction')",
+            "0 * foreign['reconstruction']",
+            ROAD,
+        ),
+        "failed trials dropped from the mean": swap(
+            "fedsim/report/leaderboard.py:_counted",
+            "values = ...",
+            "rows = [row for row in rows if row.ok]\nvalues = [value_of(row.metrics, "
+            "name) for row in rows]",
+            BOARD,
+        ),
+        "a restart without a finite loss wins": swap(
+            "fedsim/contracts/attack.py:solve",
+            "best = min(...)",
+            "finite = [loss for loss in losses if math.isfinite(loss)]\nbest = "
+            "finite.index(min(finite, default=math.inf)) if finite else 0",
+            "tests/validity/test_restarts.py",
+        ),
+        "an answer that is not finite may win": swap(
+            "fedsim/contracts/attack.py:solve",
+            "result.loss if _is_finite(result) else math.nan",
+            "result.loss",
+            "tests/validity/test_restarts.py",
+        ),
+        "pictures rescaled to their own range": swap(
+            "fedsim/report/pictures.py:save_grid",
+            "_as_bytes(truth, reconstruction)",
+            "_as_bytes(*(((t - truth.min()) / (truth.max() - truth.min())).clamp(0, 1) "
+            "for t in (truth, reconstruction)))",
+            ROAD,
+        ),
+        "aggregation by float masks of a shared secret": swap(
+            "defenses/aggregate.py:Aggregate.combine",
+            "tensors.read()",
+            "{name: tensor + 1e4 - 1e4 if tensor.is_floating_point() else tensor for "
+            "name, tensor in tensors.read().items()}",
+            "tests/defenses/test_defense_contracts.py",
+            "tests/defenses/test_aggregate.py",
+        ),
+    },
+    9: {
+        "a run's rows are dropped for those of another of its name": swap(
+            "fedsim/results/reading.py:measurements", "row.content", "row.place", IDENTITY
+        ),
+        "runs of one name with other figures are pooled": swap(
+            "fedsim/results/reading.py:_contradictions",
+            "stated.setdefault(place, content) != content",
+            "stated.setdefault(place, content) is None",
+            IDENTITY,
+        ),
+        "runs of one text and of other data are pooled": swap(
+            "fedsim/results/reading.py:_origins",
+            "len({run.origin for run in runs if run.origin}) < 2",
+            "len({run.origin for run in runs if run.origin}) < 99",
+            IDENTITY,
+        ),
+        "a rival that is asked for the body and matches the head": swap(
+            "attacks/gradient_matching/_matching.py:Matching.__init__",
+            "tensors == 'all' or not n.startswith('head.')",
+            "tensors or n",
+            "tests/attacks/gradient_matching/test_matched_tensors.py",
+        ),
+        "planted heads ranked among honest ones": swap(
+            "fedsim/report/row.py:LeaderboardRow.comparison", "self.threat", "ThreatModel()", BOARD
+        ),
+        "granted labels ranked with an honest server": swap(
+            "fedsim/results/threat_model.py:threat_model_of",
+            "beyond = list(row.knowledge.beyond_honest())",
+            "beyond: list[str] = []",
+            THREATS,
+        ),
+        "what an attack brought along is not told apart": swap(
+            "fedsim/results/threat_model.py:threat_model_of",
+            "beyond + [f'{_OWN}{thing}' for thing in row.attack.brought]",
+            "beyond",
+            THREATS,
+        ),
+        "rows behind a planted head that call the server honest": swap(
+            "fedsim/types.py:server_of",
+            "'planted' if isinstance(head, Mapping) and head.get('planted') else 'honest'",
+            "'honest'",
+            BOARD,
+            "tests/models/test_planting.py",
+        ),
+        "rows of a malicious server without its mark": swap(
+            "fedsim/report/table.py:_malicious",
+            "[] if row.server == 'honest' else [f'({row.server})']",
+            "[]",
+            BOARD,
+        ),
+        "a report on the batches of development": swap(
+            "scenarios/reconstruction/table3-small.yaml",
+            "seed: 2027",
+            "seed: 3",
+            "tests/scenario/test_scenarios.py",
+        ),
+        "a comparison that leaves a rival only the drowned cosine": swap(
+            "scenarios/reconstruction/table3-small.yaml",
+            "label: inverting_gradients_body, iterations: 950, tensors: body",
+            "label: inverting_gradients_body, iterations: 950",
+            "tests/scenario/test_scenarios.py",
+        ),
+        "compare passes what grows within a wide interval": swap(
+            "fedsim/report/limits.py:_more",
+            "is_ > _upper(old) + _UNSEEN or is_ - was >= REQUIRED_GAIN",
+            "is_ > _upper(old) + _UNSEEN",
+            LIMITS,
+        ),
+        "compare passes another attack under one label": swap(
+            "fedsim/report/limits.py:grown",
+            "_other_attack(old, new) + _more(old, new, gone)",
+            "_more(old, new, gone)",
+            LIMITS,
+        ),
+        "compare passes features that are exact now": swap(
+            "fedsim/report/limits.py:_more",
+            "metric.gain(value.mean, earlier.mean)",
+            "value.mean - earlier.mean",
+            LIMITS,
+        ),
+        "check passes where the attack that works was left out": swap(
+            "fedsim/report/limits.py:_untried", "max(trials, 1)", "trials", LIMITS
+        ),
+        "an attack that crashed counts as one that does not work": swap(
+            "fedsim/report/control.py:_with_failures",
+            "control.status != 'failed' or not failures",
+            "control",
+            "tests/report/test_broken_attacks.py",
+        ),
+        "an app of text is told to add the witness that it has": swap(
+            "fedsim/recording/witnessed.py:read_witnessed",
+            "_unseen(folder)",
+            "''",
+            "tests/federation/test_witness.py",
+        ),
+    },
+    10: {
+        "divergences beyond what rounding leaves of them": swap(
+            "fedsim/privacy/ledger.py:_renyi", "_AMPLIFIED[1]", "1000000000000.0", EXTREMES
+        ),
+        "a curve of losses without its rounding": swap(
+            "fedsim/privacy/composition/poisson.py:least_bound",
+            "distribution(sampling_rate, noise, steps)",
+            "distribution(sampling_rate, noise, 1)",
+            EXTREMES,
+        ),
+        "participations counted at the least of each group": swap(
+            "fedsim/privacy/composition/correlated.py:_counted",
+            "prepend=0.0",
+            "append=1.0",
+            EXTREMES,
+        ),
+        "a claim on noise that rounding swallows": swap(
+            "fedsim/privacy/ledger.py", "_LARGEST = 1000000000.0", "_LARGEST = math.inf", STATED
+        ),
+    },
+    11: {
+        "victims drawn anew in each trial": swap(
+            "fedsim/data/batches.py:of_trial", "(step * trials + trial) * batch_size", "0", VICTIMS
+        ),
+        "victims drawn independently in each trial": swap(
+            "fedsim/training/client.py:Client._batches",
+            "self._victims(training, round, probe, step, trials)",
+            "None",
+            VICTIMS,
+        ),
+        "more trials than images": never(
+            "fedsim/training/client.py:Client.check_victims", "trials * needed > held", VICTIMS
+        ),
+        "the same image held twice is two victims": swap(
+            "fedsim/data/batches.py:distinct",
+            "streams.of_bytes(content)",
+            "index + 0 * streams.of_bytes(content)",
+            VICTIMS,
+        ),
+        "another update of the same image": swap(
+            "fedsim/results/rows.py:_unlike",
+            "not set(row['victims']) & set(other['victims'])",
+            "True",
+            VICTIMS,
+        ),
+        "another release of the same row": swap(
+            "fedsim/results/rows.py:_other_targets", "other[turn] != victim", "other[turn]", VICTIMS
+        ),
+        "n counts runs": swap(
+            "fedsim/report/leaderboard.py:_aggregate",
+            "units(rows)",
+            "[[i] for i in range(len(rows))]",
+            VICTIMS,
+        ),
+        "runs of other seeds are dropped as copies": swap(
+            "fedsim/results/reading.py:measurements", "str(run.setting('seed'))", "''", IDENTITY
+        ),
+        "of trials that share an image the luckiest counts": swap(
+            "fedsim/report/leaderboard.py:_aggregate.measured",
+            "sum(unit) / len(unit)",
+            "max(unit)",
+            BESIDE,
+        ),
+        "images counted once for each trial": swap(
+            "fedsim/report/victims.py:images",
+            "{victim for victims in recorded for victim in victims}",
+            "[victim for victims in recorded for victim in victims]",
+            BESIDE,
+        ),
+        "each trial is a network": swap(
+            "fedsim/report/leaderboard.py:_aggregate",
+            "{row.folder for row in rows}",
+            "rows",
+            "tests/validity/test_leaderboard.py::"
+            "test_an_interval_is_of_as_many_networks_and_clients_as_were_attacked",
+        ),
+    },
+    12: {
+        "a run computes on as many threads as its machine likes": swap(
+            "fedsim/system/threads.py:fixed",
+            "before = torch.get_num_threads()",
+            "before = threads = torch.get_num_threads()",
+            THREADS,
+        ),
+        "a worker computes on as many threads as its machine likes": drop(
+            "fedsim/attacking/question.py:_prepared", "threads.fix(around.threads)", THREADS
+        ),
+        "near copies are copies to the last bit": swap(
+            "fedsim/scoring/guess.py",
+            "(16, 0.99)",
+            "(16, 0.9999999)",
+            "tests/scoring/test_guess.py::test_near_copies_are_told_from_other_images",
+        ),
+    },
+    13: {
+        "a failed attack marked strongest": drop(
+            "fedsim/report/row.py:LeaderboardRow.standing", "float(self.n_ok > 0)", BOARD
+        ),
+        "all failed, and one marked": swap(
+            "fedsim/report/leaderboard.py:_mark_strongest",
+            "line.n_ok > 0 and (not line.blind)",
+            "not line.blind",
+            BOARD,
+        ),
+        "chance is taken for learning": swap(
+            "fedsim/scoring/accuracy.py:Accuracy.is_chance",
+            "self.low <= self.chance",
+            "self.share < self.chance",
+            BOARD,
+        ),
+        "one invalid comparison marks another": swap(
+            "fedsim/report/render.py:_validity",
+            "row.comparison not in invalid",
+            "not invalid",
+            BOARD,
+        ),
+        "chance is one over the classes however uneven": swap(
+            "fedsim/training/server.py:Server.test_set",
+            "float(labels.bincount().max()) / len(labels)",
+            "1 / len(labels.bincount())",
+            BESIDE,
+        ),
+        "seconds of the last restart alone": swap(
+            "fedsim/contracts/attack.py:solve",
+            "state = attack.init(...)",
+            "start = time.perf_counter()\nstate = attack.init(observation, knowledge, "
+            "rng.generator(seed, 'attack', restart))",
+            BESIDE,
+        ),
+        "bytes of a client counted over those who did not answer": swap(
+            "fedsim/results/rows.py:_per_client",
+            "len(row['participants']) - sum(row['failures'].values())",
+            "len(row['participants'])",
+            BESIDE,
+        ),
+        "the best of many shares with the interval of one": swap(
+            "fedsim/scoring/statistics.py:Share.best_of",
+            "1 - (1 - self.confidence) / compared",
+            "self.confidence",
+            BESIDE,
+        ),
+        "accuracy as sure as of the largest test set": swap(
+            "fedsim/report/leaderboard.py:accuracy_of", "min(sizes)", "max(sizes)", BESIDE
+        ),
+        "training that diverges at ten times its loss": swap(
+            "fedsim/results/lines.py", "_DIVERGED = 2.0", "_DIVERGED = 10.0", BESIDE
+        ),
+    },
+    14: {
+        "two runs fill one folder": drop(
+            "fedsim/pipeline.py:run",
+            "until_the_end.enter_context(locked(root))",
+            "tests/system/test_processes.py::test_a_folder_in_use_is_refused",
+        ),
+        "a run overwrites one that came in between": swap(
+            "fedsim/pipeline.py:run",
+            "plan.refuse_other_run()",
+            "pass",
+            "tests/system/test_processes.py::"
+            "test_a_folder_that_filled_up_in_the_meantime_is_refused",
+        ),
+    },
+    15: {
+        "a NaN in a line of results": swap(
+            "fedsim/results/record.py:strict_json",
+            "json.loads(text, parse_constant=_no_number, parse_float=_finite)",
+            "json.loads(text)",
+            BAD_INPUT,
+        ),
+        "a device read as a file": drop(
+            "fedsim/system/paths.py", "(stat.S_ISCHR, 'a device')", PATHS
+        ),
+        "a file opened beside the one way": swap(
+            "fedsim/privacy/mechanisms/normal.py:_read",
+            "paths.text(path, paths.TEXT)",
+            "path.read_text()",
+            PATHS,
+        ),
+        "a model built before it is counted": swap(
+            "fedsim/models/size.py:check", "_COPIES * size.state", "0", BAD_INPUT
+        ),
+    },
+    16: {
+        "a certificate that uses the truth": swap(
+            "fedsim/scoring/certificates.py:certificate",
+            "told.get('certified')",
+            "told.get('certified', 0) - (false_certificates(found, truth) or 0) if truth else None",
+            CERTIFICATES,
+        ),
+        "a loosened bound of what a certified answer leaves": swap(
+            "attacks/classifier_features/_certificates.py:tolerance",
+            "_ROUNDING * classifier.rounding",
+            "100000.0 * classifier.rounding",
+            CERTIFICATES,
+            CERTIFIED_IMAGES,
+        ),
+        "classes that no image is taken for speak for a certificate": swap(
+            "attacks/classifier_features/_certificates.py:beyond_chance",
+            "rows[1:] / rows.square().sum().sqrt()",
+            "torch.ones_like(rows[1:])",
+            CERTIFIED_IMAGES,
+        ),
+        "a lost trial makes exact pictures unseen": swap(
+            "fedsim/report/level.py:_by_gains",
+            "certain > 0 and several or row.exposed",
+            "certain > 0 and several",
+            BOARD,
+        ),
+        "features of any update as a leak": swap(
+            "fedsim/report/level.py:leaks_features",
+            "upper <= REQUIRED_SPAN * row.guessed_span and (not blind)",
+            "upper <= REQUIRED_SPAN * row.guessed_span",
+            BOARD,
+        ),
+        "a prior as the positive control": swap(
+            "fedsim/report/control.py:_control", "best.blind", "False", BOARD
+        ),
+        "a lost update that hides the other trials": swap(
+            "fedsim/report/paired.py:gains", "differences.append(0.0)", "return None", BOARD
+        ),
+        "true labels that an attack can write into": swap(
+            "fedsim/attacking/knowledge.py:hand_over",
+            "labels.to(device, copy=True)",
+            "labels.to(device)",
+            FOREIGN,
+        ),
+        "an attack that draws from what other jobs left": swap(
+            "fedsim/attacking/question.py:Question.answer",
+            "rng.global_stream(...)",
+            "__import__('contextlib').nullcontext()",
+            FOREIGN,
+        ),
+        "some leakage by one trial": swap(
+            "fedsim/report/level.py:_by_gains",
+            "min(gain.n, gain.n if over is None else over.n) >= LEAST",
+            "True",
+            BOARD,
+        ),
+        "equal values with an interval of no width": swap(
+            "fedsim/scoring/statistics.py:summarize",
+            "len(sample) >= LEAST and spread > _ROUNDING * float(np.abs(sample).max())",
+            "len(sample) >= LEAST",
+            STATISTICS,
+        ),
+        "a share with an interval that misses what is rare": swap(
+            "fedsim/scoring/statistics.py:share",
+            "binomtest(count, n).proportion_ci(confidence, 'exact')",
+            "binomtest(count, n).proportion_ci(confidence, 'wilson')",
+            STATISTICS,
+        ),
+        "the best of many with the interval of one": swap(
+            "fedsim/scoring/statistics.py:Summary.best_of",
+            "1 - (1 - self.confidence) / compared",
+            "self.confidence",
+            STATISTICS,
+        ),
+        "gray pixels for an image that nobody reconstructed": swap(
+            "fedsim/attacking/replay.py:_scores",
+            "scoring.score(found, truth)",
+            "scoring.score(found, truth, guess=0 * truth.images[0] + 0.5)",
+            ROAD,
+        ),
+        "labels saved beside other images than they came with": swap(
+            "fedsim/attacking/jobs.py:_save",
+            "scoring.align(found.labels, scores.assignment, none) if scores.assignment "
+            "else found.labels",
+            "found.labels",
+            ROAD,
+        ),
+        "a prior ranked above what sees": drop(
+            "fedsim/report/row.py:LeaderboardRow.standing", "float(not self.blind)", BOARD
+        ),
+        "a prior marked strongest": swap(
+            "fedsim/report/leaderboard.py:_mark_strongest",
+            "line.n_ok > 0 and (not line.blind)",
+            "line.n_ok > 0",
+            BOARD,
+        ),
+        "a prior that lends the verdict its gain": swap(
+            "fedsim/report/verdict.py:_verdict",
+            "r.own_gain if strongest.blind else r.gain",
+            "r.gain",
+            BOARD,
+        ),
+        "a trial exposed by two halves": swap(
+            "fedsim/report/paired.py:own_gains", "min(gain, over)", "gain", BOARD
+        ),
+        "a rare exact picture hidden by a steady attack": never(
+            "fedsim/report/verdict.py:_strongest", "leaks", BOARD
+        ),
+        "a single trial without a word on its control": swap(
+            "fedsim/report/leaderboard.py:_no_control",
+            "not ok or any((row.other_update for row in ok))",
+            "True",
+            BOARD,
+        ),
+        "labels of any update as a leak": swap(
+            "fedsim/report/level.py:labels_fit_any_update",
+            "row.label_over_other is None or row.label_over_other.mean < _LABEL_GAIN",
+            "False",
+            BOARD,
+        ),
+        "memberships of any release as a leak": swap(
+            "fedsim/report/level.py:members_fit_any_release",
+            "over is not None and over.mean < _MEMBERSHIP_GAIN",
+            "False",
+            BOARD,
+        ),
+        "memberships of any release as the control": swap(
+            "fedsim/report/control.py:_is_blind",
+            "over_other is not None and over_other.certain <= 0",
+            "False",
+            BOARD,
+        ),
+        "a verdict that forgets among how many it chose": swap(
+            "fedsim/report/level.py:compared",
+            "max(1, sum((row.n_ok > 0 and measure(row) is not None for row in rows)))",
+            "1",
+            BOARD,
+        ),
+        "the best of many by one trial": swap(
+            "fedsim/report/level.py:_by_gains",
+            "certain >= REQUIRED_GAIN and (several or gain.compared == 1)",
+            "certain >= REQUIRED_GAIN",
+            BOARD,
+        ),
+        "a poor guess without a warning": swap(
+            "fedsim/scoring/guess.py:guess_problem", "public_per_image >= _NEEDED", "True", BOARD
+        ),
+        "features held against no guess": swap(
+            "fedsim/report/row.py:LeaderboardRow.guessed_span",
+            "self.baseline['subspace_error']",
+            "None",
+            BOARD,
+        ),
+        "a field of results that no document describes": swap(
+            "fedsim/results/rows.py:Context.row",
+            "{'releases': ...}",
+            "{'releases': seen.releases, 'copies': seen.releases}",
+            "tests/results/test_formats.py",
+        ),
+        "features guessed from nothing": swap(
+            "fedsim/attacking/jobs.py:_of_features", "public is None", "True", ROAD
+        ),
+        "a prior in the picture of what leaks": swap(
+            "fedsim/report/lineup.py:strongest",
+            "lambda rows: (_is_informed(rows), _mean_psnr(rows))",
+            "_mean_psnr",
+            "tests/report/test_overview.py",
+        ),
+        "a certificate is right from a cosine of 0.9": swap(
+            "fedsim/scoring/certificates.py", "COSINE = 0.999", "COSINE = 0.9", BESIDE
+        ),
+        "a refusal ends as a failure does": swap(
+            "fedsim/cli/exits.py:_status",
+            "2 if isinstance(error, FedsimError) else None",
+            "1 if isinstance(error, FedsimError) else None",
+            BESIDE,
+        ),
+        "a failure ends as a refusal does": swap(
+            "fedsim/cli/exits.py:_status", "return 1", "return 2", BESIDE
+        ),
+        "a broken limit ends well": swap(
+            "fedsim/cli/commands.py:_judge", "typer.Exit(1)", "typer.Exit(0)", BESIDE
+        ),
+        "certificates of the best trial alone": swap(
+            "fedsim/report/leaderboard.py:_certificates.total", "sum(known)", "max(known)", BESIDE
+        ),
+        "failed trials count as ok": swap(
+            "fedsim/report/leaderboard.py:_aggregate", "len(ok)", "len(rows)", BESIDE
+        ),
+        "one start for all trials of a client": drop(
+            "fedsim/attacking/jobs.py:seed_of", "observation.trial", BESIDE
+        ),
+    },
+    17: {
+        "a server that holds its clients' data": swap(
+            "fedsim/training/workload.py:Workload.server",
+            "self.described",
+            "self.dataset",
+            "tests/training/test_server.py",
+        ),
+    },
+    18: {
+        "a client gives up both secrets of another": drop(
+            "fedsim/federation/secure_aggregation/client.py:Client.agree", "in_sum & out", REFUSALS
+        ),
+        "a model for one client alone is opened": swap(
+            "fedsim/federation/secure_aggregation/client.py:Client.agree",
+            "not self._vouches(client, signatures)",
+            "client not in signatures",
+            REFUSALS,
+        ),
+        "a server's own keys stand for a client's": swap(
+            "fedsim/federation/secure_aggregation/client.py:Client._check",
+            "self._identity.vouches(client, statement, one.signature)",
+            "statement",
+            REFUSALS,
+        ),
+        "a stage is answered twice": swap(
+            "fedsim/federation/secure_aggregation/client.py:Client._stage",
+            "self.memory.done != at",
+            "self.memory.done > at + 1",
+            REFUSALS,
+        ),
+        "few clients share masks with some of the others": swap(
+            "fedsim/federation/secure_aggregation/terms.py:Terms.neighbours",
+            "self.complete",
+            "2 * reach >= len(everyone)",
+            "tests/federation/secure_aggregation/test_graph.py",
+        ),
+        "a wrong seed takes off another mask": swap(
+            "fedsim/federation/secure_aggregation/server.py:Server.reveal",
+            "not hmac.compare_digest(secrets.commitment(seed, session), "
+            "self._directory[client].commitment)",
+            "False and (not hmac.compare_digest(secrets.commitment(seed, session), "
+            "self._directory[client].commitment))",
+            REFUSALS,
+        ),
+        "rounding makes an update longer than its noise covers": swap(
+            "fedsim/federation/secure_aggregation/fixed_point.py:_rounded",
+            "math.isinf",
+            "math.isfinite",
+            FIXED_POINT,
+        ),
+        "noise of those who drop out is counted on": swap(
+            "fedsim/contracts/defense.py:SumTerms.client_noise",
+            "participants * (self.threshold - self.colluding)",
+            "participants",
+            FIXED_POINT,
+        ),
+        "rounding goes one way": swap(
+            "fedsim/federation/secure_aggregation/fixed_point.py:_rounded",
+            "part + rng.uniform((len(part),), stream).numpy()",
+            "part",
+            FIXED_POINT,
+        ),
+        "a client that adds up in secret also answers in the open": swap(
+            "fedsim/federation/client_app.py:Client._respond",
+            "self.workload.protocol",
+            "not self.workload",
+            SECURE,
+        ),
+        "a round is opened for two sets of clients": swap(
+            "fedsim/federation/secure_aggregation/answers.py:Answers.agree",
+            "partial(state.open_sum, sum.round, signatures)",
+            "partial(state.open_sum, sum.round, {})",
+            SECURE,
+        ),
+        "clients that are told of different sums open one of fewer": swap(
+            "fedsim/federation/secure_aggregation/client.py:Client.unmask",
+            "agreed < self._terms.quorum",
+            "agreed < 1",
+            REFUSALS,
+        ),
+        "a sum counts a client whose shares were withheld": swap(
+            "fedsim/federation/secure_aggregation/client.py:Client.agree",
+            "in_sum & set(self._neighbours(self._directory())) <= held",
+            "in_sum",
+            REFUSALS,
+        ),
+        "clients of different scenarios are in one sum": swap(
+            "fedsim/federation/secure_aggregation/plan.py:terms",
+            "[fingerprint(server.scenario, server.stack_name), list(server.census.held)]",
+            "[server.scenario.seed]",
+            SECURE,
+        ),
+        "masks of one session serve another": swap(
+            "fedsim/federation/secure_aggregation/secrets.py:agreed",
+            "b'fedsim secure aggregation\\x00' + who + purpose.encode() + b'\\x00' + session",
+            "b'fedsim secure aggregation\\x00' + who + purpose.encode() + b'\\x00'",
+            "tests/federation/secure_aggregation/test_secrecy.py",
+        ),
+    },
+}
+"""Section of docs/refuted.md, what is wrong then, and the change that makes it so."""
+
+MUTATIONS = tuple(
+    replace(mutation, name=name)
+    for faults in _BY_SECTION.values()
+    for name, mutation in faults.items()
 )

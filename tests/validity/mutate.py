@@ -1,0 +1,211 @@
+"""Faults put into a module's syntax tree, so that neither format nor line breaks matter to them.
+
+A mutation names a file, a function and a piece of Python that stands there exactly once; the piece
+is looked for by syntax. `...` in it is any expression, `f(...)` is a call of `f` whatever its
+arguments, `a=1` is an assignment or an argument, and `{"a": b}` is an item of a dictionary.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+Piece = ast.AST | tuple[ast.expr | None, ast.expr]
+"""A node, or one key and value of a dictionary."""
+_ITEMS = "items"
+"""Stands for the keys and values of a dictionary, as a field of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """One fault, put back by a change of one piece of syntax in one function."""
+
+    name: str = ""
+    """What is wrong then, in a few words."""
+    file: str
+    function: str
+    """Qualified name; empty if the piece is looked for in the whole file."""
+    old: str
+    new: str | None
+    """What takes its place; None if the piece is left out."""
+    tests: tuple[str, ...]
+    """Files or node ids of the fast tests of which at least one fails then."""
+    condition: bool = False
+    """Whether the piece is the whole condition of an `if`, a loop or a conditional expression."""
+
+    def apply(self, source: str) -> str:
+        """Returns the source of `file` with the fault.
+
+        Raises:
+            LookupError: the piece does not stand there exactly once.
+        """
+        if not self.file.endswith(".py"):
+            self._require_one(source.count(self.old))
+            return source.replace(self.old, self.new or "")
+        tree = ast.parse(source)
+        pattern = _parse(self.old)
+        places = [
+            place
+            for scope in _scopes(tree, self.function)
+            for place in _places(scope)
+            if place.holds(pattern) and (place.field == "test" or not self.condition)
+        ]
+        self._require_one(len(places))
+        places[0].put([] if self.new is None else ast.parse(self.new).body)
+        return ast.unparse(ast.fix_missing_locations(tree))
+
+    def _require_one(self, count: int) -> None:
+        if count != 1:
+            where = f"{self.file}:{self.function}"
+            raise LookupError(
+                f"mutation {self.name!r}: expected `{self.old}` once in {where}, found it "
+                f"{count} times; adapt it in tests/validity/mutations.py"
+            )
+
+
+def swap(where: str, old: str, new: str, *tests: str) -> Mutation:
+    """Returns the fault that `new` stands in place of `old`, in "file:function"."""
+    file, _, function = where.partition(":")
+    return Mutation(file=file, function=function, old=old, new=new, tests=tests)
+
+
+def drop(where: str, old: str, *tests: str) -> Mutation:
+    """Returns the fault that a statement, an argument or an element is missing."""
+    file, _, function = where.partition(":")
+    return Mutation(file=file, function=function, old=old, new=None, tests=tests)
+
+
+def never(where: str, condition: str, *tests: str) -> Mutation:
+    """Returns the fault that a condition does not hold, whatever happens."""
+    file, _, function = where.partition(":")
+    return Mutation(
+        file=file, function=function, old=condition, new="False", tests=tests, condition=True
+    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a piece of syntax hangs: a field of its parent, or the place in the field's list."""
+
+    parent: ast.AST
+    field: str
+    index: int | None
+
+    def piece(self) -> Piece:
+        if isinstance(self.parent, ast.Dict) and self.field == _ITEMS and self.index is not None:
+            return self.parent.keys[self.index], self.parent.values[self.index]
+        value = getattr(self.parent, self.field)
+        node: ast.AST = value if self.index is None else value[self.index]
+        return node
+
+    def holds(self, pattern: Piece) -> bool:
+        piece = self.piece()
+        if isinstance(piece, ast.Expr):  # A statement that is an expression alone
+            piece = piece.value
+        if isinstance(piece, ast.keyword) and isinstance(pattern, ast.Assign):
+            name = pattern.targets[0]
+            return (
+                isinstance(name, ast.Name)
+                and name.id == piece.arg
+                and _same(pattern.value, piece.value)
+            )
+        return _same(pattern, piece)
+
+    def put(self, statements: list[ast.stmt]) -> None:
+        """Hangs `statements` there; if an expression stood there, the one that they consist of."""
+        before = self.piece()
+        if isinstance(before, tuple):
+            self._put_items(statements)
+            return
+        after: list[ast.AST] = list(statements)
+        if isinstance(before, ast.keyword):
+            after = [_keyword(one) for one in statements]
+        elif not isinstance(before, ast.stmt):
+            after = [_expression(one) for one in statements]
+        if self.index is None:
+            setattr(self.parent, self.field, after[0])
+            return
+        siblings = getattr(self.parent, self.field)
+        siblings[self.index : self.index + 1] = after
+        if not siblings and isinstance(before, ast.stmt):
+            siblings.append(ast.Pass())
+
+    def _put_items(self, statements: list[ast.stmt]) -> None:
+        assert isinstance(self.parent, ast.Dict) and self.index is not None
+        items = _expression(statements[0]) if statements else ast.Dict([], [])
+        assert isinstance(items, ast.Dict)
+        self.parent.keys[self.index : self.index + 1] = items.keys
+        self.parent.values[self.index : self.index + 1] = items.values
+
+
+def _parse(text: str) -> Piece:
+    statement = ast.parse(text).body[0]
+    if not isinstance(statement, ast.Expr):
+        return statement
+    value = statement.value
+    if isinstance(value, ast.Dict) and len(value.keys) == 1:
+        return value.keys[0], value.values[0]
+    return value
+
+
+def _expression(statement: ast.stmt) -> ast.expr:
+    assert isinstance(statement, ast.Expr)
+    return statement.value
+
+
+def _keyword(statement: ast.stmt) -> ast.keyword:
+    assert isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+    return ast.keyword(arg=statement.targets[0].id, value=statement.value)
+
+
+def _scopes(tree: ast.AST, function: str) -> list[ast.AST]:
+    """Every definition of that qualified name."""
+    scopes = [tree]
+    for name in function.split(".") if function else ():
+        scopes = [
+            node
+            for scope in scopes
+            for node in ast.walk(scope)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and node.name == name
+        ]
+    return scopes
+
+
+def _places(scope: ast.AST) -> Iterator[_Place]:
+    for parent in ast.walk(scope):
+        if isinstance(parent, ast.Dict):
+            yield from (_Place(parent, _ITEMS, index) for index in range(len(parent.keys)))
+        for field, value in ast.iter_fields(parent):
+            if isinstance(value, list):
+                yield from (
+                    _Place(parent, field, index)
+                    for index, child in enumerate(value)
+                    if isinstance(child, ast.AST)
+                )
+            elif isinstance(value, ast.AST) and not isinstance(parent, ast.Expr):
+                yield _Place(parent, field, None)
+
+
+def _same(pattern: object, node: object) -> bool:
+    """Whether `node` is what `pattern` stands for."""
+    if isinstance(pattern, ast.Constant) and pattern.value is ...:
+        return isinstance(node, ast.expr)
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, ast.Call) and isinstance(node, ast.Call) and _any_arguments(pattern):
+        return _same(pattern.func, node.func)
+    if isinstance(pattern, ast.AST):
+        return all(
+            _same(getattr(pattern, field, None), getattr(node, field, None))
+            for field in pattern._fields
+        )
+    if isinstance(pattern, list | tuple) and isinstance(node, list | tuple):
+        return len(pattern) == len(node) and all(map(_same, pattern, node))
+    return pattern == node
+
+
+def _any_arguments(call: ast.Call) -> bool:
+    only = call.args[0] if len(call.args) == 1 and not call.keywords else None
+    return isinstance(only, ast.Constant) and only.value is ...
