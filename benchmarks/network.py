@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedsim import pipeline
+from fedsim import deploying, pipeline
 from fedsim.federation.network.superlink import Child, free_port, program
 
 _APP = """\
@@ -130,7 +130,7 @@ def fedsim_rounds(engine: str, clients: int, rounds: int, folder: Path) -> list[
     if engine == "deployment":
         path = folder / "network.yaml"
         path.write_text(json.dumps(scenario))
-        pipeline.up(path, out=out)
+        deploying.up(path, out=out)
     else:
         pipeline.run({**scenario, "federation": {"engine": engine}}, out=out)
     lines = (out / "rounds.jsonl").read_text().splitlines()

@@ -51,7 +51,7 @@ class Accepted:
             f"rounds: {scenario.training.rounds:,}, each of {taking} of "
             f"{number_of(len(held), 'client')}",
         ]
-        if scenario.federation.engine == "deployment":
+        if federation.build_engine(scenario).remote:
             lines[0] += "; nodes with data of their own are asked for their counts by a run"
         lines += [*left_out(first.described), *known_beforehand(first)]
         if first.trains:

@@ -16,9 +16,8 @@ from fedsim import acceptance, federation, progress, scoring
 from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored, unseen
 from fedsim.contracts.attack import Progress
 from fedsim.data.images import public_images
-from fedsim.federation.deployment import run_name
-from fedsim.federation.network.link import SCENARIO, Link
-from fedsim.federation.network.run import Deployed, join
+from fedsim.federation.deployed import run_name
+from fedsim.federation.network.link import Link
 from fedsim.federation.records import RoundRecord
 from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_grids, save_overview, write_report
@@ -42,7 +41,7 @@ from fedsim.system.lock import is_locked, locked
 from fedsim.system.threads import fixed
 from fedsim.training import spending
 from fedsim.training.server import Server
-from fedsim.training.source import data_source, digest_of_inputs
+from fedsim.training.source import digest_of_inputs
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError, Observation, RunFailed, Table
 from fedsim.words import number_of
@@ -71,7 +70,7 @@ def run(
         log: Tools with a local store that figures and pictures are copied to at the end, such as
             `mlflow` or `tensorboard=DIR`. A copy that fails is a warning on the standard error.
         quiet: Show no progress.
-        link: Where the SuperLink of a deployed federation is; then the engine is `deployment`.
+        link: Where the SuperLink is, of an engine whose nodes are elsewhere.
 
     Raises:
         FedsimError: the scenario is refused, or another run is at work in `out`; before any work.
@@ -132,60 +131,6 @@ def run(
     return Run(root)
 
 
-def up(
-    scenario: str | Path,
-    *,
-    out: str | Path,
-    nodes: int | None = None,
-    overrides: Sequence[str] = (),
-    shared_seed: bool = False,
-    resume: bool = False,
-    workers: int | None = None,
-    quiet: bool = True,
-) -> Run:
-    """Run a scenario over a SuperLink, a gate and nodes that are started on this machine for it.
-
-    Args:
-        scenario: A file.
-        out: The folder to fill; the nodes' own folders are below it.
-        nodes: How many clients there are; default: as the scenario says.
-        overrides: `a.b=value` assignments to the file's keys.
-        shared_seed: Draw all from the scenario's seed, and collect the truth at the end.
-        resume: See `run`.
-        workers: See `run`.
-        quiet: See `run`.
-
-    Raises:
-        FedsimError: see `run`; or a part of the federation does not start.
-        RunFailed: see `run`.
-    """
-    from fedsim.federation.network.up import federation as started
-
-    count = [] if nodes is None else [f"data.clients={nodes}"]
-    asked = [*overrides, *count, "federation.engine=deployment"]
-    variants = expand(open_document(scenario, asked))
-    if len(variants) > 1:
-        raise FedsimError("sweep: fedsim up runs one scenario; choose a variant with --set")
-    wanted, root = variants[0].scenario, Path(out)
-    paths.writable_folder(root, "--out")
-    earlier.refuse_other_run(root, dump(wanted), resume)
-    source = data_source(wanted).place
-    named = [path for path in (source, wanted.data.partition.path, wanted.training.weights) if path]
-    with started(
-        root, wanted.data.clients, data=SCENARIO, paths=named, shared_seed=shared_seed
-    ) as there:
-        finished = run(
-            scenario,
-            out=out,
-            overrides=asked,
-            resume=resume,
-            workers=workers,
-            quiet=quiet,
-            link=there.link,
-        )
-    return collect(out, workers=workers, quiet=quiet) if shared_seed else finished
-
-
 def collect(
     folder: str | Path,
     *,
@@ -210,7 +155,8 @@ def collect(
     document = open_document(root / "scenario.yaml", ())
     (variant,) = expand(document)
     with locked(root):
-        join(root, [Path(home) for home in homes])
+        engine = federation.build_engine(variant.scenario)
+        engine.join(root, [Path(home) for home in homes])
         plan = _Plan(
             variant.scenario,
             {},
@@ -288,36 +234,23 @@ class _Plan:
         fitting = 1 if self.device.startswith("cuda") else max(1, cores // scenario.threads)
         self.workers = workers or fitting
         self.link = link
-        self.deployed: Deployed | None = None
-        with fixed(scenario.threads):
-            self.servers = self._deployed(quiet) if link else self._here(quiet)
-            self.claims = acceptance.accounted(scenario, self.servers, place, quiet)
-        self.refuse_other_run()
-
-    def _here(self, quiet: bool) -> dict[str, Server]:
-        """What each stack's federation computes in this process, or in its children."""
-        if self.scenario.federation.engine == "deployment":
-            self.deployed = Deployed.read(self.out)
-            return self.deployed.servers(self.scenario)
-        return acceptance.workloads(self.scenario, self.place, quiet)
-
-    def _deployed(self, quiet: bool) -> dict[str, Server]:
-        """What the server of each stack's federation knows whose clients are elsewhere."""
 
         def on_wait(there: int) -> None:
             if not quiet:
-                wanted = number_of(self.scenario.data.clients, "node")
+                wanted = number_of(scenario.data.clients, "node")
                 print(f"waiting: {there} of {wanted} there", file=sys.stderr)
 
-        assert self.link is not None
-        if self.scenario.audit:
-            raise FedsimError(
-                "audit: canaries take the place of clients' data, which a deployment leaves where "
-                "they are; audit the scenario on another engine"
+        with fixed(scenario.threads):
+            federation.check(scenario)
+            engine = federation.build_engine(scenario)
+            self.deployed = engine.clients_of(scenario, out, link, on_wait)
+            self.servers = (
+                self.deployed.servers(scenario)
+                if self.deployed
+                else acceptance.workloads(scenario, place, quiet)
             )
-        federation.check(self.scenario)
-        self.deployed = Deployed.of(self.out, self.scenario, self.link, on_wait)
-        return self.deployed.servers(self.scenario)
+            self.claims = acceptance.accounted(scenario, self.servers, place, quiet)
+        self.refuse_other_run()
 
     def announce(self) -> None:
         """Write what is to be done, before any of it: who looks in between sees how far it is."""

@@ -73,7 +73,7 @@ PRIVACY: dict[str, set[str]] = {
     "dp_sgd": {"contract", "ledger", "numerics"},
 }
 """Each folder and file within `fedsim/privacy`, and those that it may import."""
-FREE = {"acceptance", "assessment", "pipeline", "cli", "__main__", ""}
+FREE = {"acceptance", "assessment", "deploying", "pipeline", "cli", "__main__", ""}
 
 
 def modules() -> dict[str, Path]:

@@ -45,6 +45,7 @@ class Kind(StrEnum):
     learners = "learners"
     models = "models"
     data = "data"
+    engines = "engines"
     mechanisms = "mechanisms"
 
 
@@ -377,10 +378,10 @@ def list_plugins(
     kind: Annotated[Kind | None, typer.Argument(metavar="KIND")] = None,
     format: Annotated[ListFormat, typer.Option(help="How to write it.")] = ListFormat.table,
 ) -> None:
-    """Show the installed attacks, defenses, learners, models, data sources and mechanisms.
+    """Show the installed attacks, defenses, learners, models, data sources, engines, mechanisms.
 
-    KIND is one of attacks, defenses, learners, models, data and mechanisms; without it, all are
-    shown.
+    KIND is one of attacks, defenses, learners, models, data, engines and mechanisms; without it,
+    all are shown.
     """
     with exits():
         from shutil import get_terminal_size

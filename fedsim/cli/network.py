@@ -34,7 +34,7 @@ def up(
     is done at once.
     """
     with exits():
-        from fedsim.pipeline import up as run_up
+        from fedsim.deploying import up as run_up
 
         finished = run_up(
             scenario,

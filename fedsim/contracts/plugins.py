@@ -28,6 +28,7 @@ GROUPS = (
     "fedsim.learners",
     "fedsim.models",
     "fedsim.data",
+    "fedsim.engines",
     "fedsim.mechanisms",
 )
 

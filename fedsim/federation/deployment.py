@@ -1,18 +1,24 @@
 """The deployment engine: Flower's own, over a network of nodes that hold their own data.
 
 The ServerApp runs in this process, and its messages go through a SuperLink (`network`). Nodes are
-started by whoever owns their data (`fedsim node`).
+started by whoever owns their data (`fedsim node`), and `fedsim up` starts some on this machine:
+
+    OUT/nodes/           the folders of the nodes of a federation on this machine
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from fedsim.federation import NO_LINK
+from fedsim.federation.deployed import NO_LINK, Deployed, run_name
+from fedsim.federation.engine import FlowerEngine
+from fedsim.federation.network import link as links
+from fedsim.federation.network.home import run_folder
 from fedsim.federation.network.link import Link
-from fedsim.recording.files import write_bytes
+from fedsim.recording import files, truth
 from fedsim.system import paths
 from fedsim.training.census import Census
 from fedsim.types import FedsimError
@@ -24,49 +30,104 @@ if TYPE_CHECKING:
     from fedsim.scenario import Scenario
     from fedsim.training.server import Server
 
-_RUN_BYTES = 16
+_SECRET_BYTES = 32
 _PART_BYTES, _AROUND_BYTES = 4096, 1 << 20
 """What Flower writes beside each tensor, or a secure sum of each client, and beside all of them."""
 
 
-def check() -> None:
-    """Refuse a Flower whose insides are not known.
+class Deployment(FlowerEngine):
+    """Runs over a network: a SuperLink carries the messages of nodes that hold their own data."""
 
-    Raises:
-        FedsimError: it is another version.
-    """
-    from fedsim.federation.network import flower
+    remote: ClassVar[bool] = True
 
-    flower.check_version()
+    def check(self) -> None:
+        """Refuse a Flower whose insides are not known.
 
+        Raises:
+            FedsimError: it is another version.
+        """
+        from fedsim.federation.network import flower
 
-def run(job: Job, server: Server | None, on_round: OnRound, link: Link | None = None) -> None:
-    """Train what is left of `job` with the nodes behind `link`.
+        flower.check_version()
 
-    Raises:
-        FedsimError: there is no link, or the SuperLink or a node fails.
-    """
-    from fedsim.federation import server_app
-    from fedsim.federation.delivery import Delivery
-    from fedsim.federation.network import flower
-    from fedsim.federation.wire import VERSION
+    def clients_of(
+        self, scenario: Scenario, out: Path, link: Link | None, on_wait: OnWait | None
+    ) -> Deployed:
+        """See `FlowerEngine`; a run that is resumed keeps its secret.
 
-    if link is None or server is None:
-        raise FedsimError(NO_LINK)
-    out = Path(job.out)
-    name = run_name(out)
-    settings = {
-        "version": VERSION,
-        "scenario": job.scenario,
-        "stack": job.stack,
-        "run": name,
-        "held": str(list(server.census.held)),
-    }
-    delivery = Delivery(own_machines=True, run="" if link.shared_seed else name)
-    app = server_app.build(server, out, on_round, delivery)
-    patience, most = server.scenario.federation.timeout, most_bytes(server)
-    with flower.server_app(link, settings, patience, most) as (grid, context):
-        app(grid, context)
+        Raises:
+            FedsimError: the SuperLink is not reachable or not safe, or a node refuses.
+        """
+        if link is None:
+            return Deployed.read(out)
+        links.check(link.superlink, link.roots)
+        eavesdropper = "eavesdropper" in scenario.observe.vantages
+        if eavesdropper and scenario.federation.tls != (link.roots is not None):
+            raise FedsimError(
+                f"federation.tls: {str(scenario.federation.tls).lower()}, and the link to "
+                f"{link.superlink} is {'plaintext' if link.roots is None else 'encrypted'}: say "
+                "what the wire is that an eavesdropper listens on"
+            )
+        census = take_census(scenario, link, on_wait)
+        path = out / "server.secret"
+        if link.shared_seed:
+            return Deployed(census, None)
+        kept = paths.content(path, paths.TEXT) if path.exists() else None
+        return Deployed(census, kept or secrets.token_bytes(_SECRET_BYTES))
+
+    def train(self, job: Job, server: Server, on_round: OnRound, link: Link | None) -> None:
+        """Train what is left of `job` with the nodes behind `link`.
+
+        Raises:
+            FedsimError: there is no link, or the SuperLink or a node fails.
+        """
+        from fedsim.federation import server_app
+        from fedsim.federation.delivery import Delivery
+        from fedsim.federation.network import flower
+        from fedsim.federation.wire import VERSION
+
+        if link is None:
+            raise FedsimError(NO_LINK)
+        out = Path(job.out)
+        name = run_name(out)
+        settings = {
+            "version": VERSION,
+            "scenario": job.scenario,
+            "stack": job.stack,
+            "run": name,
+            "held": str(list(server.census.held)),
+        }
+        delivery = Delivery(own_machines=True, run="" if link.shared_seed else name)
+        app = server_app.build(server, out, on_round, delivery)
+        patience, most = server.scenario.federation.timeout, most_bytes(server)
+        with flower.server_app(link, settings, patience, most) as (grid, context):
+            app(grid, context)
+
+    def join(self, out: Path, homes: Sequence[Path]) -> int:
+        """See `FlowerEngine`; with the truth goes what a participant has seen.
+
+        Raises:
+            FedsimError: there is no deployed run, or no home, or a home is none, or it holds truth
+                of another client than its own.
+        """
+        if not (out / "run").exists():
+            return super().join(out, homes)
+        chosen = list(homes) or sorted((out / "nodes").glob("node-*"))
+        if not chosen:
+            raise FedsimError(
+                f"{out}: no folder of a node in it; name the nodes' folders with --from (copies "
+                "will do)"
+            )
+        copied = 0
+        for client, kept in _owned(out, chosen).items():
+            copied += truth.copy(kept, out)
+            for path in sorted(kept.glob("observations/**/*.*")):
+                # What the server recorded stays; the global model is the same for all who saw it.
+                there = (out / path.relative_to(kept)).exists()
+                is_global = path.name == files.GLOBAL and not there
+                if is_global or path.name.startswith(f"participant-{client:04d}-"):
+                    files.copy_file(path, kept, out)
+        return copied
 
 
 def most_bytes(server: Server) -> int:
@@ -102,9 +163,21 @@ def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -
         return census.take(grid, scenario.data.clients, scenario.federation.timeout, on_wait)
 
 
-def run_name(out: Path) -> str:
-    """Return what nodes know the run in `out` by: drawn once, and kept there."""
-    path = out / "run"
-    if not path.exists():
-        write_bytes(path, secrets.token_hex(_RUN_BYTES).encode())
-    return paths.text(path, paths.TEXT).strip()
+def _owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
+    """What each client keeps of the run in `out`, by client."""
+    owned: dict[int, Path] = {}
+    for home in homes:
+        if not home.is_dir():
+            raise FedsimError(f"--from: {home}: no such folder")
+        kept = paths.unlinked(run_folder(home, run_name(out)), home)
+        client = truth.owner(kept)
+        if client is None:
+            continue
+        own = home.name.removeprefix("node-") if home.parent == out / "nodes" else str(client)
+        if client in owned or own != str(client):
+            raise FedsimError(
+                f"--from: {home}: truth of client {client}, which is in the folder of its own node "
+                "alone; name the folder of each client's node, once"
+            )
+        owned[client] = kept
+    return owned

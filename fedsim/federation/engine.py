@@ -1,122 +1,91 @@
-"""Which engine carries a federation's messages, and what is refused before one starts."""
+"""What an engine is: a subclass of `FlowerEngine`, an entry point of the group `fedsim.engines`.
+
+Importing this module imports nothing of Flower, so that engines are listed quickly.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
+from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING
 
-from fedsim.federation import client_state, strategies
-from fedsim.federation.checkpoint import Checkpoints
-from fedsim.federation.client_app import Job
-from fedsim.federation.network.link import Link
-from fedsim.federation.server_app import OnRound
-from fedsim.scenario import Scenario
-from fedsim.scenario.build import build_learner, build_stack, declared_training
-from fedsim.system import threads
-from fedsim.training.server import Server
+from fedsim.contracts.engine import Engine
 from fedsim.types import FedsimError
 
+if TYPE_CHECKING:
+    from fedsim.federation.client_app import Job
+    from fedsim.federation.delivery import OnWait
+    from fedsim.federation.deployed import Deployed
+    from fedsim.federation.network.link import Link
+    from fedsim.federation.server_app import OnRound
+    from fedsim.scenario import Scenario
+    from fedsim.training.server import Server
 
-class Engine(Protocol):
-    """A module of this room that runs the ServerApp and the ClientApps of a job to their end.
 
-    `federation.engine` calls it by its name. Both apps are the same on every engine; an engine
-    only decides where they run and how their messages travel.
+class FlowerEngine(Engine):
+    """Runs the ServerApp and the ClientApps of a job to their end.
+
+    Both apps are the same on every engine (`server_app.build`, `client_app.build`); an engine only
+    decides where they run and how their messages travel.
 
     A process answers one message at a time: its clients share the workload's model, which holds the
     weights of the one that answers. Several clients at a time take several processes, not threads.
     """
 
-    def check(self) -> None:
-        """Refuse a machine on which it cannot run.
-
-        Raises:
-            FedsimError: this is one.
-        """
-
-    def run(self, job: Job, server: Server | None, on_round: OnRound, link: Link | None) -> None:
+    @abstractmethod
+    def train(self, job: Job, server: Server, on_round: OnRound, link: Link | None) -> None:
         """Train what is left of `job`.
 
         Args:
-            job: What to train.
-            server: May spare building it.
-            on_round: Told of each round.
+            job: What every process of the federation is told.
+            server: What the stack's federation computes; a `Workload` unless the engine is remote.
+            on_round: Called after each round.
             link: Where the messages go, of an engine whose nodes are elsewhere.
+
+        Raises:
+            FedsimError: the engine failed.
         """
 
+    def clients_of(
+        self, scenario: Scenario, out: Path, link: Link | None, on_wait: OnWait | None
+    ) -> Deployed | None:
+        """What is known of clients that are elsewhere; None: they are in this machine's processes.
 
-def _named(name: str) -> Engine:
-    return cast(Engine, import_module(f"fedsim.federation.{name}"))
+        Args:
+            scenario: What the clients are to answer.
+            out: The run's folder.
+            link: To the nodes, which are asked; without it, what `out` says of them is read.
+            on_wait: Called with how many are there while more have to come.
 
+        Raises:
+            FedsimError: there is no link and nothing in `out`, or a node refuses.
+        """
+        if link is not None:
+            raise FedsimError("--superlink: this engine has no nodes elsewhere; leave it out")
+        return None
 
-def run(
-    scenario: Scenario,
-    stack: str,
-    out: Path,
-    *,
-    resume: bool,
-    on_round: OnRound,
-    server: Server | None = None,
-    link: Link | None = None,
-) -> None:
-    """See `fedsim.federation.federate`."""
-    check(scenario, [stack])
-    held = server.census.held if server else None
-    checkpoints = Checkpoints(out, scenario, stack, held)
-    if not resume and (checkpoints.begun or client_state.has_truth(out, stack)):
-        raise FedsimError(
-            f"{out} holds results of the stack {stack!r}; resume that run, or use another folder"
-        )
-    checkpoints.start()
-    if checkpoints.complete:
-        return
-    job = Job(
-        scenario=scenario.model_dump_json(),
-        stack=stack,
-        out=str(out.resolve()),
-        threads=scenario.threads,
-    )
-    with _quiet_flower(), threads.fixed(scenario.threads):
-        _named(scenario.federation.engine).run(job, server, on_round, link)
+    def join(self, out: Path, homes: Sequence[Path]) -> int:
+        """Copy the truth that nodes keep of the run in `out` into it, and count the files.
+
+        Args:
+            out: The run's folder.
+            homes: Folders of nodes; none: those below `out`.
+
+        Raises:
+            FedsimError: the run's clients are not elsewhere, or a folder is no node's.
+        """
+        raise FedsimError(f"{out}: no deployed run, so that there is nothing to collect")
 
 
-def check(scenario: Scenario, stacks: list[str] | None = None) -> None:
-    """See `fedsim.federation.check`; `stacks` limits it to some of the scenario's."""
-    federation = scenario.federation
-    _named(federation.engine).check()
-    with _quiet_flower():
-        strategies.build(federation.strategy, federation.strategy_parameters)
-    trains = build_learner(scenario.learner).trains
-    if not trains and federation.strategy != "FedAvg":
-        raise FedsimError(
-            f"federation.strategy: learner {scenario.learner.name} releases no update of a model, "
-            f"of which {federation.strategy} could make anything but the mean; use FedAvg"
-        )
-    for name in scenario.defenses if stacks is None else stacks:
-        stack = build_stack(scenario.defenses[name])
-        try:
-            strategies.check_fit(
-                federation.strategy,
-                federation.strategy_parameters,
-                sees_each=stack.aggregation is None,
-                losses=trains and stack.shows_losses(declared_training(scenario)),
-            )
-        except FedsimError as error:
-            raise FedsimError(f"defenses.{name}: {error}") from error
+class Local(FlowerEngine):
+    """Runs all clients in this process, one after the other."""
 
+    def check(self) -> None:
+        """Any machine will do."""
 
-@contextmanager
-def _quiet_flower() -> Iterator[None]:
-    """Hold Flower's log to FLWR_LOG_LEVEL also where somebody imported it before fedsim."""
-    logger = logging.getLogger("flwr")
-    before = logger.level
-    logger.setLevel(os.environ["FLWR_LOG_LEVEL"].upper())
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    def train(self, job: Job, server: Server, on_round: OnRound, link: Link | None) -> None:
+        """See `FlowerEngine`."""
+        from fedsim.federation import local
+
+        local.train(job, server, on_round)

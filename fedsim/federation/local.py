@@ -1,4 +1,4 @@
-"""The local engine: Flower's grid inside this process, one client at a time, no Ray.
+"""The grid of the local engine: Flower's, inside this process, one client at a time, no Ray.
 
 Every message goes through Flower's own serialization both ways, so that apps behave as they do on
 any other engine and no client shares memory with the server or with another client.
@@ -23,7 +23,6 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedsim.federation import client_app, server_app
-from fedsim.federation.network.link import Link
 from fedsim.federation.serde import content_to_bytes, message_to_bytes
 from fedsim.system.memory import keep_freed
 from fedsim.training.server import Server
@@ -134,16 +133,7 @@ class LocalGrid(Grid):
         return self._contexts[node]
 
 
-def check() -> None:
-    """Any machine will do."""
-
-
-def run(
-    job: client_app.Job,
-    server: Server | None,
-    on_round: server_app.OnRound,
-    link: Link | None = None,
-) -> None:
+def train(job: client_app.Job, server: Server, on_round: server_app.OnRound) -> None:
     """Train what is left of `job` in this process, one client at a time."""
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario

@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from pydantic import TypeAdapter
 
+from fedsim.federation.engine import FlowerEngine
 from fedsim.federation.records import RoundRecord
 from fedsim.system import threads
 from fedsim.types import FedsimError
@@ -51,54 +52,56 @@ _TAIL = 2000
 _SHORT_PATH = 40
 
 
-def check() -> None:
-    """Refuse a machine on which Ray is not installed.
+class Simulation(FlowerEngine):
+    """Runs several clients at a time, each in a process of Flower's own engine, on Ray."""
 
-    Raises:
-        FedsimError: it is not.
-    """
-    if importlib.util.find_spec("ray") is None:
-        raise FedsimError(
-            "federation.engine: simulation needs Ray, which is not installed; run "
-            "pip install 'fedsim[simulation]', or leave federation.engine out"
-        )
+    def check(self) -> None:
+        """Refuse a machine on which Ray is not installed.
 
-
-def run(job: Job, server: Server | None, on_round: OnRound, link: Link | None = None) -> None:
-    """Train what is left of `job` in a child process; `server` cannot be handed to it.
-
-    Raises:
-        FedsimError: the child failed, with its own error, or with the end of what it printed.
-    """
-    scratch = Path(tempfile.mkdtemp(prefix="fedsim-"))  # Ray's sockets need a short path
-    try:
-        with (scratch / "log").open("w+b") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "fedsim.federation.simulation"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(job.threads)},
+        Raises:
+            FedsimError: it is not.
+        """
+        if importlib.util.find_spec("ray") is None:
+            raise FedsimError(
+                "federation.engine: simulation needs Ray, which is not installed; run "
+                "pip install 'fedsim[simulation]', or leave federation.engine out"
             )
-            assert child.stdin and child.stdout
-            try:
-                _follow(job, child.stdin, child.stdout, scratch, on_round)
-                with suppress(subprocess.TimeoutExpired):  # let Ray shut down in order
-                    child.wait(_GRACE_SECONDS)
-            except _ChildDied as error:
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(_GRACE_SECONDS)
-                log.seek(0)
-                said = log.read()[-_TAIL:].decode(errors="replace")
-                raise FedsimError(
-                    f"the simulation engine ended with status {child.poll()} before the training "
-                    f"did; its last words: {said or 'none'}"
-                ) from error
-            finally:
-                _end(child)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+
+    def train(self, job: Job, server: Server, on_round: OnRound, link: Link | None) -> None:
+        """Train what is left of `job` in a child process; `server` cannot be handed to it.
+
+        Raises:
+            FedsimError: the child failed, with its own error, or with the end of what it printed.
+        """
+        scratch = Path(tempfile.mkdtemp(prefix="fedsim-"))  # Ray's sockets need a short path
+        try:
+            with (scratch / "log").open("w+b") as log:
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "fedsim.federation.simulation"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(job.threads)},
+                )
+                assert child.stdin and child.stdout
+                try:
+                    _follow(job, child.stdin, child.stdout, scratch, on_round)
+                    with suppress(subprocess.TimeoutExpired):  # let Ray shut down in order
+                        child.wait(_GRACE_SECONDS)
+                except _ChildDied as error:
+                    with suppress(subprocess.TimeoutExpired):
+                        child.wait(_GRACE_SECONDS)
+                    log.seek(0)
+                    said = log.read()[-_TAIL:].decode(errors="replace")
+                    raise FedsimError(
+                        f"the simulation engine ended with status {child.poll()} before the "
+                        f"training did; its last words: {said or 'none'}"
+                    ) from error
+                finally:
+                    _end(child)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 class _ChildDied(Exception):  # noqa: N818

@@ -185,7 +185,7 @@ def _continuation(run: Run) -> str:
         return "is still going"
     if run.plan and not run.plan.resumable:
         return "cannot be continued: repeat it with another --out"
-    if run.record and run.setting("federation", "engine") == "deployment":
+    if run.record and run.is_remote:
         return f"nothing is at work in it: continue it with {_collect(run)}"
     return "nothing is at work in it: continue it with --resume"
 
@@ -207,7 +207,7 @@ def again(runs: Sequence[Run]) -> Again:
         command = " && ".join(sorted(map(str, commands)))
         return Again(command, ", in the app’s folder and on the same recording", of_scenario=False)
     same = "; on the same kind of machine it gives the same figures"
-    if not any(run.setting("federation", "engine") == "deployment" for run in runs):
+    if not any(run.is_remote for run in runs):
         return Again("fedsim run scenario.yaml", same)
     if all(run.record.get("noise_key") == "scenario" for run in runs):
         return Again("fedsim up scenario.yaml --shared-seed --out again", same)

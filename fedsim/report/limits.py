@@ -194,7 +194,7 @@ def _other_victims(old: Run, new: Run) -> int:
     """Returns how many trials have other victims; none of nodes, which draw them from a secret."""
     if old.setting("seed") != new.setting("seed"):
         return 0
-    if any(run.setting("federation", "engine") == "deployment" for run in (old, new)):
+    if any(run.is_remote for run in (old, new)):
         return 0
     drawn: list[dict[tuple[object, ...], list[str]]] = [
         {

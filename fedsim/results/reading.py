@@ -104,6 +104,11 @@ class Run:
         return self.plan.origin if self.plan else ""
 
     @property
+    def is_remote(self) -> bool:
+        """Whether its clients were nodes that keep data and secrets to themselves."""
+        return self.origin.startswith("run:")
+
+    @property
     def figures(self) -> dict[str, str]:
         """Maps the place of each row, among all of its name, to the digest of its content."""
         seed = str(self.setting("seed"))

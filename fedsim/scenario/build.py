@@ -17,6 +17,7 @@ from fedsim.contracts.defense import (
     TrainingDefense,
     UpdateDefense,
 )
+from fedsim.contracts.engine import Engine
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Learner, Problem
 from fedsim.contracts.plugins import Named, Plugin
@@ -37,6 +38,7 @@ ROLES: dict[str, tuple[type[Plugin], ...]] = {
     "fedsim.learners": (Learner,),
     "fedsim.models": (ModelPlugin,),
     "fedsim.data": (DataSource,),
+    "fedsim.engines": (Engine,),
 }
 """The base classes of the plugins of each group; a plugin must derive from one of them."""
 
@@ -46,6 +48,7 @@ RESERVED: dict[str, tuple[str, ...]] = {
     "fedsim.learners": ("name",),
     "fedsim.models": ("name",),
     "fedsim.data": ("name",),
+    "fedsim.engines": (),
 }
 """Keys of a scenario's entry that are not the plugin's; no parameter may have such a name."""
 
@@ -120,6 +123,24 @@ def build_learner(ref: PluginRef) -> Learner:
     learner = plugin_class("fedsim.learners", ref.name).model_validate(ref.parameters)
     assert isinstance(learner, Learner)
     return learner
+
+
+def build_engine(name: str) -> Engine:
+    """Builds the engine that `federation.engine` names.
+
+    Raises:
+        PluginError: it is not installed, cannot be imported, or has parameters, which no scenario
+            sets.
+    """
+    cls = plugin_class("fedsim.engines", name)
+    if cls.model_fields:
+        raise plugins.PluginError(
+            f"engine {name!r} has parameters ({', '.join(cls.model_fields)}), and a scenario sets "
+            "none of an engine; its author has to read them elsewhere"
+        )
+    engine = cls()
+    assert isinstance(engine, Engine)
+    return engine
 
 
 def problem_of(

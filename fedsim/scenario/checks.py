@@ -11,7 +11,14 @@ from fedsim.contracts.grant import Grant
 from fedsim.contracts.learner import Learner
 from fedsim.contracts.plugins import installed
 from fedsim.scenario import vantages
-from fedsim.scenario.build import algorithm, build_learner, build_stack, declared, plugin_class
+from fedsim.scenario.build import (
+    algorithm,
+    build_engine,
+    build_learner,
+    build_stack,
+    declared,
+    plugin_class,
+)
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (
     AttackEntry,
@@ -59,6 +66,8 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         yield from vantages.check(
             observe, training, sections.get("federation"), stacks, trains=trains
         )
+    if federation := sections.get("federation"):
+        yield from _engine(federation.engine, audited=sections.get("audit") is not None)
     yield from _results(sections)
     usable = [(i, entry) for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
     yield from _labels(usable)
@@ -75,6 +84,20 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         if trainable and sound(("defenses", name)):
             model = sections.get("model") if sound(("model",)) else None
             yield from _stack(name, refs, trainable if trains else None, model)
+
+
+def _engine(name: str, *, audited: bool) -> Iterator[Finding]:
+    try:
+        engine = build_engine(name)
+    except FedsimError as error:
+        yield ("federation", "engine"), str(error)
+        return
+    if audited and engine.remote:
+        yield (
+            ("audit",),
+            f"canaries take the place of clients' data, which engine {name} leaves where they are; "
+            "audit the scenario on another engine (federation.engine)",
+        )
 
 
 def cautions(scenario: Scenario) -> list[str]:

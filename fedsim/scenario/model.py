@@ -111,8 +111,8 @@ class Training(Section):
 class Federation(Section):
     """Who takes part, and which engine carries the messages."""
 
-    engine: Literal["local", "simulation", "deployment"] = "local"
-    """The name of a module of `fedsim.federation` that is one (`engine.Engine`)."""
+    engine: str = "local"
+    """Where clients compute and how messages travel: an engine that `fedsim list engines` shows."""
     strategy: str = "FedAvg"
     """Any strategy of flwr.serverapp.strategy, by class name."""
     strategy_parameters: dict[str, Any] = {}

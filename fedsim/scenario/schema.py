@@ -27,6 +27,8 @@ def json_schema() -> dict[str, Any]:
     extra = {"label": entry["label"], "restarts": entry["restarts"]}
     properties = whole["properties"]
     definitions["Data"]["properties"]["source"] = _choice("fedsim.data", definitions)
+    engine = definitions["Federation"]["properties"]["engine"]
+    engine["enum"] = list(plugins.names("fedsim.engines"))
     properties["learner"] = _choice("fedsim.learners", definitions)
     properties["model"] = _choice("fedsim.models", definitions)
     properties["attacks"]["items"] = _choice("fedsim.attacks", definitions, extra)

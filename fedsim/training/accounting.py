@@ -8,6 +8,7 @@ from itertools import product
 from fedsim.contracts.defense import NoisyAggregation
 from fedsim.contracts.stack import Stack
 from fedsim.privacy.ledger import claim, worst_off
+from fedsim.scenario.build import build_engine
 from fedsim.training.server import Server
 from fedsim.training.spending import Account, targets
 from fedsim.types import FedsimError, Observation, PrivacyClaim, Vantage
@@ -127,8 +128,8 @@ def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
     if seen_from == "client" and aggregation:
         participants = len(server.schedule.participants(1))
         return replace(server.stack, aggregation=aggregation.seen_by_one_of(participants))
-    deployed = server.scenario.federation.engine == "deployment"
-    if deployed and not isinstance(aggregation, NoisyAggregation):
+    remote = build_engine(server.scenario.federation.engine).remote
+    if remote and not isinstance(aggregation, NoisyAggregation):
         return replace(server.stack, aggregation=None)
     return server.stack
 

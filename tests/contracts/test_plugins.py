@@ -160,6 +160,11 @@ def test_a_broken_plugin_is_listed_with_the_cause_and_stops_no_other() -> None:
     ]
     assert "first_layer" in titles
     assert "unimportable" not in titles
+    engines = json_schema()["$defs"]["Federation"]["properties"]["engine"]["enum"]
+    assert "backwards" in engines
+    rows = {row["name"]: row for row in listing.rows(["engines"])}
+    assert rows["backwards"]["package"] == "fedsim-example-plugins"
+    assert rows["backwards"]["error"] is None
 
 
 SCENARIO = """\
@@ -173,10 +178,13 @@ defenses:
   sign: [{name: sign, scale: 0.01}]
 attacks: [{name: first_layer, neurons: 3}]
 observe: {rounds: [1], clients: [0], batch_sizes: [1, 2]}
+federation: {engine: backwards}
 """
 
 
-def test_a_third_partys_attack_and_defense_run_in_a_scenario(site: Path, tmp_path: Path) -> None:
+def test_a_third_partys_attack_defense_and_engine_run_in_a_scenario(
+    site: Path, tmp_path: Path
+) -> None:
     """Exact without defense, defeated by the third party's; two images are a failure with a reason.
 
     In a process of its own, as a user would run it.

@@ -458,7 +458,7 @@ def stages_replaced(place: Workplace) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedsim.pipeline.run", run)
-        patch.setattr("fedsim.pipeline.up", run)
+        patch.setattr("fedsim.deploying.up", run)
         patch.setattr("fedsim.pipeline.collect", collect)
         patch.setattr("fedsim.federation.network.node.serve", serve)
         patch.setattr("fedsim.federation.network.link.check", serve)

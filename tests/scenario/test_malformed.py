@@ -302,7 +302,7 @@ CASES = {
     ),
     "negative seed": Case("seed: 7", "seed: -7 # <-", "seed", "expected >= 0, got -7"),
     "seed of 64 bits": Case("seed: 7", f"seed: {2**64} # <-", "seed", "expected < 922337203685477"),
-    "unknown engine": Case("engine: local", "engine: locl", "federation.engine", "'simulation'"),
+    "unknown engine": Case("engine: local", "engine: locl", "federation.engine", "simulation"),
     "unknown knowledge": Case("bn: none", "bn: exakt", "knowledge.bn", "did you mean 'exact'?"),
     "unknown device": Case(
         "device: cpu", "device: gpu # <-", "device", "expected auto, cpu, cuda or"

@@ -157,8 +157,8 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "an ideal that a deployment's server computes itself": swap(
             "fedsim/training/accounting.py:accounted_stack",
-            "server.scenario.federation.engine == 'deployment'",
-            "server.scenario.federation.engine == 'nothing'",
+            "build_engine(server.scenario.federation.engine).remote",
+            "False",
             HOLDERS,
         ),
         "a limit of ε kept by what is no differential privacy": swap(

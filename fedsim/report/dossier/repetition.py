@@ -76,7 +76,7 @@ def of_line(line: LeaderboardRow, runs: Sequence[Run], root: Path) -> list[tuple
     commands = []
     for run in runs:
         stack = (run.setting("defenses") or {}).get(line.defense)
-        if run.setting("federation", "engine") == "deployment" or stack is None:
+        if run.is_remote or stack is None:
             continue
         if not any(row.cell == line.cell for row in run.rows):
             continue

@@ -13,10 +13,10 @@ import torch
 from nodes_support import LINK, SMALL, TINY, connect, nodes
 
 from fedsim import pipeline, rng
-from fedsim.federation import deployment
+from fedsim.federation.deployed import run_name
+from fedsim.federation.deployment import Deployment
 from fedsim.federation.network.link import Link
 from fedsim.federation.network.policy import Policy
-from fedsim.federation.network.run import join
 from fedsim.recording.files import GLOBAL, load_observation, write_bytes, write_tensors
 from fedsim.recording.truth import load_truth
 from fedsim.scenario import expand
@@ -97,66 +97,66 @@ def test_truth_of_a_client_is_taken_from_its_own_folder(
     seen: str, client: str, folder: str, tmp_path: Path
 ) -> None:
     out = tmp_path
-    run = deployment.run_name(out)
+    run = run_name(out)
     kept_truth(out / folder, run, seen, client)
     homes = [] if "/" in folder else [out / "node-0", out / folder]
     if homes:
         kept_truth(out / "node-0", run, "client-0000-training", "0000")
         kept_truth(out / folder, run, "client-0001-training", "0001")
     with pytest.raises(FedsimError, match="client"):
-        join(out, homes)
+        Deployment().join(out, homes)
     assert not (out / "truth").exists()
 
 
 def test_a_node_adds_nothing_to_what_the_server_recorded(tmp_path: Path) -> None:
-    run = deployment.run_name(tmp_path)
+    run = run_name(tmp_path)
     home = tmp_path / "nodes" / "node-1"
     kept_truth(home, run, "participant-0001-training", "0001")
     names = ["client-0000-training.json", "participant-0000-training.json"]
     own = ["participant-0001-training.json", GLOBAL]
     for name in (*names, *own):
         write_bytes(home / "runs" / run / "observations" / "none" / "round-0001" / name, b"x")
-    assert join(tmp_path, []) == 1
+    assert Deployment().join(tmp_path, []) == 1
     copied = (tmp_path / "observations").rglob("*.*")
     assert {path.name for path in copied} == set(own)
     truth = next((tmp_path / "truth").rglob("*.safetensors"))
     assert truth.stat().st_mode & 0o077 == 0
-    assert join(tmp_path, []) == 1, "the same once more"
+    assert Deployment().join(tmp_path, []) == 1, "the same once more"
     truth.write_bytes(b"another's")
     with pytest.raises(FedsimError, match="collected before"):
-        join(tmp_path, [])
+        Deployment().join(tmp_path, [])
 
 
 @pytest.mark.parametrize("depth", range(7))
 def test_nothing_is_collected_by_a_link(depth: int, tmp_path: Path) -> None:
     """Whoever fills a node's folder must not choose what else the collector reads."""
     out, home = tmp_path / "out", tmp_path / "home"
-    kept_truth(home, deployment.run_name(out), "client-0001-training", "0001")
+    kept_truth(home, run_name(out), "client-0001-training", "0001")
     truth = next(home.rglob("*.safetensors"))
     part = [truth, *truth.parents][depth]
     assert part.is_relative_to(home / "runs")
     part.rename(tmp_path / "elsewhere")
     part.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FedsimError, match=f"{part.name}.*link"):
-        join(out, [home])
+        Deployment().join(out, [home])
     assert not (out / "truth").exists()
 
 
 def test_what_is_collected_are_regular_files(tmp_path: Path) -> None:
     out, home = tmp_path / "out", tmp_path / "home"
-    kept_truth(home, run := deployment.run_name(out), "client-0001-training", "0001")
+    kept_truth(home, run := run_name(out), "client-0001-training", "0001")
     truth = next(home.rglob("*.safetensors"))
     seen = home / "runs" / run / "observations" / "none" / "participant-0001-training.json"
     seen.parent.mkdir(parents=True)
     os.mkfifo(seen)
     with pytest.raises(FedsimError, match="a named pipe"):
-        join(out, [home])
+        Deployment().join(out, [home])
     for collected in (out / "truth").rglob("*.safetensors"):
         collected.unlink()
     truth.unlink()
     os.mkfifo(truth)
     with pytest.raises(FedsimError, match="a named pipe"):
-        join(out, [home])
+        Deployment().join(out, [home])
 
 
 def test_what_is_unscored_counts_in_no_table(

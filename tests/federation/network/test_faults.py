@@ -28,7 +28,7 @@ import soak
 import yaml
 from network_support import free_port
 
-from fedsim import pipeline
+from fedsim import deploying, pipeline
 from fedsim.federation.network import flower, link
 from fedsim.federation.network.certificates import make_authority, make_node_key
 from fedsim.federation.network.link import SCENARIO, Link
@@ -123,7 +123,7 @@ def test_a_superlink_that_forgets_ends_the_run_and_it_can_be_resumed(tmp_path: P
         pipeline.run(written, out=out, link=there.link, resume=True)
     assert time.monotonic() - began < timeout + 20
 
-    finished = pipeline.up(out / "soak.yaml", out=out, shared_seed=True, resume=True, workers=1)
+    finished = deploying.up(out / "soak.yaml", out=out, shared_seed=True, resume=True, workers=1)
     assert finished and [row["round"] for row in rows(out)] == list(range(1, 7))
     assert checkpoint(out) == without_network(written, tmp_path / "local")
 

@@ -15,13 +15,13 @@ from fedsim.types import FedsimError
 
 
 def test_the_version_that_is_installed_is_known() -> None:
-    deployment.check()
+    deployment.Deployment().check()
 
 
 def test_another_version_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.99.0")
     with pytest.raises(FedsimError, match=r"knows Flower 1\.41\.x, and 1\.99\.0 is.*pip install"):
-        deployment.check()
+        deployment.Deployment().check()
 
 
 def test_a_bundle_holds_no_code() -> None:

@@ -11,8 +11,8 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from nodes_support import LINK, SMALL, connect, nodes
 
 from fedsim.federation import deployment, wire
+from fedsim.federation.deployed import Deployed
 from fedsim.federation.network.node_app import NodeApp
-from fedsim.federation.network.run import Deployed
 from fedsim.scenario import Scenario, expand
 from fedsim.training.census import Census
 from fedsim.types import FedsimError

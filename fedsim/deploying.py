@@ -1,0 +1,68 @@
+"""A federation over a network whose parts are all started on this machine: `fedsim up`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedsim.federation.network.link import SCENARIO
+from fedsim.federation.network.up import federation
+from fedsim.pipeline import collect, run
+from fedsim.results import earlier
+from fedsim.results.record import Run
+from fedsim.scenario import dump, expand, open_document
+from fedsim.system import paths
+from fedsim.training.source import data_source
+from fedsim.types import FedsimError
+
+
+def up(
+    scenario: str | Path,
+    *,
+    out: str | Path,
+    nodes: int | None = None,
+    overrides: Sequence[str] = (),
+    shared_seed: bool = False,
+    resume: bool = False,
+    workers: int | None = None,
+    quiet: bool = True,
+) -> Run:
+    """Run a scenario over a SuperLink, a gate and nodes that are started on this machine for it.
+
+    Args:
+        scenario: A file.
+        out: The folder to fill; the nodes' own folders are below it.
+        nodes: How many clients there are; default: as the scenario says.
+        overrides: `a.b=value` assignments to the file's keys.
+        shared_seed: Draw all from the scenario's seed, and collect the truth at the end.
+        resume: See `run`.
+        workers: See `run`.
+        quiet: See `run`.
+
+    Raises:
+        FedsimError: see `run`; or a part of the federation does not start.
+        RunFailed: see `run`.
+    """
+    count = [] if nodes is None else [f"data.clients={nodes}"]
+    asked = [*overrides, *count, "federation.engine=deployment"]
+    variants = expand(open_document(scenario, asked))
+    if len(variants) > 1:
+        raise FedsimError("sweep: fedsim up runs one scenario; choose a variant with --set")
+    wanted, root = variants[0].scenario, Path(out)
+    paths.writable_folder(root, "--out")
+    earlier.refuse_other_run(root, dump(wanted), resume)
+    source = data_source(wanted).place
+    named = [path for path in (source, wanted.data.partition.path, wanted.training.weights) if path]
+    with federation(
+        root, wanted.data.clients, data=SCENARIO, paths=named, shared_seed=shared_seed
+    ) as there:
+        finished = run(
+            scenario,
+            out=out,
+            overrides=asked,
+            resume=resume,
+            workers=workers,
+            quiet=quiet,
+            link=there.link,
+        )
+    return collect(out, workers=workers, quiet=quiet) if shared_seed else finished

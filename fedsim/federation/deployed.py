@@ -1,0 +1,106 @@
+"""What a run's folder keeps of clients that are elsewhere: their counts, and the server's secret.
+
+OUT/run              what nodes know the run by
+OUT/census.json      how many examples each client holds
+OUT/server.secret    of the noise that the server adds; not there if all follows from the seed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedsim.recording import files
+from fedsim.scenario import Scenario
+from fedsim.system import paths
+from fedsim.training.census import Census
+from fedsim.training.server import Server
+from fedsim.training.source import load_dataset
+from fedsim.types import FedsimError
+
+NO_LINK = (
+    "federation.engine: deployment needs a SuperLink: name it with --superlink, or start a whole "
+    "federation on this machine with fedsim up"
+)
+"""Why an engine that is elsewhere cannot be used."""
+
+_RUN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """What is known of a deployed run beside its scenario."""
+
+    census: Census
+    secret: bytes | None
+    """Of the server's noise; None: it follows from the scenario's seed, as that of all nodes."""
+
+    @classmethod
+    def read(cls, out: Path) -> Deployed:
+        """What `save` wrote.
+
+        Raises:
+            FedsimError: `out` holds no deployed run.
+        """
+        path = out / "census.json"
+        if not path.exists():
+            raise FedsimError(NO_LINK)
+        try:
+            found = json.loads(paths.text(path, paths.TEXT))
+            census = Census(
+                held=[int(count) for count in found["held"]],
+                private_statistics={
+                    "client": tuple(found["private_statistics"]["client"]),
+                    "example": tuple(found["private_statistics"]["example"]),
+                },
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise FedsimError(
+                f"{path}: damaged; run the scenario anew, with another --out"
+            ) from error
+        secret = out / "server.secret"
+        return cls(census, paths.content(secret, paths.TEXT) if secret.exists() else None)
+
+    def save(self, out: Path) -> None:
+        """Write it below `out`; the secret is for its owner's eyes alone."""
+        statistics = {unit: list(said) for unit, said in self.census.private_statistics.items()}
+        files.write_json(
+            out / "census.json",
+            {"held": list(self.census.held), "private_statistics": statistics},
+        )
+        path = out / "server.secret"
+        if self.secret is not None and not path.exists():
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "wb") as file:
+                file.write(self.secret)
+
+    def servers(self, scenario: Scenario) -> dict[str, Server]:
+        """What the server of each stack knows.
+
+        Raises:
+            FedsimError: the data cannot be described, or do not fit the learner.
+        """
+        described = load_dataset(scenario).without_training()
+        return {
+            name: Server(scenario, name, described, self.census, self._noise_seed(name))
+            for name in scenario.defenses
+        }
+
+    def _noise_seed(self, stack: str) -> int | None:
+        """Of the noise that the server adds behind `stack`, and behind no other one."""
+        if self.secret is None:
+            return None
+        digest = hashlib.sha256(b"fedsim server\0" + self.secret + stack.encode()).digest()
+        return int.from_bytes(digest, "big")
+
+
+def run_name(out: Path) -> str:
+    """Return what nodes know the run in `out` by: drawn once, and kept there."""
+    path = out / "run"
+    if not path.exists():
+        files.write_bytes(path, secrets.token_hex(_RUN_BYTES).encode())
+    return paths.text(path, paths.TEXT).strip()
