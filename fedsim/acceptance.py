@@ -44,7 +44,7 @@ class Accepted:
         held, schedule = first.census.held, first.schedule
         of = "row" if isinstance(first.described, Table) else "image"
         counts = f"at least {number_of(min(held), of)}"
-        taking = len(schedule.participants(1))
+        taking = len(schedule.round(1).participants)
         lines = [
             f"data: {number_of(len(held), 'client')} each with {counts}, and "
             f"{number_of(first.test_set()[0], f'{of} to test on', f'{of}s to test on')}",

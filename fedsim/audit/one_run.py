@@ -55,7 +55,7 @@ def scores(
     rounds = workload.scenario.training.rounds
     for round in range(1, rounds + 1):
         sent: dict[int, Tensors] = {}
-        for client in workload.schedule.participants(round):
+        for client in workload.plan(round).participants:
             sent[client], states[client] = cast.release(client, round, states.get(client, {}))
         if workload.stack.aggregation is not None:
             updates = [Update(tensors=sent[client], num_examples=1) for client in sorted(sent)]

@@ -126,17 +126,15 @@ class Client:
         if order.probe:
             raise FedsimError("a training message asks for a probe; send it as train.probe")
         client = self.client(context)
-        if client not in self.workload.schedule.participants(order.round):
+        if client not in self.workload.plan(order.round).participants:
             raise FedsimError(f"client {client} takes no part in round {order.round}")
         return self._respond(message, context, order)
 
     def probe(self, message: Message, context: Context) -> Message:
         """Answer a probe that the scenario plans: update out, truth stays, state unchanged."""
         order = self.read_order(message)
-        client, schedule = self.client(context), self.workload.schedule
-        if not (
-            schedule.plans(order.round, order.probe) and client in schedule.observed(order.round)
-        ):
+        client, plan = self.client(context), self.workload.plan(order.round)
+        if not plan.asks(order.probe) or client not in plan.observed:
             raise FedsimError(
                 f"no such probe is planned for round {order.round} of client {client}: "
                 f"{order.probe}"
@@ -159,7 +157,7 @@ class Client:
         Raises:
             MalformedError: a part is missing or of another form.
         """
-        return wire.read_order(message.content, self._form)
+        return wire.read_order(message.content, self._form[:2])
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
         """What `client` releases to answer `order`; its truth and state are kept.
@@ -188,7 +186,7 @@ class Client:
             client,
             round,
             order.parameters,
-            {**self._constants, **order.buffers},
+            {**self._form[2], **order.buffers},
             state,
             probe=order.probe,
         )
@@ -198,7 +196,7 @@ class Client:
         update = result.update
         if not workload.releases_statistics:
             update = replace(update, buffers={})
-        if order.probe is None and client in workload.schedule.lookers(round):
+        if order.probe is None and client in workload.plan(round).lookers:
             memory.save_sent(round, participant.sent(update, order.parameters, order.buffers))
         if once:  # last: what is not noted may still have been lost, and is not repeated
             numbers = torch.tensor([update.num_examples, result.loss or 0], dtype=torch.float64)
@@ -215,7 +213,7 @@ class Client:
 
         Whoever was told that its own answer is no part of that round has nothing to take off.
         """
-        if order.round > 1 and client in self.workload.schedule.lookers(order.round - 1):
+        if order.round > 1 and client in self.workload.plan(order.round - 1).lookers:
             sent = memory.sent(order.round - 1)
             if sent:
                 seen = participant.look(
@@ -224,7 +222,7 @@ class Client:
                     order.round - 1,
                     sent,
                     order.parameters,
-                    {**self._constants, **order.buffers},
+                    {**self._form[2], **order.buffers},
                 )
                 save_observation(seen, self.out)
 
@@ -244,16 +242,13 @@ class Client:
         return client
 
     @cached_property
-    def _form(self) -> tuple[Tensors, Tensors]:
-        """Names, shapes and types of the parameters and of the buffers that cross the wire."""
+    def _form(self) -> tuple[Tensors, Tensors, Tensors]:
+        """Names, shapes and types of the parameters and of the buffers that cross the wire, and the
+        integer buffers (batch norm's counter), which never change and never cross it."""
         parameters, buffers = self.workload.initial()
-        return wire.form_of(parameters), wire.form_of(wire.floating(buffers))
-
-    @cached_property
-    def _constants(self) -> Tensors:
-        """Integer buffers (batch norm's counter): they never change and never cross the wire."""
-        _, buffers = self.workload.initial()
-        return {name: value for name, value in buffers.items() if not value.is_floating_point()}
+        floating = wire.floating(buffers)
+        constants = {name: value for name, value in buffers.items() if name not in floating}
+        return wire.form_of(parameters), wire.form_of(floating), constants
 
     @cached_property
     def workload(self) -> Workload:

@@ -59,7 +59,7 @@ class _Training:
         self._nodes = nodes
         federation = server.scenario.federation
         self._strategy = strategies.build(federation.strategy, federation.strategy_parameters)
-        sampled = len(server.schedule.participants(1))
+        sampled = len(server.plan(1).participants)
         claimed = federation.strategy_parameters.get("num_sampled_clients")
         if claimed not in (None, sampled):
             raise FedsimError(
@@ -107,7 +107,7 @@ class _Training:
         tally = self._tap.tally
         return RoundRecord(
             round=round,
-            participants=tuple(self._server.schedule.participants(round)),
+            participants=self._server.plan(round).participants,
             aggregated=len(tally.accepted),
             train_loss=tally.train_loss,
             test_loss=test_loss,

@@ -209,7 +209,7 @@ def _resources(per_client: int, server: Server, scratch: Path) -> dict[str, Any]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     per_client = min(per_client, cores or 1)
     schedule, last = server.schedule, server.scenario.training.rounds
-    busy = max(len(schedule.participants(1)), len(schedule.observed(last)))
+    busy = max(len(schedule.round(1).participants), len(schedule.round(last).observed))
     workers = max(1, min((cores or 1) // per_client, busy))
     init: dict[str, Any] = {
         "num_cpus": workers * per_client,

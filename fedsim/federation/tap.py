@@ -88,14 +88,14 @@ class TapGrid(Grid):
         self._parameters: Tensors = parameters
         self._buffers: Tensors = {}
         self._new_buffers: Tensors = {}
-        self._participants: list[int] = []
+        self._plan = server.plan(1)
         self.tally = Tally()
 
     def begin(self, round: int, buffers: Tensors) -> None:
         """Start `round` with the global model's float `buffers`; its participants are sampled."""
         self._round = round
         self._buffers = self._new_buffers = buffers
-        self._participants = self._server.schedule.participants(round)
+        self._plan = self._server.plan(round)
         self._clients = {node: client for client, node in self._nodes.items()}
         self.tally = Tally()
 
@@ -111,7 +111,7 @@ class TapGrid(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         """The nodes of this round's participants: all that a strategy can sample from."""
-        return [self._nodes[client] for client in self._participants]
+        return [self._nodes[client] for client in self._plan.participants]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -136,15 +136,15 @@ class TapGrid(Grid):
         for message in jobs:
             message.content = content
         self.tally.bytes_down = wire.size(content) * len(jobs)
-        probes = self._server.schedule.probes(self._round)
-        observed = self._server.schedule.observed(self._round)
+        probes = self._plan.probes
+        observed = self._plan.observed
         orders = [_Ordered(message, self._client(message), None) for message in jobs]
         record = bool(observed) and not probes
         spools: dict[Probe | None, Spool] = {None: self._spool}
         accepted = self._collect(orders, observed if record else [], seconds, spools)
         replies = self._replies(accepted[None], record=record)
-        if self._server.schedule.lookers(self._round):
-            self._tell_left_out(None, set(self._participants) - set(self.tally.accepted))
+        if self._plan.lookers:
+            self._tell_left_out(None, set(self._plan.participants) - set(self.tally.accepted))
         if probes:
             self._probe(probes, observed, seconds)
         return replies
@@ -156,10 +156,10 @@ class TapGrid(Grid):
         trained = self._parameters
         planted = server.plant_probe(trained, self._round)
         is_recorded = [probe is not None or len(parts) == 1 for probe in parts]
-        seen_alone = set(server.schedule.singled(self._round))
+        seen_alone = set(self._plan.singled)
 
         def record(part: int, client: int, update: Update, num_clients: int) -> None:
-            if is_recorded[part] and server.schedule.is_observed(self._round):
+            if is_recorded[part] and self._plan.is_observed:
                 self._parameters = trained if parts[part] is None else planted
                 self._record(client, update, parts[part], num_clients=num_clients)
                 self._parameters = trained
@@ -183,7 +183,7 @@ class TapGrid(Grid):
             buffers=wire.encode(self._buffers),
             planted=None if planted is trained else wire.encode(planted),
         )
-        with self._averaging(server.schedule.probes(self._round)):
+        with self._averaging(self._plan.probes):
             opened, why = sum.run(clients, model, on_masked), "too_few"
             updates: list[Update] = []
             if opened is not None:
@@ -197,9 +197,9 @@ class TapGrid(Grid):
                     opened, why = None, "malformed"
             for part, update in enumerate(updates):
                 record(part, -1, update, len(sum.arrived))
-        left_out = set(self._participants) - set(sum.arrived)
+        left_out = set(self._plan.participants) - set(sum.arrived)
         for probe in parts:
-            if left_out and server.schedule.is_observed(self._round):
+            if left_out and self._plan.is_observed:
                 self._tell_left_out(probe, left_out)
         if opened is None:
             tally.failures[why] += len(clients) - tally.failed
@@ -383,7 +383,7 @@ class TapGrid(Grid):
             )
         if record:
             self._record(-1, combined, probe, num_clients=len(clients))
-            asked_too = self._server.schedule.observed(self._round)
+            asked_too = self._plan.observed
             self._tell_left_out(probe, set(asked_too) - set(clients))
         return combined
 

@@ -48,7 +48,7 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[P
             )
         parameters, buffers = workload.initial()
         together = workload.stack.aggregation is not None
-        clients = len(workload.schedule.participants(1)) if together else 1
+        clients = len(workload.plan(1).participants) if together else 1
         sizes = scenario.observe.batch_sizes or [scenario.training.local.batch_size]
         for size in sizes:
             observation = workload.observation(

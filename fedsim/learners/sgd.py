@@ -84,10 +84,14 @@ class _Training(Computation):
         """
         if self._problem.weights is not None:
             return read_weights(from_home(self._problem.weights), self.model)
-        make = honest if self._problem.plants else build
-        fresh = make(self.spec, rng.derive(self._problem.seed, "model"))
-        parameters = {name: value.detach() for name, value in fresh.named_parameters()}
-        return parameters, dict(fresh.named_buffers())
+        # Training computes with weights that are put in its place: the model keeps those it has.
+        fresh: Classifier = self.model
+        if self._problem.plants:
+            fresh = honest(self.spec, rng.derive(self._problem.seed, "model"))
+        return (
+            {name: value.detach().clone().cpu() for name, value in fresh.named_parameters()},
+            {name: value.clone().cpu() for name, value in fresh.named_buffers()},
+        )
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
         """Trains locally from the global model."""

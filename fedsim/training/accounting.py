@@ -57,7 +57,7 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
         declared = server.declared_of(seen.training.batch_size)
     own, stack = [seen.client], accounted_stack(server, seen.vantage)
     if seen.vantage in ("aggregate", "client"):
-        taking_part = server.schedule.participants(seen.round)
+        taking_part = server.plan(seen.round).participants
         own = [client for client in taking_part if client != seen.client]
     only = tuple(past == seen.round for past in range(1, scenario.training.rounds + 1))
     shared = isinstance(server.stack.aggregation, NoisyAggregation)
@@ -126,7 +126,7 @@ def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
     """
     aggregation = server.stack.aggregation
     if seen_from == "client" and aggregation:
-        participants = len(server.schedule.participants(1))
+        participants = len(server.plan(1).participants)
         return replace(server.stack, aggregation=aggregation.seen_by_one_of(participants))
     remote = build_engine(server.scenario.federation.engine).remote
     if remote and not isinstance(aggregation, NoisyAggregation):

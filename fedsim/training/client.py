@@ -107,7 +107,7 @@ class Client:
             buffers=buffers,
             training=training,
             stream=rng.generator(secret, "learner", *path, *at),
-            recorded=server.schedule.is_observed(round),
+            recorded=server.plan(round).is_observed,
         )
         again = (probe.release,) if probe and probe.release else ()
         stream = rng.generator(secret, "defense", *path, *again, *at)

@@ -46,7 +46,7 @@ def look(
         FedsimError: the learner's models do not tell the mean (`Computation.told_update`).
     """
     update, own_buffers, before, old_buffers = (_under(kind, kept) for kind in _PARTS)
-    others = len(server.schedule.participants(round)) - 1
+    others = len(server.plan(round).participants) - 1
 
     def without_own(mean: Tensor, own: Tensor) -> Tensor:
         rest = ((others + 1) * mean.double() - own.double()) / others

@@ -73,7 +73,7 @@ def _planted(workload: Workload) -> None:
 
 def _enough(workload: Workload) -> None:
     """Clients that share their noise have to take part together."""
-    least, sampled = workload.stack.least_clients, len(workload.schedule.participants(1))
+    least, sampled = workload.stack.least_clients, len(workload.plan(1).participants)
     if sampled < least:
         raise FedsimError(
             f"defenses.{workload.stack_name}: the noise is shared among "
@@ -125,7 +125,7 @@ def _observed(workload: Workload) -> None:
     if scenario.observe.vantages == ["client"]:
         return
     for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
-        if not workload.schedule.observed(round):
+        if not workload.plan(round).observed:
             raise FedsimError(
                 f"observe.clients: none of them takes part in round {round} "
                 f"(participation {scenario.federation.participation}, seed "
@@ -139,12 +139,12 @@ def _looked(workload: Workload) -> None:
     if "client" not in scenario.observe.vantages:
         return
     for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
-        if len(workload.schedule.participants(round)) < 2:
+        if len(workload.plan(round).participants) < 2:
             raise FedsimError(
                 "observe.vantages: one client takes part in a round, and client sees the others; "
                 "raise data.clients or federation.participation"
             )
-        if not workload.schedule.lookers(round):
+        if not workload.plan(round).lookers:
             raise FedsimError(
                 f"observe.clients: to look at round {round} (observe.vantages: client), a client "
                 f"has to take part in rounds {round} and {round + 1}, and none of them does "

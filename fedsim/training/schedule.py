@@ -8,7 +8,9 @@ that defenses are attacked on the same victims.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -33,8 +35,45 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """Who takes part in one round, and what is recorded of it. Clients are in ascending order."""
+
+    number: int
+    """Counted from 1."""
+    participants: tuple[int, ...]
+    """Clients that are sampled."""
+    is_observed: bool
+    """Whether anything is recorded."""
+    observed: tuple[int, ...]
+    """Clients whose update (of training or of a probe) is recorded."""
+    singled: tuple[int, ...]
+    """Clients whose own answers are recorded, though the server combines them: their parts of a
+    secure sum."""
+    lookers: tuple[int, ...]
+    """Participants who learn the others' mean update from the next global model: those that take
+    part in the next round, too, and look (`observe.vantages`)."""
+    probes: tuple[Probe, ...]
+    """What `observed` are asked besides training, `observe.releases` times each; empty if the
+    training update itself is recorded."""
+    releases: int
+    """How often each probe is asked for."""
+
+    def asks(self, probe: Probe | None) -> bool:
+        """Whether the scenario asks for `probe` in this round."""
+        return (
+            probe is not None
+            and replace(probe, release=0) in self.probes
+            and probe.release < self.releases
+        )
+
+
+_KEPT = 256
+"""Rounds whose plans are kept: a run goes through them in order, and asks often for the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Of one stack's federation. Rounds are counted from 1."""
+    """The plans of all rounds of one stack's federation."""
 
     scenario: Scenario
     aggregated: bool
@@ -42,56 +81,77 @@ class Schedule:
     trains: bool
     """Whether the learner trains a network, over the rounds."""
 
-    def participants(self, round: int) -> list[int]:
-        """Clients sampled in `round`, ascending."""
+    def round(self, number: int) -> RoundPlan:
+        """Returns the plan of a round, counted from 1."""
+        return self._plans(number)
+
+    @cached_property
+    def _plans(self) -> Callable[[int], RoundPlan]:
+        return lru_cache(maxsize=_KEPT)(self._plan)
+
+    @cached_property
+    def _samples(self) -> Callable[[int], tuple[int, ...]]:
+        return lru_cache(maxsize=_KEPT)(self._sample)
+
+    def _plan(self, number: int) -> RoundPlan:
+        wanted = self.scenario.observe
+        observed = self._observed(number)
+        probes: list[Probe] = []
+        if wanted.batch_sizes is not None and self.is_observed(number):
+            trials = range(wanted.trials)
+            probes = [
+                Probe(batch_size=size, trial=t) for size in wanted.batch_sizes for t in trials
+            ]
+        return RoundPlan(
+            number=number,
+            participants=self._samples(number),
+            is_observed=self.is_observed(number),
+            observed=observed,
+            singled=tuple(c for c in observed if wanted.clients == "all" or c in wanted.clients),
+            lookers=self._lookers(number),
+            probes=tuple(probes),
+            releases=wanted.releases,
+        )
+
+    def _sample(self, number: int) -> tuple[int, ...]:
         clients = self.scenario.data.clients
         count = max(1, math.floor(self.scenario.federation.participation * clients + 0.5))
-        stream = rng.generator(self.scenario.seed, "participants", round)
-        return sorted(torch.randperm(clients, generator=stream)[:count].tolist())
+        stream = rng.generator(self.scenario.seed, "participants", number)
+        return tuple(sorted(torch.randperm(clients, generator=stream)[:count].tolist()))
 
-    def is_observed(self, round: int) -> bool:
-        """Whether anything is recorded in `round`."""
+    def is_observed(self, number: int) -> bool:
+        """Whether anything is recorded in a round."""
         if not self.trains and self.scenario.observe.batch_sizes is None:
             return False
         last = self.scenario.training.rounds
-        return round in {last if r == "last" else r for r in self.scenario.observe.rounds}
+        return number in {last if r == "last" else r for r in self.scenario.observe.rounds}
 
-    def observed(self, round: int) -> list[int]:
-        """Clients whose update (of training or of a probe) is recorded in `round`."""
-        if not self.is_observed(round):
-            return []
+    def _observed(self, number: int) -> tuple[int, ...]:
+        if not self.is_observed(number):
+            return ()
         wanted = self.scenario.observe.clients
         probing = self.scenario.observe.batch_sizes is not None
-        taking_part = self.participants(round)
-        if self.aggregated:
+        taking_part = self._samples(number)
+        if self.aggregated or (wanted == "all" and not probing):
             return taking_part
         if wanted == "all":
-            return list(range(self.scenario.data.clients)) if probing else taking_part
-        return sorted(wanted) if probing else [c for c in taking_part if c in wanted]
+            return tuple(range(self.scenario.data.clients))
+        return tuple(sorted(wanted) if probing else (c for c in taking_part if c in wanted))
 
-    def singled(self, round: int) -> list[int]:
-        """Participants of `round` whose own answers are recorded, though the server combines them:
-        their parts of a secure sum."""
-        wanted = self.scenario.observe.clients
-        return [c for c in self.observed(round) if wanted == "all" or c in wanted]
-
-    def lookers(self, round: int) -> list[int]:
-        """Participants of `round` who learn the others' mean update from the next global model.
-
-        They are those that take part in the next round, too, and look (`observe.vantages`).
-        """
+    def _lookers(self, number: int) -> tuple[int, ...]:
         asked = self.scenario.observe
-        if "client" not in asked.vantages or not self.is_observed(round):
-            return []
-        taking_part = self.participants(round)
-        if round == self.scenario.training.rounds or len(taking_part) == 1:
-            return []
-        after = self.participants(round + 1)
-        return [
+        taking_part = self._samples(number)
+        is_last = number == self.scenario.training.rounds
+        if "client" not in asked.vantages or not self.is_observed(number):
+            return ()
+        if is_last or len(taking_part) == 1:
+            return ()
+        after = self._samples(number + 1)
+        return tuple(
             client
             for client in taking_part
             if client in after and (asked.clients == "all" or client in asked.clients)
-        ]
+        )
 
     @property
     def watchers(self) -> list[Watcher]:
@@ -104,22 +164,3 @@ class Schedule:
             for watcher in wanted
             if watcher == "server" or (watcher == "eavesdropper" and not encrypted)
         ]
-
-    def probes(self, round: int) -> list[Probe]:
-        """What `observed(round)` is asked besides training, `observe.releases` times each.
-
-        Empty if the training update itself is recorded.
-        """
-        sizes = self.scenario.observe.batch_sizes
-        if sizes is None or not self.is_observed(round):
-            return []
-        trials = range(self.scenario.observe.trials)
-        return [Probe(batch_size=size, trial=trial) for size in sizes for trial in trials]
-
-    def plans(self, round: int, probe: Probe | None) -> bool:
-        """Whether the scenario asks for `probe` in `round`."""
-        return (
-            probe is not None
-            and replace(probe, release=0) in self.probes(round)
-            and probe.release < self.scenario.observe.releases
-        )

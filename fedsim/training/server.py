@@ -32,7 +32,7 @@ from fedsim.system.device import resolve_device
 from fedsim.training import spending
 from fedsim.training.blame import blaming
 from fedsim.training.census import Census
-from fedsim.training.schedule import Probe, Schedule
+from fedsim.training.schedule import Probe, RoundPlan, Schedule
 from fedsim.types import (
     UNKNOWN,
     Dataset,
@@ -142,7 +142,7 @@ class Server:
         """Whether anything is proven of what clients release, or of what is made of it."""
         return any(held.mechanism for held in self.stack.guarantees(self.declared, self.release))
 
-    @property
+    @cached_property
     def protocol(self) -> SecureAggregation | None:
         """The secure aggregation by which clients answer, if the stack has one."""
         aggregation = self.stack.aggregation
@@ -160,10 +160,14 @@ class Server:
         most = self.stack.training(declared).num_images if self.trains else 1
         return self.protocol.terms(before, most)
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         """Who takes part when, and what is recorded."""
         return self._schedule(self.stack)
+
+    def plan(self, round: int) -> RoundPlan:
+        """Who takes part in `round`, and what is recorded of it."""
+        return self.schedule.round(round)
 
     def _schedule(self, stack: Stack) -> Schedule:
         aggregated = stack.aggregation is not None
@@ -192,7 +196,7 @@ class Server:
         with blaming("training.weights"):
             return self.computation.initial()
 
-    @property
+    @cached_property
     def releases_statistics(self) -> bool:
         """Whether clients also release batch-norm statistics of their data."""
         return self.training.mode == "train" and self.computation.releases_statistics
@@ -202,7 +206,7 @@ class Server:
         """Whether a client has to keep a state between its rounds."""
         return self.stack.remembers or self.training.sampling == "balls_in_bins"
 
-    @property
+    @cached_property
     def reports_loss(self) -> bool:
         """Whether clients report their loss: not if the stack hides or privatizes their update."""
         return self.trains and self.stack.shows_losses(self.declared)
@@ -217,26 +221,25 @@ class Server:
     def recordings(self) -> Iterator[Observation]:
         """What a run without failures records, without tensors, in canonical order."""
         for round in range(1, self.scenario.training.rounds + 1):
-            clients = self.schedule.observed(round)
-            asked: list[Probe | None] = list(self.schedule.probes(round)) or [None]
+            plan = self.plan(round)
+            asked: list[Probe | None] = list(plan.probes) or [None]
             for watcher in self.scenario.observe.vantages:
                 if watcher == "client":
-                    others = len(self.schedule.participants(round)) - 1
-                    for client in self.schedule.lookers(round):
+                    others = len(plan.participants) - 1
+                    for client in plan.lookers:
                         yield self._recording(round, client, watcher, num_clients=others)
                     continue
                 for probe in asked:
-                    for client in self._seen_of(watcher, round):
-                        count = len(clients) if client < 0 else 1
+                    for client in self._seen_of(watcher, plan):
+                        count = len(plan.observed) if client < 0 else 1
                         yield self._recording(round, client, watcher, probe, num_clients=count)
 
-    def _seen_of(self, watcher: Watcher, round: int) -> list[int]:
-        """Whose answers `watcher` sees in `round`; -1: their combination."""
-        clients = self.schedule.observed(round)
+    def _seen_of(self, watcher: Watcher, plan: RoundPlan) -> list[int]:
+        """Whose answers `watcher` sees in a round; -1: their combination."""
+        combined = [-1] if watcher == "server" and plan.observed else []
         if self.protocol:
-            combined = [-1] if watcher == "server" and clients else []
-            return [*combined, *self.schedule.singled(round)]
-        return [-1] if watcher == "server" and self.stack.aggregation and clients else clients
+            return [*combined, *plan.singled]
+        return combined if combined and self.stack.aggregation else list(plan.observed)
 
     def _recording(
         self,
@@ -285,7 +288,7 @@ class Server:
         shown = aggregation.add_noise(
             combined,
             ServerRound(
-                clients=len(self.schedule.participants(round)),
+                clients=len(self.plan(round).participants),
                 sensitivity=before.sensitivity,
                 stream=rng.generator(seed, *path, round, *asked),
                 before=rng.generator(seed, *path, round - 1) if round > 1 else None,
@@ -361,20 +364,20 @@ class Server:
 
     def recorded_as(self, round: int, client: int, probe: Probe | None) -> list[str]:
         """The ids of all that is recorded of which `client`'s answer is a part."""
-        ids = []
-        if client in self.schedule.observed(round) and (probe or not self.schedule.probes(round)):
+        ids, plan = [], self.plan(round)
+        if client in plan.observed and (probe or not plan.probes):
             seen_as = [-1] if self.stack.aggregation else [client]
-            if self.protocol and client in self.schedule.singled(round):
+            if self.protocol and client in plan.singled:
                 seen_as.append(client)
             ids += [
                 self.observation_id(round, number, probe, watcher)
                 for watcher in self.schedule.watchers
                 for number in seen_as
             ]
-        if probe is None and client in self.schedule.participants(round):
+        if probe is None and client in plan.participants:
             ids += [
                 self.observation_id(round, looker, None, "client")
-                for looker in self.schedule.lookers(round)
+                for looker in plan.lookers
                 if looker != client
             ]
         return ids

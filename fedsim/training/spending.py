@@ -139,7 +139,7 @@ class Account:
         """Which of the first `round` rounds a client takes part in; each answer that there is."""
         rounds: dict[int, list[int]] = {}
         for past in range(1, round + 1):
-            for client in self.schedule.participants(past):
+            for client in self.schedule.round(past).participants:
                 rounds.setdefault(client, []).append(past)
         return set(map(tuple, rounds.values()))
 

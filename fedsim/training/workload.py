@@ -126,10 +126,10 @@ class Workload(Server):
             return
         here = {one.number: one for one in self.clients}
         for round in range(1, self.scenario.training.rounds + 1):
-            taking_part = here.keys() & set(self.schedule.participants(round))
+            taking_part = here.keys() & set(self.plan(round).participants)
             self.computation.check({number: here[number].held() for number in sorted(taking_part)})
-            for probe in self.schedule.probes(round):
-                asked = here.keys() & set(self.schedule.observed(round))
+            for probe in self.plan(round).probes:
+                asked = here.keys() & set(self.plan(round).observed)
                 self.computation.check(
                     {
                         number: here[number].rows(self.computation, round, probe)[0]

@@ -132,8 +132,8 @@ def test_participants_follow_the_seed_and_nothing_else(tmp_path: Path) -> None:
     wanted = scenario(federation={"participation": 0.5}, training__rounds=6)
     schedule = workload(wanted).schedule
     records = train(wanted, tmp_path)
-    assert [list(r.participants) for r in records] == [
-        schedule.participants(r) for r in range(1, 7)
+    assert [r.participants for r in records] == [
+        schedule.round(r).participants for r in range(1, 7)
     ]
     assert len({r.participants for r in records}) > 1
     assert all(r.aggregated == 2 for r in records)

@@ -36,7 +36,7 @@ def test_noise_averages_out(tmp_path: Path) -> None:
     seen, clean = observation(tmp_path, f"noise/{ID}"), observation(tmp_path, f"none/{ID}")
     # The weights differ: the stacks have trained apart. Compare with what the client computes.
     honest = workload(probing(16)).client_update(
-        0, 3, seen.parameters, {}, {}, probe=workload(probing(16)).schedule.probes(3)[0]
+        0, 3, seen.parameters, {}, {}, probe=workload(probing(16)).plan(3).probes[0]
     )
     noise = torch.cat(
         [(seen.update[n] - value).flatten() for n, value in honest.update.tensors.items()]
@@ -60,7 +60,7 @@ def test_the_first_release_is_the_one_without_others(tmp_path: Path) -> None:
     """So that a scenario's bytes do not depend on whether releases can be repeated."""
     asked = workload(probing(2), "noise")
     parameters, _ = asked.initial()
-    (probe,) = asked.schedule.probes(3)
+    (probe,) = asked.plan(3).probes
     results = [
         load.client_update(0, 3, parameters, {}, {}, probe=probe).update.tensors
         for load in (asked, workload(probing(1), "noise"))

@@ -304,7 +304,7 @@ def test_a_server_cannot_ask_for_the_update_as_it_is(tmp_path: Path) -> None:
     with identity():
         clients = _Clients(secure(observe=PROBES), tmp_path)
         parameters, buffers = clients.own.initial()
-        for action, probe in (("", None), (".probe", clients.own.schedule.probes(3)[0])):
+        for action, probe in (("", None), (".probe", clients.own.plan(3).probes[0])):
             order = wire.order(
                 1 if probe is None else 3, wire.encode(parameters), wire.encode(buffers), probe
             )

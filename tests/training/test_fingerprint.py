@@ -116,8 +116,11 @@ def released(scenario: Scenario, stack: str) -> str:
     parameters, buffers = workload.initial()
     client, parts = workload.client(0), []
     schedule, last = workload.schedule, scenario.training.rounds
-    probes = [probe for round in range(1, last + 1) for probe in schedule.probes(round)]
-    asked = [(r, 0 in schedule.participants(r), 0 in schedule.observed(r)) for r in (1, 2, last)]
+    probes = [probe for round in range(1, last + 1) for probe in schedule.round(round).probes]
+    asked = [
+        (r, 0 in schedule.round(r).participants, 0 in schedule.round(r).observed)
+        for r in (1, 2, last)
+    ]
     for round, probe in [(1, None), (last, None), *((last, probe) for probe in probes[:1])]:
         result = client.update(workload, round, parameters, buffers, {}, probe=probe)
         parts += [result.update.tensors, result.update.buffers if probe else {}]

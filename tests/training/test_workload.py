@@ -116,17 +116,18 @@ def test_a_probe_leaves_no_trace(workloads: dict[str, Workload]) -> None:
 
 
 def test_participants_are_sampled_by_seed_and_round(workloads: dict[str, Workload]) -> None:
-    rounds = [workloads["none"].schedule.participants(r) for r in range(1, 30)]
-    assert all(len(set(clients)) == 3 and clients == sorted(clients) for clients in rounds)
-    assert len({tuple(clients) for clients in rounds}) > 3
-    assert rounds == [workloads["noise"].schedule.participants(r) for r in range(1, 30)]
+    rounds = [workloads["none"].plan(r).participants for r in range(1, 30)]
+    assert all(len(set(clients)) == 3 and list(clients) == sorted(clients) for clients in rounds)
+    assert len(set(rounds)) > 3
+    assert rounds == [workloads["noise"].plan(r).participants for r in range(1, 30)]
 
 
 def test_what_is_observed(workloads: dict[str, Workload]) -> None:
-    plain, summed = workloads["none"].schedule, workloads["sum"].schedule
-    assert plain.observed(3) == [] and plain.probes(3) == []
-    assert plain.observed(4) == [0] and summed.observed(4) == summed.participants(4)
-    probes = plain.probes(4)
+    plain, summed = workloads["none"].plan, workloads["sum"].plan
+    assert plain(3).observed == plain(3).probes == ()
+    assert plain(4).observed == (0,) and summed(4).observed == summed(4).participants
+    assert plain(4) is plain(4), "a round's plan is made once"
+    probes = plain(4).probes
     assert [(p.batch_size, p.trial) for p in probes] == [(1, 0), (1, 1), (3, 0), (3, 1)]
     name = workloads["none"].observation_id(4, 0, probes[2])
     assert name == observation_id("none", 4, 0, "b3-t0")

@@ -21,7 +21,7 @@ _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
 
 def parts(server: Server, round: int) -> list[Probe | None]:
     """What the vectors of `round` hold: training (None), then each release of each probe."""
-    asked = server.schedule.probes(round)
+    asked = server.plan(round).probes
     again = range(server.scenario.observe.releases)
     return [None, *(replace(probe, release=release) for release in again for probe in asked)]
 
@@ -32,7 +32,7 @@ def terms(server: Server, round: int, run: str = "") -> Terms:
     Raises:
         FedsimError: fewer than two clients take part.
     """
-    participants = server.schedule.participants(round)
+    participants = server.plan(round).participants
     agreed = server.sum_terms(None)
     # All that decides what clients add: shown another scenario, a client is in another session.
     named = [fingerprint(server.scenario, server.stack_name), list(server.census.held)]
@@ -79,7 +79,7 @@ def layout(server: Server, round: int) -> Layout:
     parameters, buffers = server.initial()
     return Layout(
         sums=tuple(server.sum_terms(part) for part in parts(server, round)),
-        clients=len(server.schedule.participants(round)),
+        clients=len(server.plan(round).participants),
         ring_bits=_TRAINING_BITS if server.trains else _CLOSED_FORM_BITS,
         update=parameters,
         buffers=wire.floating(buffers) if server.releases_statistics else {},

@@ -223,7 +223,7 @@ def test_only_with_a_shared_seed_can_its_knower_take_the_noise_off(
     (variant,) = expand(TINY)
     seen = load_observation(out / "observations/noise/round-0002/client-0000-b1-t0.json")
     workloads = {name: Workload(variant.scenario, name) for name in ("none", "noise")}
-    probe = workloads["none"].schedule.probes(2)[0]
+    probe = workloads["none"].plan(2).probes[0]
     replayed = {
         name: each.client_update(0, 2, seen.parameters, seen.buffers, {}, probe=probe)
         for name, each in workloads.items()

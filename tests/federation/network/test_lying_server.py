@@ -132,7 +132,7 @@ def test_a_client_is_asked_what_is_planned_of_it_alone(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match="no such probe is planned for round 2 of client 1"):
         lying.train(round=2, probe=Probe(batch_size=1, trial=0))
     scenario = resolved(defenses={"noise": NOISE}, federation={"participation": 0.34})
-    taking_part = Workload(scenario, "noise").schedule.participants(1)
+    taking_part = Workload(scenario, "noise").plan(1).participants
     for client in range(3):
         lying = Lying(scenario, nodes(tmp_path / "few"), client)
         if client in taking_part:
