@@ -149,14 +149,7 @@ def test_a_classifier_that_is_no_linear_layer_is_all_body(batch: tuple[Tensor, T
     )
     observation = seen(model, gradient(model, *batch))
     assert all(name.startswith("body.") for name in observation.update)
-    _, row = fedsim.attack(
-        observation,
-        "inverting_gradients",
-        {"iterations": 5},
-        truth=batch,
-        grant=fedsim.Grant(labels="known"),
-    )
-    assert row["metrics"]["psnr"] is not None
+    assert require_images(observation, batch)["metrics"]["psnr"] is not None
 
 
 def test_what_follows_the_last_linear_layer_stays_part_of_the_body(batch: Any) -> None:
@@ -375,6 +368,19 @@ def labels_of(observation: Observation, batch: tuple[Tensor, Tensor]) -> float:
     return float(row["metrics"]["label_accuracy"])
 
 
+def require_images(observation: Observation, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Run an attack that differentiates the model in its images; returns the row."""
+    found, row = fedsim.attack(
+        observation,
+        "inverting_gradients",
+        {"iterations": 2},
+        grant=fedsim.Grant(labels="known"),
+        truth=batch,
+    )
+    assert found.images is not None
+    return row
+
+
 def test_the_classifier_before_a_log_softmax_is_the_head(batch: tuple[Tensor, Tensor]) -> None:
     model = plain(lambda logits: logits.log_softmax(1))
     observation = seen(model, trained(model, *batch, loss=F.nll_loss))
@@ -395,14 +401,7 @@ def test_labels_with_a_part_that_is_not_trained(frozen: str, batch: tuple[Tensor
             labels_of(observation, batch)
     else:
         assert labels_of(observation, batch) == 1.0
-    found, _ = fedsim.attack(
-        observation,
-        "inverting_gradients",
-        {"iterations": 2},
-        grant=fedsim.Grant(labels="known"),
-        truth=batch,
-    )
-    assert found.images is not None
+    require_images(observation, batch)
 
 
 def test_labels_through_low_rank_layers_on_the_classifier(batch: tuple[Tensor, Tensor]) -> None:
@@ -480,14 +479,7 @@ def test_a_model_may_compute_in_a_precision_of_its_own(batch: tuple[Tensor, Tens
     torch.manual_seed(0)
     for model in (Mixed(), Plain(Tensor.double)):
         observation = seen(model, trained(model, *batch))
-        found, _ = fedsim.attack(
-            observation,
-            "inverting_gradients",
-            {"iterations": 2},
-            grant=fedsim.Grant(labels="known"),
-            truth=batch,
-        )
-        assert found.images is not None
+        require_images(observation, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -496,8 +488,7 @@ def test_other_precisions(dtype: torch.dtype, batch: tuple[Tensor, Tensor]) -> N
     observation = seen(model, trained(model, *batch))
     assert {value.dtype for value in observation.update.values()} == {torch.float32}
     assert labels_of(observation, batch) == 1.0
-    found, row = fedsim.attack(observation, "inverting_gradients", {"iterations": 2}, truth=batch)
-    assert found.images is not None
+    row = require_images(observation, batch)
     assert row["simulation_error"] < (0.1 if dtype == torch.bfloat16 else 1e-5)
     assert next(model.parameters()).dtype == dtype
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plugins_here import registered
 
 import fedsim
-from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.results.record import Run
@@ -88,29 +86,11 @@ SCENARIO: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def patched() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        before = plugins._entry_points
-
-        def with_own(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-            own = {
-                cls.__name__.lower(): (EntryPoint("", f"{__name__}:{cls.__name__}", group),)
-                for cls in (Quiet, Spy)
-                if group == "fedsim.attacks"
-            }
-            return {**before(group), **own}
-
-        patch.setattr(plugins, "_entry_points", with_own)
-        yield
-
-
 @pytest.fixture(scope="module", params=[1, 2])
-def finished(
-    patched: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("run") / "-".join(_NAME)
-    with pytest.MonkeyPatch.context() as patch:
+    own = {"attacks": {"quiet": Quiet, "spy": Spy}}
+    with pytest.MonkeyPatch.context() as patch, registered(own):
         patch.setattr(sys, "argv", ["fedsim", "run", "--out", str(out)])
         return fedsim.run(SCENARIO, out=out, workers=request.param)
 
