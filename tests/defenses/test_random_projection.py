@@ -6,14 +6,11 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import beta
 
 from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
 from fedsim.contracts.stack import chain
-from fedsim.learners.closed_form import regularized, sketch
 from fedsim.privacy.ledger import claim
 from fedsim.privacy.mechanisms import projection
 from fedsim.privacy.mechanisms.leverage import bound, lowering
@@ -193,40 +190,3 @@ def test_pooled_guarantees_are_the_aggregations_to_give() -> None:
     combined = Aggregate().guarantee(held)
     assert combined.mechanism == held.pooled and combined.pooled is None
     assert Aggregate().guarantee(Guarantee()) == Guarantee()
-
-
-def _lower_bound(sigma: float, draws: int) -> float:
-    """Of ε at DELTA with 99% confidence: from sketches of a database of one row, and of none.
-
-    The score is the likelihood ratio's: the energy along the row. The threshold is chosen on one
-    half of the draws, the bound is Clopper and Pearson's on the other.
-    """
-    row = torch.zeros(1, 2, dtype=torch.float64)
-    row[0, 0] = RELEASE.row_norm
-    rng = torch.Generator().manual_seed(5)
-
-    def scores(rows: torch.Tensor) -> np.ndarray:
-        each = [
-            float(sketch(regularized(rows, sigma), RELEASE.columns, rng)[0].square().sum())
-            for _ in range(draws)
-        ]
-        return np.array(each)
-
-    present, absent = scores(row), scores(row[:0])
-    half = draws // 2
-    best = (-math.inf, 0.0)
-    for threshold in np.quantile(present[:half], np.linspace(0.02, 0.98, 49)):
-        hits, alarms = (present[:half] > threshold).mean(), (absent[:half] > threshold).mean()
-        if hits > DELTA and alarms > 0:
-            best = max(best, (math.log((hits - DELTA) / alarms), threshold))
-    hits, alarms = (present[half:] > best[1]).sum(), (absent[half:] > best[1]).sum()
-    low = beta.ppf(0.005, hits, half - hits + 1)
-    high = beta.ppf(0.995, alarms + 1, half - alarms)
-    return math.log((low - DELTA) / high)
-
-
-def test_an_audit_cannot_refute_the_claim_but_half_the_noise() -> None:
-    defense = RandomProjection(epsilon=1.0, delta=DELTA)
-    sigma = defense.sigma(RELEASE)
-    assert 0.3 < _lower_bound(sigma, 10_000) < 1.0
-    assert _lower_bound(sigma / 2, 10_000) > 1.0
