@@ -327,18 +327,3 @@ def test_the_noise_of_the_server_is_its_secret(
 def test_links_are_compared_by_what_they_say() -> None:
     assert Link(superlink="a:1") != Link(superlink="a:1", shared_seed=True)
     assert rng.derive(2**255, "noise") != rng.derive(2**255 + 1, "noise")
-
-
-def test_a_link_in_a_nodes_folder_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    homes, out = tmp_path / "homes", tmp_path / "out"
-    connect(monkeypatch, nodes(homes))
-    pipeline.run(deployed(SMALL), out=out, workers=1, link=LINK)
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"somebody else's")
-    (kept,) = homes.glob("node-0/runs/*/truth/noise/round-0002/client-0000-b1-t0/*.safetensors")
-    kept.unlink()
-    kept.symlink_to(secret)
-    with pytest.raises(FedsimError, match="a link"):
-        pipeline.collect(out, homes=sorted(homes.iterdir()), workers=1)

@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import ssl
 import subprocess
 import sys
 import textwrap
@@ -26,12 +24,11 @@ from typing import Any
 import pytest
 import soak
 import yaml
-from network_support import free_port
 
 from fedsim import deploying, pipeline
-from fedsim.federation.network import flower, link
-from fedsim.federation.network.certificates import make_authority, make_node_key
-from fedsim.federation.network.link import SCENARIO, Link
+from fedsim.federation.network import flower
+from fedsim.federation.network.certificates import make_node_key
+from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.node import _JOIN_SECONDS
 from fedsim.federation.network.up import Federation, federation
 from fedsim.types import FedsimError, RunFailed
@@ -451,52 +448,6 @@ def nothing_left(folder: Path, mark: str) -> None:
     assert soak.left_in(folder / "tmp") == []
 
 
-def test_plaintext_off_loopback_is_refused_at_once(tmp_path: Path) -> None:
-    command = [*FEDSIM, "node", "--superlink", "192.0.2.1:9092", "--client", "0"]
-    command += ["--data", SCENARIO, "--home", str(tmp_path / "home")]
-    began = time.monotonic()
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert found.returncode == 2 and "without TLS" in found.stderr
-    assert time.monotonic() - began < 20  # most of it imports
-
-
-@pytest.mark.parametrize("flaw", ["expired", "foreign", "self-signed", "no TLS"])
-def test_a_certificate_that_vouches_for_nothing_is_refused(tmp_path: Path, flaw: str) -> None:
-    authority = make_authority(tmp_path / "keys", ["127.0.0.1"], days=0 if flaw == "expired" else 1)
-    other = make_authority(tmp_path / "other", ["127.0.0.1"])
-    roots = {"expired": authority, "foreign": other, "self-signed": other, "no TLS": authority}
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    pair = (authority.server_certificate, authority.server_key)
-    context.load_cert_chain(*((authority.certificate, authority.key) if flaw[0] == "s" else pair))
-    time.sleep(1.1 if flaw == "expired" else 0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            plain, _ = server.accept()
-            with plain:
-                if flaw == "no TLS":
-                    plain.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                    return
-                try:
-                    context.wrap_socket(plain, server_side=True).close()
-                except OSError:
-                    return
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        said = {
-            "expired": "certificate has expired",
-            "foreign": "unable to get local issuer certificate|signature",
-            "self-signed": "self.signed",
-            "no TLS": "does not speak TLS",
-        }[flaw]
-        began = time.monotonic()
-        with pytest.raises(FedsimError, match=said):
-            link.check(f"127.0.0.1:{server.getsockname()[1]}", roots[flaw].certificate)
-        assert time.monotonic() - began < 5
-        thread.join()
-
-
 @slow
 def test_a_key_that_is_refused_gives_up(tmp_path: Path) -> None:
     """One that nobody registered, and that of a node that is there, which is not disturbed."""
@@ -520,9 +471,3 @@ def test_a_key_that_is_refused_gives_up(tmp_path: Path) -> None:
                 assert "refuses its key" in said and len(said.splitlines()) < 10
             assert first.poll() is None
             assert (tmp_path / "own.log").read_text().count("joined") == 1
-
-
-def test_a_node_without_superlink_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FedsimError, match="nobody answers"):
-        link.check(f"127.0.0.1:{free_port()}", None)
-    assert Link(superlink="127.0.0.1:1").certificates() is None

@@ -207,15 +207,6 @@ def test_one_connection_serves_many_requests(client: httpx.Client) -> None:
     assert len(client._transport._pool.connections) == 1  # type: ignore[attr-defined]
 
 
-def test_a_request_passes_once(client: httpx.Client, log: Path) -> None:
-    headers = sign()
-    assert client.post(PATH, content=b"abc", headers=headers).status_code == 200
-    for path in (PATH, "/v1/fleet/pull-messages"):
-        answer = client.post(path, content=b"abc", headers=headers)
-        assert (answer.status_code, answer.text) == (401, "signature used before\n")
-    assert f" 401 signature used before: POST {PATH}\n" in log.read_text()
-
-
 def test_refusals_say_why_in_one_line_of_the_log(fresh: Fresh) -> None:
     client, asked = fresh.connect(), len(Inside.asked)
     assert client.post("/v1/control/start-run", headers=sign()).status_code == 404

@@ -17,8 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.common.serde import message_to_proto
-from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StartRunRequest
-from flwr.proto.control_pb2 import RegisterNodeRequest as RegisterKeyRequest
+from flwr.proto.control_pb2 import ListNodesRequest
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
     PullMessagesRequest,
@@ -27,12 +26,9 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.message_pb2 import PullObjectRequest
 from flwr.proto.node_pb2 import Node as NodeIdentity
-from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesRequest
-from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.primitives.asymmetric import sign_message
-from flwr.supercore.runtime import RuntimeHttpClient
 from network_support import SuperLink, free_port, node_key, process, superlink, until
 
 from fedsim.federation.network.certificates import make_authority, make_node_key
@@ -154,25 +150,6 @@ def test_an_order_and_its_reply_pass(federation: Federation) -> None:
         (answer,) = until(lambda: list(grid.pull_messages([sent])), "a reply")
     assert np.array_equal(answer.content["a"].to_numpy_ndarrays()[0], np.full(3, 7.0))
     assert answer.metadata.src_node_id == identifier
-
-
-def test_a_stranger_reaches_no_other_api(federation: Federation) -> None:
-    link, gate = federation.link, federation.gate
-    with (
-        link.connect(ControlHttpClient, address=gate) as control,
-        link.connect(RuntimeHttpClient, address=gate) as runtime,
-    ):
-        task = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-        key = RegisterKeyRequest(public_key=b"key")
-        assert status(lambda: control.StartRun(StartRunRequest())) == 404
-        assert status(lambda: control.ListRuns(ListRunsRequest())) == 404
-        assert status(lambda: control.RegisterNode(key)) == 404
-        assert status(lambda: runtime.AcquireTask(task)) == 404
-        assert status(lambda: runtime.PullMessages(PullAppMessagesRequest())) == 404
-    verify = link.connect(ControlHttpClient)._client._transport  # its own TLS, by the authority
-    with httpx.Client(transport=verify) as client:
-        for path in ("health", "docs", "openapi.json"):
-            assert client.get(f"https://{gate}/{path}").status_code == 404
 
 
 def test_a_stranger_is_no_node(federation: Federation) -> None:

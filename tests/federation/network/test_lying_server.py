@@ -187,22 +187,6 @@ def test_what_a_stack_of_a_policy_leaves_out_has_its_default() -> None:
         policy.check(asked(shared_among=10_000), "own")
 
 
-@pytest.mark.parametrize(
-    ("stack", "said"),
-    [
-        ([{"norm": 1.0}], "a defense has no name"),
-        ([{"name": "clip"}], "Clip: norm: Field required"),
-        ([{"name": "clipp", "norm": 1.0}], "did you mean 'clip'"),
-    ],
-)
-def test_a_stack_that_is_none_is_refused_with_the_policy(
-    stack: list[dict[str, Any]], said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "policy.yaml").write_text(json.dumps({"stacks": [stack]}))
-    with pytest.raises(FedsimError, match=f"--policy: .*stacks: .*{said}"):
-        Policy.read(tmp_path / "policy.yaml")
-
-
 def test_nothing_passes_by_a_stack_that_a_policy_lists(tmp_path: Path) -> None:
     """Batch norm's statistics of a client's data, which no defense acts on."""
     scenario = resolved(defenses={"none": [], "noise": NOISE}, **BATCH_NORM)
@@ -283,27 +267,12 @@ def test_an_error_of_another_kind_is_told_by_its_name_alone(
         lying.train()
 
 
-def test_whether_data_fit_an_assumption_is_told_without_their_numbers(tmp_path: Path) -> None:
-    stack = [{"name": "random_projection", "epsilon": 1.0, "delta": 1e-5, "leverage": 1e-6}]
-    scenario = of_table({"name": "diabetes", "row_norm": 1.0}, 3, stack)
-    (app, *_) = nodes(tmp_path)
-    with pytest.raises(FedsimError, match=r"assumes of them: the node's own log says more$"):
-        counted(app, scenario)
-
-
 EPSILON = {"name": "dp_sgd", "norm": 1.0, "epsilon": 4.0, "delta": 1e-5}
 
 
 def promised(**changes: Any) -> Scenario:
     training = {"rounds": 2, "local": {"batch_size": 20}}
     return resolved(**{"defenses": {"noise": [EPSILON]}, "training": training, **changes})
-
-
-def test_an_epsilon_of_a_policy_has_its_delta(tmp_path: Path) -> None:
-    bare = [{name: value for name, value in EPSILON.items() if name != "delta"}]
-    (tmp_path / "policy.yaml").write_text(json.dumps({"stacks": [bare]}))
-    with pytest.raises(FedsimError, match=r"stacks: .*epsilon without delta"):
-        Policy.read(tmp_path / "policy.yaml")
 
 
 def test_a_node_holds_a_server_to_epsilon_and_delta(tmp_path: Path) -> None:

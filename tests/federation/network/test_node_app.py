@@ -133,6 +133,14 @@ def test_a_stack_of_a_policy_has_to_agree_in_all_that_it_states() -> None:
     [
         ("stack: []", "stack"),
         ("releases: 0", "releases"),
+        ("plugins: [sgd, lenett]", "plugins: nothing installed .*'lenett'; did you mean 'lenet'"),
+        ("stacks: [[{name: clipp}]]", "stacks: .*'clipp' in defenses; did you mean 'clip'"),
+        ("stacks: [[{norm: 1.0}]]", "stacks: .*a defense has no name"),
+        ("stacks: [[{name: clip}]]", "stacks: .*Clip: norm: Field required"),
+        (
+            "stacks: [[{name: dp_sgd, norm: 1.0, epsilon: 4.0}]]",
+            "stacks: .*epsilon without delta",
+        ),
         ("[", "no YAML"),
         ("- 1", "the file"),
         ("a: &a [" + "x, " * 999 + "]\nb: [" + "*a, " * 999 + "]", "no YAML"),
@@ -142,6 +150,8 @@ def test_a_policy_that_is_none_is_refused(text: str, said: str, tmp_path: Path) 
     (tmp_path / "policy.yaml").write_text(text)
     with pytest.raises(FedsimError, match=f"--policy: .*{said}"):
         Policy.read(tmp_path / "policy.yaml")
+    with pytest.raises(FedsimError, match=r"--policy: .*check the path"):
+        Policy.read(tmp_path / "none.yaml")
 
 
 def test_a_policy_reads_numbers_as_a_scenario_does(tmp_path: Path) -> None:
@@ -253,6 +263,7 @@ def test_a_superlink_is_refused_with_the_reason(
 ) -> None:
     own = make_authority(tmp_path / "own", ["127.0.0.1"])
     foreign = make_authority(tmp_path / "foreign", ["127.0.0.1"])
+    itself = make_authority(tmp_path / "itself", ["127.0.0.1"])
     elsewhere = make_authority(tmp_path / "elsewhere", ["10.0.0.1"])
     monkeypatch.setattr(certificates, "_CLOCK_SKEW", timedelta(days=3))
     expired = make_authority(tmp_path / "expired", ["127.0.0.1"], days=-1)
@@ -265,10 +276,14 @@ def test_a_superlink_is_refused_with_the_reason(
         (foreign, "not accepted"),
         (elsewhere, "not accepted"),
         (expired, "expired"),
+        (itself, "self.signed"),
     ):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(authority.server_certificate, authority.server_key)
-        roots = own.certificate if authority is foreign else authority.certificate
+        server = authority.server_certificate, authority.server_key
+        context.load_cert_chain(
+            *((itself.certificate, itself.key) if authority is itself else server)
+        )
+        roots = own.certificate if authority in (foreign, itself) else authority.certificate
         with listening(context) as address:
             with pytest.raises(FedsimError, match="speaks TLS; give"):
                 link.check(address, None)
