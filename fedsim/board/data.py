@@ -13,7 +13,7 @@ from fedsim.board.settings import Settings
 from fedsim.contracts.grant import Grant
 from fedsim.report import facts
 from fedsim.report.figures import format_accuracy, format_claim
-from fedsim.report.glossary import TERMS
+from fedsim.report.glossary import terms
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.level import Level
 from fedsim.report.row import EXPOSED_GAIN, LeaderboardRow
@@ -71,7 +71,7 @@ def document(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> dict[str, A
         "pictures": list(pictures.addresses),
         "pictures_omitted": pictures.omitted,
         "notes": [shortened(line) for line in facts.unfinished(runs) + facts.unseen(runs)],
-        "terms": [[term.name, term.meaning] for term in TERMS.values()],
+        "terms": [[term.name, term.meaning] for term in terms().values()],
         "texts": texts.all(),
     }
 

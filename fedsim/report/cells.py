@@ -62,7 +62,7 @@ def columns(rows: Sequence[LeaderboardRow], seconds: Mapping[str, float]) -> lis
     for metric in METRICS.values():
         if metric.heading and metric.name != "psnr":
             heading = metric.heading[0].upper() + metric.heading[1:]
-            table.append((heading, METRIC_TERMS[metric.name], _recovered(_metric(metric))))
+            table.append((heading, metric.term.key, _recovered(_metric(metric))))
             table.append((f"{heading} at most", "epsilon", _limit(metric)))
     table += [
         ("Certified", "certified", _certified),
@@ -80,20 +80,6 @@ def columns(rows: Sequence[LeaderboardRow], seconds: Mapping[str, float]) -> lis
         Column(heading="Attack", term="", cells=attacks, left=True),
         *(column for column in filled if any(figure != "–" for figure, _ in column.cells)),
     ]
-
-
-METRIC_TERMS: Mapping[str, str] = {
-    # Metric -> key of the glossary's term.
-    "ssim": "ssim",
-    "lpips": "lpips",
-    "feature_cosine": "features",
-    "subspace_error": "features",
-    "label_accuracy": "labels",
-    "row_error": "rows",
-    "rows_recovered": "rows",
-    "membership_auc": "membership",
-    "membership_tpr": "membership",
-}
 
 
 def _recovered(cell: Callable[[LeaderboardRow], Cell]) -> Callable[[LeaderboardRow], Cell]:

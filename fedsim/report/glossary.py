@@ -1,12 +1,11 @@
 """The terms of the leaderboard and the report, each explained once: page, tips and docs use them.
 
-`fedsim.report.glossary.TERMS` is the table; a page that shows a figure explains it from here.
+A page that shows a figure explains it from here. Terms of metrics come with the metrics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from fedsim.report.reliance import LARGEST_DELTA
 from fedsim.report.row import (
@@ -19,19 +18,8 @@ from fedsim.report.row import (
     LeaderboardRow,
 )
 from fedsim.report.sentences import WEAK_EPSILON
-from fedsim.scoring import FALSE_POSITIVES, LEAST
+from fedsim.scoring import LEAST, METRICS, Term
 from fedsim.words import number_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Term:
-    """A term, and what it means in plain sentences."""
-
-    key: str
-    """Identifies it in a page: lower-case letters and hyphens."""
-    name: str
-    meaning: str
-
 
 _TABLE = (
     Term(
@@ -51,23 +39,6 @@ _TABLE = (
         name="dB",
         meaning="Decibel, the unit of PSNR and gain. 10 dB more is a tenth of the squared error, "
         "3 dB more is half of it.",
-    ),
-    Term(
-        key="psnr",
-        name="PSNR",
-        meaning="Likeness of pixels in dB, of each image on its own, at most 60. Higher is more "
-        "leaked. Near 10 it is a gray patch; from about 20 on most people know the picture.",
-    ),
-    Term(
-        key="ssim",
-        name="SSIM",
-        meaning="Likeness of structure such as edges. 1 is identical, 0 is unrelated.",
-    ),
-    Term(
-        key="lpips",
-        name="LPIPS",
-        meaning="Distance of two images as a trained network perceives it. 0 is identical. It "
-        "needs weights that may not be there.",
     ),
     Term(
         key="recognizable",
@@ -222,35 +193,13 @@ _TABLE = (
         meaning="A batch has no order. Reconstructions are paired with images one to one, at the "
         "least total squared error, and every metric uses that one pairing.",
     ),
-    Term(
-        key="labels",
-        name="labels",
-        meaning="Share of labels recovered: on the matched image, or as a multiset where an attack "
-        "recovers labels alone. The guess names the most frequent one.",
-    ),
-    Term(
-        key="features",
-        name="feat, span",
-        meaning="Recovered inputs of the model’s head. feat: their mean cosine with the true ones. "
-        "span: share of the true features outside the span of the recovered ones; 0 is exact.",
-    ),
-    Term(
-        key="membership",
-        name="AUC, TPR",
-        meaning="How well members are told from others. AUC: the chance that a member is accused "
-        "before another, 0.5 for a coin. TPR: share of members accused at "
-        f"{FALSE_POSITIVES:.0%} false accusations.",
-    ),
-    Term(
-        key="rows",
-        name="row err, recovered",
-        meaning="Of tables: squared error over squared length of a row, and the share of rows with "
-        "every entry near the true one. The guess is the mean of the other rows.",
-    ),
 )
 
-TERMS: Mapping[str, Term] = {term.key: term for term in _TABLE}
-"""The terms by key, in the order of a page."""
+
+def terms() -> Mapping[str, Term]:
+    """Returns the terms by key, in the order of a page."""
+    of_metrics = [metric.term for metric in METRICS.values() if metric.heading]
+    return {term.key: term for term in (*_TABLE, *of_metrics)}
 
 
 def terms_of(
@@ -260,13 +209,7 @@ def terms_of(
 
     `invalid` says that a comparison has no answer, `unscored` that truths are with the clients.
     """
-
-    def measured(*names: str) -> bool:
-        return any(row.metrics[name] for row in rows for name in names)
-
     used = {
-        "ssim": measured("ssim"),
-        "lpips": measured("lpips"),
         "audit": any(row.audited_epsilon is not None for row in rows),
         "server": any(row.server != "honest" for row in rows),
         "masked": any(row.masked for row in rows),
@@ -274,15 +217,15 @@ def terms_of(
         "invalid": invalid,
         "unscored": unscored,
         "matching": any(row.subject == "images" for row in rows),
-        "labels": measured("label_accuracy"),
-        "features": measured("feature_cosine", "subspace_error"),
-        "membership": measured("membership_auc", "membership_tpr"),
-        "rows": any(row.subject == "rows" for row in rows),
     }
-    return [term for key, term in TERMS.items() if used.get(key, True)]
+    for name, metric in METRICS.items():
+        key, measured = metric.term.key, any(row.metrics.get(name) for row in rows)
+        used[key] = used.get(key, False) or measured
+    return [term for key, term in terms().items() if used.get(key, True)]
 
 
 def markdown() -> str:
     """Returns the glossary as the table of `docs/glossary.md`."""
     lines = ["| term | meaning |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| **{t.name}** | {t.meaning} |" for t in TERMS.values())]) + "\n"
+    lines += [f"| **{term.name}** | {term.meaning} |" for term in terms().values()]
+    return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from markupsafe import Markup, escape
 
-from fedsim.report.glossary import TERMS
+from fedsim.report.glossary import terms
 
 _NUMBER = r"[+−-]?\d+(?:[.,]\d+)*(?:e-?\d+)?"
 
@@ -49,17 +49,17 @@ def unbroken(text: str) -> Markup:
     return _between(_TOKEN, text, lambda token: _kept(escape(token.group())), _names)
 
 
-def explained(text: str, terms: Collection[str] = tuple(TERMS)) -> Markup:
+def explained(text: str, shown: Collection[str] | None = None) -> Markup:
     """Returns `text` as `unbroken` does, with each term, once, as a button of its explanation.
 
-    `terms` are the keys of those that the page explains; others stay words.
+    `shown` are the keys of those that the page explains, by default all; others stay words.
     """
     seen: set[str] = set()
 
     def bare(found: re.Match[str]) -> Markup:
         before, word, after = found.groups()
         key = _TERMS[word]
-        if key in seen or key not in terms:
+        if key in seen or (shown is not None and key not in shown):
             return _names(found.group())
         seen.add(key)
         return escape(before) + tip(key, word) + escape(after)
@@ -91,7 +91,7 @@ def tip(key: str, text: str) -> Markup:
     """Returns a button with `text` that shows the glossary's term `key`, by tap, key or hover."""
     return Markup(
         '<button type="button" class="tip" popovertarget="tip-{}" title="{}">{}</button>'
-    ).format(key, TERMS[key].meaning, text)
+    ).format(key, terms()[key].meaning, text)
 
 
 def _names(text: str) -> Markup:

@@ -6,7 +6,7 @@ from fedsim.scoring.certificates import Certificate, certificate, false_certific
 from fedsim.scoring.guess import Guesser, guess_problem, mean_image, near_copies
 from fedsim.scoring.image import check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align
-from fedsim.scoring.metrics import COMPARABLE, METRICS, Metric
+from fedsim.scoring.metrics import COMPARABLE, METRICS, Metric, Term
 from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
 from fedsim.scoring.rows import FALSE_POSITIVES
@@ -37,6 +37,7 @@ __all__ = [
     "ScoringError",
     "Share",
     "Summary",
+    "Term",
     "Unavailable",
     "accuracy",
     "align",

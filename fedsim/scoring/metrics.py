@@ -6,6 +6,7 @@ module of what it compares (`image.py`, `features.py`, `labels.py`, `rows.py`) a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -38,6 +39,16 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Term:
+    """A term, and what it means in plain sentences."""
+
+    key: str
+    """Identifies it in a page: lower-case letters and hyphens."""
+    name: str
+    meaning: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Metric:
     """A metric, as everything that computes, compares or shows its values has to know it."""
 
@@ -57,11 +68,22 @@ class Metric:
     """Heading of its column in a leaderboard; None if only JSON and CSV show it."""
     meaning: str = ""
     """Explains the column to people."""
+    described: Term | None = None
+    """Entry of the glossary, if it says more than `heading` and `meaning` do."""
     shown_as: Literal["mean", "interval", "percent"] = "mean"
     digits: int = 2
     """Number of decimals."""
     narrow: Literal["kept", "late", "early"] = "early"
     """When a table that is too wide leaves it out: never, late, or early."""
+
+    @property
+    def term(self) -> Term:
+        """Entry of the glossary that explains the metric's column."""
+        if self.described:
+            return self.described
+        key = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        meaning = self.meaning[:1].upper() + self.meaning[1:]
+        return Term(key=key, name=self.heading or self.name, meaning=f"{meaning}.")
 
     def gain(self, value: float, over: float) -> float:
         """Returns by how much more `value` leaks than `over`; negative if it leaks less."""
@@ -84,6 +106,35 @@ def _as_pixels(function: Callable[[Tensor, Tensor], Value]) -> Callable[[Pair], 
     return lambda pair: function((pair.claimed + 1) / 2, (pair.truth + 1) / 2)
 
 
+_LABELS = Term(
+    key="labels",
+    name="labels",
+    meaning="Share of labels recovered: on the matched image, or as a multiset where an attack "
+    "recovers labels alone. The guess names the most frequent one.",
+)
+
+_FEATURES = Term(
+    key="features",
+    name="feat, span",
+    meaning="Recovered inputs of the model’s head. feat: their mean cosine with the true ones. "
+    "span: share of the true features outside the span of the recovered ones; 0 is exact.",
+)
+
+_MEMBERSHIP = Term(
+    key="membership",
+    name="AUC, TPR",
+    meaning="How well members are told from others. AUC: the chance that a member is accused "
+    "before another, 0.5 for a coin. TPR: share of members accused at "
+    f"{rows.FALSE_POSITIVES:.0%} false accusations.",
+)
+
+_ROWS = Term(
+    key="rows",
+    name="row err, recovered",
+    meaning="Of tables: squared error over squared length of a row, and the share of rows with "
+    "every entry near the true one. The guess is the mean of the other rows.",
+)
+
 _TABLE = (
     Metric(
         name="rmse",
@@ -98,6 +149,13 @@ _TABLE = (
         larger_leaks=True,
         heading="PSNR dB",
         meaning="likeness of pixels, or of entries on their declared range",
+        described=Term(
+            key="psnr",
+            name="PSNR",
+            meaning="Likeness of pixels in dB, of each image on its own, at most 60. Higher is "
+            "more leaked. Near 10 it is a gray patch; from about 20 on most people know the "
+            "picture.",
+        ),
         shown_as="interval",
         digits=1,
         narrow="kept",
@@ -109,6 +167,11 @@ _TABLE = (
         larger_leaks=True,
         heading="SSIM",
         meaning="likeness of structure, 1 is identical",
+        described=Term(
+            key="ssim",
+            name="SSIM",
+            meaning="Likeness of structure such as edges. 1 is identical, 0 is unrelated.",
+        ),
     ),
     Metric(
         name="lpips",
@@ -119,6 +182,12 @@ _TABLE = (
         larger_leaks=False,
         heading="LPIPS",
         meaning="perceptual distance, 0 is identical",
+        described=Term(
+            key="lpips",
+            name="LPIPS",
+            meaning="Distance of two images as a trained network perceives it. 0 is identical. It "
+            "needs weights that may not be there.",
+        ),
     ),
     Metric(
         name="feature_error",
@@ -135,6 +204,7 @@ _TABLE = (
         uninformed=0.0,
         heading="feat",
         meaning="mean cosine of the features",
+        described=_FEATURES,
         narrow="late",
     ),
     Metric(
@@ -145,6 +215,7 @@ _TABLE = (
         uninformed=1.0,
         heading="span",
         meaning="share of the true features outside the span of the recovered ones",
+        described=_FEATURES,
         digits=3,
         narrow="late",
     ),
@@ -165,6 +236,7 @@ _TABLE = (
         larger_leaks=True,
         heading="label",
         meaning="share of labels recovered, whatever image they came with",
+        described=_LABELS,
         shown_as="percent",
         narrow="late",
     ),
@@ -175,6 +247,7 @@ _TABLE = (
         larger_leaks=False,
         heading="row err",
         meaning="squared error over squared length",
+        described=_ROWS,
         digits=3,
         narrow="late",
     ),
@@ -191,6 +264,7 @@ _TABLE = (
         larger_leaks=True,
         heading="recovered",
         meaning=f"rows with every entry within {rows.TOLERANCE:.0%} of its range",
+        described=_ROWS,
         shown_as="percent",
     ),
     Metric(
@@ -201,6 +275,7 @@ _TABLE = (
         uninformed=0.5,
         heading="AUC",
         meaning="of membership: the chance that a member is accused before another",
+        described=_MEMBERSHIP,
         shown_as="interval",
         narrow="kept",
     ),
@@ -212,6 +287,7 @@ _TABLE = (
         uninformed=rows.FALSE_POSITIVES,
         heading="TPR",
         meaning=f"of membership, at {rows.FALSE_POSITIVES:.0%} false positives",
+        described=_MEMBERSHIP,
         shown_as="percent",
     ),
     Metric(name="attack_loss", functions={}, unit="none", larger_leaks=False),

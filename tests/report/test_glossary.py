@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedsim.report import leaderboard_rows, write_report
-from fedsim.report.cells import METRIC_TERMS
-from fedsim.report.glossary import TERMS, markdown, terms_of
+from fedsim.report.glossary import markdown, terms, terms_of
 from fedsim.report.wording import explained, tip, unbroken
 from fedsim.scoring import METRICS
 
@@ -22,9 +22,13 @@ def test_the_page_of_the_docs_is_made_from_the_table() -> None:
 
 
 def test_every_metric_of_a_table_has_a_term() -> None:
-    shown = {name for name, metric in METRICS.items() if metric.heading} - {"psnr"}
-    assert set(METRIC_TERMS) == shown
-    assert set(METRIC_TERMS.values()) <= set(TERMS)
+    shown = [metric for metric in METRICS.values() if metric.heading]
+    assert {metric.term.key for metric in shown} <= set(terms())
+
+
+def test_a_metric_without_a_term_is_explained_by_its_heading() -> None:
+    term = replace(METRICS["ssim"], name="edge_f1", described=None, meaning="share of edges").term
+    assert (term.key, term.name, term.meaning) == ("edge-f1", "SSIM", "Share of edges.")
 
 
 def test_every_button_of_a_page_opens_an_explanation_that_is_there(run_folder: Path) -> None:
@@ -58,7 +62,7 @@ def test_no_figure_breaks_from_its_unit(token: str) -> None:
 
 def test_a_term_is_a_button_once_and_only_where_it_is_explained() -> None:
     assert explained("3 dB, 4 dB").count("<button") == 1
-    assert "<button" not in explained("3 dB", terms=["psnr"])
+    assert "<button" not in explained("3 dB", shown=["psnr"])
     assert 'popovertarget="tip-db"' in explained("3 dB")
     assert "<button" not in explained("bandB and interval_length"), "no part of a word"
 

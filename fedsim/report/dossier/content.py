@@ -27,7 +27,7 @@ from fedsim.report.dossier.outcomes import outcomes
 from fedsim.report.dossier.provenance import how_to_repeat
 from fedsim.report.dossier.system import system
 from fedsim.report.dossier.trials import trials
-from fedsim.report.glossary import TERMS
+from fedsim.report.glossary import terms
 from fedsim.results.reading import Run
 
 
@@ -56,7 +56,7 @@ def dossier_of(runs: Sequence[Run], root: Path) -> Document:
             Chapter(title="How to repeat each number", blocks=how_to_repeat(evidence)),
             Chapter(
                 title="Terms",
-                blocks=(Facts(tuple((term.name, term.meaning) for term in TERMS.values())),),
+                blocks=(Facts(tuple((term.name, term.meaning) for term in terms().values())),),
             ),
         ),
     )
