@@ -35,7 +35,6 @@ from fedsim.contracts.attack import AttackFailed, create, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.scoring import score, student_interval
-from fedsim.scoring.baselines import baseline
 from fedsim.scoring.guess import Guesser
 from fedsim.system.device import moved, resolve_device
 from fedsim.types import GroundTruth, Observation
@@ -188,7 +187,7 @@ def _attacked(out: Path, device: str, task: Task) -> dict[str, Any]:
     cell, trial, own = task
     device, name = resolve_device(device), "/".join(map(str, cell))
     observation, truth = observed(out, _images(out), cell, trial)
-    guess = baseline(_guesser(out)(len(truth.labels)), truth)["psnr"]
+    guess = score(_guesser(out)(len(truth.labels)).answer(), truth)["psnr"]
     row: dict[str, Any] = {"cell": name, "attack": own, "trial": trial, "guess": guess}
     try:
         figures, images = measured(own, observation, truth, trial, device)

@@ -39,7 +39,7 @@ from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation
 from fedsim.recording.truth import load_truth
 from fedsim.scenario import expand, open_document
-from fedsim.scoring import Guesser, baseline, score, summarize
+from fedsim.scoring import Guesser, score, summarize
 from fedsim.training.source import load_dataset
 from fedsim.types import Dataset, GroundTruth, Observation, Reconstruction
 
@@ -118,7 +118,7 @@ def attacked(
         images = runner(iterations, iterations)
         seconds.append(time.perf_counter() - began)
         scores = score(Reconstruction(images=images, loss=0.0, iterations=iterations), truth)
-        guess = baseline(guesser(len(truth.labels), truth.labels.tolist()), truth)
+        guess = score(guesser(len(truth.labels), truth.labels.tolist()).answer(), truth)
         own, other = scores["psnr"], guess["psnr"]
         assert own is not None and other is not None
         gains.append(own - other)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
@@ -366,8 +367,41 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroundTruth:
-    """Holds what the client really used. It goes to the score, never to an attack."""
+class Truth:
+    """Holds what clients really used. It goes to the score, never to an attack."""
+
+    asked_singly: ClassVar[bool] = False
+    """Whether attacks are asked about one example at a time."""
+    more: Tensors = field(default_factory=dict)
+    """What else targets had clients leave, by their parts."""
+    local_losses: Tensor | None = None
+    """(2,) mean cross-entropy on the batch before and after local training, without update
+    defenses; the mean over clients. None for a single gradient, and where nothing is trained."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all of it by name."""
+        own = {n: torch.as_tensor(v) for n, v in vars(self).items() if isinstance(v, Tensor | int)}
+        return {**own, **self.more}
+
+    @staticmethod
+    def of(tensors: Tensors) -> Truth:
+        """Returns the truth that holds these `tensors`: of rows, if they say who took part."""
+        kind = RowTruth if "members" in tensors else GroundTruth
+        known = {each.name for each in fields(kind)} - {"more"}
+        more = {name: value for name, value in tensors.items() if name not in known}
+        own: dict[str, Any] = {name: tensors[name] for name in tensors if name in known}
+        if "classes" in own:
+            own["classes"] = int(own["classes"])
+        return kind(**own, more=more)
+
+    def victims(self) -> Tensor:
+        """Returns the examples that were attacked, one after the other."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroundTruth(Truth):
+    """Holds the batch that an update was computed from."""
 
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]."""
@@ -375,19 +409,21 @@ class GroundTruth:
     """(N,) int64."""
     features: Tensor | None = None
     """(N, d) inputs of the head under the global weights, for feature metrics."""
-    local_losses: Tensor | None = None
-    """(2,) mean cross-entropy on `images` before and after local training, without update defenses;
-    the mean over clients. None for a single gradient."""
+
+    def victims(self) -> Tensor:
+        """Returns the images."""
+        return self.images
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowTruth:
+class RowTruth(Truth):
     """Holds the rows that a release may come from, and whether each one took part.
 
     Each row took part with the same chance, independently of all others. So knowing the others
     tells an attacker nothing of a row, and the worlds with and without it differ in nothing else.
     """
 
+    asked_singly: ClassVar[bool] = True
     rows: Tensor
     """(N, d + 1) float64: features and target."""
     members: Tensor
@@ -399,8 +435,9 @@ class RowTruth:
     classes: int = 0
     """Number of classes, each with an entry at the end of a row; 0 if the last entries are data."""
 
-
-Truth = GroundTruth | RowTruth
+    def victims(self) -> Tensor:
+        """Returns the rows that took part."""
+        return self.rows[self.members]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,6 +460,8 @@ class Reconstruction:
     """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
     membership: Tensor | None = None
     """(N,) log-likelihood ratio of having taken part over not: the higher, the likelier."""
+    more: Tensors = field(default_factory=dict)
+    """Answers to targets of other packages, by their parts."""
     determined: Tensor | None = None
     """(N,) bool: of which images what was observed leaves nothing near open: features are locally
     unique within its rounding and noise. None where the attack does not say."""
@@ -433,6 +472,21 @@ class Reconstruction:
     loss: float
     """The attack's own objective at the returned point: the only thing selection may use."""
     iterations: int
+
+    def parts(self) -> dict[str, Tensor]:
+        """Returns what was answered, by the parts of targets."""
+        own = {name: getattr(self, name) for name in _PARTS}
+        return {name: part for name, part in {**own, **self.more}.items() if part is not None}
+
+    def with_parts(self, parts: Tensors) -> Reconstruction:
+        """Returns the same with other answers in place of those that `parts` names."""
+        own: dict[str, Any] = {name: part for name, part in parts.items() if name in _PARTS}
+        more = {name: part for name, part in parts.items() if name not in _PARTS}
+        return replace(self, **own, more={**self.more, **more})
+
+
+_PARTS = ("images", "labels", "features", "rows", "membership")
+"""Fields of `Reconstruction` that are answers."""
 
 
 @dataclass(frozen=True, kw_only=True)

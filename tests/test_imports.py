@@ -29,7 +29,8 @@ ROOMS: dict[str, set[str]] = {
     "scenario": {*BASE, "contracts", "models"},
     "data": {*BASE, "contracts", "scenario"},
     "learners": {*BASE, "contracts", "models"},
-    "scoring": BASE,
+    "scoring": {*BASE, "contracts"},
+    "targets": {*BASE, "contracts", "models", "scoring"},
     "privacy": {*BASE, "contracts", "scenario"},
     "progress": {"privacy"},
     "training": {
@@ -47,9 +48,9 @@ ROOMS: dict[str, set[str]] = {
     "results": {
         *BASE,
         *("attacking", "audit", "contracts", "federation", "privacy", "recording", "scenario"),
-        *("scoring", "training"),
+        *("scoring", "targets", "training"),
     },
-    "report": {*BASE, "contracts", "recording", "results", "scoring"},
+    "report": {*BASE, "contracts", "recording", "results", "scoring", "targets"},
     "board": {*BASE, "contracts", "recording", "report", "results", "scoring"},
     "testing": {
         *BASE,

@@ -13,10 +13,11 @@ from typing import Literal
 from torch import nn
 
 from fedsim.assessment.truth import Picked
-from fedsim.attacking.jobs import NOT_LEARNED, Job, Result
+from fedsim.attacking.jobs import Job, Result
 from fedsim.contracts.grant import Grant
 from fedsim.recording.exchanges import Exchange
 from fedsim.results.record import Row
+from fedsim.scoring import NOT_LEARNED
 from fedsim.types import Observation
 
 

@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedsim import rng, scoring
 from fedsim.attacking.knowledge import Public
-from fedsim.attacking.public_features import MOST, public_features
 from fedsim.attacking.question import (
     Answer,
     Question,
@@ -40,6 +38,7 @@ from fedsim.attacking.targets import questions, together
 from fedsim.attacking.theory import observed_rate
 from fedsim.contracts.attack import AttackFailed, Progress, Solution, create
 from fedsim.contracts.grant import Grant
+from fedsim.contracts.target import Aids, GuessRequest, Resources
 from fedsim.models.base import Classifier
 from fedsim.recording.files import (
     checked_id,
@@ -49,19 +48,9 @@ from fedsim.recording.files import (
 from fedsim.recording.truth import IncompleteTruth, load_truth
 from fedsim.system import processes, threads
 from fedsim.system.interrupts import held
-from fedsim.types import (
-    GroundTruth,
-    Observation,
-    Reconstruction,
-    RowTruth,
-    RunFailed,
-    Truth,
-)
+from fedsim.types import Observation, RunFailed, Truth
 
 OnProgress = Callable[[Progress], None]
-
-NOT_LEARNED = {"public": None, "public_per_image": None, "near_copies": None}
-"""Of a baseline that no public image has a part in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +69,17 @@ class Setting:
     """That a job computes on, wherever it runs."""
     models: Mapping[str, Classifier] = field(default_factory=dict)
     """Those that no plugin builds, by the names that observations have for them."""
+
+    @property
+    def aids(self) -> Aids:
+        """What each target needs for its scores; takes long to make."""
+        return scoring.prepare(
+            Resources(
+                guesser=self.guesser,
+                lpips_backbone=self.lpips_backbone,
+                lpips_weights=self.lpips_weights,
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,7 @@ def run_jobs(
                 scorers, _ = running.enter_context(processes.pool(workers, setting))
                 score = partial(_in_worker, scorers)
             else:
-                score = partial(_at_once, setting, _lpips(setting))
+                score = partial(_at_once, setting, setting.aids)
             left = _all_asked(jobs, setting, public, on_result)
             asked = next(left, None)
             while asked or pending:
@@ -289,7 +289,6 @@ class _Asked:
             public=public,
             restarts=job.restarts,
         )
-        self._of_rows = isinstance(truth, RowTruth)
         self._answers: dict[int, list[Answer]] = {}
         self._reason: str | None = None
         self._failed, self._asking = False, True
@@ -329,7 +328,7 @@ class _Asked:
         if reason is None:
             try:
                 solutions = [one.solution for one in answers if one.solution]
-                solution = together(solutions, rows=self._of_rows)
+                solution = together(solutions)
             except AttackFailed as error:
                 reason = str(error)
         seconds = math.fsum(answer.seconds for answer in answers)
@@ -347,26 +346,21 @@ def seed_of(observation: Observation, label: str) -> int:
     return rng.derive(observation.seed, "attack", label, *victim)
 
 
-def finish(
-    job: Job, outcome: Outcome, setting: Setting, lpips: scoring.LpipsMetric | scoring.Unavailable
-) -> Result:
+def finish(job: Job, outcome: Outcome, setting: Setting, aids: Aids) -> Result:
     """Score what was recovered and write it. A failure is a value, and what it cost is kept."""
     observation = load_observation(job.observation, setting.device)
     truth = load_truth(setting.root, observation.id, observation.num_clients)
     solution, reason = outcome.answer.solution, outcome.answer.reason
     found = solution.reconstruction if solution else None
-    metrics: dict[str, float | None] = dict.fromkeys(scoring.METRICS)
-    per_image: dict[str, list[float]] = {}
+    metrics, per_image = scoring.no_metrics(), {}
     certificate = None
     if found is not None:
         try:
-            scores = _score(found, truth, setting, lpips)
+            scores = scoring.score(found, truth, aids)
             metrics, per_image = scores.metrics(), scores.per_image
-            if isinstance(truth, GroundTruth):
-                own = scores.features_assignment or scores.assignment
-                certificate = scoring.certificate(found, truth, own)
+            certificate = scoring.certificate(found, truth, scores.assignments)
             path = reconstruction_path(setting.root, job.label, observation.id)
-            _save(path, found, truth, scores, setting.guesser)
+            write_tensors(path, scoring.saved(found, truth, scores, aids))
         except Exception as error:  # a third party's attack may answer anything
             reason = reason_of(error)
     return Result(
@@ -378,7 +372,12 @@ def finish(
         certificate=certificate,
         features_by=found.features_by if found else None,
         stages=found.stages if found else None,
-        baseline=_baseline(observation, truth, found, setting, lpips),
+        baseline=scoring.baseline(
+            GuessRequest(
+                truth=truth, found=found, granted=setting.granted, observation=observation
+            ),
+            aids,
+        ),
         victims=_victims(truth),
         tensor_rate=outcome.tensor_rate,
         cost=cost(solution) if solution else _failed_cost(outcome.answer.seconds),
@@ -398,122 +397,27 @@ def cost(solution: Solution) -> dict[str, float | int | None]:
 
 
 def _local_losses(truth: Truth) -> tuple[float, float] | None:
-    if isinstance(truth, RowTruth) or truth.local_losses is None:
+    if truth.local_losses is None:
         return None
     before, after = truth.local_losses.tolist()
     return before, after
 
 
-def _baseline(
-    observation: Observation,
-    truth: Truth,
-    found: Reconstruction | None,
-    setting: Setting,
-    lpips: scoring.LpipsMetric | scoring.Unavailable,
-) -> dict[str, Any]:
-    """The guess of someone who is granted what the attack is, matched as `found` is.
-
-    Of features too, where `found` has them, or may have had: where there is nothing.
-    """
-    if isinstance(truth, RowTruth):
-        rows = scoring.row_baseline(truth)
-        return {"name": "mean_of_others", **NOT_LEARNED, "per_image": {}, **rows}
-    assert setting.guesser is not None
-    known = truth.labels.tolist() if setting.granted.labels == "known" else None
-    guess = setting.guesser(len(truth.labels), known)
-    alone = found is not None and found.images is None and found.features is None
-    name = "labels" if alone else guess.name
-    scores = scoring.baseline(guess, truth, labels_alone=alone, lpips=lpips)
-    return {
-        "name": name,
-        "public": guess.public,
-        "public_per_image": guess.public_per_image,
-        "near_copies": scoring.near_copies(truth.images.cpu(), setting.guesser.public()),
-        "per_image": {"psnr": scores.per_image["psnr"]} if "psnr" in scores.per_image else {},
-        **scores.metrics(),
-        **_of_features(observation, truth, found, setting),
-    }
-
-
-def _of_features(
-    observation: Observation, truth: GroundTruth, found: Reconstruction | None, setting: Setting
-) -> dict[str, float]:
-    assert setting.guesser is not None
-    if truth.features is None or (found is not None and found.features is None):
-        return {}
-    public = public_features(observation, setting.guesser.public(MOST))
-    return {} if public is None else scoring.feature_baseline(public, truth.features)
-
-
 def _victims(truth: Truth) -> list[str]:
-    targets = truth.rows[truth.members] if isinstance(truth, RowTruth) else truth.images
-    return [f"{rng.of_bytes(each.contiguous().numpy().tobytes()):016x}" for each in targets.cpu()]
-
-
-def _score(
-    found: Reconstruction,
-    truth: Truth,
-    setting: Setting,
-    lpips: scoring.LpipsMetric | scoring.Unavailable,
-) -> scoring.Scores:
-    if isinstance(truth, RowTruth):
-        return scoring.score_rows(found, truth)
-    assert setting.guesser is not None
-    return scoring.score(found, truth, lpips=lpips, guess=setting.guesser.mean)
-
-
-def _save(
-    path: Path,
-    found: Reconstruction,
-    truth: Truth,
-    scores: scoring.Scores,
-    guesser: scoring.Guesser | None,
-) -> None:
-    """Write the truth and, in the order of the truth, exactly what was scored against it."""
-    if isinstance(truth, RowTruth):
-        _save_rows(path, found, truth)
-        return
-    assert guesser is not None
-    tensors = {"truth": truth.images, "truth_labels": truth.labels}
-    if found.images is not None:
-        tensors["reconstruction"] = scoring.matched_images(
-            found.images, scores.assignment, guesser.mean
-        )
-    if found.labels is not None:
-        # With images or features, a label is saved beside the one that it came with.
-        none = found.labels.new_tensor(scoring.MISSING)
-        tensors["labels"] = (
-            scoring.align(found.labels, scores.assignment, none)
-            if scores.assignment
-            else found.labels
-        )
-    if found.features is not None and truth.features is not None:
-        nothing = torch.zeros_like(truth.features[0])
-        tensors["features"] = scoring.align(found.features, scores.features_assignment, nothing)
-        tensors["truth_features"] = truth.features
-    write_tensors(path, tensors)
-
-
-def _save_rows(path: Path, found: Reconstruction, truth: RowTruth) -> None:
-    tensors: dict[str, Tensor] = {"members": truth.members, "scored": truth.scored}
-    tensors["classes"] = torch.tensor(truth.classes)
-    if found.rows is not None:
-        tensors |= {"truth_rows": truth.rows[truth.members], "rows": found.rows}
-    if found.membership is not None:
-        tensors["membership"] = found.membership
-    write_tensors(path, tensors)
+    each = truth.victims().cpu()
+    return [f"{rng.of_bytes(one.contiguous().numpy().tobytes()):016x}" for one in each]
 
 
 def nothing_recorded(observation: Observation, reason: str) -> Result:
     """The result of every attack on an update that never reached the server."""
-    nothing: dict[str, float | None] = dict.fromkeys(scoring.METRICS)
+    nothing = scoring.no_metrics()
     return Result(
         observation=observation,
         seed=observation.seed,
         reason=reason,
         metrics=nothing,
         per_image={},
-        baseline={"name": None, **NOT_LEARNED, "per_image": {}, **nothing},
+        baseline={"name": None, **scoring.NOT_LEARNED, "per_image": {}, **nothing},
         victims=None,
         tensor_rate=None,
         cost=_failed_cost(0.0),
@@ -545,12 +449,6 @@ def _without_tensors(observation: Observation) -> Observation:
     return replace(observation, update={}, buffers_update={}, parameters={}, buffers={})
 
 
-def _lpips(setting: Setting) -> scoring.LpipsMetric | scoring.Unavailable:
-    if setting.guesser is None:
-        return scoring.Unavailable("the data are no images")
-    return scoring.load_lpips(setting.lpips_backbone, setting.lpips_weights)
-
-
 def _drain(
     news: Queue[tuple[int, Progress]],
     jobs: Sequence[Job],
@@ -566,13 +464,13 @@ def _drain(
 
 def _at_once(
     setting: Setting,
-    lpips: scoring.LpipsMetric | scoring.Unavailable,
+    aids: Aids,
     job: Job,
     outcome: Outcome,
 ) -> Future[Result]:
     """Score in this process."""
     done: Future[Result] = Future()
-    done.set_result(finish(job, outcome, setting, lpips))
+    done.set_result(finish(job, outcome, setting, aids))
     return done
 
 
@@ -584,13 +482,13 @@ def _in_worker(scorers: Executor, job: Job, outcome: Outcome) -> Future[Result]:
 
 def _score_job(job: Job, outcome: bytes) -> Result:
     """In a worker that scores."""
-    setting, lpips = _prepared()
-    return finish(job, pickle.loads(outcome), setting, lpips)  # noqa: S301 - the parent wrote it
+    setting, aids = _prepared()
+    return finish(job, pickle.loads(outcome), setting, aids)  # noqa: S301 - the parent wrote it
 
 
 @cache
-def _prepared() -> tuple[Setting, scoring.LpipsMetric | scoring.Unavailable]:
+def _prepared() -> tuple[Setting, Aids]:
     """In a worker that scores, before its first job."""
     setting: Setting = processes.shared()
     threads.fix(setting.threads)
-    return setting, _lpips(setting)
+    return setting, setting.aids

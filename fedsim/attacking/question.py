@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -139,16 +140,15 @@ def reason_of(error: Exception) -> str:
 
 def on_cpu(found: Reconstruction) -> Reconstruction:
     """The same reconstruction in CPU memory, images and features as float32."""
-    return replace(
-        found,
-        images=None if found.images is None else found.images.detach().float().cpu(),
-        labels=None if found.labels is None else found.labels.detach().cpu(),
-        features=None if found.features is None else found.features.detach().float().cpu(),
-        rows=None if found.rows is None else found.rows.detach().cpu(),
-        membership=None if found.membership is None else found.membership.detach().cpu(),
-        determined=None if found.determined is None else found.determined.detach().cpu(),
-        certified=None if found.certified is None else found.certified.detach().cpu(),
-    )
+    masks: dict[str, Any] = {
+        name: None if mask is None else mask.detach().cpu()
+        for name, mask in (("determined", found.determined), ("certified", found.certified))
+    }
+    parts = {
+        name: (part.float() if name in ("images", "features") else part).detach().cpu()
+        for name, part in found.parts().items()
+    }
+    return replace(found.with_parts(parts), **masks)
 
 
 @cache

@@ -31,7 +31,6 @@ from fedsim.types import (
     GroundTruth,
     Observation,
     Reconstruction,
-    RowTruth,
     Truth,
 )
 from fedsim.words import number_of
@@ -115,11 +114,9 @@ def attack(
             progress=on_progress,
         )
         found = on_cpu(solution.reconstruction)
-        scores = _scores(found, victim)
-        told = None
-        if not isinstance(victim, RowTruth):
-            order = (scores.features_assignment or scores.assignment) if scores else ()
-            told = scoring.certificate(found, victim, order)
+        # Only a run has the public images that a guess is learned from.
+        scores = None if victim is None else scoring.score(found, victim)
+        told = scoring.certificate(found, victim, scores.assignments if scores else {})
     return found, {
         "observation": observation.id,
         "attack": {
@@ -191,12 +188,3 @@ def _given(observation: Observation, images: Tensor, labels: Tensor) -> GroundTr
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise FedsimError(f"truth: expected labels of 0 to {classes - 1}")
     return GroundTruth(images=images.detach().cpu().float(), labels=labels.detach().cpu().long())
-
-
-def _scores(found: Reconstruction, truth: Truth | None) -> scoring.Scores | None:
-    if truth is None:
-        return None
-    # Only a run has the public images that a guess is learned from.
-    if isinstance(truth, RowTruth):
-        return scoring.score_rows(found, truth)
-    return scoring.score(found, truth)

@@ -23,7 +23,7 @@ from fedsim.contracts.attack import (
     unreadable,
 )
 from fedsim.contracts.grant import Grant
-from fedsim.types import Observation, Reconstruction, RowTruth, Truth
+from fedsim.types import GroundTruth, Observation, Reconstruction, RowTruth, Truth
 
 
 def question(
@@ -43,7 +43,7 @@ def question(
         AttackFailed: `questions` or `Question.answer` raises it, or there is nothing to ask.
     """
     asked = questions(attack, observation, truth, granted, seed, public=public, restarts=restarts)
-    return together([one.answer(progress) for one in asked], rows=isinstance(truth, RowTruth))
+    return together([one.answer(progress) for one in asked])
 
 
 def questions(
@@ -70,28 +70,31 @@ def questions(
     if isinstance(truth, RowTruth):
         yield from _of_rows(attack, observation, truth, granted, seed, restarts)
         return
+    assert truth is None or isinstance(truth, GroundTruth)
     seen, known = hand_over(observation, truth, granted, public)
     yield Question(attack=attack, observation=seen, knowledge=known, seed=seed, restarts=restarts)
 
 
-def together(found: Sequence[Solution], *, rows: bool) -> Solution:
-    """The answers to all `questions`, in their order, as one; several of `rows` alone.
+def together(found: Sequence[Solution]) -> Solution:
+    """The answers to all `questions`, in their order, as one.
 
     Raises:
         AttackFailed: there is none.
     """
-    if not rows:
-        (only,) = found
-        return only
     if not found:
         raise AttackFailed("no row took part in this release, so that there is none to recover")
+    if len(found) == 1:
+        return found[0]
     answers = [solution.reconstruction for solution in found]
+    parts = [answer.parts() for answer in answers]
+    common = [name for name in parts[0] if all(name in part for part in parts)]
+    joined = Reconstruction(
+        loss=math.fsum(answer.loss for answer in answers) / len(answers),
+        iterations=sum(answer.iterations for answer in answers),
+    )
     return Solution(
-        reconstruction=Reconstruction(
-            rows=_joined([answer.rows for answer in answers]),
-            membership=_joined([answer.membership for answer in answers]),
-            loss=math.fsum(answer.loss for answer in answers) / len(answers),
-            iterations=sum(answer.iterations for answer in answers),
+        reconstruction=joined.with_parts(
+            {name: torch.cat([part[name] for part in parts]) for name in common}
         ),
         restart=found[0].restart,
         losses=found[0].losses,
@@ -107,7 +110,7 @@ def unanswerable(
     """Why `attack` cannot be asked about `observation` at all; None if it can."""
     if reason := unreadable(type(attack).__name__, attack.reads, observation.payload):
         return reason
-    if observation.payload != "update" and not isinstance(truth, RowTruth):
+    if observation.payload != "update" and not (truth and truth.asked_singly):
         return "rows are asked for one at a time, which takes the run's truth/ folder"
     return None
 
@@ -141,8 +144,3 @@ def _of_rows(
             seed=rng.derive(seed, "target", target),
             restarts=restarts,
         )
-
-
-def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    known = [part for part in parts if part is not None]
-    return torch.cat(known) if len(known) == len(parts) else None

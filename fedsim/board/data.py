@@ -39,11 +39,7 @@ def board_data(folders: Iterable[Path | str]) -> dict[str, Any]:
 def document(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> dict[str, Any]:
     """Returns the document of rows that are already aggregated, and of their runs."""
     texts, settings, pictures = Texts(), Settings(rows, runs), album(rows, runs)
-    shown = [
-        name
-        for name, metric in METRICS.items()
-        if metric.functions and any(row.metrics[name] for row in rows)
-    ]
+    shown = [name for name in METRICS if any(row.metrics[name] for row in rows)]
     by_view = views(rows)
     number = {view: i for i, view in enumerate(by_view)}
     of_row = {position: number[view] for view, members in by_view.items() for position in members}

@@ -257,9 +257,10 @@ def _refuse_unusable(observation: Observation) -> None:
 
 def _is_finite(answer: Reconstruction) -> bool:
     """Whether what an answer holds can be compared; a likelihood ratio may be infinite."""
-    parts = (answer.images, answer.features, answer.rows)
-    sure = answer.membership is None or not bool(answer.membership.isnan().any())
-    return sure and all(part is None or bool(part.isfinite().all()) for part in parts)
+    return all(
+        not bool((part.isnan() if name == "membership" else ~part.isfinite()).any())
+        for name, part in answer.parts().items()
+    )
 
 
 def _device(observation: Observation) -> torch.device:

@@ -30,6 +30,7 @@ GROUPS = (
     "fedsim.data",
     "fedsim.engines",
     "fedsim.mechanisms",
+    "fedsim.targets",
 )
 
 

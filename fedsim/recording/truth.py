@@ -8,7 +8,7 @@ Neither a federation's server nor an attack imports this.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedsim.recording.files import checked_id, copy_file, read_tensors, remove_torn, write_tensors
 from fedsim.system import memory, paths
-from fedsim.types import FedsimError, GroundTruth, RowTruth, Truth
+from fedsim.types import FedsimError, Truth
 from fedsim.words import number_of
 
 _FOLDER = "truth"
@@ -49,15 +49,8 @@ def _name(client: int) -> str:
 
 def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
     """Write what `client` really used for the observation `id` (several clients may share one)."""
-    if isinstance(truth, RowTruth):
-        tensors = {"rows": truth.rows, "members": truth.members, "scored": truth.scored}
-        tensors["classes"] = torch.tensor(truth.classes)
-    else:
-        tensors = {"images": truth.images, "labels": truth.labels}
-        if truth.features is not None:
-            tensors["features"] = truth.features
-        if truth.local_losses is not None:
-            tensors["local_losses"] = truth.local_losses
+    # Which client a row is of is told by the file.
+    tensors = {name: value for name, value in truth.tensors().items() if name != "clients"}
     write_tensors(_path(root, id, client), tensors)
 
 
@@ -138,24 +131,30 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
         )
     if not all(_is_truth(part) for part in parts):
         raise FedsimError(f"{folder}: not the ground truth of an observation; record it again")
-    if "rows" in parts[0]:
-        return RowTruth(
-            rows=torch.cat([part["rows"] for part in parts]),
-            members=torch.cat([part["members"] for part in parts]),
-            scored=parts[0]["scored"],
-            classes=int(parts[0].get("classes", 0)),
-            clients=torch.cat(
-                [torch.full((len(part["rows"]),), client) for client, part in enumerate(parts)]
-            ),
-        )
-    features = [part["features"] for part in parts if "features" in part]
-    losses = [part["local_losses"] for part in parts if "local_losses" in part]
-    return GroundTruth(
-        images=torch.cat([part["images"] for part in parts]),
-        labels=torch.cat([part["labels"] for part in parts]),
-        features=torch.cat(features) if len(features) == len(parts) else None,
-        local_losses=torch.stack(losses).mean(0) if len(losses) == len(parts) else None,
-    )
+    return Truth.of(_joined(parts))
+
+
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Joins what several clients left, one after the other; what one lacks is left out."""
+    tensors: dict[str, Tensor] = {}
+    for name, first in parts[0].items():
+        values = [part[name] for part in parts if name in part]
+        if len(values) < len(parts):
+            continue
+        if name in _SAME:
+            tensors[name] = first
+        elif name == "local_losses":
+            tensors[name] = torch.stack(values).mean(0)
+        else:
+            tensors[name] = torch.cat(values)
+    if "rows" in tensors:
+        of_client = [torch.full((len(part["rows"]),), k) for k, part in enumerate(parts)]
+        tensors["clients"] = torch.cat(of_client)
+    return tensors
+
+
+_SAME = ("scored", "classes")
+"""What all clients of an observation have in common."""
 
 
 def _is_truth(part: Mapping[str, Tensor]) -> bool:

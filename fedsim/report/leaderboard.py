@@ -17,22 +17,15 @@ from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.paired import due_gains, gains, image_gains, over_other, own_gains, value_of
 from fedsim.report.row import (
     EXPOSED_GAIN,
-    EXPOSED_IMAGE,
-    LIKENESS_GAIN,
-    RECOGNIZABLE_LPIPS,
-    RECOGNIZABLE_PSNR,
-    RECOGNIZABLE_SSIM,
     REQUIRED_GAIN,
     Certificates,
     LeaderboardRow,
-    Likeness,
 )
 from fedsim.report.victims import images, units
 from fedsim.results.lines import ControlKind, PrivacyOf, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
 from fedsim.results.threat_model import threat_model_of
 from fedsim.scoring import (
-    COMPARABLE,
     METRICS,
     Accuracy,
     Share,
@@ -40,6 +33,13 @@ from fedsim.scoring import (
     accuracy,
     share,
     summarize,
+)
+from fedsim.targets.images import (
+    EXPOSED_IMAGE,
+    LIKENESS_GAIN,
+    RECOGNIZABLE_LPIPS,
+    RECOGNIZABLE_PSNR,
+    RECOGNIZABLE_SSIM,
 )
 
 
@@ -61,7 +61,7 @@ def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[Le
         groups.setdefault(row.cell, []).append(row)
     yielded = _yielded(rows)
     lines = [
-        _aggregate(group, confidence, yielded.get(group[0].attack.name, COMPARABLE))
+        _aggregate(group, confidence, yielded.get(group[0].attack.name, tuple(METRICS)))
         for group in groups.values()
     ]
     return _mark_strongest(_sorted(_mark_masked(lines)))
@@ -129,9 +129,9 @@ def _yielded(rows: Sequence[ResultRow]) -> dict[str, tuple[str, ...]]:
     yields: dict[str, tuple[str, ...]] = {}
     for row in rows:
         if row.ok:
-            recovered = {name for name in COMPARABLE if value_of(row.metrics, name) is not None}
+            recovered = {name for name in METRICS if value_of(row.metrics, name) is not None}
             recovered |= set(yields.get(row.attack.name, ()))
-            yields[row.attack.name] = tuple(name for name in COMPARABLE if name in recovered)
+            yields[row.attack.name] = tuple(name for name in METRICS if name in recovered)
     return yields
 
 
@@ -147,10 +147,11 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     def summary(values: Sequence[float | None] | None) -> Summary | None:
         return summarize(measured(values), confidence=confidence)
 
-    def gained(name: str) -> list[float] | None:
-        return gains(rows, name) if name in yielded else None
+    def measured_by(values: Callable[[str], Sequence[float | None] | None]) -> dict[str, Summary]:
+        found = {name: summary(values(name)) for name in METRICS}
+        return {name: each for name, each in found.items() if each is not None}
 
-    values = {name: _counted(rows, name) if name in yielded else None for name in COMPARABLE}
+    values = {name: _counted(rows, name) if name in yielded else None for name in METRICS}
     ok = [row for row in rows if row.ok]
     due = due_gains(rows) if "psnr" in yielded else None
     baselines = [row.baseline for row in rows if row.baseline]
@@ -177,35 +178,23 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         images=images(rows),
         independent=len(trials),
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
-        metrics={name: summary(values[name]) for name in COMPARABLE},
+        metrics={name: summary(values[name]) for name in METRICS},
         worst={name: _worst(rows, name, values[name]) for name in yielded}
-        | {name: None for name in COMPARABLE if name not in yielded},
-        baseline={name: _guess(rows, name) for name in COMPARABLE},
-        gain=summary(gained("psnr")),
-        label_gain=summary(gained("label_accuracy")),
-        membership_gain=summary(gained("membership_auc")),
-        other_update=summary([value_of(row.other_update, "psnr") for row in rows]),
-        over_other=summary(over_other(rows, "psnr")),
+        | {name: None for name in METRICS if name not in yielded},
+        baseline={name: _guess(rows, name) for name in METRICS},
+        gains=measured_by(lambda name: gains(rows, name) if name in yielded else None),
+        own_gains=measured_by(lambda name: own_gains(rows, name) if name in yielded else None),
+        others=measured_by(lambda name: [value_of(row.other_update, name) for row in rows]),
+        over_others=measured_by(lambda name: over_other(rows, name)),
         control=_control_of(rows),
         uncontrolled=_uncontrolled(ok),
-        likeness={
-            name: Likeness(over_guess=over, own=own)
-            for name in ("ssim", "lpips")
-            if name in yielded
-            and (over := summary(gains(rows, name)))
-            and (own := summary(own_gains(rows, name)))
-        },
         exposed_image=max(
             (psnr for row in rows for psnr, gain in image_gains(row) if gain >= EXPOSED_IMAGE),
             default=None,
         ),
         may_expose="psnr" in yielded and any(_may_expose(row) for row in rows),
         ignores_update=first.attack.ignores_update,
-        own_gain=summary(own_gains(rows)) if "psnr" in yielded else None,
         leaking=_leaking(measured(due), confidence),
-        span_over_other=summary(over_other(rows, "subspace_error")),
-        label_over_other=summary(over_other(rows, "label_accuracy")),
-        membership_over_other=summary(over_other(rows, "membership_auc")),
         no_control=_no_control(rows),
         ended=all(row.ended for row in rows),
         guess_public=min((b.public for b in baselines if b.public is not None), default=None),
@@ -229,12 +218,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
             default=None,
         ),
         tensor_rate=_mean(rows, lambda row: row.theory.tensor_rate if row.theory else None),
-        membership_auc_limit=_mean(
-            rows, lambda row: row.theory.membership_auc if row.theory else None
-        ),
-        membership_tpr_limit=_mean(
-            rows, lambda row: row.theory.membership_tpr if row.theory else None
-        ),
+        limits=_limits(rows),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
         certificates=_certificates(rows),
         networks=len({row.folder for row in rows}),
@@ -242,6 +226,16 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         near_copies=sum(b.near_copies or 0 for b in baselines),
         recognizable=_recognizable(rows, due),
     )
+
+
+def _limits(rows: list[ResultRow]) -> dict[str, float]:
+    """Returns the most that the privacy claims allow, of the metrics that they bound."""
+    limits: dict[str, float] = {}
+    for name in METRICS:
+        stated = [limit for row in rows if (limit := getattr(row.theory, name, None)) is not None]
+        if stated:
+            limits[name] = sum(stated) / len(stated)
+    return limits
 
 
 def _control_of(rows: Sequence[ResultRow]) -> ControlKind | None:

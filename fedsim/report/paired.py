@@ -12,15 +12,15 @@ def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
     """Returns each row's value less its guess's; 0 for a row without an answer.
 
     So an update that was lost, of which there is no guess either, hides no other row's gain. None
-    if nothing was guessed at all, if an answer has no guess beside it, or if membership has no
-    value because everyone took part.
+    if nothing was guessed at all, if an answer has no guess beside it, or if a metric that needs no
+    guess has no value, as membership where everyone took part.
     """
     differences = []
     for row in rows:
         score = value_of(row.metrics, name) if row.ok else None
         guess = value_of(row.baseline, name)
         if score is None:
-            if row.ok and name == "membership_auc":
+            if row.ok and METRICS[name].uninformed is not None:
                 return None
             differences.append(0.0)
         elif guess is None:

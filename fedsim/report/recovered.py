@@ -14,7 +14,7 @@ from fedsim.report.plots import Accused, Cloud
 from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run
-from fedsim.scoring import FALSE_POSITIVES
+from fedsim.targets.membership import FALSE_POSITIVES
 
 _POINTS = 400
 """At most so many points are drawn of one release, evenly among its rows and columns."""
@@ -68,12 +68,9 @@ def accused(
         FedsimError: a reconstruction is damaged.
     """
     best: dict[str, LeaderboardRow] = {}
-    for line in lines:
-        if line.membership_gain is None:
-            continue
-        previous = best.get(line.defense)
-        if previous is None or line.strength[-1] > previous.strength[-1]:
-            best[line.defense] = line
+    telling = [line for line in lines if "membership_auc" in line.gains]
+    for line in sorted(telling, key=lambda line: -line.gains["membership_auc"].mean):
+        best.setdefault(line.defense, line)
     curves = []
     for line in best.values():
         parts = [read_tensors(path) for _, path in _files(line, runs)]
@@ -82,7 +79,7 @@ def accused(
             continue
         scores = torch.cat([part["membership"] for part in parts])
         members = torch.cat([part["members"] for part in parts])
-        limit = line.membership_tpr_limit
+        limit = line.limits.get("membership_tpr")
         curves.append(
             Accused(
                 label=line.defense,

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from fedsim.contracts.grant import Grant
+from fedsim.contracts.target import ranking_targets
 from fedsim.report.control import (
     Control,
     invalid_comparisons,
@@ -21,7 +22,7 @@ from fedsim.report.control import (
 from fedsim.report.facts import Awaited
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.table import terminal_table
-from fedsim.scoring import COMPARABLE, Summary
+from fedsim.scoring import METRICS, Summary
 
 Format = Literal["table", "json", "csv"]
 
@@ -91,10 +92,39 @@ def _fields(row: LeaderboardRow) -> dict[str, Any]:
     for name, value in asdict(row).items():
         if name == "threat":
             fields |= _threat(row)
-        else:
-            fields |= _granted(row) if name == "knowledge" else {name: value}
+        elif name == "knowledge":
+            fields |= _granted(row)
+        elif name not in _BY_METRIC:
+            fields[name] = value
+    for name, summary in _summaries(row).items():
+        fields[name] = summary and asdict(summary)
+    fields["likeness"] = {name: asdict(likeness) for name, likeness in row.likeness.items()}
+    fields |= {f"{name}_limit": row.limits.get(name) for name in _BOUNDED}
     del fields["cell"]  # repeats the others
     return {**fields, "epsilon": _epsilon(row.epsilon)}
+
+
+_BY_METRIC = ("gains", "own_gains", "others", "over_others", "limits")
+"""Fields of a row that hold something for each metric; of those that rank it is told by name."""
+
+_BOUNDED = ("membership_auc", "membership_tpr")
+
+_RANKING = {"psnr": "", "subspace_error": "span_", "label_accuracy": "label_"}
+"""Metric -> how names begin of what is told of it; of others with their own names."""
+
+
+def _summaries(row: LeaderboardRow) -> dict[str, Summary | None]:
+    """Returns what is told of each metric that ranks attacks, by the names of the formats."""
+    told: dict[str, Summary | None] = {
+        "other_update": row.other_update,
+        "own_gain": row.own_gain,
+    }
+    for name in ranking_targets():
+        begin = _RANKING.get(name, "membership_" if name == "membership_auc" else f"{name}_")
+        told[f"{begin}over_other"] = row.over_others.get(name)
+        if name != "subspace_error":
+            told[f"{begin}gain"] = row.gains.get(name)
+    return told
 
 
 def _threat(row: LeaderboardRow) -> dict[str, Any]:
@@ -158,20 +188,15 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "images": row.images,
         "independent": row.independent,
     }
-    for name in COMPARABLE:
+    for name in METRICS:
         flat |= _columns(name, row.metrics[name])
         flat[f"{name}_worst"] = row.worst[name]
         flat[f"{name}_baseline"] = row.baseline[name]
-    flat |= _columns("gain", row.gain) | _columns("label_gain", row.label_gain)
-    flat["membership_auc_limit"] = row.membership_auc_limit
-    flat["membership_tpr_limit"] = row.membership_tpr_limit
-    flat |= _columns("other_update_psnr", row.other_update) | _columns("over_other", row.over_other)
-    flat |= _columns("own_gain", row.own_gain)
+    for name, summary in _summaries(row).items():
+        flat |= _columns("other_update_psnr" if name == "other_update" else name, summary)
+    flat |= {f"{name}_limit": row.limits.get(name) for name in _BOUNDED}
     for part in ("count", "n", "low", "high"):
         flat[f"leaking_{part}"] = row.leaking and getattr(row.leaking, part)
-    flat |= _columns("span_over_other", row.span_over_other)
-    flat |= _columns("label_over_other", row.label_over_other)
-    flat |= _columns("membership_over_other", row.membership_over_other)
     for part in ("images", "determined", "certified", "false"):
         flat[f"certificates_{part}"] = row.certificates and getattr(row.certificates, part)
     flat |= {

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fedsim.contracts.grant import Grant
+from fedsim.contracts.target import Target, ranking_targets, targets
 from fedsim.results.lines import ControlKind, Subject
 from fedsim.results.threat_model import ThreatModel
 from fedsim.scoring import Accuracy, Share, Summary, guess_problem, learning_problem
+from fedsim.targets.images import EXPOSED_IMAGE as EXPOSED_IMAGE
+from fedsim.targets.images import LIKENESS_GAIN as LIKENESS_GAIN
+from fedsim.targets.images import RECOGNIZABLE_LPIPS as RECOGNIZABLE_LPIPS
+from fedsim.targets.images import RECOGNIZABLE_PSNR as RECOGNIZABLE_PSNR
+from fedsim.targets.images import RECOGNIZABLE_SSIM as RECOGNIZABLE_SSIM
+from fedsim.targets.images import Images
 from fedsim.types import Server, watcher_of
 from fedsim.words import number_of
 
@@ -17,31 +24,14 @@ Comparison = tuple[str, str, str, str, ThreatModel, str]
 """(scenario, variant, data source, model, threat model, who looks): rows of one may be ranked, of
 two never."""
 
-REQUIRED_GAIN = 3.0
+REQUIRED_GAIN = Images.leaks
 """A trial leaks if it gains at least so many dB over the zero-information guess and over another
 update."""
 
-EXPOSED_GAIN = 10.0
+assert Images.exposes is not None
+EXPOSED_GAIN = Images.exposes
 """No attack gains so many dB over guessing and over another update by chance. One such trial is a
 leak, even if the interval of all trials reaches below 0."""
-
-EXPOSED_IMAGE = 15.0
-"""A single image is a leak if it is by so many dB better than its own guess and than what the same
-attack draws of it from another update, however many of its batch stay hidden. More than
-`EXPOSED_GAIN`, since the best of many images is chosen."""
-
-LIKENESS_GAIN = 0.2
-"""Structure (SSIM) or perceived likeness (LPIPS) leaks from so much beyond the guess and another
-update, whatever the pixels: pictures of other colors have a low PSNR."""
-
-RECOGNIZABLE_LPIPS = 0.3
-"""Pictures that leak by their perceptual distance are recognizable up to this mean."""
-
-RECOGNIZABLE_SSIM = 0.5
-"""Pictures of a leak are recognizable from this mean SSIM on."""
-
-RECOGNIZABLE_PSNR = 20.0
-"""Pictures of a leak whose SSIM was not measured are recognizable from this mean PSNR on, dB."""
 
 _ROUNDING = 1e-9
 """A guess's span error counts as at least this, so that shares of it stay finite."""
@@ -119,27 +109,17 @@ class LeaderboardRow:
     """The most that leaked in one trial, or of one image where the rows have values per image."""
     baseline: dict[str, float | None]
     """Mean of the zero-information guess."""
-    gain: Summary | None
-    """PSNR above the zero-information guess, dB."""
-    label_gain: Summary | None
-    """Label accuracy above guessing the majority label."""
-    membership_gain: Summary | None
-    """Area under the membership curve above 0.5, a coin's."""
-    other_update: Summary | None
-    """PSNR against this truth of what the same attack reconstructs from another update."""
-    over_other: Summary | None
-    """PSNR above `other_update`, dB: the part of the gain that is due to this update."""
-    own_gain: Summary | None
-    """The lesser of `gain` and `over_other`, trial by trial, dB; of trials with a control, if any
-    has one."""
+    gains: Mapping[str, Summary]
+    """Metric -> how much more leaks than the zero-information guess, trial by trial."""
+    own_gains: Mapping[str, Summary]
+    """Metric -> the lesser of what leaks over the guess and over another update, trial by trial; of
+    trials with a control, if any has one."""
+    others: Mapping[str, Summary]
+    """Metric -> its value of what the same attack made of another update."""
+    over_others: Mapping[str, Summary]
+    """Metric -> how much more leaks of the own update than of another."""
     leaking: Share | None
     """Share of trials whose gain that is `due` is `REQUIRED_GAIN` or more."""
-    span_over_other: Summary | None
-    """By how much the span error is below that of features reconstructed from another update."""
-    label_over_other: Summary | None
-    """By how much label accuracy is above that of labels inferred from another update."""
-    membership_over_other: Summary | None
-    """By how much the area under the membership curve is above that of scores of another update."""
     no_control: str | None
     """Why the attack was not run on another update; None if it was, or if every trial failed."""
     control: ControlKind | None = None
@@ -147,8 +127,6 @@ class LeaderboardRow:
     rows do not say."""
     uncontrolled: int = 0
     """Number of trials with an answer and no control, where others have one."""
-    likeness: Mapping[str, Likeness] = field(default_factory=dict)
-    """Of SSIM and LPIPS, where they were measured beside a guess."""
     exposed_image: float | None = None
     """PSNR of the best image that is a leak by itself, dB (see `EXPOSED_IMAGE`)."""
     may_expose: bool = False
@@ -181,9 +159,8 @@ class LeaderboardRow:
     audited_epsilon: float | None
     tensor_rate: float | None
     """Mean of the error that theory predicts, up to a constant; None for most attacks."""
-    membership_auc_limit: float | None
-    """The largest area that the privacy claim allows; None if it does not bound membership."""
-    membership_tpr_limit: float | None
+    limits: Mapping[str, float]
+    """Metric -> the most of it that the privacy claim allows; empty if it bounds none."""
     seconds: float | None
     """Mean seconds of a trial."""
     certificates: Certificates | None = None
@@ -248,13 +225,24 @@ class LeaderboardRow:
         return (float(self.n_ok > 0), float(not self.blind), *self.strength)
 
     @property
+    def target(self) -> Target:
+        """What the attack is ranked by: the first target that it answered or, without any, the one
+        that such attacks are after."""
+        for name, target in ranking_targets().items():
+            answered = self.metrics[name] if target.ranks_by == "mean" else self.gains.get(name)
+            if answered:
+                return self.main if name == self.main.ranking.name else target
+        return self.main
+
+    @property
+    def main(self) -> Target:
+        """What attacks on what was observed are after, if they answer nothing else."""
+        return targets()[self.subject]
+
+    @property
     def ranked_by(self) -> str:
         """Name of the metric that decides the attack's rank: the first that it has a value of."""
-        if self.gain:
-            return "psnr"
-        if self.metrics["subspace_error"]:
-            return "subspace_error"
-        return "label_accuracy" if self.label_gain else "membership_auc"
+        return self.target.ranking.name
 
     @property
     def blind(self) -> bool:
@@ -286,43 +274,40 @@ class LeaderboardRow:
 
         None without that control, and for metrics that have none.
         """
-        return {
-            "psnr": self.over_other,
-            "subspace_error": self.span_over_other,
-            "label_accuracy": self.label_over_other,
-            "membership_auc": self.membership_over_other,
-        }.get(name)
+        return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
         """Returns by how much metric `name` leaks more than the guess, trial by trial.
 
         None where that was not measured, and for metrics of which only means are compared.
         """
-        return {
-            "psnr": self.gain,
-            "label_accuracy": self.label_gain,
-            "membership_auc": self.membership_gain,
-        }.get(name)
+        target = ranking_targets().get(name)
+        return self.gains.get(name) if target and target.ranks_by != "mean" else None
 
     def limit(self, name: str) -> float | None:
         """Returns the most of metric `name` that the privacy claim allows, if it bounds it."""
-        limits = {
-            "membership_auc": self.membership_auc_limit,
-            "membership_tpr": self.membership_tpr_limit,
-        }
-        return limits.get(name) if self.metrics[name] else None
+        return self.limits.get(name) if self.metrics[name] else None
 
     @property
     def exposed(self) -> bool:
         """Whether one trial, or one image, certainly leaked, whatever the others did."""
-        if self.own_gain is None or self.ignores_update or self.no_control:
+        if self.ignores_update or self.no_control:
             return False
-        return self.own_gain.max >= EXPOSED_GAIN or self.exposed_image is not None
+        certain = (
+            own.max >= target.exposes
+            for name, target in ranking_targets().items()
+            if target.exposes is not None and (own := self.own_gains.get(name))
+        )
+        return any(certain) or self.exposed_image is not None
 
     @property
     def due(self) -> Summary | None:
-        """The gain that counts: the part due to this update, where a control can tell it."""
-        return self.own_gain if self.is_decided else self.gain
+        """The gain in dB that counts: the part due to this update, where a control can tell it."""
+        return self.due_by("psnr")
+
+    def due_by(self, name: str) -> Summary | None:
+        """Returns the gain in metric `name` that counts; None where none was measured."""
+        return (self.own_gains if self.is_decided else self.gains).get(name)
 
     @property
     def other(self) -> str:
@@ -356,20 +341,80 @@ class LeaderboardRow:
         return learning_problem(self.accuracy, self.test_loss, trains=self.subject == "images")
 
     @property
-    def strength(self) -> tuple[float, float, float, float]:
-        """Values that rank attacks, the first deciding.
+    def strength(self) -> tuple[float, ...]:
+        """Values that rank attacks, the first deciding: one for each metric that ranks.
 
-        Gain in dB that is due to this update, share of the features' span that was recovered, label
-        accuracy above guessing, and membership AUC above a coin's; -inf for what an attack does not
-        recover.
+        Of images the gain in dB that is due to this update, of features the share of their span
+        that was recovered, of labels and members the gain; -inf for what an attack does not answer.
         """
-        span = self.metrics["subspace_error"]
-        return (
-            self.due.mean if self.due else -math.inf,
-            1 - span.mean if span else -math.inf,
-            self.label_gain.mean if self.label_gain else -math.inf,
-            self.membership_gain.mean if self.membership_gain else -math.inf,
-        )
+        return tuple(self._strength_in(target) for target in ranking_targets().values())
+
+    def _strength_in(self, target: Target) -> float:
+        name, uninformed = target.ranking.name, target.ranking.uninformed
+        if target.ranks_by == "mean":
+            mean = self.metrics[name]
+            return target.ranking.gain(mean.mean, uninformed or 0.0) if mean else -math.inf
+        gain = self.due_by(name) if target.ranks_by == "own" else self.gains.get(name)
+        return gain.mean if gain else -math.inf
+
+    @property
+    def gain(self) -> Summary | None:
+        """PSNR above the zero-information guess, dB."""
+        return self.gains.get("psnr")
+
+    @property
+    def own_gain(self) -> Summary | None:
+        """The lesser of `gain` and `over_other`, trial by trial, dB."""
+        return self.own_gains.get("psnr")
+
+    @property
+    def over_other(self) -> Summary | None:
+        """PSNR above that of another update, dB: the part of the gain due to this update."""
+        return self.over_others.get("psnr")
+
+    @property
+    def other_update(self) -> Summary | None:
+        """PSNR against this truth of what the same attack reconstructs from another update."""
+        return self.others.get("psnr")
+
+    @property
+    def membership_auc_limit(self) -> float | None:
+        """The largest area that the privacy claim allows; None if it does not bound membership."""
+        return self.limits.get("membership_auc")
+
+    @property
+    def label_gain(self) -> Summary | None:
+        """Label accuracy above guessing the majority label."""
+        return self.gains.get("label_accuracy")
+
+    @property
+    def membership_gain(self) -> Summary | None:
+        """Area under the membership curve above 0.5, a coin's."""
+        return self.gains.get("membership_auc")
+
+    @property
+    def span_over_other(self) -> Summary | None:
+        """By how much the span error is below that of another update's features."""
+        return self.over_others.get("subspace_error")
+
+    @property
+    def label_over_other(self) -> Summary | None:
+        """By how much label accuracy is above that of another update's labels."""
+        return self.over_others.get("label_accuracy")
+
+    @property
+    def membership_over_other(self) -> Summary | None:
+        """By how much the membership area is above that of another update's scores."""
+        return self.over_others.get("membership_auc")
+
+    @property
+    def likeness(self) -> Mapping[str, Likeness]:
+        """SSIM and LPIPS, where they were measured beside a guess."""
+        return {
+            name: Likeness(over_guess=self.gains[name], own=self.own_gains[name])
+            for name in ("ssim", "lpips")
+            if name in self.gains and name in self.own_gains
+        }
 
 
 def population_of(rows: Sequence[LeaderboardRow]) -> str:

@@ -24,21 +24,14 @@ from fedsim.recording.files import read_tensors
 from fedsim.results.public_control import Cell, cell_of, made_of_public
 from fedsim.results.record import Row
 from fedsim.scenario import Scenario
+from fedsim.targets.membership import FALSE_POSITIVES
 from fedsim.training.accounting import claim_of as claim_of
 from fedsim.training.accounting import participations as participations
 from fedsim.training.accounting import spent as spent
 from fedsim.training.accounting import spent_by as spent_by
 from fedsim.training.server import Server
 from fedsim.training.workload import Workload
-from fedsim.types import (
-    GroundTruth,
-    ModelSpec,
-    Observation,
-    PrivacyClaim,
-    Reconstruction,
-    RowTruth,
-    watcher_of,
-)
+from fedsim.types import ModelSpec, Observation, PrivacyClaim, watcher_of
 
 _UTILITY = ("train_loss", "test_loss", "test_accuracy", "test_examples", "test_chance")
 Key = tuple[str, str, str]
@@ -237,7 +230,15 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
             if of == "batch" and public and not _shares_image(own, drawn := read_tensors(public)):
                 of, foreign = "public", drawn
             if foreign:
-                row["control"] = {"of": of, **_control(own, foreign)}
+                scores = scoring.score_other(own, foreign, [])
+                values = iter(scores.per_image.get("psnr", []))
+                order = scores.assignment
+                psnr = [None if k == scoring.MISSING else next(values, None) for k in order]
+                row["control"] = {
+                    "of": of,
+                    "other_update": scores.metrics(),
+                    "per_image": {"psnr": psnr},
+                }
 
 
 def _shares_image(own: Mapping[str, Tensor], public: Mapping[str, Tensor]) -> bool:
@@ -250,32 +251,12 @@ def _unlike(row: Row, other: Row) -> bool:
     return not set(row["victims"]) & set(other["victims"])
 
 
-def _control(own: Mapping[str, Tensor], foreign: Mapping[str, Tensor]) -> Row:
-    """Scores what was made of another update against the truth of `own`."""
-    scores = scoring.score(
-        Reconstruction(
-            images=foreign.get("reconstruction"),
-            features=foreign.get("features"),
-            labels=foreign.get("labels"),
-            loss=math.nan,
-            iterations=0,
-        ),
-        GroundTruth(
-            images=own["truth"],
-            labels=own["truth_labels"],
-            features=own.get("truth_features"),
-        ),
-    )
-    values = iter(scores.per_image.get("psnr", []))
-    psnr = [None if k == scoring.MISSING else next(values, None) for k in scores.assignment]
-    return {"other_update": scores.metrics(), "per_image": {"psnr": psnr}}
-
-
 def _control_of_rows(row: Row, own: Mapping[str, Tensor], other: Row, root: Path) -> Row:
-    foreign = read_tensors(_reconstruction(other, root))
     pairs = _other_targets(row["victims"], other["victims"])
-    found = pairs and _other_rows(own, foreign, pairs)
-    return {"of": "release" if found else None, "other_update": found, "per_image": {}}
+    if pairs is None:
+        return {"of": None, "other_update": None, "per_image": {}}
+    scores = scoring.score_other(own, read_tensors(_reconstruction(other, root)), pairs)
+    return {"of": "release", "other_update": scores.metrics(), "per_image": {}}
 
 
 def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None:
@@ -291,36 +272,6 @@ def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None
             return None
         found.append(unlike)
     return found or None
-
-
-def _other_rows(
-    own: Mapping[str, Tensor], foreign: Mapping[str, Tensor], pairs: Sequence[int]
-) -> Row:
-    """One release's answers scored against another's truth, memberships over again where fewer.
-
-    `pairs` are the foreign rows that take the place of own ones.
-    """
-    members = own["members"]
-    found = {}
-    if "rows" in foreign:
-        found["rows"] = foreign["rows"][list(pairs)]
-    if "membership" in foreign:
-        told = foreign["membership"]
-        found["membership"] = told[torch.arange(len(members)) % len(told)]
-    rows = torch.zeros(len(members), len(own["scored"]), dtype=torch.float64)
-    if "truth_rows" in own:
-        rows[members] = own["truth_rows"]
-    truth = RowTruth(
-        rows=rows,
-        members=members,
-        clients=members.long() * 0,
-        scored=own["scored"],
-        classes=int(own.get("classes", 0)),
-    )
-    answer = Reconstruction(
-        rows=found.get("rows"), membership=found.get("membership"), loss=math.nan, iterations=0
-    )
-    return scoring.score_rows(answer, truth).metrics()
 
 
 def _model(seen: Observation) -> Row | None:
@@ -342,7 +293,7 @@ def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
         return {"membership_auc": None, "membership_tpr": None}
     return {
         "membership_auc": membership.auc_limit(epsilon, delta),
-        "membership_tpr": membership.tpr_limit(epsilon, delta, scoring.FALSE_POSITIVES),
+        "membership_tpr": membership.tpr_limit(epsilon, delta, FALSE_POSITIVES),
     }
 
 

@@ -1,16 +1,24 @@
 """Scores reconstructions by pure functions of them and the truth. Nothing here needs Flower."""
 
+from fedsim.contracts.metric import Metric, ScoringError, Term, Unavailable
+from fedsim.contracts.target import METRICS
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
-from fedsim.scoring.baselines import baseline, feature_baseline, row_baseline
 from fedsim.scoring.certificates import Certificate, certificate, false_certificates
 from fedsim.scoring.guess import Guesser, guess_problem, mean_image, near_copies
 from fedsim.scoring.image import check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align
-from fedsim.scoring.metrics import COMPARABLE, METRICS, Metric, Term
-from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
-from fedsim.scoring.rows import FALSE_POSITIVES
-from fedsim.scoring.score import Scores, matched_images, score, score_rows
+from fedsim.scoring.score import (
+    NOT_LEARNED,
+    Scores,
+    baseline,
+    no_metrics,
+    prepare,
+    recalled,
+    saved,
+    score,
+    score_other,
+)
 from fedsim.scoring.statistics import (
     LEAST,
     Share,
@@ -22,11 +30,10 @@ from fedsim.scoring.statistics import (
 )
 
 __all__ = [
-    "COMPARABLE",
-    "FALSE_POSITIVES",
     "LEAST",
     "METRICS",
     "MISSING",
+    "NOT_LEARNED",
     "Accuracy",
     "Backbone",
     "Certificate",
@@ -46,17 +53,18 @@ __all__ = [
     "chance_of",
     "check_pixels",
     "false_certificates",
-    "feature_baseline",
     "guess_problem",
     "learning_problem",
     "load_lpips",
-    "matched_images",
     "mean_image",
     "near_copies",
+    "no_metrics",
+    "prepare",
     "psnr",
-    "row_baseline",
+    "recalled",
+    "saved",
     "score",
-    "score_rows",
+    "score_other",
     "share",
     "student_interval",
     "summarize",

@@ -7,16 +7,17 @@ alone, to count certificates that are false.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.scoring.features import feature_cosine
+from fedsim.contracts.metric import ScoringError
 from fedsim.scoring.matching import MISSING
-from fedsim.scoring.outcome import ScoringError
-from fedsim.types import GroundTruth, Reconstruction
+from fedsim.types import Reconstruction, Truth
 from fedsim.words import number_of
 
 COSINE = 0.999
@@ -43,14 +44,16 @@ class Certificate:
 
 
 def certificate(
-    found: Reconstruction, truth: GroundTruth | None, assignment: Sequence[int] = ()
+    found: Reconstruction,
+    truth: Truth | None,
+    assignments: Mapping[str, list[int]] = MappingProxyType({}),
 ) -> Certificate | None:
     """Returns what `found` says of itself; None if it says nothing.
 
     Args:
         found: an attack's answer.
         truth: of the same batch; None if nobody has it.
-        assignment: which image of the answer was scored against each truth; empty if none was.
+        assignments: by part, which image of the answer was scored against each truth.
 
     Raises:
         ScoringError: a mask is not one truth value for each image of the answer.
@@ -66,7 +69,8 @@ def certificate(
                 f"{name}: expected {number_of(len(parts[0]), 'truth value')}, one an image, got "
                 f"{mask.dtype} of shape {tuple(mask.shape)}"
             )
-    order = assignment or range(len(parts[0]))
+    matched = [assignments[part] for part in ("features", "images") if part in assignments]
+    order = matched[0] if matched else range(len(parts[0]))
     told = {name: int(mask.sum()) for name, mask in stated.items()}
     return Certificate(
         images=len(parts[0]),
@@ -79,7 +83,7 @@ def certificate(
     )
 
 
-def false_certificates(found: Reconstruction, truth: GroundTruth) -> int | None:
+def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
     """Counts certified images that no true image is, each of which serves once.
 
     Right are features of a cosine of `COSINE` and nearly the length, and the label, of what the
@@ -87,22 +91,24 @@ def false_certificates(found: Reconstruction, truth: GroundTruth) -> int | None:
     """
     if found.certified is None or (found.features is None and found.labels is None):
         return None
-    if found.features is not None and truth.features is None:
+    known = truth.tensors()
+    if found.features is not None and "features" not in known:
         return None
     chosen = found.certified.detach().cpu().nonzero()[:, 0]
-    right = torch.ones(len(chosen), len(truth.labels), dtype=torch.bool)
-    if found.features is not None and truth.features is not None:
-        features, true = found.features.detach().cpu()[chosen], truth.features.detach().cpu()
+    right = torch.ones(len(chosen), len(known["labels"]), dtype=torch.bool)
+    if found.features is not None:
+        features, true = found.features.detach().cpu()[chosen], known["features"].detach().cpu()
         right &= _alike(features.double(), true.double())
     if found.labels is not None:
-        right &= found.labels.detach().cpu()[chosen][:, None] == truth.labels.cpu()
+        right &= found.labels.detach().cpu()[chosen][:, None] == known["labels"].cpu()
     return len(chosen) - _most_pairs(right)
 
 
 def _alike(features: Tensor, truth: Tensor) -> Tensor:
     """Returns which features (M, d) are which true ones (N, d), (M, N) bool."""
     count = len(truth)
-    pairs = [feature_cosine(each.expand(count, -1), truth) for each in features]
+    # Of features of zero the cosine is 0.
+    pairs = [F.cosine_similarity(each[None], truth, dim=1, eps=1e-30) for each in features]
     cosines = torch.stack(pairs) if pairs else truth.new_zeros(0, count)
     lengths = features.norm(dim=1)[:, None] / truth.norm(dim=1).clamp_min(1e-300)
     alike: Tensor = (cosines >= COSINE) & ((lengths - 1).abs() <= LENGTH)

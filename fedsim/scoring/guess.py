@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.contracts.metric import ScoringError
 from fedsim.scoring.guess_pool import CHUNK, Pool
-from fedsim.scoring.outcome import ScoringError
 from fedsim.types import Reconstruction
 
 _POOL, _POOL_VALUES = 10_000, 1 << 26

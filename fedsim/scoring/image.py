@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedsim.scoring.outcome import ScoringError, Unavailable
+from fedsim.contracts.metric import ScoringError, Unavailable
 
 PSNR_CAP = 60.0
 """dB. A perfect image would otherwise make the mean infinite; 60 dB is an RMSE of 0.001."""

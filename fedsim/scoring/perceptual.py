@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim import rng
-from fedsim.scoring.outcome import Unavailable
+from fedsim.contracts.metric import Unavailable
 from fedsim.system import memory, paths
 
 Backbone = Literal["alex", "vgg", "squeeze"]

@@ -1,42 +1,41 @@
-"""Scores a reconstruction against the truth: images, features and labels each by themselves."""
+"""Scores a reconstruction against the truth, and the guess beside it: each target by itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.scoring import image
-from fedsim.scoring.features import check_features
-from fedsim.scoring.labels import check_labels
-from fedsim.scoring.matching import MISSING, align, match
-from fedsim.scoring.metrics import METRICS, Pair, Value, compare
-from fedsim.scoring.outcome import ScoringError, Unavailable
-from fedsim.scoring.perceptual import LpipsMetric
-from fedsim.types import GroundTruth, Reconstruction, RowTruth
+from fedsim.contracts.metric import ScoringError, Unavailable
+from fedsim.contracts.target import METRICS, Aids, GuessRequest, Resources, TargetScores, targets
+from fedsim.types import Reconstruction, Tensors, Truth
 
-_SLACK = 1e-6
-"""Rounding may take a row's entries this far beyond [-1, 1]."""
+OWN_LOSS = "attack_loss"
+"""Field of a row's metrics for the attack's own objective, which compares no two attacks."""
+
+NO_AIDS: Aids = MappingProxyType({})
+"""Of who scores without public images: nothing is guessed, and no image filled in."""
+
+NOT_LEARNED = {"public": None, "public_per_image": None, "near_copies": None}
+"""Fields of a baseline that no public image has a part in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """States how close a reconstruction came, by the names of the table of metrics."""
+    """States how close a reconstruction came, by the names of the metrics."""
 
     means: Mapping[str, float]
     """Metric -> mean over the batch; a metric that does not apply is missing."""
     per_image: dict[str, list[float]]
     """Metric -> one value per scored true image or row, in the order of the truth; principal angles
     ascending."""
-    assignment: list[int]
-    """Which reconstruction was scored against each truth; -1: none. Of features where there are no
-    images. Empty for labels alone and for rows, which are never matched."""
-    features_assignment: list[int]
-    """As `assignment`, of features; empty without them."""
+    assignments: Mapping[str, list[int]]
+    """Part -> which of its reconstructions was scored against each truth; -1: none. Parts that are
+    never matched, as labels and rows, are missing."""
     missing: int
     """Number of true images without a reconstruction or a guess in its place; image metrics leave
     them out."""
@@ -47,196 +46,123 @@ class Scores:
         """Returns the mean of the metric `name`; None if it does not apply."""
         return self.metrics()[name]
 
+    @property
+    def assignment(self) -> list[int]:
+        """The assignment of images or, without any, of what else was matched; empty if nothing."""
+        return next(iter(self.assignments.values()), [])
+
     def metrics(self) -> dict[str, float | None]:
         """Returns the means by name, as a results row holds them; None where one does not apply."""
-        return {name: self.means.get(name) for name in METRICS}
+        return {name: self.means.get(name) for name in (*METRICS, OWN_LOSS)}
 
 
-def score(
-    reconstruction: Reconstruction,
-    truth: GroundTruth,
-    *,
-    lpips: LpipsMetric | Unavailable | None = None,
-    guess: Tensor | None = None,
-) -> Scores:
-    """Scores `reconstruction` against `truth`.
+def no_metrics() -> dict[str, float | None]:
+    """Returns the metrics of a row that was not scored."""
+    return dict.fromkeys((*METRICS, OWN_LOSS))
 
-    Each target counts by itself. Images are matched by their mean squared error, which serves all
-    metrics of images; features by their directions; labels are compared as multisets. So poor
-    images, which are matched at random, hide neither features nor labels. A truth without a
-    reconstruction counts as `guess` ((C, H, W) pixels), as zero features, and as a wrong label.
-    Where no `guess` is known its image is not scored but `missing`, for any pixels in its place
-    would be an invention.
 
-    Args:
-        reconstruction: of an attack, or of the guess.
-        truth: of the same batch.
-        lpips: how images are compared perceptually; None if they are not.
-        guess: (C, H, W) pixels that stand for a missing image; None if there are none.
+def prepare(resources: Resources) -> Aids:
+    """Returns what each target needs for its scores; made once in a process."""
+    return {part: target.prepare(resources) for part, target in targets().items()}
+
+
+def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
+    """Scores `found`, of an attack or of the guess, against the truth of the same observation.
+
+    Each target counts by itself. So poor images, which are matched at random, hide neither features
+    nor labels. `aids` come of `prepare`; without them no image is filled in.
 
     Raises:
-        ScoringError: images, features or labels are not what `Reconstruction` promises (pixels
-            outside [0, 1], values that are not finite, other shapes), or there are none at all.
+        ScoringError: a part is not what `Reconstruction` promises (pixels outside [0, 1], values
+            that are not finite, other shapes), or there are none at all.
     """
-    _check(reconstruction, truth)
-    features_assignment = _match_features(reconstruction, truth)
-    assignment = features_assignment
-    if reconstruction.images is not None:
-        assignment = match(reconstruction.images.detach().cpu(), truth.images.detach().cpu())
-    values: dict[str, Value] = {}
-    missing = 0
-    if reconstruction.images is not None:
-        true_images = truth.images.detach().cpu()
-        if guess is None:
-            matched = [place for place, k in enumerate(assignment) if k != MISSING]
-            missing = len(assignment) - len(matched)
-            chosen = [assignment[place] for place in matched]
-            claimed = reconstruction.images.detach().cpu()[chosen]
-            true_images = true_images[matched]
-        else:
-            claimed = matched_images(reconstruction.images, assignment, guess)
-        values |= compare("images", Pair(claimed=claimed, truth=true_images, lpips=lpips))
-    if reconstruction.features is not None:
-        claimed = reconstruction.features.detach().cpu()
-        values |= _feature_metrics(claimed, truth, features_assignment)
-    if reconstruction.labels is not None:
-        values |= compare("labels", Pair(claimed=reconstruction.labels, truth=truth.labels))
-    notes = {}
-    if isinstance(values.get("lpips"), Tensor) and isinstance(lpips, LpipsMetric):
-        notes["lpips"] = lpips.describe(*truth.images.shape[-2:])
-    return replace(
-        _scores(reconstruction, values, notes),
-        assignment=assignment,
-        features_assignment=features_assignment,
-        missing=missing,
-    )
-
-
-def score_rows(reconstruction: Reconstruction, truth: RowTruth) -> Scores:
-    """Scores recovered rows (one per member) or memberships (one per candidate).
-
-    The constant feature is no data and is not scored. Where a row ends with an entry for each
-    class, the largest is its label.
-
-    Raises:
-        ScoringError: they are not what `Reconstruction` promises, or there are neither.
-    """
-    values: dict[str, Value] = {}
-    if (rows := reconstruction.rows) is not None:
-        true_rows = truth.rows[truth.members]
-        _check_rows(rows, true_rows)
-        entries = [part[:, truth.scored].double() for part in (rows, true_rows)]
-        values |= compare("rows", Pair(claimed=entries[0], truth=entries[1]))
-        if truth.classes:
-            classes = [part[:, -truth.classes :] for part in (rows, true_rows)]
-            values |= compare("classes", Pair(claimed=classes[0], truth=classes[1]))
-    if (scores := reconstruction.membership) is not None:
-        if scores.shape != truth.members.shape or bool(scores.isnan().any()):
-            raise ScoringError(
-                f"expected a score of each of {len(truth.members)} candidates, none of them NaN, "
-                f"got {tuple(scores.shape)}"
-            )
-        values |= compare("membership", Pair(claimed=scores, truth=truth.members))
-    if reconstruction.rows is None and reconstruction.membership is None:
-        raise ScoringError("the reconstruction is empty: no rows, no memberships")
-    return _scores(reconstruction, values)
-
-
-def _scores(
-    reconstruction: Reconstruction,
-    values: Mapping[str, Value],
-    notes: Mapping[str, str] | None = None,
-) -> Scores:
-    """Collects means of the metrics that have a value, and the reasons of those that have none.
-
-    Args:
-        reconstruction: says the attack's own loss.
-        values: metric -> its values, or why there are none.
-        notes: metric -> how it was computed.
-    """
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    means = {name: value for name, value in values.items() if isinstance(value, float)}
-    if math.isfinite(reconstruction.loss):
-        means["attack_loss"] = reconstruction.loss
-    reasons = {name: v.reason for name, v in values.items() if isinstance(v, Unavailable)}
-    return Scores(
-        means={**means, **{name: float(value.mean()) for name, value in tensors.items()}},
-        per_image={name: value.tolist() for name, value in tensors.items()},
-        assignment=[],
-        features_assignment=[],
-        missing=0,
-        notes={**reasons, **(notes or {})},
-    )
-
-
-def matched_images(images: Tensor, assignment: list[int], guess: Tensor) -> Tensor:
-    """Orders reconstructed `images` as the truths, exactly as they are scored: (N, C, H, W).
-
-    `guess` as in `score`.
-    """
-    images = images.detach().cpu()
-    return align(images, assignment, guess.detach().cpu().to(images.dtype))
-
-
-def _feature_metrics(
-    claimed: Tensor, truth: GroundTruth, assignment: list[int]
-) -> dict[str, Value]:
-    if truth.features is None:
-        missing = Unavailable("the true features were not recorded")
-        return {name: missing for name, metric in METRICS.items() if "features" in metric.functions}
-    true_features = truth.features.detach().cpu()
-    features = align(claimed, assignment, torch.zeros_like(true_features[0]))
-    return compare("features", Pair(claimed=features, truth=true_features, unordered=claimed))
-
-
-def _match_features(reconstruction: Reconstruction, truth: GroundTruth) -> list[int]:
-    claimed, true_features = reconstruction.features, truth.features
-    if claimed is not None and true_features is not None:
-        # By direction: an attack need not know the norms.
-        return match(
-            *(F.normalize(f.detach().cpu().double(), eps=1e-30) for f in (claimed, true_features))
-        )
-    return []
-
-
-def _check(reconstruction: Reconstruction, truth: GroundTruth) -> None:
-    image.check_pixels(truth.images, "truth")
-    check_labels(truth.labels, "truth")
-    parts: dict[str, Tensor] = {}
-    if reconstruction.images is not None:
-        image.check_pixels(reconstruction.images, "reconstruction")
-        _same_shape("images", reconstruction.images, truth.images)
-        parts["images"] = reconstruction.images
-    if reconstruction.features is not None:
-        check_features(reconstruction.features, "reconstruction")
-        if truth.features is not None:
-            check_features(truth.features, "truth")
-            _same_shape("features", reconstruction.features, truth.features)
-        parts["features"] = reconstruction.features
-    if reconstruction.labels is not None:
-        check_labels(reconstruction.labels, "reconstruction")
-        parts["labels"] = reconstruction.labels
-    if not parts:
-        raise ScoringError("the reconstruction is empty: no images, no features, no labels")
-    counts = {name: len(part) for name, part in parts.items()}
+    answered = {
+        part: (target, answer)
+        for part, target in targets().items()
+        if (answer := target.answer_of(found)) is not None
+    }
+    for target, answer in answered.values():
+        target.check(answer, truth)
+    if not answered:
+        nouns = ", ".join(f"no {target.noun}" for target in targets().values())
+        raise ScoringError(f"the reconstruction is empty: {nouns}")
+    counts = {part: len(answer) for part, (target, answer) in answered.items() if target.itemwise}
     if len(set(counts.values())) > 1:
         raise ScoringError(
             f"the reconstruction's parts do not belong together: {counts}; expected as many of each"
         )
+    compared = {
+        part: target.compare(answer, truth, aids) for part, (target, answer) in answered.items()
+    }
+    return _scores(found.loss, compared)
 
 
-def _same_shape(what: str, claimed: Tensor, truth: Tensor) -> None:
-    if claimed.shape[1:] != truth.shape[1:]:
-        raise ScoringError(
-            f"reconstructed {what} are {tuple(claimed.shape[1:])} each, "
-            f"the truth's are {tuple(truth.shape[1:])}"
-        )
+def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
+    """Collects means of the metrics that have a value, and the reasons of those that have none."""
+    means: dict[str, float] = {OWN_LOSS: loss} if math.isfinite(loss) else {}
+    per_image: dict[str, list[float]] = {}
+    notes: dict[str, str] = {}
+    for each in compared.values():
+        means |= each.means()
+        per_image |= each.per_image()
+        notes |= {n: v.reason for n, v in each.values.items() if isinstance(v, Unavailable)}
+        notes |= each.notes
+    return Scores(
+        means=means,
+        per_image=per_image,
+        assignments={part: each.assignment for part, each in compared.items() if each.assignment},
+        missing=sum(each.missing for each in compared.values()),
+        notes=notes,
+    )
 
 
-def _check_rows(rows: Tensor, true_rows: Tensor) -> None:
-    if rows.shape != true_rows.shape:
-        raise ScoringError(
-            f"recovered rows are {tuple(rows.shape)}, those that took part {tuple(true_rows.shape)}"
-        )
-    if not bool((rows.abs() <= 1 + _SLACK).all()):
-        raise ScoringError("recovered rows have entries beyond [-1, 1], or none that are finite")
+def baseline(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
+    """Scores what somebody answers who is granted what the attack is, and saw no update.
+
+    Returns:
+        The `baseline` of a row: the guess's name, what it was learned from, and its metrics.
+    """
+    guesses = [target.guess(request, aids) for target in targets().values()]
+    made = [guess for guess in guesses if guess is not None]
+    fields: dict[str, Any] = {"name": None, **NOT_LEARNED, "per_image": {}, **no_metrics()}
+    for guess in made:
+        fields |= {**guess.learned, **guess.metrics}
+        fields["per_image"] |= guess.per_image
+        fields["name"] = fields["name"] or guess.name
+    return fields
+
+
+def saved(found: Reconstruction, truth: Truth, scores: Scores, aids: Aids) -> dict[str, Tensor]:
+    """Returns the truth and, in the order of the truth, exactly what was scored against it."""
+    tensors: dict[str, Tensor] = {}
+    for target in targets().values():
+        tensors |= target.saved(found, truth, scores.assignments, aids)
+    return tensors
+
+
+def recalled(tensors: Tensors) -> tuple[Reconstruction, Truth]:
+    """Returns the answer and the truth that `saved` wrote, as far as it wrote them."""
+    answers: dict[str, Tensor] = {}
+    true: dict[str, Tensor] = {}
+    for part, target in targets().items():
+        answer, known = target.recalled(tensors)
+        answers |= {} if answer is None else {part: answer}
+        true |= known
+    found = Reconstruction(loss=math.nan, iterations=0).with_parts(answers)
+    return found, Truth.of(true)
+
+
+def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
+    """Scores what was made of another update against the truth of one's own: the control.
+
+    Args:
+        own: what `saved` wrote of the update.
+        other: what it wrote of the other one.
+        pairs: of rows that are asked for singly, which of the other's takes each one's place.
+    """
+    (_, truth), (made, _) = recalled(own), recalled(other)
+    answers = {
+        part: targets()[part].borrowed(answer, pairs, truth)
+        for part, answer in made.parts().items()
+    }
+    return score(made.with_parts(answers), truth)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.learner import Batches, Computation, Request
+from fedsim.contracts.target import targets
 from fedsim.data import batches
 from fedsim.learners.sgd import as_pixels
 from fedsim.training.inputs import digest
@@ -125,10 +126,17 @@ class Client:
                 num_examples=computed.num_examples,
                 buffers={name: value.cpu() for name, value in computed.buffers.items()},
             ),
-            truth=truth or computed.truth,
+            truth=self._with_more(truth or computed.truth),
             state={**after, **remembered, **steps} if probe is None else state,
             loss=computed.loss,
         )
+
+    def _with_more(self, truth: Truth | None) -> Truth | None:
+        """Adds what installed targets have a client leave besides its batch."""
+        if truth is None:
+            return None
+        left = {part: target.leave(truth, self.held) for part, target in targets().items()}
+        return replace(truth, more={name: each for name, each in left.items() if each is not None})
 
     def _noise(self, *inputs: Tensors) -> tuple[int, tuple[str, ...]]:
         """Seed of the noise of a release, and what the paths of its streams end with."""

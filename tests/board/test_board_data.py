@@ -70,8 +70,8 @@ def test_an_attack_that_ignores_the_update_is_behind_all_that_do_not(
     assert strong.over_other is not None and strong.own_gain is not None
     blind = replace(
         strong,
-        over_other=replace(strong.over_other, mean=0.0, low=-1.0, high=1.0),
-        own_gain=replace(strong.own_gain, max=0.0),
+        over_others={"psnr": replace(strong.over_other, mean=0.0, low=-1.0, high=1.0)},
+        own_gains={"psnr": replace(strong.own_gain, max=0.0)},
     )
     assert state_of(blind, "psnr") == "blind"
     assert worst_attacks([blind, weak], "psnr")["none"].row == 1

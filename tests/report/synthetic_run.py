@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedsim.federation.records import REASONS
-from fedsim.scoring import Guesser, Unavailable, baseline, score
+from fedsim.scoring import Guesser, Unavailable, score
+from fedsim.targets.images import ImageAid
 from fedsim.types import GroundTruth, Reconstruction
 
 NO_LPIPS = Unavailable(
@@ -172,7 +173,7 @@ def _row(
         iterations=400,
     )
     failed = label == "deep_leakage" and stack.through < 0.5 and trial == 0
-    scores = score(reconstruction, truth, lpips=NO_LPIPS, guess=guess)
+    scores = score(reconstruction, truth, {"images": ImageAid(lpips=NO_LPIPS, fill=guess)})
     foreign = None
     if not failed:
         made = None if only_labels else _spoilt(other, guess, stack, strength, size, stream)
@@ -218,7 +219,7 @@ def _row(
         "metrics": dict.fromkeys(scores.metrics()) if failed else scores.metrics(),
         "baseline": {
             "name": guesser(size).name,
-            **baseline(guesser(size), truth, lpips=NO_LPIPS).metrics(),
+            **score(guesser(size).answer(), truth, {"images": ImageAid(lpips=NO_LPIPS)}).metrics(),
         },
         "control": {"other_update": foreign},
         "utility": {"train_loss": 0.9, "test_accuracy": stack.accuracy},

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from fedsim.report.recovered import _rates
-from fedsim.scoring.rows import membership_auc
+from fedsim.targets.membership import membership_auc
 
 
 def area(rates: list[tuple[float, float]]) -> float:

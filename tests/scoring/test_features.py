@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.scoring import ScoringError, Unavailable, feature_baseline, score
-from fedsim.scoring.features import principal_angles, subspace_error
+from fedsim.scoring import ScoringError, Unavailable, score
+from fedsim.targets.features import Features, principal_angles, subspace_error
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -122,7 +122,7 @@ def test_the_guess_of_a_span_leaves_the_least_of_public_features() -> None:
     bulk = torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2])
     public = torch.randn(500, 5, generator=stream) * bulk + torch.tensor([0, 0, 4.0, 0, 0])
     truth = torch.randn(2, 5, generator=stream) * bulk + torch.tensor([0, 0, 4.0, 0, 0])
-    metrics = feature_baseline(public, truth)
+    metrics = Features().guessed_from(public, truth)
     units = public.double() / public.double().norm(dim=1, keepdim=True)
     values, axes = torch.linalg.eigh(units.T @ units)
     best = axes[:, values.argsort(descending=True)[:2]]
@@ -131,4 +131,4 @@ def test_the_guess_of_a_span_leaves_the_least_of_public_features() -> None:
     assert metrics["subspace_error"] == pytest.approx(float(outside))
     error = (public.double().mean(0) - truth).norm(dim=1) / truth.norm(dim=1)
     assert metrics["feature_error"] == pytest.approx(float(error.mean()))
-    assert "feature_error" not in feature_baseline(public, torch.zeros(1, 5))
+    assert "feature_error" not in Features().guessed_from(public, torch.zeros(1, 5))

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fedsim.scoring import (
-    METRICS,
     Guesser,
     ScoringError,
-    baseline,
     mean_image,
     near_copies,
     score,
 )
+from fedsim.targets.images import ImageAid
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -60,12 +59,11 @@ def test_a_batch_is_guessed_by_different_images_each_matched_once() -> None:
     guess = Guesser(flat([20] * 50 + [220] * 50), torch.zeros(100).long())(2)
     assert sorted((guess.images[:, 0, 0, 0] * 255).round().tolist()) == [20, 220]
     both, one = truth(flat([220, 20])), truth(flat([220, 220]))
-    assert baseline(guess, both)["psnr"] == 60.0
-    assert baseline(guess, one)["psnr"] == pytest.approx(
+    assert score(guess.answer(), both)["psnr"] == 60.0
+    assert score(guess.answer(), one)["psnr"] == pytest.approx(
         (60 - 20 * math.log10(200 / 255)) / 2, abs=0.01
     )
-    assert list(baseline(guess, both).metrics()) == list(METRICS)
-    assert baseline(guess, both)["attack_loss"] is None
+    assert score(guess.answer(), both)["attack_loss"] is None
 
 
 @pytest.mark.parametrize("count", [4, 8, 16])
@@ -96,7 +94,7 @@ def test_what_is_filled_in_lets_nothing_gain(guesser: Guesser) -> None:
         for seed in range(1, 200):
             known = truth(smooth(4, seed))
             part = Reconstruction(images=guess.images[:kept], loss=0.0, iterations=0)
-            partly = score(part, known, guess=guesser.mean)["psnr"]
+            partly = score(part, known, {"images": ImageAid(fill=guesser.mean)})["psnr"]
             assert partly is not None
             gains.append(partly - psnr(guess.images, smooth(4, seed)))
         assert sum(gains) / len(gains) < 0, kept
@@ -109,10 +107,10 @@ def test_known_labels_are_used_and_answered() -> None:
     guesser = Guesser(torch.cat([left, right]), labels)
     victims = truth(torch.stack([left[0], right[0], left[0]]), [3, 1, 3])
     for known in ([3, 1, 3], [1, 3, 3]):
-        metrics = baseline(guesser(3, known), victims)
+        metrics = score(guesser(3, known).answer(), victims)
         assert metrics["psnr"] == 60.0 and metrics["label_accuracy"] == 1.0
-    assert baseline(guesser(1, [3]), truth(left[:1], [3]))["psnr"] == 60.0
-    untold = baseline(guesser(1), truth(left[:1], [3]))
+    assert score(guesser(1, [3]).answer(), truth(left[:1], [3]))["psnr"] == 60.0
+    untold = score(guesser(1).answer(), truth(left[:1], [3]))
     assert untold["psnr"] is not None and untold["psnr"] < 20
     assert guesser(1, [3]).name in ("class_means", "learned_class_means")
     assert guesser(2, [3, 7]).labels.tolist() == [3, 7], "a label without a public image"
@@ -135,8 +133,7 @@ def test_labels_alone_are_guessed_as_a_multiset(
     guess = Guesser(flat([100] * sum(shares)), labels)(count)
     assert guess.labels.tolist() == expected
     known = truth(flat([100] * count), expected)
-    assert baseline(guess, known, labels_alone=True)["label_accuracy"] == 1.0
-    assert baseline(guess, known, labels_alone=True)["psnr"] is None
+    assert score(guess.answer(labels_alone=True), known)["label_accuracy"] == 1.0
 
 
 def test_a_few_public_images_are_not_taken_for_the_victims() -> None:
@@ -145,7 +142,7 @@ def test_a_few_public_images_are_not_taken_for_the_victims() -> None:
     noise = (torch.rand(8, 1, 8, 8, generator=stream) * 255).byte()
     guess = Guesser(noise, torch.zeros(8).long())(4)
     other = truth((torch.rand(4, 1, 8, 8, generator=stream) * 255).byte())
-    value = baseline(guess, other)["psnr"]
+    value = score(guess.answer(), other)["psnr"]
     assert value is not None and value > 9.5, "single images of noise have 7.8 dB, their mean 10.8"
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedsim import rng
 from fedsim.scoring import LpipsMetric, Unavailable, load_lpips, score
 from fedsim.scoring.perceptual import MINIMUM_SIDE
+from fedsim.targets.images import ImageAid
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -95,7 +96,7 @@ def test_score_names_backbone_and_size(metric: LpipsMetric) -> None:
     scores = score(
         Reconstruction(images=b, loss=0.0, iterations=1),
         GroundTruth(images=a, labels=torch.zeros(3, dtype=torch.int64)),
-        lpips=metric,
+        {"images": ImageAid(lpips=metric)},
     )
     assert scores["lpips"] == pytest.approx(float(metric(a, b).mean()))
     assert scores.notes["lpips"].startswith("LPIPS v0.1, squeeze with weights from a file (SHA-256")

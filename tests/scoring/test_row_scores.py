@@ -9,15 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.scoring import (
-    FALSE_POSITIVES,
-    METRICS,
-    ScoringError,
-    Unavailable,
-    row_baseline,
-    score_rows,
-)
-from fedsim.scoring.rows import membership_auc, membership_tpr
+from fedsim.contracts.target import GuessRequest
+from fedsim.scoring import ScoringError, Unavailable, baseline, score
+from fedsim.targets.membership import FALSE_POSITIVES, membership_auc, membership_tpr
 from fedsim.types import Reconstruction, RowTruth
 
 ROWS = torch.tensor(
@@ -36,7 +30,7 @@ def reconstruct(rows: Tensor | None = None, membership: Tensor | None = None) ->
 
 
 def test_exact_rows_score_best() -> None:
-    scores = score_rows(reconstruct(ROWS[TRUTH.members]), TRUTH)
+    scores = score(reconstruct(ROWS[TRUTH.members]), TRUTH)
     assert (scores["psnr"], scores["rmse"], scores["row_error"]) == (60, 0, 0)
     assert scores["row_cosine"] == pytest.approx(1) and scores["rows_recovered"] == 1
     assert scores["membership_auc"] is None and scores["attack_loss"] is None
@@ -48,19 +42,19 @@ def test_a_known_error() -> None:
     claimed = ROWS[TRUTH.members].clone()
     claimed[:, 0] -= 0.2
     claimed[:, 1] = -1.0
-    scores = score_rows(reconstruct(claimed), TRUTH)
+    scores = score(reconstruct(claimed), TRUTH)
     assert scores["rmse"] == pytest.approx(0.1 / math.sqrt(2))
     assert scores["psnr"] == pytest.approx(20 * math.log10(math.sqrt(2) / 0.1))
     expected = (0.04 / 1.25 + 0.04 / 1.25 + 0.04 / 0.85) / 3
     assert scores["row_error"] == pytest.approx(expected)
     assert scores["rows_recovered"] == 0
     claimed[0, 0] += 0.1 + 1e-9  # now within a twentieth of the range of 2
-    assert score_rows(reconstruct(claimed), TRUTH)["rows_recovered"] == pytest.approx(1 / 3)
+    assert score(reconstruct(claimed), TRUTH)["rows_recovered"] == pytest.approx(1 / 3)
 
 
 def test_rows_are_never_matched() -> None:
     swapped = ROWS[TRUTH.members].flip(0)
-    assert (score_rows(reconstruct(swapped), TRUTH)["row_error"] or 0) > 0.5
+    assert (score(reconstruct(swapped), TRUTH)["row_error"] or 0) > 0.5
 
 
 def test_auc_of_ranks() -> None:
@@ -104,33 +98,32 @@ def test_a_coin_is_right_no_oftener_than_it_is_wrong(others: int) -> None:
 
 
 def test_membership_scores() -> None:
-    scores = score_rows(reconstruct(membership=torch.tensor([2.0, 1.0, 1.5, 3.0])), TRUTH)
+    scores = score(reconstruct(membership=torch.tensor([2.0, 1.0, 1.5, 3.0])), TRUTH)
     assert scores["membership_auc"] == pytest.approx(2 / 3)
     assert scores["row_error"] is None
     everybody = replace(TRUTH, members=torch.ones(4, dtype=torch.bool))
-    alone = score_rows(reconstruct(membership=torch.zeros(4)), everybody)
+    alone = score(reconstruct(membership=torch.zeros(4)), everybody)
     assert alone["membership_auc"] is None and "all candidates" in alone.notes["membership_auc"]
 
 
 def test_the_guess_knows_the_others_but_not_the_target() -> None:
-    guess = row_baseline(TRUTH)
-    assert list(guess) == list(METRICS)
+    guess = baseline(GuessRequest(truth=TRUTH))
     members = ROWS[TRUTH.members]
     others = torch.stack(
         [members[[1, 2]].mean(0), members[[0, 2]].mean(0), members[[0, 1]].mean(0)]
     )
-    assert guess["row_error"] == score_rows(reconstruct(others), TRUTH)["row_error"]
+    assert guess["row_error"] == score(reconstruct(others), TRUTH)["row_error"]
     assert guess["membership_auc"] == 0.5 and guess["membership_tpr"] == FALSE_POSITIVES
     moved = replace(TRUTH, rows=torch.cat([ROWS[:2], ROWS[2:3] * 0.3, ROWS[3:]]))
-    assert row_baseline(moved) == guess, "a row that took no part is not known"
+    assert baseline(GuessRequest(truth=moved)) == guess, "a row that took no part is not known"
     nobody = replace(TRUTH, members=torch.zeros(4, dtype=torch.bool))
-    assert row_baseline(nobody)["psnr"] is None
+    assert baseline(GuessRequest(truth=nobody))["psnr"] is None
 
 
 @pytest.mark.parametrize(
     ("claimed", "message"),
     [
-        (reconstruct(), "no rows, no memberships"),
+        (reconstruct(), "no rows, no members"),
         (reconstruct(ROWS), "those that took part"),
         (reconstruct(2 * ROWS[:3]), "beyond"),
         (reconstruct(ROWS[:3] * math.nan), "finite"),
@@ -140,4 +133,4 @@ def test_the_guess_knows_the_others_but_not_the_target() -> None:
 )
 def test_what_is_no_answer_is_refused(claimed: Reconstruction, message: str) -> None:
     with pytest.raises(ScoringError, match=message):
-        score_rows(claimed, TRUTH)
+        score(claimed, TRUTH)

@@ -13,10 +13,10 @@ from fedsim.scoring import (
     METRICS,
     ScoringError,
     Unavailable,
-    matched_images,
     mean_image,
     score,
 )
+from fedsim.targets.images import ImageAid, matched_images
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -145,7 +145,7 @@ def test_labels_count_whatever_image_they_came_with(truth: GroundTruth) -> None:
 def test_missing_reconstructions_count_as_the_guess(truth: GroundTruth) -> None:
     guess = mean_image(truth.images[:1])
     two = reconstruct(truth.images[:2], [3, 1])
-    scores = score(two, truth, guess=guess)
+    scores = score(two, truth, {"images": ImageAid(fill=guess)})
     assert scores.assignment == [0, 1, -1, -1]
     assert scores.per_image["psnr"][:2] == [60.0, 60.0]
     unseen = (guess - truth.images[2]).square().mean().sqrt()
@@ -182,12 +182,13 @@ def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth)
     scores = score(reconstruct(truth.images, truth.labels.tolist(), loss=math.inf), truth)
     assert scores["attack_loss"] is None
     assert scores.per_image["psnr"] == [60.0] * 4
-    assert list(scores.metrics()) == list(METRICS)
+    assert list(scores.metrics()) == [*METRICS, "attack_loss"]
     assert torch.equal(before, truth.images)
 
 
 def test_lpips_without_weights_is_none_with_the_reason(truth: GroundTruth) -> None:
-    scores = score(reconstruct(truth.images), truth, lpips=Unavailable("no weights here"))
+    aid = ImageAid(lpips=Unavailable("no weights here"))
+    scores = score(reconstruct(truth.images), truth, {"images": aid})
     assert scores["lpips"] is None
     assert scores.notes["lpips"] == "no weights here"
     assert scores["psnr"] == 60.0

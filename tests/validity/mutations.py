@@ -388,15 +388,15 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             VICTIMS,
         ),
         "the guess ignores granted labels": swap(
-            "fedsim/attacking/jobs.py:_baseline",
-            "truth.labels.tolist() if setting.granted.labels == 'known' else None",
+            "fedsim/targets/images.py:guessed_batch",
+            "truth['labels'].tolist() if request.granted.labels == 'known' else None",
             "None",
             VICTIMS,
         ),
         "what is filled in comes of the truth": swap(
-            "fedsim/attacking/jobs.py:_score",
-            "setting.guesser.mean",
-            "truth.images.mean(0)",
+            "fedsim/targets/images.py:Images.compare",
+            "matched_images(answer, assignment, aid.fill)",
+            "matched_images(answer, assignment, true.mean(0))",
             VICTIMS,
         ),
         "few public images are learned by heart": swap(
@@ -433,11 +433,11 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "self._left = questions(...)",
             "first = seed_of(observation, job.label)\nfrom fedsim.attacking.targets "
             "import question\ntries = {first + k: question(attack, observation, truth, "
-            "setting.granted, first + k) for k in range(job.restarts)}\nlpips = "
-            "scoring.Unavailable('')\nbest = max(tries, key=lambda seed: "
-            "_score(tries[seed].reconstruction, truth, setting, "
-            "lpips).metrics()['psnr'])\nself._left = questions(attack, observation, "
-            "truth, setting.granted, best, public=public, restarts=1)",
+            "setting.granted, first + k) for k in range(job.restarts)}\nbest = "
+            "max(tries, key=lambda seed: "
+            "scoring.score(tries[seed].reconstruction, truth)['psnr'])\nself._left = "
+            "questions(attack, observation, truth, setting.granted, best, public=public, "
+            "restarts=1)",
             ROAD,
         ),
         "the victim's batch-norm buffers recorded as the global ones": swap(
@@ -485,9 +485,9 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             ROAD,
         ),
         "a black other_update": swap(
-            "fedsim/results/rows.py:_control",
-            "foreign.get('reconstruction')",
-            "0 * foreign['reconstruction']",
+            "fedsim/scoring/score.py:score_other",
+            "score(made.with_parts(answers), truth)",
+            "score(made.with_parts({**answers, 'images': 0 * answers['images']}), truth)",
             ROAD,
         ),
         "failed trials dropped from the mean": swap(
@@ -879,16 +879,15 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             STATISTICS,
         ),
         "gray pixels for an image that nobody reconstructed": swap(
-            "fedsim/attacking/replay.py:_scores",
-            "scoring.score(found, truth)",
-            "scoring.score(found, truth, guess=0 * truth.images[0] + 0.5)",
+            "fedsim/targets/images.py:Images.compare",
+            "aid_of(aids)",
+            "aid_of(aids) if aids else ImageAid(fill=0 * truth.tensors()['images'][0] + 0.5)",
             ROAD,
         ),
         "labels saved beside other images than they came with": swap(
-            "fedsim/attacking/jobs.py:_save",
-            "scoring.align(found.labels, scores.assignment, none) if scores.assignment "
-            "else found.labels",
-            "found.labels",
+            "fedsim/targets/labels.py:Labels.saved",
+            "align(labels, order, labels.new_tensor(MISSING))",
+            "labels",
             ROAD,
         ),
         "a prior ranked above what sees": drop(
@@ -964,7 +963,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/results/test_formats.py",
         ),
         "features guessed from nothing": swap(
-            "fedsim/attacking/jobs.py:_of_features", "public is None", "True", ROAD
+            "fedsim/targets/features.py:Features.guess", "public is None", "True", ROAD
         ),
         "a prior in the picture of what leaks": swap(
             "fedsim/report/lineup.py:strongest",

@@ -37,9 +37,9 @@ def truth(order: list[int], labels: list[int]) -> GroundTruth:
 
 def test_truth_counts_false_certificates_and_takes_none_back() -> None:
     found = answer([True, True, False])
-    right = certificate(found, truth([2, 0, 1], [2, 0, 1]), [2, 0, 1])
-    wrong_label = certificate(found, truth([2, 0, 1], [2, 1, 1]), [2, 0, 1])
-    wrong_feature = certificate(found, truth([2, 2, 1], [2, 0, 1]), [2, 0, 1])
+    right = certificate(found, truth([2, 0, 1], [2, 0, 1]), {"features": [2, 0, 1]})
+    wrong_label = certificate(found, truth([2, 0, 1], [2, 1, 1]), {"features": [2, 0, 1]})
+    wrong_feature = certificate(found, truth([2, 2, 1], [2, 0, 1]), {"features": [2, 0, 1]})
     unknown = certificate(found, None)
     assert right and wrong_label and wrong_feature and unknown
     assert [c.certified for c in (right, wrong_label, wrong_feature, unknown)] == [2, 2, 2, 2]

@@ -21,7 +21,7 @@ from fedsim.contracts.guarantee import Release
 from fedsim.learners.closed_form import regularized, sketch
 from fedsim.learners.least_squares import normal_solution
 from fedsim.privacy.membership import auc_limit, tpr_limit
-from fedsim.scoring.rows import membership_auc
+from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_release
 from fedsim.types import Observation, RowTruth
 from fedsim_attacks.closed_form._release_likelihood import release_likelihood

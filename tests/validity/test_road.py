@@ -35,7 +35,7 @@ from fedsim.recording.files import load_observation, read_tensors
 from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows, positive_controls
 from fedsim.results.record import Row, Run
-from fedsim.scoring.labels import label_overlap
+from fedsim.targets.labels import label_overlap
 from fedsim.types import Dataset, GroundTruth, Observation, Reconstruction, Tensors
 
 pytestmark = pytest.mark.usefixtures("attacks_here")

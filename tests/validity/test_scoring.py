@@ -18,6 +18,7 @@ from fedsim.scoring import (
     psnr,
     score,
 )
+from fedsim.targets.images import ImageAid
 from fedsim.types import GroundTruth, ModelSpec, Reconstruction
 
 
@@ -59,7 +60,7 @@ def test_poor_images_hide_neither_labels_nor_features() -> None:
     scores = score(answer, known)
     assert scores["label_accuracy"] == 1.0
     assert scores["feature_cosine"] == pytest.approx(1.0)
-    assert scores.features_assignment == order.argsort().tolist() != scores.assignment
+    assert scores.assignments["features"] == order.argsort().tolist() != scores.assignment
 
 
 def test_every_metric_of_images_uses_the_same_pairs() -> None:
@@ -177,7 +178,7 @@ def test_lpips_is_fed_minus_one_to_one() -> None:
     probe = RangeProbe()
     metric = LpipsMetric("alex", "0" * 64, probe)
     black, white = torch.zeros(1, 1, 32, 32), torch.ones(1, 1, 32, 32)
-    scores = score(found(white), truth(black), lpips=metric)
+    scores = score(found(white), truth(black), {"images": ImageAid(lpips=metric)})
     assert probe.fed[0].shape == (1, 3, 32, 32)
     assert {float(probe.fed[0].mean()), float(probe.fed[1].mean())} == {1.0, -1.0}
     assert scores["lpips"] == pytest.approx(2.0)
@@ -195,9 +196,8 @@ def test_lpips_has_no_pairing_of_its_own() -> None:
             return 2 - (a - b).abs().mean(dim=(1, 2, 3), keepdim=True)
 
     victims = torch.stack([torch.full((3, 16, 16), value) for value in (0.1, 0.9)])
-    scores = score(
-        found(victims.clone()), truth(victims), lpips=LpipsMetric("alex", "0" * 64, Contrary())
-    )
+    aid = ImageAid(lpips=LpipsMetric("alex", "0" * 64, Contrary()))
+    scores = score(found(victims.clone()), truth(victims), {"images": aid})
     assert scores.per_image["lpips"] == pytest.approx([2.0, 2.0])
 
 
@@ -211,6 +211,6 @@ def test_without_weights_lpips_is_null_and_says_why(
     metric = load_lpips("alex")
     assert isinstance(metric, Unavailable)
     victims = pixels(1)
-    scores = score(found(victims), truth(victims), lpips=metric)
+    scores = score(found(victims), truth(victims), {"images": ImageAid(lpips=metric)})
     assert scores["lpips"] is None
     assert "alexnet" in scores.notes["lpips"]

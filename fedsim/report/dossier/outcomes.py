@@ -141,11 +141,7 @@ def _figures(line: LeaderboardRow) -> tuple[str, str, str, str, str]:
             format_number(line.worst["psnr"], 1),
         )
     metric = METRICS[name]
-    over = {
-        "subspace_error": line.span_over_other,
-        "label_accuracy": line.label_over_other,
-        "membership_auc": line.membership_over_other,
-    }[name]
+    over = line.above_other(name)
     summary = line.metrics[name]
     return (
         f"{metric.heading or metric.name}:",

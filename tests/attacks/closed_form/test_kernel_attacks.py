@@ -17,11 +17,12 @@ from fedsim.attacking.knowledge import hand_over_row
 from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.contracts.target import GuessRequest
 from fedsim.learners import ntk
 from fedsim.privacy.mechanisms import draws, laplace
 from fedsim.privacy.membership import auc_limit
-from fedsim.scoring import row_baseline, score_rows
-from fedsim.scoring.rows import membership_auc
+from fedsim.scoring import baseline, score
+from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_kernel_release
 from fedsim.types import Observation, Reconstruction, RowTruth
 from fedsim_attacks.closed_form import _kernel_posterior
@@ -182,19 +183,17 @@ def test_without_noise_everything_is_told(parameters: Mapping[str, Any], alpha: 
     wanted = case[1].rows[case[1].members]
     assert found.rows is not None
     torch.testing.assert_close(found.rows[:, :64], wanted[:, :64], rtol=0, atol=1e-7)
-    scores = score_rows(found, case[1])
+    scores = score(found, case[1])
     assert scores["rows_recovered"] == 1
     if alpha:
         assert scores["label_accuracy"] == 1
-    assert (
-        score_rows(answer(MembershipInference(alpha=alpha), case), case[1])["membership_auc"] == 1
-    )
+    assert score(answer(MembershipInference(alpha=alpha), case), case[1])["membership_auc"] == 1
 
 
 def test_a_sum_of_predictors_hides_no_row() -> None:
     case = released(FORM, [{"name": "aggregate"}], num_clients=3)
     assert case[0].num_clients == 3
-    assert score_rows(answer(RowReconstruction(), case), case[1])["rows_recovered"] == 1
+    assert score(answer(RowReconstruction(), case), case[1])["rows_recovered"] == 1
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def test_more_noise_never_tells_more(parameters: Mapping[str, Any]) -> None:
             (RowReconstruction(samples=40), errors),
             (RowReconstruction(samples=0), bare),
         ):
-            into.append(score_rows(answer(attack, case), case[1])["row_error"] or 0.0)
+            into.append(score(answer(attack, case), case[1])["row_error"] or 0.0)
     assert errors == sorted(errors) and errors[1] > 10 * errors[0]
     assert all(mean <= 1.01 * row for mean, row in zip(errors, bare, strict=True))
     assert errors[1] < 0.6 * bare[1] and errors[-1] < 0.3 * bare[-1]
@@ -246,15 +245,15 @@ def test_through_opaque_noise_only_the_label_is_seen() -> None:
     seeing = RowReconstruction(samples=50)
     for seed in range(4):
         case = released(MODEL, OPAQUE, seed=seed)
-        guess = row_baseline(case[1])
-        blind = score_rows(answer(RowReconstruction(alpha=False, samples=50), case), case[1])
+        guess = baseline(GuessRequest(truth=case[1]))
+        blind = score(answer(RowReconstruction(alpha=False, samples=50), case), case[1])
         assert blind["row_error"] == pytest.approx(guess["row_error"], rel=0.1)
-        assert score_rows(answer(seeing, case), case[1])["label_accuracy"] == 1
+        assert score(answer(seeing, case), case[1])["label_accuracy"] == 1
         for attack, into in (
             (MembershipInference(alpha=False), areas),
             (MembershipInference(), told),
         ):
-            into.append(score_rows(answer(attack, case), case[1])["membership_auc"] or 0.0)
+            into.append(score(answer(attack, case), case[1])["membership_auc"] or 0.0)
     # 60 members and 120 others: a coin's area has a standard deviation of 0.046.
     assert sum(areas) / 4 == pytest.approx(0.5, abs=4 * 0.046)
     assert sum(told) / 4 > 0.85

@@ -10,7 +10,8 @@ from fedsim.attacking.knowledge import hand_over_row
 from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.scoring import row_baseline, score_rows
+from fedsim.contracts.target import GuessRequest
+from fedsim.scoring import baseline, score
 from fedsim.testing import make_observation, make_release
 from fedsim.testing.release import example_rows
 from fedsim.types import Observation, Reconstruction, RowTruth
@@ -42,7 +43,7 @@ def test_coefficients_without_noise_give_a_row_away_whole() -> None:
     found = answer(RowReconstruction(), case)
     assert found.rows is not None
     torch.testing.assert_close(found.rows, members(case[1]), rtol=0, atol=1e-4)
-    assert score_rows(found, case[1])["rows_recovered"] == 1
+    assert score(found, case[1])["rows_recovered"] == 1
 
 
 @pytest.mark.parametrize("classes", [None, ("no", "yes")])
@@ -77,7 +78,7 @@ def test_a_wide_sketch_of_few_rows_gives_them_away() -> None:
     """Fewer rows than columns: the release leaves the span of the others in one direction only."""
     case = released(6, columns=8, parameters={"columns": 4000})
     assert int(case[1].members.sum()) < 8
-    scores = score_rows(answer(RowReconstruction(), case), case[1])
+    scores = score(answer(RowReconstruction(), case), case[1])
     assert scores["row_cosine"] is not None and scores["row_cosine"] > 0.99
 
 
@@ -86,7 +87,7 @@ def test_more_columns_tell_more_and_noise_less() -> None:
     for columns, sigma in ((2000, None), (100, None), (100, 1.0)):
         noise = [{"name": "gaussian_noise", "std": sigma}] if sigma else []
         case = released(parameters={"columns": columns}, defense=noise)
-        errors.append(score_rows(answer(RowReconstruction(), case), case[1])["rmse"] or 0.0)
+        errors.append(score(answer(RowReconstruction(), case), case[1])["rmse"] or 0.0)
     assert errors == sorted(errors)
     assert errors[-1] > 1.2 * errors[0]
 
@@ -95,7 +96,8 @@ def test_where_nothing_is_told_the_answer_is_the_guess() -> None:
     """Behind noise a thousand times the rows: no better and no worse than their mean."""
     noise = [{"name": "gaussian_noise", "std": 1e4}]
     case = released(60, parameters={"columns": 50}, defense=noise)
-    scores, guess = score_rows(answer(RowReconstruction(), case), case[1]), row_baseline(case[1])
+    scores = score(answer(RowReconstruction(), case), case[1])
+    guess = baseline(GuessRequest(truth=case[1]))
     assert scores["psnr"] == pytest.approx(guess["psnr"], abs=0.3)
 
 
@@ -120,7 +122,7 @@ def test_membership_in_coefficients_without_noise_is_certain() -> None:
     found = answer(MembershipInference(), case)
     assert found.membership is not None
     assert torch.equal(found.membership > 0, case[1].members)
-    assert score_rows(found, case[1])["membership_auc"] == 1
+    assert score(found, case[1])["membership_auc"] == 1
 
 
 def test_summed_coefficients_are_attacked_within_their_client() -> None:
@@ -131,8 +133,8 @@ def test_summed_coefficients_are_attacked_within_their_client() -> None:
         defense=[{"name": "aggregate"}],
         num_clients=3,
     )
-    assert score_rows(answer(MembershipInference(), case), case[1])["membership_auc"] == 1
-    assert score_rows(answer(RowReconstruction(), case), case[1])["rows_recovered"] == 1
+    assert score(answer(MembershipInference(), case), case[1])["membership_auc"] == 1
+    assert score(answer(RowReconstruction(), case), case[1])["rows_recovered"] == 1
 
 
 def test_a_row_is_asked_for_by_itself() -> None:

@@ -1,0 +1,286 @@
+"""The target contract: a kind of leak, and everything that is particular to it.
+
+A target is one file and one entry point of the group `fedsim.targets`. It says what of a client is
+answered (images, labels, who took part), what truth clients leave for its score, by which metrics
+an answer is scored and compared with the guess of somebody who saw no update, from which gain on it
+leaks, and what it is called. Scores, rows, leaderboard, page and glossary follow from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from fedsim.contracts import plugins
+from fedsim.contracts.grant import Grant
+from fedsim.contracts.metric import Metric, MetricValue, ScoredPair, ScoringError, Unavailable
+from fedsim.contracts.plugins import Plugin
+from fedsim.types import Observation, Payload, Reconstruction, Tensors, Truth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a run has for scores, besides answers and truths."""
+
+    guesser: Any = None
+    """Guesses batches from public images (`fedsim.scoring.Guesser`); None where there are none."""
+    lpips_backbone: Literal["alex", "vgg", "squeeze"] = "alex"
+    lpips_weights: str | None = None
+
+
+Aids = Mapping[str, Any]
+"""What each target prepared for scores, by its part (`Target.prepare`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetScores:
+    """An answer compared with the truth by all metrics of one target."""
+
+    values: Mapping[str, MetricValue]
+    """Metric -> its values, or why there are none."""
+    assignment: list[int] = field(default_factory=list)
+    """Which part of the answer was scored against each truth; -1: none. Empty without a match."""
+    missing: int = 0
+    """Number of truths without an answer or a guess in its place; metrics leave them out."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Metric -> how it was computed, where only like values compare."""
+
+    def per_image(self) -> dict[str, list[float]]:
+        """Returns the values of metrics that have one for each truth."""
+        return {n: v.tolist() for n, v in self.values.items() if isinstance(v, Tensor)}
+
+    def means(self) -> dict[str, float]:
+        """Returns the means; a metric without a value is missing."""
+        tensors = {n: float(v.mean()) for n, v in self.values.items() if isinstance(v, Tensor)}
+        return {n: v for n, v in self.values.items() if isinstance(v, float)} | tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetGuess:
+    """What somebody answers who saw no update, scored as an attack's answer is."""
+
+    name: str | None = None
+    """What it is called in rows; None if the other targets' guesses name it."""
+    metrics: Mapping[str, float | None]
+    per_image: Mapping[str, list[float]] = field(default_factory=dict)
+    learned: Mapping[str, Any] = field(default_factory=dict)
+    """What it was learned from: `public`, `public_per_image`, `near_copies` of a row's baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuessRequest:
+    """What is to be guessed: the truth of an observation, under a threat model."""
+
+    truth: Truth
+    found: Reconstruction | None = None
+    """What the attack answered beside which the guess stands; None if it failed."""
+    granted: Grant = Grant()
+    observation: Observation | None = None
+
+
+class Target(Plugin):
+    """A kind of leak. Only `part`, `noun`, `singular`, `metrics` and `leaks` have to be stated."""
+
+    part: ClassVar[str]
+    """Name of what it scores, in an answer and in the truth."""
+    noun: ClassVar[str]
+    """What it is called in sentences, in the plural: `images`."""
+    singular: ClassVar[str]
+    metrics: ClassVar[tuple[Metric, ...]]
+    """The first one ranks attacks."""
+    order: ClassVar[float] = 10.0
+    """Place among targets. The first one that an attack answers ranks the attack."""
+    itemwise: ClassVar[bool] = False
+    """Whether an answer has an entry for each example of a batch. Entries of such targets that
+    stand at one place belong together."""
+    payloads: ClassVar[tuple[Payload, ...]] = ()
+    """What clients send of which it is the main target: rows that no attack answered are of it."""
+    ranks_by: ClassVar[Literal["own", "gain", "mean"]] = "own"
+    """What ranks attacks: the part of the gain over the guess that is due to the attacked update,
+    all of that gain, or the mean, where guesses are compared by their means alone."""
+    leaks: ClassVar[float]
+    """Gain in the first metric from which a trial leaks, over the guess and another update."""
+    exposes: ClassVar[float | None] = None
+    """Gain that no attack has by chance, so that one such trial is a leak; None: there is none."""
+    works: ClassVar[float | None] = None
+    """Gain of an undefended attack from which the positive control passes; None: as `leaks`."""
+
+    @property
+    def ranking(self) -> Metric:
+        """The metric that ranks attacks."""
+        return self.metrics[0]
+
+    def leave(self, batch: Truth, held: Callable[[], tuple[Tensor, Tensor]]) -> Tensor | None:
+        """Returns what a client leaves for the score beside its batch; None if that is enough.
+
+        It becomes part of the client's own truth, which no attack gets to read.
+
+        Args:
+            batch: what the update was computed from.
+            held: returns inputs (pixels or rows) and labels of all that the client holds.
+        """
+        return None
+
+    def truth_of(self, truth: Truth) -> Tensor | None:
+        """Returns the truth that answers are compared with; None if it was not recorded."""
+        return truth.tensors().get(self.part)
+
+    def answer_of(self, found: Reconstruction) -> Tensor | None:
+        """Returns what an attack answers of this target; None if nothing."""
+        return found.parts().get(self.part)
+
+    def prepare(self, resources: Resources) -> Any:
+        """Returns what scores need and takes long to make; asked once in a process."""
+        return None
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses an answer that cannot be scored.
+
+        Raises:
+            ScoringError: it is of another shape than the truth, or not finite.
+        """
+        true = self.truth_of(truth)
+        if true is not None and answer.shape != true.shape:
+            raise ScoringError(
+                f"{self.part}: expected {tuple(true.shape)} values, got {tuple(answer.shape)}"
+            )
+        if not bool(answer.isfinite().all()):
+            raise ScoringError(f"{self.part}: the answer is not finite")
+
+    def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
+        """Compares a checked answer with the truth, by all metrics of this target."""
+        true = self.truth_of(truth)
+        if true is None:
+            return TargetScores(values=self.unavailable(f"the true {self.noun} were not recorded"))
+        pair = ScoredPair(claimed=answer.detach().cpu(), truth=true.detach().cpu())
+        return TargetScores(values=self.computed(pair))
+
+    def computed(self, pair: ScoredPair) -> dict[str, MetricValue]:
+        """Returns the value of each metric, by name."""
+        return {metric.name: metric.compute(pair) for metric in self.metrics}
+
+    def unavailable(self, reason: str) -> dict[str, MetricValue]:
+        """Returns why no metric has a value."""
+        return {metric.name: Unavailable(reason) for metric in self.metrics}
+
+    def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
+        """Returns the scored guess; None where nothing is guessed.
+
+        By default each metric has its value of an answer without any knowledge, beside an attack
+        that answers this target.
+        """
+        if request.found is None or self.answer_of(request.found) is None:
+            return None
+        return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
+
+    def saved(
+        self,
+        found: Reconstruction,
+        truth: Truth,
+        assignments: Mapping[str, list[int]],
+        aids: Aids,
+    ) -> dict[str, Tensor]:
+        """Returns what is written of an answer and its truth, in the order of the truth.
+
+        Args:
+            found: all that the attack answered.
+            truth: of the same observation.
+            assignments: of each target that was matched, by its part.
+            aids: for scores.
+        """
+        answer, true = self.answer_of(found), self.truth_of(truth)
+        if answer is None or true is None:
+            return {}
+        return {self.part: answer, f"truth_{self.part}": true}
+
+    def recalled(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Returns the answer and the tensors of the truth that `saved` wrote."""
+        true = tensors.get(f"truth_{self.part}")
+        return tensors.get(self.part), {} if true is None else {self.part: true}
+
+    def borrowed(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
+        """Returns what was answered of another update, as an answer for this one: the control.
+
+        Args:
+            answer: of the other update, as `saved` wrote it.
+            pairs: of rows that are asked for singly, which of the other's takes each one's place.
+            truth: of this update.
+        """
+        return answer
+
+
+GROUP = "fedsim.targets"
+
+
+@cache
+def targets() -> Mapping[str, Target]:
+    """Returns the installed targets by their parts, those first that rank attacks first.
+
+    One that cannot be loaded is left out: `fedsim list targets` says why.
+
+    Raises:
+        PluginError: two targets score the same part, or mean different things by one metric.
+    """
+    loaded = [plugin.cls for plugin in plugins.installed(GROUP) if plugin.cls]
+    found = [cls() for cls in loaded if issubclass(cls, Target)]
+    found.sort(key=lambda target: (target.order, target.part))
+    by_part = {target.part: target for target in found}
+    if len(by_part) < len(found):
+        parts = ", ".join(target.part for target in found)
+        raise plugins.PluginError(f"targets: two of them score the same part ({parts})")
+    return by_part
+
+
+@cache
+def _metrics() -> Mapping[str, Metric]:
+    known: dict[str, Metric] = {}
+    for target in targets().values():
+        for metric in target.metrics:
+            other = known.setdefault(metric.name, metric)
+            if (other.unit, other.larger_leaks) != (metric.unit, metric.larger_leaks):
+                raise plugins.PluginError(
+                    f"target {target.part}: metric {metric.name} is {metric.unit}, and another "
+                    f"target's of that name {other.unit}; give it a name of its own"
+                )
+    return known
+
+
+class _Metrics(Mapping[str, Metric]):
+    """The metrics of all targets by name, read when they are first asked for."""
+
+    def __getitem__(self, name: str) -> Metric:
+        return _metrics()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_metrics())
+
+    def __len__(self) -> int:
+        return len(_metrics())
+
+
+METRICS: Mapping[str, Metric] = _Metrics()
+"""The metrics that mean the same for every attack, by name, in the order of a row's fields."""
+
+
+def ranking_targets() -> Mapping[str, Target]:
+    """Returns the targets by the metric that ranks attacks on them, the first one for each."""
+    ranked: dict[str, Target] = {}
+    for target in targets().values():
+        ranked.setdefault(target.ranking.name, target)
+    return ranked
+
+
+def main_target(payload: Payload) -> Target:
+    """Returns the target that attacks on what clients send are after, if they answer nothing else.
+
+    Raises:
+        PluginError: no installed target is of that kind.
+    """
+    for target in targets().values():
+        if payload in target.payloads:
+            return target
+    raise plugins.PluginError(f"no installed target is what attacks on {payload} are after")

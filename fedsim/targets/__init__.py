@@ -1,0 +1,1 @@
+"""What leaks, one file a kind: images, features, labels, rows, membership."""

@@ -1,0 +1,273 @@
+"""Features: inputs of the model's head, (N, d), of the batch that an update was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim.contracts.metric import (
+    Metric,
+    MetricValue,
+    ScoredPair,
+    ScoringError,
+    TensorMetric,
+    Term,
+    Unavailable,
+    ordered,
+)
+from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
+from fedsim.scoring.matching import align, match
+from fedsim.targets.images import aid_of
+from fedsim.types import FedsimError, Observation, Reconstruction, Truth
+
+_MOST = 256
+"""Images: hundreds tell which directions features share, and a model may take long for each."""
+
+_DEPENDENT = 1e-12
+"""A direction of unit vectors is rounding if its singular value is below this."""
+
+
+def check_features(features: Tensor, what: str) -> None:
+    """Refuses what is not a batch of features.
+
+    Raises:
+        ScoringError: not (N, d), or not finite.
+    """
+    if features.ndim != 2 or features.numel() == 0:
+        raise ScoringError(
+            f"{what}: expected features of shape (N, d), got {tuple(features.shape)}"
+        )
+    if not bool(torch.isfinite(features).all()):
+        raise ScoringError(f"{what}: the features are not finite")
+
+
+def feature_cosine(reconstruction: Tensor, truth: Tensor) -> Tensor:
+    """Returns the cosine between each pair, (N,) in [-1, 1]; 0 where either is zero."""
+    return F.cosine_similarity(reconstruction.double(), truth.double(), dim=1, eps=1e-30)
+
+
+def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
+    """Returns ||r - t|| / ||t|| of each pair, (N,): 0 is exact, 1 is a guess of zero."""
+    norm = torch.linalg.vector_norm(truth.double(), dim=1)
+    if not bool(norm.all()):
+        return Unavailable("a true feature vector is zero, so there is no relative error")
+    error = torch.linalg.vector_norm(reconstruction.double() - truth.double(), dim=1)
+    relative: Tensor = error / norm
+    return relative
+
+
+def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
+    """Returns how much of each true feature lies outside the reconstructed span, (N,) in [0, 1].
+
+    The norm of the projection of the unit feature onto the orthogonal complement of the span of at
+    most N reconstructed features, which have no order, sign or scale here. Source: Liu et al., Data
+    Reconstruction Attacks and Defenses, section 4.1, who report its mean. Guessing zero has 1.
+    """
+    truth = truth.double()
+    norm = torch.linalg.vector_norm(truth, dim=1, keepdim=True)
+    if not bool(norm.all()):
+        return Unavailable("a true feature vector is zero, so it has no direction")
+    claimed = reconstruction[: len(truth)].double()
+    scale = torch.linalg.vector_norm(claimed, dim=1, keepdim=True)
+    claimed = claimed / torch.where(scale > 0, scale, torch.ones_like(scale))
+    _, values, basis = torch.linalg.svd(claimed, full_matrices=False)
+    basis = basis[values > _DEPENDENT]
+    unit = truth / norm
+    # Twice is enough (Kahan and Parlett): the second pass removes what rounding left of the first.
+    for _ in range(2):
+        unit = unit - (unit @ basis.T) @ basis
+    outside: Tensor = torch.linalg.vector_norm(unit, dim=1).clamp(max=1)
+    return outside
+
+
+def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
+    """Returns the angles in degrees between reconstructed and true feature spans, (N,).
+
+    Ascending, from 0 (a direction of both) to 90; a direction that the at most N reconstructed
+    features lack counts as 90. Unlike `subspace_error` they weigh directions that true features
+    share no more than those in which they differ. Source: Björck and Golub, Numerical Methods for
+    Computing Angles Between Linear Subspaces, 1973, as scipy.linalg.subspace_angles has them.
+    """
+    from scipy.linalg import subspace_angles
+
+    count = len(truth)
+    directions = F.normalize(truth.double(), dim=1)
+    if int((torch.linalg.svdvals(directions) > _DEPENDENT).sum()) < count:
+        return Unavailable(
+            "the true features are linearly dependent, so they span fewer directions"
+        )
+    claimed = F.normalize(reconstruction[:count].double(), dim=1)
+    degrees = torch.full((count,), 90.0, dtype=torch.float64)
+    if claimed.any():
+        angles = torch.from_numpy(subspace_angles(directions.T.numpy(), claimed.T.numpy()))
+        degrees[: len(angles)] = torch.rad2deg(angles).flip(0)
+    return degrees
+
+
+def _spanned(
+    function: TensorMetric,
+) -> Callable[[ScoredPair], MetricValue]:
+    """Compares all vectors that the attack returned, whatever they were matched to."""
+    return lambda pair: function(
+        pair.claimed if pair.unordered is None else pair.unordered, pair.truth
+    )
+
+
+_FEATURES = Term(
+    key="features",
+    name="feat, span",
+    meaning="Recovered inputs of the model’s head. feat: their mean cosine with the true ones. "
+    "span: share of the true features outside the span of the recovered ones; 0 is exact.",
+)
+
+
+class Features(Target):
+    """Inputs of the model's head, in any order."""
+
+    part: ClassVar[str] = "features"
+    noun: ClassVar[str] = "features"
+    singular: ClassVar[str] = "feature"
+    order: ClassVar[float] = 1.0
+    itemwise: ClassVar[bool] = True
+    ranks_by: ClassVar[Any] = "mean"
+    leaks: ClassVar[float] = 0.5
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="subspace_error",
+            compute=_spanned(subspace_error),
+            unit="share",
+            larger_leaks=False,
+            uninformed=1.0,
+            heading="span",
+            meaning="share of the true features outside the span of the recovered ones",
+            described=_FEATURES,
+            digits=3,
+            narrow="late",
+        ),
+        Metric(
+            name="feature_cosine",
+            compute=ordered(feature_cosine),
+            unit="none",
+            larger_leaks=True,
+            uninformed=0.0,
+            heading="feat",
+            meaning="mean cosine of the features",
+            described=_FEATURES,
+            narrow="late",
+        ),
+        Metric(
+            name="feature_error",
+            compute=ordered(feature_error),
+            unit="relative",
+            larger_leaks=False,
+            uninformed=1.0,
+        ),
+        Metric(
+            name="principal_angle",
+            compute=_spanned(principal_angles),
+            unit="degrees",
+            larger_leaks=False,
+            uninformed=90.0,
+        ),
+    )
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses what are no features, or of another width than the true ones.
+
+        Raises:
+            ScoringError: they are.
+        """
+        check_features(answer, "reconstruction")
+        true = self.truth_of(truth)
+        if true is None:
+            return
+        check_features(true, "truth")
+        if answer.shape[1:] != true.shape[1:]:
+            raise ScoringError(
+                f"reconstructed features are {tuple(answer.shape[1:])} each, the truth's are "
+                f"{tuple(true.shape[1:])}"
+            )
+
+    def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
+        """Matches features by their directions, since an attack need not know their norms.
+
+        A truth without an answer counts as features of zero.
+        """
+        true = self.truth_of(truth)
+        if true is None:
+            return TargetScores(values=self.unavailable("the true features were not recorded"))
+        claimed, true = answer.detach().cpu(), true.detach().cpu()
+        units = [F.normalize(each.double(), eps=1e-30) for each in (claimed, true)]
+        assignment = match(*units)
+        matched = align(claimed, assignment, torch.zeros_like(true[0]))
+        pair = ScoredPair(claimed=matched, truth=true, unordered=claimed)
+        return TargetScores(values=self.computed(pair), assignment=assignment)
+
+    def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
+        """Returns features guessed from those of public images, where an attack may have some."""
+        true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
+        silent = request.found is not None and request.found.features is None
+        if true is None or guesser is None or request.observation is None or silent:
+            return None
+        public = _public_features(request.observation, guesser.public(_MOST))
+        return None if public is None else TargetGuess(metrics=self.guessed_from(public, true))
+
+    def guessed_from(self, public: Tensor, truth: Tensor) -> dict[str, float]:
+        """Returns the metrics of guessing the features `truth` (N, d) from `public` ones (P, d).
+
+        The guess of the span is the N directions that public features of unit length share most:
+        they leave least of those features outside, in mean square. The guess of each feature is the
+        public mean. A metric without a value for this truth is left out.
+        """
+        truth = truth.detach().cpu()
+        units = F.normalize(public.double(), dim=1)
+        _, _, directions = torch.linalg.svd(units, full_matrices=False)
+        mean = public.double().mean(0).expand(len(truth), -1)
+        pair = ScoredPair(claimed=mean, truth=truth, unordered=directions[: len(truth)])
+        return TargetScores(values=self.computed(pair)).means()
+
+    def saved(
+        self,
+        found: Reconstruction,
+        truth: Truth,
+        assignments: Mapping[str, list[int]],
+        aids: Aids,
+    ) -> dict[str, Tensor]:
+        """Returns the features in the order of the true ones."""
+        true = self.truth_of(truth)
+        if found.features is None or true is None:
+            return {}
+        matched = align(found.features, assignments["features"], torch.zeros_like(true[0]))
+        return {"features": matched, "truth_features": true}
+
+
+def _public_features(observation: Observation, images: Tensor) -> Tensor | None:
+    """Returns (P, d) inputs of the head, float32 on the CPU, as a client computes them.
+
+    `images` are (P, C, H, W), uint8. They go through the model in batches of the observed size, as
+    batch norm sees them; those that do not fill one are left out, if there is one. None where the
+    model cannot compute them.
+    """
+    from fedsim.models.base import normalize
+    from fedsim.models.local import features_of
+    from fedsim.models.victim import rebuild
+
+    model = rebuild(observation)
+    device = next(iter(observation.parameters.values())).device
+    size = min(observation.training.batch_size, len(images))
+    parts = []
+    try:
+        for batch in torch.split(images[: len(images) // size * size], size):
+            inputs = normalize(batch.to(device).float() / 255, observation.model)
+            parts.append(
+                features_of(
+                    model, observation.parameters, observation.buffers, inputs, observation.training
+                ).cpu()
+            )
+    except (FedsimError, ValueError):  # batch norm of a single value per channel
+        return None
+    return torch.cat(parts)

@@ -1,0 +1,235 @@
+"""Images: pixels of the batch that an update was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedsim.contracts.metric import Metric, ScoredPair, ScoringError, Term, Unavailable, ordered
+from fedsim.contracts.target import Aids, GuessRequest, Resources, Target, TargetGuess, TargetScores
+from fedsim.scoring import image
+from fedsim.scoring.guess import Guess, Guesser, near_copies
+from fedsim.scoring.matching import MISSING, align, match
+from fedsim.scoring.perceptual import LpipsMetric, load_lpips, perceptual_distance
+from fedsim.types import Payload, Reconstruction, Tensors, Truth
+
+EXPOSED_IMAGE = 15.0
+"""A single image is a leak if it is by so many dB better than its own guess and than what the same
+attack draws of it from another update, however many of its batch stay hidden. More than
+`Images.exposes`, since the best of many images is chosen."""
+
+LIKENESS_GAIN = 0.2
+"""Structure (SSIM) or perceived likeness (LPIPS) leaks from so much beyond the guess and another
+update, whatever the pixels: pictures of other colors have a low PSNR."""
+
+RECOGNIZABLE_LPIPS = 0.3
+"""Pictures that leak by their perceptual distance are recognizable up to this mean."""
+
+RECOGNIZABLE_SSIM = 0.5
+"""Pictures of a leak are recognizable from this mean SSIM on."""
+
+RECOGNIZABLE_PSNR = 20.0
+"""Pictures of a leak whose SSIM was not measured are recognizable from this mean PSNR on, dB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageAid:
+    """What scores of images need besides the answer and the truth."""
+
+    guesser: Guesser | None = None
+    fill: Tensor | None = None
+    """(C, H, W) pixels that stand for a missing image; None if there are none."""
+    lpips: LpipsMetric | Unavailable | None = None
+    """How images are compared perceptually; None if they are not."""
+
+
+PSNR = Metric(
+    name="psnr",
+    compute=ordered(image.psnr),
+    unit="dB",
+    larger_leaks=True,
+    heading="PSNR dB",
+    meaning="likeness of pixels, or of entries on their declared range",
+    described=Term(
+        key="psnr",
+        name="PSNR",
+        meaning="Likeness of pixels in dB, of each image on its own, at most 60. Higher is more "
+        "leaked. Near 10 it is a gray patch; from about 20 on most people know the picture.",
+    ),
+    shown_as="interval",
+    digits=1,
+    narrow="kept",
+)
+
+RMSE = Metric(name="rmse", compute=ordered(image.rmse), unit="range", larger_leaks=False)
+
+
+def _perceived(pair: ScoredPair) -> Tensor | Unavailable:
+    return perceptual_distance(pair.claimed, pair.truth, pair.aid and pair.aid.lpips)
+
+
+class Images(Target):
+    """Pixels of a batch, in any order."""
+
+    part: ClassVar[str] = "images"
+    noun: ClassVar[str] = "images"
+    singular: ClassVar[str] = "image"
+    order: ClassVar[float] = 0.0
+    payloads: ClassVar[tuple[Payload, ...]] = ("update",)
+    itemwise: ClassVar[bool] = True
+    leaks: ClassVar[float] = 3.0
+    exposes: ClassVar[float | None] = 10.0
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        PSNR,
+        RMSE,
+        Metric(
+            name="ssim",
+            compute=ordered(image.ssim),
+            unit="none",
+            larger_leaks=True,
+            heading="SSIM",
+            meaning="likeness of structure, 1 is identical",
+            described=Term(
+                key="ssim",
+                name="SSIM",
+                meaning="Likeness of structure such as edges. 1 is identical, 0 is unrelated.",
+            ),
+        ),
+        Metric(
+            name="lpips",
+            compute=_perceived,
+            unit="none",
+            larger_leaks=False,
+            heading="LPIPS",
+            meaning="perceptual distance, 0 is identical",
+            described=Term(
+                key="lpips",
+                name="LPIPS",
+                meaning="Distance of two images as a trained network perceives it. 0 is "
+                "identical. It needs weights that may not be there.",
+            ),
+        ),
+    )
+
+    def prepare(self, resources: Resources) -> ImageAid:
+        """Returns the guesser of public images, and how images are compared perceptually."""
+        guesser = resources.guesser
+        if guesser is None:
+            return ImageAid(lpips=Unavailable("the data are no images"))
+        lpips = load_lpips(resources.lpips_backbone, resources.lpips_weights)
+        return ImageAid(guesser=guesser, fill=guesser.mean, lpips=lpips)
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses what are no pixels, or pixels of another shape.
+
+        Raises:
+            ScoringError: they are.
+        """
+        true = truth.tensors()["images"]
+        image.check_pixels(true, "truth")
+        image.check_pixels(answer, "reconstruction")
+        if answer.shape[1:] != true.shape[1:]:
+            raise ScoringError(
+                f"reconstructed images are {tuple(answer.shape[1:])} each, the truth's are "
+                f"{tuple(true.shape[1:])}"
+            )
+
+    def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
+        """Matches images by their mean squared error, for all metrics.
+
+        A truth without a reconstruction counts as the `fill` of the aid. Where there is none, it is
+        not scored but missing, for any pixels in its place would be an invention.
+        """
+        aid = aid_of(aids)
+        true, answer = truth.tensors()["images"].detach().cpu(), answer.detach().cpu()
+        assignment = match(answer, true)
+        matched = [place for place, k in enumerate(assignment) if k != MISSING]
+        if aid.fill is None:
+            claimed, true = answer[[assignment[place] for place in matched]], true[matched]
+        else:
+            claimed = matched_images(answer, assignment, aid.fill)
+        values = self.computed(ScoredPair(claimed=claimed, truth=true, aid=aid))
+        notes = {}
+        if isinstance(values.get("lpips"), Tensor) and isinstance(aid.lpips, LpipsMetric):
+            notes["lpips"] = aid.lpips.describe(*true.shape[-2:])
+        missing = 0 if aid.fill is not None else len(assignment) - len(matched)
+        return TargetScores(values=values, assignment=assignment, missing=missing, notes=notes)
+
+    def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
+        """Returns the guess of a batch; None beside an attack that answers labels alone."""
+        guess = guessed_batch(request, aids)
+        if guess is None or answers_labels_alone(request.found):
+            return None
+        compared = self.compare(guess.images, request.truth, aids)
+        return TargetGuess(
+            name=guess.name,
+            metrics=compared.means(),
+            per_image={"psnr": compared.per_image()["psnr"]},
+            learned=described_guess(guess, request, aids),
+        )
+
+    def saved(
+        self,
+        found: Reconstruction,
+        truth: Truth,
+        assignments: Mapping[str, list[int]],
+        aids: Aids,
+    ) -> dict[str, Tensor]:
+        """Returns the true images, and those that were scored against them."""
+        true = truth.tensors().get("images")
+        if true is None:
+            return {}
+        if found.images is None:
+            return {"truth": true}
+        fill = aid_of(aids).fill
+        assert fill is not None  # only a run, which has public images, saves answers
+        matched = matched_images(found.images, assignments["images"], fill)
+        return {"truth": true, "reconstruction": matched}
+
+    def recalled(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Returns the images and the true ones that `saved` wrote."""
+        truth = {"images": tensors["truth"]} if "truth" in tensors else {}
+        return tensors.get("reconstruction"), truth
+
+
+def matched_images(images: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
+    """Orders reconstructed `images` as the truths, exactly as they are scored: (N, C, H, W).
+
+    `fill` (C, H, W) stands for a missing one.
+    """
+    images = images.detach().cpu()
+    return align(images, assignment, fill.detach().cpu().to(images.dtype))
+
+
+def aid_of(aids: Aids) -> ImageAid:
+    """Returns what was prepared for scores of images."""
+    aid = aids.get(Images.part)
+    return aid if isinstance(aid, ImageAid) else ImageAid()
+
+
+def answers_labels_alone(found: Reconstruction | None) -> bool:
+    """Whether an attack answered neither images nor features; not so of one that failed."""
+    return found is not None and found.images is None and found.features is None
+
+
+def guessed_batch(request: GuessRequest, aids: Aids) -> Guess | None:
+    """Returns the guess of the images and labels of a batch; None without public images."""
+    guesser, truth = aid_of(aids).guesser, request.truth.tensors()
+    if guesser is None or "labels" not in truth:
+        return None
+    known = truth["labels"].tolist() if request.granted.labels == "known" else None
+    return guesser(len(truth["labels"]), known)
+
+
+def described_guess(guess: Guess, request: GuessRequest, aids: Aids) -> dict[str, Any]:
+    """Returns what a row says of the images that a guess was learned from."""
+    guesser, images = aid_of(aids).guesser, request.truth.tensors()["images"].cpu()
+    assert guesser is not None
+    return {
+        "public": guess.public,
+        "public_per_image": guess.public_per_image,
+        "near_copies": near_copies(images, guesser.public()),
+    }

@@ -1,0 +1,118 @@
+"""Labels: those of the batch that an update was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedsim.contracts.metric import Metric, ScoringError, Term, ordered
+from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
+from fedsim.scoring.matching import MISSING, align
+from fedsim.targets.images import answers_labels_alone, described_guess, guessed_batch
+from fedsim.types import Reconstruction, Truth
+
+
+def check_labels(labels: Tensor, what: str) -> None:
+    """Refuses what is not a batch of labels.
+
+    Raises:
+        ScoringError: not (N,), or not integers.
+    """
+    if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+        raise ScoringError(
+            f"{what}: expected integer labels of shape (N,), got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}"
+        )
+
+
+def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
+    """Returns the multiset intersection's size over N, in [0, 1].
+
+    The order of labels in a batch is not observable, only how often each occurs. Labels that came
+    with images count the same: poor images, matched to the wrong truths, take no label back. Of
+    more labels than truths the first N count.
+    """
+    claimed = reconstruction[: len(truth)].tolist()
+    matches = 0
+    for label in truth.tolist():
+        if label in claimed:
+            claimed.remove(label)
+            matches += 1
+    return matches / len(truth)
+
+
+LABEL_ACCURACY = Metric(
+    name="label_accuracy",
+    compute=ordered(label_overlap),
+    unit="share",
+    larger_leaks=True,
+    heading="label",
+    meaning="share of labels recovered, whatever image they came with",
+    described=Term(
+        key="labels",
+        name="labels",
+        meaning="Share of labels recovered: on the matched image, or as a multiset where an "
+        "attack recovers labels alone. The guess names the most frequent one.",
+    ),
+    shown_as="percent",
+    narrow="late",
+)
+
+
+class Labels(Target):
+    """Labels of a batch, as a multiset."""
+
+    part: ClassVar[str] = "labels"
+    noun: ClassVar[str] = "labels"
+    singular: ClassVar[str] = "label"
+    order: ClassVar[float] = 2.0
+    itemwise: ClassVar[bool] = True
+    ranks_by: ClassVar[Any] = "gain"
+    leaks: ClassVar[float] = 0.1
+    metrics: ClassVar[tuple[Metric, ...]] = (LABEL_ACCURACY,)
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses what are no labels.
+
+        Raises:
+            ScoringError: they are not.
+        """
+        check_labels(answer, "reconstruction")
+
+    def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
+        """Compares labels as multisets."""
+        check_labels(truth.tensors()["labels"], "truth")
+        return super().compare(answer, truth, aids)
+
+    def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
+        """Returns the guess of a batch's labels."""
+        guess = guessed_batch(request, aids)
+        if guess is None:
+            return None
+        alone = answers_labels_alone(request.found)
+        return TargetGuess(
+            name="labels" if alone else None,
+            metrics=self.compare(guess.labels, request.truth, aids).means(),
+            learned=described_guess(guess, request, aids) if alone else {},
+        )
+
+    def saved(
+        self,
+        found: Reconstruction,
+        truth: Truth,
+        assignments: Mapping[str, list[int]],
+        aids: Aids,
+    ) -> dict[str, Tensor]:
+        """Returns the labels, each beside the true one of the image or feature it came with."""
+        true = truth.tensors().get("labels")
+        if true is None:
+            return {}
+        if found.labels is None:
+            return {"truth_labels": true}
+        order = next(iter(assignments.values()), None)
+        labels = found.labels
+        if order:
+            labels = align(labels, order, labels.new_tensor(MISSING))
+        return {"truth_labels": true, "labels": labels}

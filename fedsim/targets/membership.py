@@ -1,0 +1,141 @@
+"""Membership: whether a given row took part in a release."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.metric import Metric, ScoringError, Term, Unavailable, ordered
+from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess
+from fedsim.types import Reconstruction, Tensors, Truth
+
+FALSE_POSITIVES = 0.05
+"""True positives are counted where at most this share of non-members is accused."""
+
+
+def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
+    """Returns the probability that a member's score (N,) beats a non-member's; ties count half."""
+    if _is_one_sided(members):
+        return Unavailable("all candidates took part, or none did")
+    inside, outside = scores[members].double(), scores[~members].double()
+    ordered = outside.sort().values
+    below = torch.searchsorted(ordered, inside, side="left")
+    level = torch.searchsorted(ordered, inside, side="right") - below
+    return float((below.double() + 0.5 * level).mean() / len(outside))
+
+
+def membership_tpr(
+    scores: Tensor, members: Tensor, false_positives: float = FALSE_POSITIVES
+) -> float | Unavailable:
+    """Returns the share of members above the lowest threshold with few false positives.
+
+    The false positive rate is that expected of a non-member outside the sample that sets the
+    threshold: above the k-th highest of n scores lie k / (n + 1) of others.
+    """
+    if _is_one_sided(members):
+        return Unavailable("all candidates took part, or none did")
+    outside = scores[~members].double().sort(descending=True).values
+    rank = math.floor(false_positives * (len(outside) + 1) + 1e-9)
+    if rank == 0:
+        needed = math.ceil(1 / false_positives - 1e-9) - 1
+        return Unavailable(
+            f"{len(outside)} candidates took no part; a rate of {false_positives:g} takes {needed}"
+        )
+    return float((scores[members].double() > outside[rank - 1]).double().mean())
+
+
+def _is_one_sided(members: Tensor) -> bool:
+    return bool(members.all()) or not bool(members.any())
+
+
+_MEMBERSHIP = Term(
+    key="membership",
+    name="AUC, TPR",
+    meaning="How well members are told from others. AUC: the chance that a member is accused "
+    "before another, 0.5 for a coin. TPR: share of members accused at "
+    f"{FALSE_POSITIVES:.0%} false accusations.",
+)
+
+
+class Membership(Target):
+    """Who took part: a score of each candidate."""
+
+    part: ClassVar[str] = "membership"
+    noun: ClassVar[str] = "members"
+    singular: ClassVar[str] = "member"
+    order: ClassVar[float] = 4.0
+    ranks_by: ClassVar[Any] = "gain"
+    leaks: ClassVar[float] = 0.05
+    works: ClassVar[float | None] = 0.25
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="membership_auc",
+            compute=ordered(membership_auc),
+            unit="share",
+            larger_leaks=True,
+            uninformed=0.5,
+            heading="AUC",
+            meaning="of membership: the chance that a member is accused before another",
+            described=_MEMBERSHIP,
+            shown_as="interval",
+            narrow="kept",
+        ),
+        Metric(
+            name="membership_tpr",
+            compute=ordered(membership_tpr),
+            unit="share",
+            larger_leaks=True,
+            uninformed=FALSE_POSITIVES,
+            heading="TPR",
+            meaning=f"of membership, at {FALSE_POSITIVES:.0%} false positives",
+            described=_MEMBERSHIP,
+            shown_as="percent",
+        ),
+    )
+
+    def truth_of(self, truth: Truth) -> Tensor | None:
+        """Returns whether each candidate took part."""
+        return truth.tensors().get("members")
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses what is not a score of each candidate; likelihood ratios may be infinite.
+
+        Raises:
+            ScoringError: it is not.
+        """
+        members = self.truth_of(truth)
+        if members is None:
+            raise ScoringError("candidates were scored, and the truth names none")
+        if answer.shape != members.shape or bool(answer.isnan().any()):
+            raise ScoringError(
+                f"expected a score of each of {len(members)} candidates, none of them NaN, got "
+                f"{tuple(answer.shape)}"
+            )
+
+    def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
+        """Returns a coin, wherever there are candidates."""
+        if self.truth_of(request.truth) is None:
+            return None
+        return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
+
+    def saved(
+        self,
+        found: Reconstruction,
+        truth: Truth,
+        assignments: Mapping[str, list[int]],
+        aids: Aids,
+    ) -> dict[str, Tensor]:
+        """Returns the scores, beside which rows write who took part."""
+        return {} if found.membership is None else {"membership": found.membership}
+
+    def recalled(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Returns the scores; rows recall who took part."""
+        return tensors.get("membership"), {}
+
+    def borrowed(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
+        """Returns the other release's scores, over again where there are fewer of them."""
+        return answer[torch.arange(len(truth.tensors()["members"])) % len(answer)]
