@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedsim.acceptance import validate
     from fedsim.assessment.assess import assess
+    from fedsim.assessment.settings import AssessSettings
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "assess": "fedsim.assessment.assess",
+    "AssessSettings": "fedsim.assessment.settings",
     "Grant": "fedsim.contracts.grant",
     "attack": "fedsim.attacking.replay",
     "client_tap": "fedsim.federation.tapping",
@@ -50,6 +52,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AssessSettings",
     "Grant",
     "Scenario",
     "assess",

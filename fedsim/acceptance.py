@@ -1,21 +1,25 @@
-"""What `run` and `validate` ask of a scenario before any work: the same questions of both."""
+"""A scenario with its data, of which nothing is refused: what a run starts from, and `validate`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedsim import audit, federation, progress, scoring
+from fedsim import federation, progress, scoring
 from fedsim.data.images import public_images
+from fedsim.federation import refusals
+from fedsim.federation.deployed import Deployed
+from fedsim.federation.network.link import Link
 from fedsim.report.figures import format_claim
-from fedsim.scenario import Document, Scenario, expand, locate, open_document
+from fedsim.scenario import Document, Scenario, Variant, expand, locate, open_document
 from fedsim.system.device import resolve_device
 from fedsim.system.threads import fixed
-from fedsim.training import accounting, refusals, spending
+from fedsim.training import accounting, spending
 from fedsim.training.server import Server
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
@@ -31,7 +35,11 @@ class Accepted:
     variant: Mapping[str, Any]
     """What a sweep has assigned in it."""
     label: str
-    """Of the variant; empty without a sweep."""
+    """Name of the variant; empty without a sweep."""
+    place: str
+    """Which variant of a sweep it is (`2/4 `), before the name of each stage; or empty."""
+    deployed: Deployed | None
+    """What is known of clients that are elsewhere; None: they are in this machine's processes."""
     servers: Mapping[str, Server]
     """What each stack's federation computes, or what is known of it here."""
     claims: Mapping[str, PrivacyClaim]
@@ -130,88 +138,99 @@ def validate(
     Raises:
         FedsimError: a run would refuse it.
     """
-    if isinstance(scenario, str | Path):
-        document: Document | Mapping[str, Any] | Scenario = open_document(scenario, overrides)
-    elif overrides:
-        raise FedsimError("overrides apply to a scenario file; change the scenario itself instead")
-    else:
-        document = scenario
+    document = opened(scenario, overrides)
     variants = expand(document)
-    found = []
+    with located(document):
+        return [
+            accept(variant, place_of(number, variants), quiet=quiet)
+            for number, variant in enumerate(variants)
+        ]
+
+
+def opened(
+    scenario: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str]
+) -> Document | Mapping[str, Any] | Scenario:
+    """Open a scenario as `expand` takes it, with `overrides` of a file's keys.
+
+    Raises:
+        FedsimError: the file cannot be read, or something is overridden that is no file.
+    """
+    if isinstance(scenario, str | Path):
+        return open_document(scenario, overrides)
+    if overrides:
+        raise FedsimError("overrides apply to a scenario file; change the scenario itself instead")
+    return scenario
+
+
+@contextmanager
+def located(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
+    """Let errors from inside say the file and line of the key that they begin with."""
     try:
-        for number, variant in enumerate(variants, start=1):
-            place = f"{number}/{len(variants)} " if variant.label else ""
-            resolve_device(variant.scenario.device)
-            with fixed(variant.scenario.threads):
-                servers = workloads(variant.scenario, place, quiet)
-                claims = accounted(variant.scenario, servers, place, quiet)
-            found.append(
-                Accepted(
-                    scenario=variant.scenario,
-                    variant=variant.assignment,
-                    label=variant.label,
-                    servers=servers,
-                    claims=claims,
-                )
-            )
+        yield
     except FedsimError as error:
         raise locate(document, error) if isinstance(document, Document) else error from None
-    return found
 
 
-def workloads(scenario: Scenario, place: str, quiet: bool) -> dict[str, Server]:
-    """What each stack's federation computes whose clients are in this process, or its children.
-
-    Args:
-        scenario: With every default written out.
-        place: Which variant of a sweep it is, before what is said of it.
-        quiet: Whether nothing is said.
-
-    Raises:
-        FedsimError: it cannot work.
-    """
-    dataset = load_dataset(scenario)
-    found = {}
-    for name in scenario.defenses:
-        with reported(f"{place}calibrate {name}", quiet, "the search for its noise"):
-            found[name] = Workload(scenario, name, dataset)
-    federation.check(scenario)
-    for workload in found.values():
-        refusals.check(workload)
-        federation.check_sums(workload)
-    return {**found}
+def place_of(index: int, variants: Sequence[Variant]) -> str:
+    """Say which variant of a sweep stands at `index`; nothing where there is no sweep."""
+    return f"{index + 1}/{len(variants)} " if variants[index].label else ""
 
 
-def accounted(
-    scenario: Scenario, servers: Mapping[str, Server], place: str, quiet: bool
-) -> dict[str, PrivacyClaim]:
-    """What each stack claims after all rounds.
+def accept(
+    variant: Variant,
+    place: str,
+    *,
+    quiet: bool,
+    out: Path | None = None,
+    link: Link | None = None,
+) -> Accepted:
+    """Load the data of a scenario and ask all questions about it (`federation.refusals`).
 
     Args:
-        scenario: With every default written out.
-        servers: Of its stacks.
-        place: See `workloads`.
-        quiet: See `workloads`.
+        variant: The scenario, with every default written out.
+        place: See `Accepted`.
+        quiet: Whether accountants keep their progress to themselves.
+        out: The folder of the run, of an engine whose clients are elsewhere; without it, they hold
+            what the scenario's own source deals to them.
+        link: To the nodes of such an engine.
 
     Raises:
-        FedsimError: a stack does not keep to the ε that it asks for, an audit would show nothing,
-            or weights for scoring are missing: whatever is refused, it is before any training.
+        FedsimError: it is refused.
     """
-    claims = {}
-    for name, server in servers.items():
-        with reported(f"{place}account {name}", quiet):
-            accounting.check_promise(server)
-            claims[name] = accounting.spent(server, scenario.training.rounds)
-    if scenario.audit:
-        audit.check(scenario.audit, claims, scenario.data.clients)
-    wanted, described = scenario.scoring, next(iter(servers.values())).described
-    if wanted.lpips_weights is not None and isinstance(described, Dataset):
-        lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
-        if isinstance(lpips, scoring.Unavailable):
-            raise FedsimError(f"scoring.lpips_weights: {lpips.reason}")
-    return claims
+    scenario = variant.scenario
+    resolve_device(scenario.device)
+
+    def on_wait(there: int) -> None:
+        if not quiet:
+            wanted = number_of(scenario.data.clients, "node")
+            print(f"waiting: {there} of {wanted} there", file=sys.stderr)
+
+    with fixed(scenario.threads):
+        refusals.check_scenario(scenario)
+        engine = federation.build_engine(scenario)
+        deployed = engine.clients_of(scenario, out, link, on_wait) if out else None
+        servers: dict[str, Server] = deployed.servers(scenario) if deployed else {}
+        claims = {}
+        dataset = None if servers else load_dataset(scenario)
+        for name in () if servers else scenario.defenses:
+            with _reported(f"{place}calibrate {name}", quiet, "the search for its noise"):
+                servers[name] = Workload(scenario, name, dataset)
+        for name, server in servers.items():
+            with _reported(f"{place}account {name}", quiet):
+                refusals.check(server)
+                claims[name] = accounting.spent(server, scenario.training.rounds)
+        refusals.check_run(scenario, servers, claims)
+    return Accepted(
+        scenario=scenario,
+        variant=variant.assignment,
+        label=variant.label,
+        place=place,
+        deployed=deployed,
+        servers=servers,
+        claims=claims,
+    )
 
 
-def reported(title: str, quiet: bool, of: str = "a curve") -> Any:
+def _reported(title: str, quiet: bool, of: str = "a curve") -> Any:
     """A block of which standard error is told how far it is, unless `quiet`."""
     return nullcontext() if quiet else progress.report_work(title, of)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.up import federation
+from fedsim.federation.refusals import check_scenario
 from fedsim.pipeline import collect, run
 from fedsim.results import earlier
 from fedsim.results.record import Run
@@ -51,6 +52,7 @@ def up(
     wanted, root = variants[0].scenario, Path(out)
     paths.writable_folder(root, "--out")
     earlier.refuse_other_run(root, dump(wanted), resume)
+    check_scenario(wanted)
     source = data_source(wanted).place
     named = [path for path in (source, wanted.data.partition.path, wanted.training.weights) if path]
     with federation(

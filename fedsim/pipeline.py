@@ -1,39 +1,31 @@
-"""The pipeline, top to bottom: scenario, federation, attacks, scores, record, report."""
+"""The pipeline, top to bottom: prepare, refuse, federate, attack, score, report."""
 
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedsim import acceptance, federation, progress, scoring
-from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored, unseen
-from fedsim.contracts.attack import Progress
+from fedsim import acceptance, federation, progress, scoring, stages
+from fedsim.acceptance import Accepted
+from fedsim.attacking.jobs import Job, Setting, nothing_recorded, unscored, unseen
 from fedsim.data.images import public_images
 from fedsim.federation.deployed import run_name
 from fedsim.federation.network.link import Link
 from fedsim.federation.records import RoundRecord
 from fedsim.recording import files, truth
-from fedsim.report import describe_variant, save_grids, save_overview, write_report
+from fedsim.report import describe_variant, save_overview, write_report
 from fedsim.report.loggers import chosen, log_run
 from fedsim.results import earlier, public_control, record, rows
 from fedsim.results.plan import Plan
 from fedsim.results.record import Run
-from fedsim.scenario import (
-    Document,
-    Scenario,
-    cautions,
-    dump,
-    expand,
-    locate,
-    open_document,
-)
+from fedsim.scenario import Scenario, cautions, dump, expand, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.system import paths
 from fedsim.system.device import resolve_device
@@ -77,57 +69,39 @@ def run(
         RunFailed: the run could not go on; what had finished is kept for `resume`.
     """
     stores = chosen(log)
-    if isinstance(scenario, str | Path):
-        document: Document | Mapping[str, Any] | Scenario = open_document(scenario, overrides)
-    elif overrides:
-        raise FedsimError("overrides apply to a scenario file; change the scenario itself instead")
-    else:
-        document = scenario
+    document = acceptance.opened(scenario, overrides)
     variants = expand(document)
     root = Path(out) if out else Path("runs") / variants[0].scenario.name
     paths.writable_folder(root, "--out")
     with ExitStack() as until_the_end:
-        try:
-            plans = [
-                _Plan(
-                    variant.scenario,
-                    variant.assignment,
-                    root / variant.label if variant.label else root,
-                    place=f"{number}/{len(variants)} " if variant.label else "",
-                    resume=resume,
-                    workers=workers,
-                    quiet=quiet,
-                    link=link,
-                )
-                for number, variant in enumerate(variants, start=1)
-            ]
+        with acceptance.located(document):
+            executions = []
+            for number, variant in enumerate(variants):
+                folder = root / variant.label if variant.label else root
+                # Before anybody is waited for.
+                earlier.refuse_other_run(folder, dump(variant.scenario), resume)
+                place = acceptance.place_of(number, variants)
+                accepted = acceptance.accept(variant, place, quiet=quiet, out=folder, link=link)
+                executions.append(_Execution(accepted, folder, resume, workers, link))
             until_the_end.enter_context(locked(root))
-            for plan in plans:  # again, since another run may have been there in the meantime
-                plan.refuse_other_run()
-        except FedsimError as error:
-            raise locate(document, error) if isinstance(document, Document) else error from None
-        try:
-            for plan in plans:
-                if plan.out != root and not is_locked(plan.out):
-                    plan.announce()
-            with progress.display(quiet) as display:
-                for line in dict.fromkeys(w for plan in plans for w in cautions(plan.scenario)):
-                    display.note(f"WARNING: {line}")
-                for plan in plans:
-                    # Somebody may run a variant by itself, in its folder.
-                    with locked(plan.out) if plan.out != root else nullcontext():
-                        plan.execute(display)
-            if len(plans) > 1:
+            for execution in executions:  # another run may have been there in the meantime
+                execution.refuse_other_run()
+        with _failing(), progress.display(quiet) as display:
+            for execution in executions:
+                if execution.out != root and not is_locked(execution.out):
+                    execution.announce()
+            for line in dict.fromkeys(w for each in variants for w in cautions(each.scenario)):
+                display.note(f"WARNING: {line}")
+            for execution in executions:
+                # Somebody may run a variant by itself, in its folder.
+                with locked(execution.out) if execution.out != root else nullcontext():
+                    execution.execute(display)
+        with _failing():
+            if len(executions) > 1:
                 save_overview(root)
             write_report(root)
             for line in log_run(root, stores) if stores else []:
                 print(line, file=sys.stderr)
-        except RunFailed:
-            raise
-        except FedsimError as error:
-            raise RunFailed(str(error)) from error
-        except OSError as error:
-            raise RunFailed(earlier.how_to_go_on(error)) from error
     return Run(root)
 
 
@@ -152,29 +126,32 @@ def collect(
     """
     root = Path(folder)
     paths.writable_folder(root, str(root))
-    document = open_document(root / "scenario.yaml", ())
-    (variant,) = expand(document)
+    (variant,) = expand(open_document(root / "scenario.yaml", ()))
     with locked(root):
         engine = federation.build_engine(variant.scenario)
         engine.join(root, [Path(home) for home in homes])
-        plan = _Plan(
-            variant.scenario,
-            {},
-            root,
-            place="",
-            resume=True,
-            workers=workers,
-            quiet=quiet,
-            link=None,
-        )
-        try:
-            plan.announce()
-            with progress.display(quiet) as display:
-                plan.attack_again(display)
+        files.remove_torn(root)
+        accepted = acceptance.accept(variant, "", quiet=quiet, out=root)
+        execution = _Execution(accepted, root, True, workers, None)
+        execution.refuse_other_run()
+        with _failing(), progress.display(quiet) as display:
+            execution.announce()
+            execution.attack(display)
             write_report(root)
-        except OSError as error:
-            raise RunFailed(earlier.how_to_go_on(error)) from error
     return Run(root)
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Let what goes wrong inside be a run that failed, and say how to go on with it."""
+    try:
+        yield
+    except RunFailed:
+        raise
+    except FedsimError as error:
+        raise RunFailed(str(error)) from error
+    except OSError as error:
+        raise RunFailed(earlier.how_to_go_on(error)) from error
 
 
 _NOISE = (
@@ -192,71 +169,36 @@ _UNDECLARED = (
 )
 
 
-class _Plan:
-    """One scenario, refused or accepted as a whole before anything is written."""
+class _Execution:
+    """The work on one scenario that is accepted, in the order of its stages."""
 
     def __init__(
-        self,
-        scenario: Scenario,
-        variant: Mapping[str, Any],
-        out: Path,
-        *,
-        place: str,
-        resume: bool,
-        workers: int | None,
-        quiet: bool,
-        link: Link | None,
+        self, accepted: Accepted, out: Path, resume: bool, workers: int | None, link: Link | None
     ) -> None:
-        """Check that `scenario` can be run in `out`.
+        """Nothing is done yet.
 
         Args:
-            scenario: What to run.
-            variant: What a sweep has assigned in it.
+            accepted: The scenario with its data.
             out: The folder to fill.
-            place: Which variant of a sweep it is (`2/4 `), before the name of each stage; or empty.
             resume: Whether to go on with what `out` holds.
             workers: Processes of the attack stage; None: as many as the machine takes.
-            quiet: Whether accountants keep their progress to themselves.
-            link: Of a deployed federation.
-
-        Raises:
-            FedsimError: it is refused.
+            link: To nodes that are elsewhere.
         """
-        self.scenario = scenario
-        self.variant = variant
-        self.out = out
-        self.place = place
-        self.resume = resume
-        self.resolved = dump(scenario)
-        earlier.refuse_other_run(out, self.resolved, resume)  # before anybody is waited for
-        self.device = resolve_device(scenario.device)
+        self.accepted = accepted
+        self.scenario, self.servers = accepted.scenario, accepted.servers
+        self.deployed, self.place = accepted.deployed, accepted.place
+        self.out, self.resume, self.link = out, resume, link
+        self.resolved = dump(self.scenario)
+        self.device = resolve_device(self.scenario.device)
         cores = os.cpu_count() or 1
-        fitting = 1 if self.device.startswith("cuda") else max(1, cores // scenario.threads)
+        fitting = 1 if self.device.startswith("cuda") else max(1, cores // self.scenario.threads)
         self.workers = workers or fitting
-        self.link = link
-
-        def on_wait(there: int) -> None:
-            if not quiet:
-                wanted = number_of(scenario.data.clients, "node")
-                print(f"waiting: {there} of {wanted} there", file=sys.stderr)
-
-        with fixed(scenario.threads):
-            federation.check(scenario)
-            engine = federation.build_engine(scenario)
-            self.deployed = engine.clients_of(scenario, out, link, on_wait)
-            self.servers = (
-                self.deployed.servers(scenario)
-                if self.deployed
-                else acceptance.workloads(scenario, place, quiet)
-            )
-            self.claims = acceptance.accounted(scenario, self.servers, place, quiet)
-        self.refuse_other_run()
 
     def announce(self) -> None:
         """Write what is to be done, before any of it: who looks in between sees how far it is."""
         rounds = self.scenario.training.rounds * len(self.servers)
-        name, jobs = self.scenario.name, self._jobs()
-        Plan.of(name, self.variant, rounds, jobs, origin=self._origin()).save(self.out)
+        name, variant = self.scenario.name, self.accepted.variant
+        Plan.of(name, variant, rounds, self._planned, origin=self._origin()).save(self.out)
 
     def _origin(self) -> str:
         """What is measured: the data, or of nodes that keep theirs to themselves this very run."""
@@ -274,7 +216,8 @@ class _Plan:
         started = time.perf_counter()
         self.refuse_other_run()
         if self.place:
-            display.note(f"variant {self.place}in {self.out}: {describe_variant(self.variant)}")
+            variant = describe_variant(self.accepted.variant)
+            display.note(f"variant {self.place}in {self.out}: {variant}")
         files.remove_torn(self.out)
         self.announce()
         files.write_text(self.out / "scenario.yaml", self.resolved)
@@ -286,23 +229,26 @@ class _Plan:
             display.note(f"WARNING: {self.place}{line}")
         for name, server in self.servers.items():
             if spending.targets(server.stack):
-                display.note(f"{self.place}{acceptance.claimed(server, self.claims[name])}")
+                display.note(
+                    f"{self.place}{acceptance.claimed(server, self.accepted.claims[name])}"
+                )
         with fixed(self.scenario.threads):
             self._federate(display)
-            self._attack(display)
-        self._finish(time.perf_counter() - started)
+        self.attack(display, started)
 
-    def attack_again(self, display: progress.Display) -> None:
-        """Attack and score what waited for its truth.
+    def attack(self, display: progress.Display, started: float | None = None) -> None:
+        """Attack and score what is recorded, and whose truth is there; then report.
 
         Raises:
             FedsimError: the work failed.
         """
-        started = time.perf_counter()
-        files.remove_torn(self.out)
+        started = time.perf_counter() if started is None else started
         with fixed(self.scenario.threads):
             self._attack(display)
-        self._finish(time.perf_counter() - started)
+        public = self._attack_public
+        order = rows.order(self.scenario)
+        seconds = time.perf_counter() - started
+        stages.finish(self.out, self._facts(seconds), order, attack_public=public)
 
     def _federate(self, display: progress.Display) -> None:
         path = self.out / "rounds.jsonl"
@@ -339,31 +285,22 @@ class _Plan:
         settled = [row for row in record.read_lines(path) if row["status"] != "unscored"]
         record.write_lines(path, settled)
         done = {rows.key(row) for row in settled}
-        every = self._jobs()
-        pending = [(job, seen) for job, seen in every if job.key not in done]
+        pending = [(job, seen) for job, seen in self._planned if job.key not in done]
         waiting = [job for job, _ in pending if self._awaits_truth(job)]
-        finished = len(every) - len(pending)
+        every = len(self._planned)
         if len(pending) > len(waiting) or not waiting:
-            display.stage(f"{self.place}attack", len(every) - len(waiting), finished)
+            display.stage(f"{self.place}attack", every - len(waiting), every - len(pending))
         if waiting:
             count = number_of(len(waiting), "attack run")
             display.note(f"{self.place}attack: the truth of {count} is still with the nodes")
         context = rows.Context(
             self.scenario,
-            self.variant,
+            self.accepted.variant,
             self.servers,
             record.read_lines(self.out / "rounds.jsonl"),
             self._audit(display),
         )
-
-        def on_progress(job: Job, at: Progress) -> None:
-            of = f"/{at.total}" if at.total else ""
-            display.detail(job.title, f"{job.title} {at.iteration}{of} loss {at.loss:.2e}")
-
-        def on_result(job: Job, result: Result) -> None:
-            record.append_line(path, context.row(job, result))
-            display.advance(_summary(job, result))
-
+        on_result = stages.writer_of(path, context.row, display)
         for job, seen in pending:
             if job.observation.exists():
                 continue
@@ -379,14 +316,8 @@ class _Plan:
             record.append_line(path, context.row(job, unscored(seen)))
         jobs = [job for job, _ in pending if job.observation.exists() and job not in waiting]
         if jobs:
-            self._publish()
-            run_jobs(
-                jobs,
-                self._setting(),
-                workers=self.workers,
-                on_progress=on_progress,
-                on_result=on_result,
-            )
+            self._publish(self.out)
+            stages.attack(jobs, self._setting(), on_result, display, workers=self.workers)
 
     def _awaits_truth(self, job: Job) -> bool:
         """Whether the truth of a recording that is here is still with a node."""
@@ -395,12 +326,13 @@ class _Plan:
         seen = files.load_observation(job.observation)
         return truth.count(self.out, seen.id) != seen.num_clients
 
-    def _publish(self) -> None:
+    def _publish(self, folder: Path) -> None:
         """Write what every attack is granted of the test split."""
         if self.scenario.knowledge.public != "none" and isinstance(self.described, Dataset):
-            files.save_public(public_images(self.described, self.scenario.seed), self.out)
+            files.save_public(public_images(self.described, self.scenario.seed), folder)
 
-    def _jobs(self) -> list[tuple[Job, Observation]]:
+    @cached_property
+    def _planned(self) -> list[tuple[Job, Observation]]:
         """Every attack on every recording that there is to be."""
         return [
             (_job(entry, files.path_of(self.out, seen.id)), seen)
@@ -431,41 +363,27 @@ class _Plan:
             display.advance(f"{name}: {_audited(row)}")
         return {name: row["audited_epsilon"] for name, row in done.items()}
 
-    def _finish(self, seconds: float) -> None:
-        """Controls, canonical order, the record."""
-        path = self.out / "results.jsonl"
-        found = sorted(
-            {rows.key(row): row for row in record.read_lines(path)}.values(),
-            key=rows.order(self.scenario),
-        )
-        self._attack_public(found)
-        rows.add_controls(found, self.out)
-        record.write_lines(path, found)
+    def _facts(self, seconds: float) -> record.Row:
+        """What the record says of this run."""
         rounds = record.read_lines(self.out / "rounds.jsonl")
-        save_grids(self.out)
-        save_overview(self.out)
-        files.write_json(
-            self.out / "record.json",
-            {
-                "scenario": self.scenario.name,
-                "variant": self.variant,
-                "seed": self.scenario.seed,
-                "device": self.device,
-                "workers": self.workers,
-                "knowledge": self.scenario.knowledge.model_dump(),
-                "environment": record.environment(),
-                "seconds": seconds,
-                "peak_memory_bytes": _peak_memory(),
-                "bytes_on_wire": sum(row["bytes_up"] + row["bytes_down"] for row in rounds),
-                "noise_key": "node" if self.deployed and self.deployed.secret else "scenario",
-                "notes": {
-                    "lpips": self._lpips_note(),
-                    "noise": _NODES if self.deployed and self.deployed.secret else _NOISE,
-                    **dict(zip(["data"], acceptance.left_out(self.described), strict=False)),
-                    **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
-                },
+        is_secret = bool(self.deployed and self.deployed.secret)
+        return {
+            "scenario": self.scenario.name,
+            "variant": self.accepted.variant,
+            "seed": self.scenario.seed,
+            "device": self.device,
+            "workers": self.workers,
+            "knowledge": self.scenario.knowledge.model_dump(),
+            "seconds": seconds,
+            "bytes_on_wire": sum(row["bytes_up"] + row["bytes_down"] for row in rounds),
+            "noise_key": "node" if is_secret else "scenario",
+            "notes": {
+                "lpips": self._lpips_note(),
+                "noise": _NODES if is_secret else _NOISE,
+                **dict(zip(["data"], acceptance.left_out(self.described), strict=False)),
+                **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
             },
-        )
+        }
 
     def _attack_public(self, found: Sequence[record.Row]) -> None:
         """Run attacks once more, on updates of public images, where no other client is recorded."""
@@ -474,14 +392,13 @@ class _Plan:
         asked = public_control.record_public(found, self.out, self.servers)
         if not asked:
             return
-        if self.scenario.knowledge.public != "none" and isinstance(self.described, Dataset):
-            files.save_public(public_images(self.described, self.scenario.seed), folder)
-        run_jobs(
+        self._publish(folder)
+        stages.attack(
             [_job(entries[label], path) for label, path in asked],
             replace(self._setting(), root=folder),
+            lambda job, result: None,
+            progress.Quiet(),
             workers=self.workers,
-            on_progress=lambda job, at: None,
-            on_result=lambda job, result: None,
         )
 
     @property
@@ -502,7 +419,7 @@ class _Plan:
                 that are not this scenario's.
         """
         earlier.refuse_other_run(self.out, self.resolved, self.resume)
-        keys = {job.key for job, _ in self._jobs()}
+        keys = {job.key for job, _ in self._planned}
         last = self.scenario.training.rounds
         earlier.refuse_foreign_rows(self.out, keys, list(self.servers), last)
 
@@ -557,20 +474,3 @@ def _audited(row: record.Row | None) -> str:
         return "claims nothing"
     verdict = "holds" if row["holds"] else "REFUTED"
     return f"ε of at least {row['audited_epsilon']:.3g} of {row['epsilon']} claimed, {verdict}"
-
-
-def _summary(job: Job, result: Result) -> str:
-    psnr, guess = result.metrics["psnr"], result.baseline["psnr"]
-    if result.reason:
-        return f"{job.title}: {result.status}"
-    if (auc := result.metrics["membership_auc"]) is not None:
-        return f"{job.title}: AUC {auc:.2f} of membership (guess 0.50)"
-    if psnr is None or guess is None:
-        return job.title
-    return f"{job.title}: {psnr:.1f} dB (guess {guess:.1f})"
-
-
-def _peak_memory() -> int:
-    """Largest resident set of this process or of any of its workers, in bytes."""
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024

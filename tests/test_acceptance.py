@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from dataclasses import replace
 from functools import partial
@@ -14,9 +13,9 @@ import torch
 from PIL import Image
 
 import fedsim
-from fedsim import acceptance, federation
+from fedsim import acceptance
+from fedsim.federation import refusals
 from fedsim.scenario import expand
-from fedsim.training import accounting, refusals
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError
@@ -78,31 +77,35 @@ def test_both_refuse(why: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "scenario.yaml").exists()
 
 
-def checks() -> list[str]:
-    """All that `refusals.check` asks."""
-    tree = ast.parse(inspect.getsource(refusals.check))
-    called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    names = [name.id for name in called if isinstance(name, ast.Name)]
-    return sorted(name for name in names if name.startswith("_"))
+LISTS = ("OF_SCENARIO", "OF_CLIENTS", "OF_STACK", "OF_RUN")
 
 
-PLACES = [
-    *((refusals, name) for name in checks()),
-    *((federation, name) for name in ("check", "check_sums")),
-    *((accounting, name) for name in ("check_promise", "spent")),
-]
-
-
-@pytest.mark.parametrize(("module", "name"), PLACES, ids=lambda part: str(part)[-40:])
+@pytest.mark.parametrize("questions", LISTS)
 def test_both_ask_every_question(
-    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise FedsimError(f"refused by {name}")
+    """And so each that is in a list: they are asked from it."""
 
-    monkeypatch.setattr(module, name, refuse)
+    def refuse(*_: object) -> None:
+        raise FedsimError(f"refused by {questions}")
+
+    asked = getattr(refusals, questions)
+    assert len(asked) > 1
+    monkeypatch.setattr(refusals, questions, [*asked, refuse])
     for ask in (lambda: fedsim.validate(SCENARIO), lambda: fedsim.run(SCENARIO, out=tmp_path)):
-        assert refusal(ask).endswith(f"refused by {name}")
+        assert refusal(ask).endswith(f"refused by {questions}")
+
+
+def test_no_question_is_left_out_of_its_list() -> None:
+    asked = {ask for questions in LISTS for ask in getattr(refusals, questions)}
+    defined = {
+        value
+        for name, value in vars(refusals).items()
+        if inspect.isfunction(value)
+        and value.__module__ == refusals.__name__
+        and not name.startswith("check")
+    }
+    assert asked == defined
 
 
 def test_what_is_valid_says_what_privacy_depends_on() -> None:

@@ -37,7 +37,10 @@ ROOMS: dict[str, set[str]] = {
         *BASE,
         *("contracts", "data", "learners", "models", "privacy", "recording", "scenario"),
     },
-    "federation": {*BASE, "contracts", "recording", "scenario", "training"},
+    "federation": {
+        *BASE,
+        *("audit", "contracts", "models", "recording", "scenario", "scoring", "training"),
+    },
     "attacking": {*BASE, "contracts", "models", "privacy", "recording", "scoring"},
     "forecasting": {
         *BASE,
@@ -74,7 +77,7 @@ PRIVACY: dict[str, set[str]] = {
     "dp_sgd": {"contract", "ledger", "numerics"},
 }
 """Each folder and file within `fedsim/privacy`, and those that it may import."""
-FREE = {"acceptance", "assessment", "deploying", "pipeline", "cli", "__main__", ""}
+FREE = {"acceptance", "assessment", "deploying", "pipeline", "stages", "cli", "__main__", ""}
 
 
 def modules() -> dict[str, Path]:

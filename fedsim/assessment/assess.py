@@ -1,4 +1,4 @@
-"""From what a tap recorded of anybody's Flower app to a report: attacked, scored against truth.
+"""From what a tap recorded of anybody's Flower app to a run's folder, which is attacked as any is.
 
 The tap's recording holds what the server saw and nothing else. What an attacker on the server knows
 besides (the model's code, the normalization, how clients train) is said here, or read from what the
@@ -9,44 +9,38 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from fedsim import progress, scoring
-from fedsim.assessment.lines import Context, command_of, listed, round_rows, slug
+from fedsim import progress, stages
+from fedsim.assessment.lines import Context, command_of, round_rows, slug
 from fedsim.assessment.local_training import Plan
-from fedsim.assessment.truth import Picked, Pixels, guesser_of, pick, truth_of
+from fedsim.assessment.settings import AssessSettings
+from fedsim.assessment.truth import Examples, Picked, guesser_of, pick
 from fedsim.assessment.victim_model import built_model, classes_of, package_of
-from fedsim.attacking.jobs import Job, Result, Setting, run_jobs
+from fedsim.attacking.jobs import Job, Setting
 from fedsim.attacking.observe import RANDOM, Subject
 from fedsim.attacking.replay import simulation_error
-from fedsim.attacking.tapped import Answer, freeze_unsent, observed
-from fedsim.contracts.attack import Progress, create
-from fedsim.contracts.grant import Grant
+from fedsim.attacking.tapped import freeze_unsent, observed
+from fedsim.contracts.attack import create
 from fedsim.models import live
-from fedsim.models.base import Classifier
 from fedsim.recording import files
-from fedsim.recording.exchanges import digest_of, left_out, read_exchanges, run_folder
+from fedsim.recording.exchanges import Exchange, digest_of, left_out, read_exchanges, run_folder
 from fedsim.recording.truth import save_truth
 from fedsim.recording.witnessed import Testimony, read_witnessed
-from fedsim.report import save_grids, save_overview, write_report
-from fedsim.results import record, rows
+from fedsim.report import write_report
+from fedsim.results import record
 from fedsim.results.plan import Plan as Announced
 from fedsim.results.record import Run
 from fedsim.system import paths
 from fedsim.system.lock import locked
 from fedsim.system.threads import fixed
-from fedsim.types import FedsimError, Mode, Observation
-
-DEFAULT_ATTACKS: Mapping[str, Mapping[str, object]] = {
-    "label_inference": {},
-    "inverting_gradients": {"iterations": 300},
-}
-"""Attacks of an assessment that names none, and their parameters."""
+from fedsim.types import FedsimError, GroundTruth, Mode, Observation
 
 
 def assess(
@@ -55,23 +49,7 @@ def assess(
     *,
     truth: str | Path | Sequence[str | Path],
     out: str | Path,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    input_shape: tuple[int, int, int] | None = None,
-    classes: int | None = None,
-    answer: Answer = "weights",
-    prefix: str = "",
-    local: Mapping[str, float] | None = None,
-    attacks: Mapping[str, Mapping[str, object]] | None = None,
-    grant: Grant = Grant(),
-    defenses: Sequence[Mapping[str, object]] = (),
-    rounds: Collection[int] | Literal["last"] = "last",
-    clients: int = 2,
-    run: int | None = None,
-    name: str | None = None,
-    seed: int = 0,
-    workers: int | None = None,
-    quiet: bool = True,
+    **settings: Any,
 ) -> Run:
     """Attacks what a tap recorded, scores it against what a witness saw, and writes a report.
 
@@ -81,24 +59,7 @@ def assess(
             `module:function(num_classes=10)`. It is never read from the recording.
         truth: What `fedsim.witness` was told as `out`; several of several clients' disks.
         out: The folder to fill.
-        mean: Of each channel, which the app normalizes pixels in [0, 1] by; default 0.
-        std: As `mean`; default 1.
-        input_shape: (C, H, W); default that of the truth's images.
-        classes: Outputs of the model; default as many as it has.
-        answer: What the app's clients answer.
-        prefix: Stands before the names that the app sends in the model's own, if it sends a part.
-        local: Of the app's training: `batch_size`, `lr`, and `epochs`, `momentum`, where they
-            apply; default what the witness saw.
-        attacks: Names and parameters; default `DEFAULT_ATTACKS`.
-        grant: What the attacker is granted besides.
-        defenses: What the app's clients do to their update before it leaves, as in a scenario.
-        rounds: Which are attacked; default the last one recorded.
-        clients: Of how many clients, in each round.
-        run: Which of the recorded runs; default the newest.
-        name: Title of the report; default the package of the model.
-        seed: Of attacks.
-        workers: Processes that attack; default one a core.
-        quiet: Show no progress.
+        settings: What is assessed, and what is known of the app: the fields of `AssessSettings`.
 
     Raises:
         FedsimError: something is missing or does not fit; before any attack.
@@ -109,140 +70,164 @@ def assess(
     paths.writable_folder(folder, "--out")
     if (folder / "results.jsonl").exists():
         raise FedsimError(f"--out {folder}: holds results already; name another folder")
-    if clients < 1:
-        raise FedsimError(f"clients: expected at least 1, got {clients}")
-    chosen = DEFAULT_ATTACKS if attacks is None else attacks
-    for attack, parameters in chosen.items():
-        if missing := grant.lacks(create(attack, parameters).required()):
-            raise FedsimError(f"attack {attack} {missing}")
-    source = run_folder(Path(tapped), run)
-    exchanges = read_exchanges(source)
+    asked = AssessSettings(**settings)
     homes = [truth] if isinstance(truth, str | Path) else list(truth)
-    said: dict[str, Testimony] = {}
-    for home in homes:
-        said |= read_witnessed(Path(home), exchanges[0].run_id)
-    picked = pick(exchanges, said, rounds, clients)
-    built = model if isinstance(model, nn.Module) else built_model(model)
-    if type(built).__module__ == "__main__":
-        raise FedsimError(
-            f"model: {type(built).__name__} is defined in the script itself, where the processes "
-            "that attack do not find it; move it to a module"
-        )
-    freeze_unsent(built, picked[0].exchange, prefix)
-    pixels = Pixels.of(mean, std)
-    shape = input_shape or picked[0].testimony.shape
-    mode: Mode = "train" if picked[0].testimony.said.training_mode else "eval"
-    subject = Subject(
-        built,
-        input_shape=shape,
-        classes=classes or classes_of(built, shape),
-        mean=mean,
-        std=std,
-        mode=mode,
-    )
-    notes = [f"tap, left out: {line}" for line in left_out(source)]
-    if subject.random:
-        notes.append(RANDOM)
-    halves = {value.dtype for value in picked[0].exchange.reply().values()} & _HALVES
-    if halves:
-        notes.append(
-            f"update: clients send {', '.join(map(str, halves))}, whose rounding no attack models"
-        )
-    plan = Plan(answer=answer, local=local, mode=mode, defenses=defenses, notes=notes)
+    tape = _Tape.read(Path(tapped), homes, asked)
+    app = _App(model, tape, asked)
     with locked(folder), fixed(1):
-        seen: dict[str, tuple[Observation, Picked]] = {}
-        errors: dict[str, float | None] = {}
-        for each in picked:
-            training = plan.training(each)
-            stack, announcements, effect = plan.defended(training)
-            observation = observed(
-                each.exchange,
-                subject,
-                built,
-                training,
-                answer=answer,
-                prefix=prefix,
-                stack=stack,
-                client=each.number,
-                defense=announcements,
-                effect=effect,
-                seed=seed,
+        context, setting = _fill(folder, tape, app, asked)
+        planned = [
+            (_job(files.path_of(folder, id), name, parameters), seen)
+            for name, parameters in asked.attacks.items()
+            for id, (seen, _) in context.seen.items()
+        ]
+        origin = f"recording:{digest_of(tape.exchanges)}"
+        Announced.of(context.name, {}, 0, planned, resumable=False, origin=origin).save(folder)
+        with progress.display(asked.quiet) as display:
+            display.stage("attack", len(planned))
+            stages.attack(
+                [job for job, _ in planned],
+                setting,
+                stages.writer_of(folder / "results.jsonl", context.row, display),
+                display,
+                workers=asked.workers or os.cpu_count() or 1,
             )
-            if not any(bool(value.any()) for value in observation.update.values()):
-                raise FedsimError(
-                    f"{each.exchange.path}: the client answered what it was sent; if the app "
-                    "sends a delta or a gradient, say so (--answer)"
-                )
-            files.save_observation(observation, folder)
-            victim = truth_of(each, pixels)
-            save_truth(victim, folder, observation.id, each.number)
-            errors[observation.id] = error = simulation_error(observation, victim)
-            if error is not None and error > _UNLIKE and effect.exact:
-                notes.append(
-                    f"training: client {each.number} sent another update than is simulated of what "
-                    f"it trained on, by {error:.2g} of its length (simulation_error): attacks do "
-                    f"not know all of its training{subject.assumed}, and what they miss says little"
-                )
-            seen[observation.id] = observation, each
-        guesser, guess_is_public = guesser_of(said, picked, pixels, notes)
-        context = Context(
-            name=slug(name or package_of(model)),
-            model=type(built).__name__,
-            grant=grant,
-            seen=seen,
-            guess_is_public=guess_is_public,
-            simulation_errors=errors,
-        )
-        models = live.kept(subject.spec.name)
-        _attack(folder, context, chosen, guesser, models, workers, quiet, digest_of(exchanges))
-        found = sorted(
-            record.read_lines(folder / "results.jsonl"),
-            key=lambda row: (row["attack"]["label"], row["round"], row["client"]),
-        )
-        rows.add_controls(found, folder)
-        record.write_lines(folder / "results.jsonl", found)
-        record.write_lines(folder / "rounds.jsonl", round_rows(exchanges, stack))
-        save_grids(folder)
-        save_overview(folder)
-        files.write_json(
-            folder / "record.json",
-            {
-                "scenario": context.name,
-                "variant": {},
-                "seed": seed,
-                "device": "cpu",
-                "knowledge": grant.model_dump(),
-                "environment": record.environment(),
-                "seconds": time.perf_counter() - started,
-                "again": command_of(
-                    source,
-                    model,
-                    homes,
-                    rounds,
-                    {
-                        "mean": mean and listed(mean),
-                        "std": std and listed(std),
-                        "input-shape": input_shape and listed(input_shape),
-                        "classes": classes,
-                        "answer": None if answer == "weights" else answer,
-                        "prefix": prefix,
-                        **{key.replace("_", "-"): value for key, value in (local or {}).items()},
-                        "clients": clients,
-                        "name": name,
-                        "seed": seed,
-                    },
-                    {"attack": chosen, "defense": {str(d["name"]): d for d in defenses}},
-                ),
-                "notes": dict(enumerate(dict.fromkeys([*plan.notes, *_BASIS]))),
-            },
+        facts = {
+            "scenario": context.name,
+            "variant": {},
+            "seed": asked.seed,
+            "device": "cpu",
+            "knowledge": asked.grant.model_dump(),
+            "seconds": time.perf_counter() - started,
+            "again": command_of(tape.source, model, homes, asked),
+            "notes": dict(enumerate(dict.fromkeys([*app.plan.notes, *_BASIS]))),
+        }
+        stages.finish(
+            folder, facts, lambda row: (row["attack"]["label"], row["round"], row["client"])
         )
         write_report(folder)
     return Run(folder)
 
 
+@dataclass(frozen=True)
+class _Tape:
+    """What was recorded and witnessed of one run of an app."""
+
+    source: Path
+    exchanges: Sequence[Exchange]
+    said: Mapping[str, Testimony]
+    picked: Sequence[Picked]
+    """What is attacked."""
+
+    @classmethod
+    def read(cls, tapped: Path, homes: Sequence[str | Path], asked: AssessSettings) -> _Tape:
+        source = run_folder(tapped, asked.run)
+        exchanges = read_exchanges(source)
+        said: dict[str, Testimony] = {}
+        for home in homes:
+            said |= read_witnessed(Path(home), exchanges[0].run_id)
+        return cls(source, exchanges, said, pick(exchanges, said, asked.rounds, asked.clients))
+
+
+class _App:
+    """What is known of the app whose recording is attacked."""
+
+    def __init__(self, model: nn.Module | str, tape: _Tape, asked: AssessSettings) -> None:
+        self.title = slug(asked.name or package_of(model))
+        self.model = model if isinstance(model, nn.Module) else built_model(model)
+        if type(self.model).__module__ == "__main__":
+            raise FedsimError(
+                f"model: {type(self.model).__name__} is defined in the script itself, where the "
+                "processes that attack do not find it; move it to a module"
+            )
+        first = tape.picked[0]
+        freeze_unsent(self.model, first.exchange, asked.prefix)
+        shape = asked.input_shape or first.testimony.shape
+        classes = asked.classes or classes_of(self.model, shape)
+        mode: Mode = "train" if first.testimony.said.training_mode else "eval"
+        self.subject = Subject(
+            self.model,
+            input_shape=shape,
+            classes=classes,
+            mean=asked.mean,
+            std=asked.std,
+            mode=mode,
+        )
+        self.examples = Examples(asked.mean, asked.std, classes)
+        notes = [f"tap, left out: {line}" for line in left_out(tape.source)]
+        if self.subject.random:
+            notes.append(RANDOM)
+        if halves := {value.dtype for value in first.exchange.reply().values()} & _HALVES:
+            sent = ", ".join(map(str, halves))
+            notes.append(f"update: clients send {sent}, whose rounding no attack models")
+        self.plan = Plan(
+            answer=asked.answer, local=asked.local, mode=mode, defenses=asked.defenses, notes=notes
+        )
+
+
+def _fill(folder: Path, tape: _Tape, app: _App, asked: AssessSettings) -> tuple[Context, Setting]:
+    """Writes the recording and its truth as a run's, and returns how it is attacked."""
+    seen: dict[str, tuple[Observation, Picked]] = {}
+    errors: dict[str, float | None] = {}
+    for each in tape.picked:
+        training = app.plan.training(each)
+        stack, announcements, effect = app.plan.defended(training)
+        observation = observed(
+            each.exchange,
+            app.subject,
+            app.model,
+            training,
+            answer=asked.answer,
+            prefix=asked.prefix,
+            stack=stack,
+            client=each.number,
+            defense=announcements,
+            effect=effect,
+            seed=asked.seed,
+        )
+        if not any(bool(value.any()) for value in observation.update.values()):
+            raise FedsimError(
+                f"{each.exchange.path}: the client answered what it was sent; if the app "
+                "sends a delta or a gradient, say so (--answer)"
+            )
+        images, labels = app.examples.read(each.testimony)
+        victim = GroundTruth(images=images, labels=labels)
+        files.save_observation(observation, folder)
+        save_truth(victim, folder, observation.id, each.number)
+        errors[observation.id] = error = simulation_error(observation, victim)
+        if error is not None and error > _UNLIKE and effect.exact:
+            app.plan.notes.append(
+                f"training: client {each.number} sent another update than is simulated of what "
+                f"it trained on, by {error:.2g} of its length (simulation_error): attacks do "
+                f"not know all of its training{app.subject.assumed}, and what they miss says little"
+            )
+        seen[observation.id] = observation, each
+    record.write_lines(folder / "rounds.jsonl", round_rows(tape.exchanges, stack))
+    guesser, guess_is_public = guesser_of(tape.said, tape.picked, app.examples, app.plan.notes)
+    context = Context(
+        name=app.title,
+        model=type(app.model).__name__,
+        grant=asked.grant,
+        seen=seen,
+        guess_is_public=guess_is_public,
+        simulation_errors=errors,
+    )
+    setting = Setting(
+        root=folder,
+        device="cpu",
+        granted=asked.grant,
+        guesser=guesser,
+        lpips_backbone="alex",
+        lpips_weights=None,
+        threads=1,
+        models=live.kept(app.subject.spec.name),
+    )
+    return context, setting
+
+
 _HALVES = {torch.float16, torch.bfloat16}
 _UNLIKE = 0.1
-"""Of the update's length, by which the simulated one may be off unsaid."""
+"""Share of the update's length by which the simulated one may be off unsaid."""
 _BASIS = (
     "recording: made by fedsim.tap of an app that is not fedsim's; truth is what fedsim.witness "
     "saw the model being called with",
@@ -250,59 +235,11 @@ _BASIS = (
 )
 
 
-def _attack(
-    folder: Path,
-    context: Context,
-    attacks: Mapping[str, Mapping[str, object]],
-    guesser: scoring.Guesser,
-    models: Mapping[str, Classifier],
-    workers: int | None,
-    quiet: bool,
-    recording: str,
-) -> None:
-    """Runs every attack on every observation; its rows go to results.jsonl as they come."""
-    planned = [
-        (
-            Job(
-                observation=files.path_of(folder, id),
-                attack=name,
-                label=name,
-                parameters=dict(create(name, parameters).model_dump(mode="json")),
-                restarts=1,
-            ),
-            seen,
-        )
-        for name, parameters in attacks.items()
-        for id, (seen, _) in context.seen.items()
-    ]
-    jobs = [job for job, _ in planned]
-    origin = f"recording:{recording}"
-    Announced.of(context.name, {}, 0, planned, resumable=False, origin=origin).save(folder)
-    setting = Setting(
-        root=folder,
-        device="cpu",
-        granted=context.grant,
-        guesser=guesser,
-        lpips_backbone="alex",
-        lpips_weights=None,
-        threads=1,
-        models=models,
+def _job(observation: Path, name: str, parameters: Mapping[str, object]) -> Job:
+    return Job(
+        observation=observation,
+        attack=name,
+        label=name,
+        parameters=dict(create(name, parameters).model_dump(mode="json")),
+        restarts=1,
     )
-    with progress.display(quiet) as display:
-        display.stage("attack", len(jobs))
-
-        def on_progress(job: Job, at: Progress) -> None:
-            of = f"/{at.total}" if at.total else ""
-            display.detail(job.title, f"{job.title} {at.iteration}{of} loss {at.loss:.2e}")
-
-        def on_result(job: Job, result: Result) -> None:
-            record.append_line(folder / "results.jsonl", context.row(job, result))
-            display.advance(job.title)
-
-        run_jobs(
-            jobs,
-            setting,
-            workers=workers or os.cpu_count() or 1,
-            on_progress=on_progress,
-            on_result=on_result,
-        )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from torch import nn
 
+from fedsim.assessment.settings import AssessSettings
 from fedsim.assessment.truth import Picked
 from fedsim.attacking.jobs import Job, Result
 from fedsim.contracts.grant import Grant
@@ -106,12 +106,7 @@ def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
 
 
 def command_of(
-    source: Path,
-    model: nn.Module | str,
-    homes: Sequence[str | Path],
-    rounds: Collection[int] | Literal["last"],
-    options: Mapping[str, object],
-    plugins: Mapping[str, Mapping[str, Mapping[str, object]]],
+    source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
 ) -> str:
     """Returns the command that makes the same assessment.
 
@@ -121,18 +116,32 @@ def command_of(
     words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
     for home in homes:
         words += ["--truth", str(Path(home).absolute())]
-    words += ["--rounds", rounds if isinstance(rounds, str) else listed(sorted(rounds))]
+    rounds = asked.rounds
+    options = {
+        "rounds": rounds if isinstance(rounds, str) else _listed(sorted(rounds)),
+        "mean": asked.mean and _listed(asked.mean),
+        "std": asked.std and _listed(asked.std),
+        "input-shape": asked.input_shape and _listed(asked.input_shape),
+        "classes": asked.classes,
+        "answer": None if asked.answer == "weights" else asked.answer,
+        "prefix": asked.prefix,
+        **{key.replace("_", "-"): value for key, value in (asked.local or {}).items()},
+        "clients": asked.clients,
+        "name": asked.name,
+        "seed": asked.seed,
+    }
     for option, value in options.items():
         if value not in (None, ""):
             words += [f"--{option}", str(value)]
-    for option, chosen in plugins.items():
-        for name, parameters in chosen.items():
-            own = [f"{k}={v}" for k, v in parameters.items() if k != "name" and v is not None]
-            words += [f"--{option}", name + (":" + ",".join(own) if own else "")]
+    plugins = [("attack", name, parameters) for name, parameters in asked.attacks.items()]
+    plugins += [("defense", str(each["name"]), each) for each in asked.defenses]
+    for option, name, parameters in plugins:
+        own = [f"{k}={v}" for k, v in parameters.items() if k != "name" and v is not None]
+        words += [f"--{option}", name + (":" + ",".join(own) if own else "")]
     return shlex.join(words)
 
 
-def listed(values: Sequence[float]) -> str:
+def _listed(values: Sequence[float]) -> str:
     return ",".join(map(str, values))
 
 

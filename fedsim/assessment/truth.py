@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim import scoring
 from fedsim.recording.exchanges import Exchange
 from fedsim.recording.witnessed import Testimony
-from fedsim.types import FedsimError, GroundTruth
+from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 _ROUNDING = 0.02
@@ -78,33 +78,39 @@ def _numbers(exchanges: Sequence[Exchange], said: Mapping[str, Testimony]) -> Ma
 
 
 @dataclass(frozen=True)
-class Pixels:
-    """Takes the app's normalization back."""
+class Examples:
+    """Reads what clients trained on, and takes the app's normalization back."""
 
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+    classes: int
+    """How many outputs the model has."""
 
-    @classmethod
-    def of(cls, mean: Sequence[float] | None, std: Sequence[float] | None) -> Pixels:
-        return cls(
-            None if mean is None else tuple(map(float, mean)),
-            None if std is None else tuple(map(float, std)),
-        )
-
-    def __call__(self, images: Tensor, what: Path) -> Tensor:
-        """Returns pixels in [0, 1] of normalized `images`.
+    def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
+        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) that a witness saw.
 
         Raises:
-            FedsimError: they are not in [0, 1].
+            FedsimError: a pixel or a label is outside of what there is.
         """
+        images, labels = testimony.images()
+        outside = labels[(labels < 0) | (labels >= self.classes)]
+        if len(outside):
+            raise FedsimError(
+                f"{testimony.path}: expected labels from 0 to {self.classes - 1}, as the model has "
+                f"{self.classes} outputs, got {int(outside[0])}; name the model that the app "
+                "trains (--model), and its outputs (--classes)"
+            )
+        return self._pixels(images, testimony.path), labels
+
+    def _pixels(self, images: Tensor, what: Path) -> Tensor:
         for option, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) != images.shape[1]:
                 raise FedsimError(
                     f"{option}: expected {number_of(images.shape[1], 'number')}, one a channel, "
                     f"got {len(values)}"
                 )
-        std = torch.tensor(self.std or (1.0,)).view(1, -1, 1, 1)
-        mean = torch.tensor(self.mean or (0.0,)).view(1, -1, 1, 1)
+        std = torch.tensor([float(each) for each in self.std or (1.0,)]).view(1, -1, 1, 1)
+        mean = torch.tensor([float(each) for each in self.mean or (0.0,)]).view(1, -1, 1, 1)
         pixels = images * std + mean
         low, high = float(pixels.min()), float(pixels.max())
         if low < -_ROUNDING or high > 1 + _ROUNDING:
@@ -115,15 +121,10 @@ class Pixels:
         return pixels.clamp(0, 1)
 
 
-def truth_of(each: Picked, pixels: Pixels) -> GroundTruth:
-    images, labels = each.testimony.images()
-    return GroundTruth(images=pixels(images, each.testimony.path), labels=labels)
-
-
 def guesser_of(
     said: Mapping[str, Testimony],
     picked: Sequence[Picked],
-    pixels: Pixels,
+    examples: Examples,
     notes: list[str],
 ) -> tuple[scoring.Guesser, bool]:
     """Learns the zero-information guess from what others trained on, and says whether it could.
@@ -134,12 +135,11 @@ def guesser_of(
     victims = {each.exchange.node_id for each in picked}
     others = {t.said.node_id: t for t in said.values() if t.said.node_id not in victims}
     pool = list(others.values()) or [each.testimony for each in picked]
-    images = [(pixels(each.images()[0], each.path), each.images()[1]) for each in pool]
-    found = torch.cat([each for each, _ in images])
+    images, labels = zip(*(examples.read(each) for each in pool), strict=True)
     if not others:
         notes.append(
             "guess: learned from the victims' own images, as no other client was witnessed; gains "
             "over it are understated; run the app with more clients than are attacked"
         )
-    levels = (found * 255).round().to(torch.uint8)
-    return scoring.Guesser(levels, torch.cat([labels for _, labels in images])), bool(others)
+    levels = (torch.cat(images) * 255).round().to(torch.uint8)
+    return scoring.Guesser(levels, torch.cat(labels)), bool(others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,60 @@ from fedsim.cli.exits import exits
 from fedsim.cli.options import Quiet
 from fedsim.cli.outcome import show
 
+_Model = Annotated[
+    str,
+    typer.Option(
+        metavar="MODULE:NAME",
+        help="The app's model: a class, or a function with its arguments, as in "
+        '"my_app.task:get_model(num_classes=10)"; found from the current folder.',
+    ),
+]
+_Truth = Annotated[
+    list[Path],
+    typer.Option(help="What fedsim.witness wrote to; may be repeated, once a client's disk."),
+]
+_Out = Annotated[Path, typer.Option(help="Folder to fill with results and report.html.")]
+_Mean = Annotated[
+    str | None, typer.Option(help="What the app normalizes by, as 0.5,0.5,0.5; default 0.")
+]
+_Std = Annotated[str | None, typer.Option(help="As --mean; default 1.")]
+_InputShape = Annotated[
+    str | None, typer.Option(help="C,H,W; default that of the witnessed images.")
+]
+_Classes = Annotated[
+    int | None, typer.Option(min=2, help="Outputs of the model; default as many as it has.")
+]
+_Answer = Annotated[
+    str, typer.Option(help="What clients answer: weights, delta (less those sent), gradient.")
+]
+_Prefix = Annotated[str, typer.Option(help="Before the app's names in the model's own, as heads.")]
+_BatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Of the app's clients; default as witnessed.")
+]
+_Lr = Annotated[float | None, typer.Option(help="Of the app's clients, with --batch-size.")]
+_Epochs = Annotated[int, typer.Option(min=1, help="Of a round, with --batch-size.")]
+_Momentum = Annotated[float, typer.Option(help="Of SGD, with --batch-size.")]
+_Attacks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--attack",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="See fedsim list attacks; may be repeated.",
+    ),
+]
+_Defenses = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--defense",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="What clients do to their update, in order; see fedsim list defenses.",
+    ),
+]
+_Grants = Annotated[
+    list[str] | None,
+    typer.Option("--grant", metavar="KEY=VALUE", help="As of fedsim attack; may be repeated."),
+]
+
 
 def add_to(app: typer.Typer) -> None:
     """Adds the command to `app`."""
@@ -19,63 +74,22 @@ def add_to(app: typer.Typer) -> None:
 
 def assess(
     tapped: Annotated[Path, typer.Argument(metavar="TAPPED")],
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODULE:NAME",
-            help="The app's model: a class, or a function with its arguments, as in "
-            '"my_app.task:get_model(num_classes=10)"; found from the current folder.',
-        ),
-    ],
-    truth: Annotated[
-        list[Path],
-        typer.Option(help="What fedsim.witness wrote to; may be repeated, once a client's disk."),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to fill with results and report.html.")],
-    mean: Annotated[
-        str | None, typer.Option(help="What the app normalizes by, as 0.5,0.5,0.5; default 0.")
-    ] = None,
-    std: Annotated[str | None, typer.Option(help="As --mean; default 1.")] = None,
-    input_shape: Annotated[
-        str | None, typer.Option(help="C,H,W; default that of the witnessed images.")
-    ] = None,
-    classes: Annotated[
-        int | None, typer.Option(min=2, help="Outputs of the model; default as many as it has.")
-    ] = None,
-    answer: Annotated[
-        str, typer.Option(help="What clients answer: weights, delta (less those sent), gradient.")
-    ] = "weights",
-    prefix: Annotated[
-        str, typer.Option(help="Before the app's names in the model's own, as heads.")
-    ] = "",
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Of the app's clients; default as witnessed.")
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Of the app's clients, with --batch-size.")] = (
-        None
-    ),
-    epochs: Annotated[int, typer.Option(min=1, help="Of a round, with --batch-size.")] = 1,
-    momentum: Annotated[float, typer.Option(help="Of SGD, with --batch-size.")] = 0.0,
-    attacks: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--attack",
-            metavar="NAME[:KEY=VALUE,...]",
-            help="See fedsim list attacks; may be repeated.",
-        ),
-    ] = None,
-    defenses: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--defense",
-            metavar="NAME[:KEY=VALUE,...]",
-            help="What clients do to their update, in order; see fedsim list defenses.",
-        ),
-    ] = None,
-    grants: Annotated[
-        list[str] | None,
-        typer.Option("--grant", metavar="KEY=VALUE", help="As of fedsim attack; may be repeated."),
-    ] = None,
+    model: _Model,
+    truth: _Truth,
+    out: _Out,
+    mean: _Mean = None,
+    std: _Std = None,
+    input_shape: _InputShape = None,
+    classes: _Classes = None,
+    answer: _Answer = "weights",
+    prefix: _Prefix = "",
+    batch_size: _BatchSize = None,
+    lr: _Lr = None,
+    epochs: _Epochs = 1,
+    momentum: _Momentum = 0.0,
+    attacks: _Attacks = None,
+    defenses: _Defenses = None,
+    grants: _Grants = None,
     rounds: Annotated[str, typer.Option(help="Which are attacked: 1,3 or last.")] = "last",
     clients: Annotated[int, typer.Option(min=1, help="Attacked in each round.")] = 2,
     run: Annotated[int | None, typer.Option(help="Id of the recorded run; default newest.")] = None,
@@ -91,28 +105,14 @@ def assess(
     with exits():
         from fedsim.assessment import assess as assess_recording
         from fedsim.results.record import strict_json
-        from fedsim.scenario import grant_of, parameters_of
+        from fedsim.scenario import grant_of
         from fedsim.system import paths
         from fedsim.types import FedsimError
 
         if (batch_size is None) != (lr is None):
             raise FedsimError("--batch-size, --lr: expected both or none")
-        local = None
-        if batch_size is not None and lr is not None:
-            local = {"batch_size": batch_size, "lr": lr, "epochs": epochs, "momentum": momentum}
-        asked: dict[str, Any] = {}
-        for text in attacks or []:
-            label, settings = _named(text)
-            asked[label] = parameters_of(
-                "fedsim.attacks", label, settings, origin=f"--attack {label}"
-            )
-        announced = []
-        for text in defenses or []:
-            label, settings = _named(text)
-            parameters = parameters_of(
-                "fedsim.defenses", label, settings, origin=f"--defense {label}"
-            )
-            announced.append({"name": label, **parameters})
+        local = {"batch_size": batch_size, "lr": lr, "epochs": epochs, "momentum": momentum}
+        chosen = dict(_plugins("attack", attacks))
         finished = assess_recording(
             tapped,
             model,
@@ -124,10 +124,9 @@ def assess(
             classes=classes,
             answer=_answer(answer),
             prefix=prefix,
-            local=local,
-            attacks=asked or None,
+            local=None if batch_size is None else local,
             grant=grant_of(grants or []),
-            defenses=announced,
+            defenses=[{"name": own, **given} for own, given in _plugins("defense", defenses)],
             rounds=_rounds(rounds),
             clients=clients,
             run=run,
@@ -135,6 +134,7 @@ def assess(
             seed=seed,
             workers=workers,
             quiet=quiet,
+            **({"attacks": chosen} if chosen else {}),
         )
         if not quiet:
             show(finished)
@@ -143,10 +143,14 @@ def assess(
                 typer.echo(note, err=True)
 
 
-def _named(text: str) -> tuple[str, list[str]]:
-    """Returns a plugin's name and its settings, of `name:key=value,key=value`."""
-    label, _, rest = text.partition(":")
-    return label, [part for part in rest.split(",") if part]
+def _plugins(kind: str, texts: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields name and parameters of each plugin, of `name:key=value,key=value`."""
+    from fedsim.scenario import parameters_of
+
+    for text in texts or []:
+        name, _, rest = text.partition(":")
+        settings = [part for part in rest.split(",") if part]
+        yield name, parameters_of(f"fedsim.{kind}s", name, settings, origin=f"--{kind} {name}")
 
 
 def _numbers(option: str, text: str | None) -> list[float] | None:

@@ -6,10 +6,8 @@ sees. Importing this package sets Flower's environment and imports nothing of Fl
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from fedsim.scenario import Scenario
     from fedsim.training.server import Server
 
-__all__ = ["RoundRecord", "build_engine", "check", "check_sums", "federate"]
+__all__ = ["RoundRecord", "build_engine", "federate"]
 
 # Flower reads these when it is imported: it must not phone home, nor touch the user's own
 # configuration, nor print its progress between ours.
@@ -55,16 +53,17 @@ def federate(
     is a workload. `link` is for an engine whose nodes are elsewhere.
 
     Raises:
-        FedsimError: see `check`; or `out` holds results of this stack and `resume` is false, or of
-            another scenario; or the engine cannot run here; or the strategy failed.
+        FedsimError: see `refusals.check_scenario`; or `out` holds results of this stack and
+            `resume` is false, or of another scenario; or the strategy failed.
     """
-    from fedsim.federation import client_state
+    from fedsim.federation import client_state, strategies
     from fedsim.federation.checkpoint import Checkpoints
     from fedsim.federation.client_app import Job
+    from fedsim.federation.refusals import check_scenario
     from fedsim.system import threads
     from fedsim.training.workload import Workload
 
-    check(scenario, [stack])
+    check_scenario(scenario, [stack])
     checkpoints = Checkpoints(out, scenario, stack, server.census.held if server else None)
     if not resume and (checkpoints.begun or client_state.has_truth(out, stack)):
         raise FedsimError(
@@ -79,7 +78,7 @@ def federate(
         out=str(out.resolve()),
         threads=scenario.threads,
     )
-    with _quiet_flower(), threads.fixed(scenario.threads):
+    with strategies.quiet_flower(), threads.fixed(scenario.threads):
         known = server or Workload(scenario, stack)
         build_engine(scenario).train(job, known, on_round, link)
 
@@ -100,63 +99,3 @@ def build_engine(scenario: Scenario) -> FlowerEngine:
             "fedsim.federation.engine.FlowerEngine; its author has to mend it"
         )
     return engine
-
-
-def check(scenario: Scenario, stacks: list[str] | None = None) -> None:
-    """Refuse before any training what no engine, strategy or defense stack can do.
-
-    Args:
-        scenario: With every default written out.
-        stacks: Those of the scenario's that are to be trained; default all.
-
-    Raises:
-        FedsimError: the strategy or one of its parameters does not exist (with the nearest name),
-            does not fit a defense stack, or the engine's extra is not installed.
-    """
-    from fedsim.federation import strategies
-    from fedsim.scenario.build import build_learner, build_stack, declared_training
-
-    federation = scenario.federation
-    build_engine(scenario).check()
-    with _quiet_flower():
-        strategies.build(federation.strategy, federation.strategy_parameters)
-    trains = build_learner(scenario.learner).trains
-    if not trains and federation.strategy != "FedAvg":
-        raise FedsimError(
-            f"federation.strategy: learner {scenario.learner.name} releases no update of a model, "
-            f"of which {federation.strategy} could make anything but the mean; use FedAvg"
-        )
-    for name in scenario.defenses if stacks is None else stacks:
-        stack = build_stack(scenario.defenses[name])
-        try:
-            strategies.check_fit(
-                federation.strategy,
-                federation.strategy_parameters,
-                sees_each=stack.aggregation is None,
-                losses=trains and stack.shows_losses(declared_training(scenario)),
-            )
-        except FedsimError as error:
-            raise FedsimError(f"defenses.{name}: {error}") from error
-
-
-@contextmanager
-def _quiet_flower() -> Iterator[None]:
-    """Hold Flower's log to FLWR_LOG_LEVEL also where somebody imported it before fedsim."""
-    logger = logging.getLogger("flwr")
-    before = logger.level
-    logger.setLevel(os.environ["FLWR_LOG_LEVEL"].upper())
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def check_sums(server: Server) -> None:
-    """Refuse before any training secure sums of `server`'s stack that cannot work.
-
-    Raises:
-        FedsimError: see `fedsim.federation.secure_aggregation.plan.check`.
-    """
-    from fedsim.federation.secure_aggregation import plan
-
-    plan.check(server)

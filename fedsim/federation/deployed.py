@@ -17,8 +17,7 @@ from pathlib import Path
 from fedsim.recording import files
 from fedsim.scenario import Scenario
 from fedsim.system import paths
-from fedsim.training.census import Census
-from fedsim.training.server import Server
+from fedsim.training.server import Census, Server
 from fedsim.training.source import load_dataset
 from fedsim.types import FedsimError
 

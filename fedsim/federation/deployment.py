@@ -20,7 +20,7 @@ from fedsim.federation.network.home import run_folder
 from fedsim.federation.network.link import Link
 from fedsim.recording import files, truth
 from fedsim.system import paths
-from fedsim.training.census import Census
+from fedsim.training.server import Census
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from flwr.serverapp import strategy as flower
@@ -157,3 +160,15 @@ def _inner(value: Any) -> tuple[str, dict[str, Any]]:
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+@contextmanager
+def quiet_flower() -> Iterator[None]:
+    """Hold Flower's log to FLWR_LOG_LEVEL also where somebody imported it before fedsim."""
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(os.environ["FLWR_LOG_LEVEL"].upper())
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

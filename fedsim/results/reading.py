@@ -22,7 +22,7 @@ from fedsim.results.lines import (
 from fedsim.results.plan import PLAN, Line, Plan, load_plan
 from fedsim.results.record import strict_json
 from fedsim.results.settings import differences
-from fedsim.scenario.location import ScenarioError
+from fedsim.scenario.document import ScenarioError
 from fedsim.scenario.reader import MAX_BYTES, parse_yaml
 from fedsim.system import paths
 from fedsim.system.lock import is_locked

@@ -10,9 +10,8 @@ A file with a `sweep:` section stands for several scenarios:
 
 from fedsim.scenario.build import build_stack, declared_training
 from fedsim.scenario.checks import cautions
-from fedsim.scenario.document import Document
+from fedsim.scenario.document import Document, Problem, ScenarioError
 from fedsim.scenario.dump import dump
-from fedsim.scenario.location import Problem, ScenarioError
 from fedsim.scenario.model import Scenario
 from fedsim.scenario.overrides import grant_of, parameters_of
 from fedsim.scenario.resolve import resolve

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.contracts.attack import Attack, unreadable
+from fedsim.contracts.defense import AggregationDefense, SecureAggregation
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.learner import Learner
 from fedsim.contracts.plugins import installed
-from fedsim.scenario import vantages
 from fedsim.scenario.build import (
     algorithm,
     build_engine,
@@ -19,10 +19,11 @@ from fedsim.scenario.build import (
     declared,
     plugin_class,
 )
-from fedsim.scenario.location import KeyPath
+from fedsim.scenario.document import KeyPath
 from fedsim.scenario.model import (
     AttackEntry,
     Data,
+    Federation,
     Observe,
     PluginRef,
     Scenario,
@@ -63,9 +64,7 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         yield from _sampling(training, observe)
     if observe:
         stacks = {n: r for n, r in sections.get("defenses", {}).items() if sound(("defenses", n))}
-        yield from vantages.check(
-            observe, training, sections.get("federation"), stacks, trains=trains
-        )
+        yield from _vantages(observe, training, sections.get("federation"), stacks, trains=trains)
     if federation := sections.get("federation"):
         yield from _engine(federation.engine, audited=sections.get("audit") is not None)
     yield from _results(sections)
@@ -270,6 +269,81 @@ def _observed(observe: Observe, training: Training | None, data: Data | None) ->
                 f"{count} {key} need probes, since a training update happens once; add "
                 f"`observe.batch_sizes: [...]`, or use 1",
             )
+
+
+def _vantages(
+    observe: Observe,
+    training: Training | None,
+    federation: Federation | None,
+    stacks: Mapping[str, Sequence[PluginRef]],
+    *,
+    trains: bool,
+) -> Iterator[Finding]:
+    """Yields every problem with `observe.vantages`, of sections that are valid in themselves.
+
+    Args:
+        observe: Who looks at what.
+        training: None if it is not valid.
+        federation: None if it is not valid.
+        stacks: The defenses that are valid.
+        trains: Whether the learner trains a model.
+    """
+    if "client" in observe.vantages:
+        yield from _lookers(observe, training, federation, trains=trains)
+        for name, refs in stacks.items():
+            if (aggregation := _aggregation(refs)) and not aggregation.averages:
+                yield (
+                    ("defenses", name),
+                    f"{refs[-1].name} does not say that its combination is a mean, from which a "
+                    "participant could take its own update off; drop it, or client from "
+                    "observe.vantages",
+                )
+    if "eavesdropper" in observe.vantages and federation and not federation.tls:
+        for name, refs in stacks.items():
+            aggregation = _aggregation(refs)
+            if aggregation and not isinstance(aggregation, SecureAggregation):
+                yield (
+                    ("defenses", name),
+                    f"{refs[-1].name} is an ideal, which says what the server sees and not what "
+                    "crosses a wire in plaintext; drop it, or eavesdropper from observe.vantages, "
+                    "or use federation.tls: true",
+                )
+
+
+def _lookers(
+    observe: Observe, training: Training | None, federation: Federation | None, *, trains: bool
+) -> Iterator[Finding]:
+    path = ("observe", "vantages", observe.vantages.index("client"))
+    if not trains:
+        yield path, "the learner trains no global model that a participant could see; drop client"
+    if observe.batch_sizes is not None:
+        yield (
+            path,
+            "no probe goes into the global model that a participant sees; drop client, or remove "
+            "observe.batch_sizes, so that the training itself is observed",
+        )
+    if federation and federation.strategy != "FedAvg":
+        yield (
+            path,
+            f"the global model of {federation.strategy} does not tell the clients' mean; drop "
+            "client, or use federation.strategy: FedAvg",
+        )
+    for index, number in enumerate(observe.rounds):
+        if training and number in ("last", training.rounds):
+            yield (
+                ("observe", "rounds", index),
+                f"no participant receives the global model after the last round ({training.rounds})"
+                ", by which it would see that round (observe.vantages: client); observe an earlier "
+                "one, or train a round longer",
+            )
+
+
+def _aggregation(refs: Sequence[PluginRef]) -> AggregationDefense | None:
+    """The aggregation of a stack, if it has one and can be built."""
+    try:
+        return build_stack(refs).aggregation
+    except FedsimError:
+        return None
 
 
 _MAX_RESULTS = 500_000

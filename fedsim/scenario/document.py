@@ -1,12 +1,129 @@
-"""Holds a scenario as written: plain values, and where each of them stands."""
+"""Holds a scenario as written: its values, their key paths, and errors that say where they are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedsim.scenario.location import KeyPath, Problem, ScenarioError, parse
+from fedsim.types import FedsimError
+from fedsim.words import number_of
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the top of a scenario, such as ("attacks", 0, "iterations")."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_+-]+")
+_PART = re.compile(
+    r"""(?P<dot>\.?)(?P<key>[^.\[\]"'=\s]+)|\[(?P<index>[0-9]{1,9})\]|\[(?P<quoted>"(?:[^"\\]|\\.)*")\]"""
+)
+
+
+_DEEPEST = 32
+"""A key path has at most so many parts, as deep as a scenario may be."""
+_SHOWN = 60
+"""A message quotes at most so many characters of a wrong key path."""
+_MAX_PROBLEMS = 50
+"""A message lists at most so many problems."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """States one thing that is wrong with a scenario."""
+
+    message: str
+    """What was expected, what was found, and what to do."""
+    path: KeyPath = ()
+    origin: str = ""
+    """The file, or the `--set` that wrote the value; empty for a scenario made in Python."""
+    line: int | None = None
+    """Counted from 1."""
+
+    def __str__(self) -> str:
+        place = f"{self.origin}:{self.line}" if self.line else self.origin
+        return ": ".join(part for part in (place, dotted(self.path), self.message) if part)
+
+
+class ScenarioError(FedsimError):
+    """A scenario cannot be run.
+
+    The message lists every problem once, in order of lines; of many the first, and their number.
+    """
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda one: one.line or 0))
+        lines = [str(problem) for problem in self.problems[:_MAX_PROBLEMS]]
+        if more := len(self.problems) - len(lines):
+            lines.append(f"and {number_of(more, 'more problem')}; correct these first")
+        super().__init__("\n".join(lines))
+
+    @property
+    def path(self) -> str:
+        """The key path of the first problem, as users write it."""
+        return dotted(self.problems[0].path)
+
+    @property
+    def line(self) -> int | None:
+        """The line of the first problem, counted from 1; None if it has none."""
+        return self.problems[0].line
+
+
+def dotted(path: KeyPath) -> str:
+    """Writes a key path as users do.
+
+    >>> dotted(("defenses", "dp", 1, "std"))
+    'defenses.dp[1].std'
+    >>> dotted(("defenses", "v1.0"))
+    'defenses["v1.0"]'
+    """
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif _PLAIN.fullmatch(part):
+            text += f".{part}" if text else part
+        else:
+            text += f"[{json.dumps(part, ensure_ascii=False)}]"
+    return text
+
+
+def parse(text: str) -> KeyPath:
+    """Reads a key path as users write it: the inverse of `dotted`.
+
+    >>> parse('defenses.dp[1].std')
+    ('defenses', 'dp', 1, 'std')
+
+    Raises:
+        ValueError: `text` is no key path.
+    """
+    path: list[str | int] = []
+    position = 0
+    while position < len(text) and len(path) < _DEEPEST:
+        match = _PART.match(text, position)
+        if not match or (match["key"] and bool(match["dot"]) != bool(path)):
+            break
+        if match["index"]:
+            path.append(int(match["index"]))
+        elif match["quoted"]:
+            path.append(str(json.loads(match["quoted"])))
+        else:
+            path.append(match["key"])
+        position = match.end()
+    if not path or position < len(text):
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise ValueError(f"{shown!r} is no key path; expected one such as attacks[0].iterations")
+    return tuple(path)
+
+
+@contextmanager
+def blaming(key: str) -> Iterator[None]:
+    """Lets a FedsimError from inside start with the scenario's key that is to blame."""
+    try:
+        yield
+    except FedsimError as error:
+        raise FedsimError(f"{key}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fedsim.scenario.location import KeyPath
+from fedsim.scenario.document import KeyPath
 from fedsim.scenario.model import SLUG_PATTERN
 from fedsim.types import DEVICE_PATTERN
 from fedsim.words import number_of

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedsim.contracts.grant import Grant
-from fedsim.scenario.document import Document, Mark
+from fedsim.scenario.document import Document, KeyPath, Mark, Problem, ScenarioError, dotted, parse
 from fedsim.scenario.explain import show
-from fedsim.scenario.location import KeyPath, Problem, ScenarioError, dotted, parse
 from fedsim.scenario.reader import parse_yaml
 from fedsim.scenario.resolve import plugin_slots, resolve_plugin, resolve_section
 from fedsim.words import number_of

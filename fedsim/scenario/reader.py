@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from fedsim.scenario.document import Document, Mark
-from fedsim.scenario.location import KeyPath, Problem, ScenarioError
+from fedsim.scenario.document import Document, KeyPath, Mark, Problem, ScenarioError
 from fedsim.system.paths import content
 from fedsim.types import FedsimError
 from fedsim.words import number_of

@@ -13,9 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from fedsim.contracts.plugins import Plugin, PluginError
 from fedsim.scenario.build import RESERVED, algorithm, build_learner, plugin_class
 from fedsim.scenario.checks import check
-from fedsim.scenario.document import Document
+from fedsim.scenario.document import Document, KeyPath, Problem, ScenarioError
 from fedsim.scenario.explain import explain, known_keys, show, unknown_key
-from fedsim.scenario.location import KeyPath, Problem, ScenarioError
 from fedsim.scenario.model import PluginRef, Scenario
 
 _PLACEHOLDER = "?"

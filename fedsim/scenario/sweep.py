@@ -12,9 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsim.scenario.document import Document
+from fedsim.scenario.document import Document, KeyPath, Problem, ScenarioError, dotted, parse
 from fedsim.scenario.explain import nearest, show
-from fedsim.scenario.location import KeyPath, Problem, ScenarioError, dotted, parse
 from fedsim.scenario.model import Scenario
 from fedsim.scenario.overrides import Override, apply, parse_overrides
 from fedsim.scenario.reader import read

@@ -6,9 +6,9 @@ schedule, what the stack declares, the test split. The tap and Flower's ServerAp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -28,10 +28,9 @@ from fedsim.scenario.build import (
     declared_training,
     problem_of,
 )
+from fedsim.scenario.document import blaming
 from fedsim.system.device import resolve_device
 from fedsim.training import spending
-from fedsim.training.blame import blaming
-from fedsim.training.census import Census
 from fedsim.training.schedule import Probe, RoundPlan, Schedule
 from fedsim.types import (
     UNKNOWN,
@@ -43,10 +42,29 @@ from fedsim.types import (
     Observation,
     Table,
     Tensors,
+    Unit,
     Update,
     Vantage,
     Watcher,
 )
+
+Announcement = tuple[LocalTraining, tuple[Mapping[str, object], ...], Effect]
+"""What everybody knows of an update: its training, its defenses, and their effect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Census:
+    """What a server is told of its clients' data: how much each holds, and no example."""
+
+    held: Sequence[int]
+    """How many training examples each client holds, by its number."""
+    private_statistics: Mapping[Unit, tuple[str, ...]]
+    """What clients compute with that one unit's data had a say in, without noise."""
+
+    @property
+    def examples(self) -> int:
+        """How many training examples all clients hold together."""
+        return sum(self.held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,7 +349,7 @@ class Server:
         if watcher == "server" and client < 0:
             vantage = "aggregate"
         masked = self.protocol is not None and client >= 0 and watcher != "client"
-        refs = self.scenario.defenses[self.stack_name]
+        training, defense, effect = self._announced(probe and probe.batch_size)
         return Observation(
             id=self.observation_id(round, client, probe, watcher),
             update=update.tensors,
@@ -339,9 +357,9 @@ class Server:
             parameters=parameters,
             buffers=buffers,
             spec=spec,
-            training=self.stack.training(self.declared_for(probe)),
-            defense=announced(self.stack, refs, self.declared_for(probe), self.release),
-            effect=UNKNOWN if masked else self.effect(probe),
+            training=training,
+            defense=defense,
+            effect=UNKNOWN if masked else effect,
             vantage=vantage,
             round=round,
             client=client,
@@ -351,9 +369,25 @@ class Server:
             releases=releases,
         )
 
-    def effect(self, probe: Probe | None = None) -> Effect:
-        """What the stack does to an update."""
-        return self.stack.effect(self.declared_for(probe), self.release)
+    @cached_property
+    def _announced(self) -> Callable[[int | None], Announcement]:
+        """What everybody knows of an answer to a probe of so many images, or (None) of training."""
+
+        @cache
+        def announce(batch_size: int | None) -> Announcement:
+            declared = self.declared if batch_size is None else self.declared_of(batch_size)
+            refs = self.scenario.defenses[self.stack_name]
+            return (
+                self.stack.training(declared),
+                announced(self.stack, refs, declared, self.release),
+                self.stack.effect(declared, self.release),
+            )
+
+        return announce
+
+    def effect(self) -> Effect:
+        """What the stack does to an update of training."""
+        return self._announced(None)[2]
 
     def observation_id(
         self, round: int, client: int, probe: Probe | None, watcher: Watcher = "server"

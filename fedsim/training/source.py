@@ -12,10 +12,10 @@ from fedsim.contracts.data import DataSource
 from fedsim.data.batches import distinct
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, plugin_class
+from fedsim.scenario.document import blaming
 from fedsim.scenario.model import PluginRef
 from fedsim.system import memory
 from fedsim.system.paths import from_home, opened
-from fedsim.training.blame import blaming
 from fedsim.types import Dataset, Table, Unit
 
 _BY_LABEL = ("dirichlet", "shards")

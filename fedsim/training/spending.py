@@ -15,7 +15,7 @@ from fedsim.contracts.stack import Stack
 from fedsim.privacy.ledger import Probed, claim, worst_off
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario
-from fedsim.training.blame import blaming
+from fedsim.scenario.document import blaming
 from fedsim.training.schedule import Schedule
 from fedsim.types import FedsimError, LocalTraining
 from fedsim.words import number_of

@@ -16,11 +16,10 @@ from fedsim import rng
 from fedsim.data.partition import partition
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, declared_training
-from fedsim.training.blame import blaming
-from fedsim.training.census import Census
+from fedsim.scenario.document import blaming
 from fedsim.training.client import Client, ClientResult
 from fedsim.training.schedule import Probe
-from fedsim.training.server import Server
+from fedsim.training.server import Census, Server
 from fedsim.training.source import data_source, load_dataset, private_statistics
 from fedsim.types import Dataset, FedsimError, Table, Tensors
 from fedsim.words import number_of

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.assessment import assess
-from fedsim.assessment.truth import Pixels, guesser_of
+from fedsim.assessment.truth import Examples, guesser_of
 from fedsim.recording.exchanges import Recorder
+from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.recording.witnessed import Witnessed, read_witnessed, save_witnessed
 from fedsim.report import leaderboard_rows
 from fedsim.types import FedsimError
@@ -163,6 +164,17 @@ def test_a_recording_that_names_a_model_is_refused(tmp_path: Path) -> None:
         assessed(folder)
 
 
+@pytest.mark.parametrize("label", [-1, 3, 255])
+def test_a_label_that_the_model_has_no_output_for_is_refused(label: int, tmp_path: Path) -> None:
+    folder = recorded(tmp_path)
+    (path,) = (folder / "witnessed").rglob("*.safetensors")
+    seen = read_tensors(path)
+    seen["labels"][2] = label
+    write_tensors(path, seen)
+    with pytest.raises(FedsimError, match=rf"labels from 0 to 2.*got {label};"):
+        assessed(folder)
+
+
 def test_truth_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     folder = recorded(tmp_path)
     (path,) = (folder / "witnessed").rglob("*.json")
@@ -201,7 +213,7 @@ def test_the_guess_is_learned_from_others_than_the_victims(
         "fedsim.assessment.truth.scoring.Guesser", lambda levels, _: learned.append(levels)
     )
     notes: list[str] = []
-    guesser_of(testimonies, [victim], Pixels.of(None, None), notes)
+    guesser_of(testimonies, [victim], Examples(None, None, classes=3), notes)
     assert learned[0].unique().tolist() == [round(0.7 * 255)] and notes == []
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.federation import refusals
 from fedsim.privacy.membership import auc_limit
 from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows, positive_controls, render
 from fedsim.results.record import Row, Run
 from fedsim.scenario import ScenarioError
 from fedsim.scenario.resolve import resolve
-from fedsim.training import refusals
 from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, RowTruth

@@ -91,7 +91,7 @@ def test_help_needs_nothing_heavy() -> None:
         ("attack", "OBSERVATION", "observations/ of a run's folder"),
         ("leaderboard", "DIR", "is the folder of a run"),
         ("report", "DIR", "is the folder of a run"),
-        ("list", "KIND", "attacks, defenses, learners, models, data and mechanisms"),
+        ("list", "KIND", "attacks, defenses, learners, models, data, engines and mechanisms"),
         ("privacy epsilon", "MECHANISM", "fedsim privacy` lists the mechanisms"),
     ],
 )

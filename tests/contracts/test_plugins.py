@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from fedsim.audit.mechanisms import audit
 from fedsim.cli.commands import app
 from fedsim.contracts import listing, plugins
+from fedsim.federation import build_engine
+from fedsim.federation.network.link import Link
 from fedsim.privacy import calculator
 from fedsim.scenario import ScenarioError, json_schema, resolve
 from fedsim.types import FedsimError
@@ -254,6 +256,50 @@ def test_what_an_attack_needs_has_to_be_granted(install: Install) -> None:
         with pytest.raises(ScenarioError, match=rf"attacks\[0\]: needy {said}.*grant it") as caught:
             resolve(scenario(attacks=["needy"], knowledge=knowledge))
         assert caught.value.path == "attacks[0]"
+
+
+ENGINE = """
+from fedsim.contracts.engine import Engine
+from fedsim.federation.engine import FlowerEngine
+
+class Mute(Engine):
+    "Carries no messages."
+    def check(self): pass
+
+class Far(FlowerEngine):
+    "Has its clients elsewhere."
+    remote = True
+    def check(self): pass
+    def train(self, job, server, on_round, link): raise NotImplementedError
+
+class Tuned(Far):
+    speed: int = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"federation": {"engine": "tuned"}}, r"federation\.engine: .*parameters \(speed\)"),
+        ({"federation": {"engine": "fra"}}, r"federation\.engine: .*did you mean 'far'"),
+        ({"federation": {"engine": "far"}, "audit": {}}, r"audit: .*engine far leaves"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(
+    changes: dict[str, object], said: str, install: Install
+) -> None:
+    install("odd", ENGINE, "fedsim.engines", far="Far", tuned="Tuned")
+    with pytest.raises(ScenarioError, match=said):
+        resolve(scenario(**changes))
+
+
+def test_an_engine_carries_messages_of_flower(install: Install, tmp_path: Path) -> None:
+    install("odd", ENGINE, "fedsim.engines", mute="Mute", far="Far")
+    with pytest.raises(FedsimError, match=r"mute does not derive from .*FlowerEngine"):
+        build_engine(resolve(scenario(federation={"engine": "mute"})))
+    wanted = resolve(scenario(federation={"engine": "far"}))
+    with pytest.raises(FedsimError, match="no nodes elsewhere"):
+        build_engine(wanted).clients_of(wanted, tmp_path, Link(superlink="127.0.0.1:1"), None)
 
 
 def test_what_a_parameter_needs_has_to_be_granted() -> None:

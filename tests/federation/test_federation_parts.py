@@ -13,8 +13,9 @@ from federation_support import scenario
 from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 
-from fedsim.federation import check, strategy_state, wire
+from fedsim.federation import strategy_state, wire
 from fedsim.federation.local import identity
+from fedsim.federation.refusals import check_scenario
 from fedsim.federation.screening import is_zero, judge
 from fedsim.federation.spool import Spool, lazy_record
 from fedsim.federation.wire import Answer
@@ -119,7 +120,7 @@ def test_a_wrong_strategy_is_refused_before_training(
     name: str, parameters: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(FedsimError, match=message):
-        check(scenario(federation={"strategy": name, "strategy_parameters": parameters}))
+        check_scenario(scenario(federation={"strategy": name, "strategy_parameters": parameters}))
 
 
 SECURE = [{"name": "aggregate"}]
@@ -150,13 +151,13 @@ def test_a_strategy_that_needs_what_the_stack_hides_is_refused(
 ) -> None:
     federation = {"strategy": name, "strategy_parameters": parameters}
     with pytest.raises(FedsimError, match=f"defenses.hidden: .*{name} needs each client's"):
-        check(scenario(federation=federation, defenses={"none": [], "hidden": stack}))
-    check(scenario(federation=federation))
+        check_scenario(scenario(federation=federation, defenses={"none": [], "hidden": stack}))
+    check_scenario(scenario(federation=federation))
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi"])
 def test_a_strategy_of_the_mean_works_on_a_combination(name: str) -> None:
-    check(scenario(federation={"strategy": name}, defenses={"secure": SECURE}))
+    check_scenario(scenario(federation={"strategy": name}, defenses={"secure": SECURE}))
 
 
 def test_a_strategys_memory_is_restored_exactly() -> None:

@@ -13,8 +13,9 @@ from typing import Any, get_args
 import pytest
 from federation_support import contents, results, scenario, train
 
-from fedsim.federation import RoundRecord, check, federate
+from fedsim.federation import RoundRecord, federate
 from fedsim.federation.client_state import ClientState
+from fedsim.federation.refusals import check_scenario
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import Federation
 from fedsim.types import FedsimError
@@ -46,8 +47,8 @@ def test_every_engine_is_in_the_page_of_scenarios() -> None:
 def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FedsimError, match=r"pip install 'fedsim\[simulation\]'"):
-        check(demanding("simulation"))
-    check(demanding("local"))
+        check_scenario(demanding("simulation"))
+    check_scenario(demanding("local"))
 
 
 @pytest.mark.slow

@@ -12,10 +12,9 @@ import torch
 from federation_support import contents, observation, scenario, train, train_with_fault, workload
 from flwr.app import Message
 
-from fedsim.federation import wire
+from fedsim.federation import refusals, wire
 from fedsim.recording.truth import IncompleteTruth, load_truth
 from fedsim.scenario import Scenario
-from fedsim.training import refusals
 from fedsim.types import FedsimError, GroundTruth, Observation, Tensors
 
 SEEN = "none/round-0001/participant-0000-training"

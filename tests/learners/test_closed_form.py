@@ -11,7 +11,7 @@ from flwr.app import Context, Message, RecordDict
 
 import fedsim
 from fedsim import rng
-from fedsim.federation import check, client_app, federate, local, server_app
+from fedsim.federation import client_app, federate, local, refusals, server_app
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
 from fedsim.federation.records import RoundRecord
@@ -20,7 +20,6 @@ from fedsim.learners.least_squares import normal_solution, solve
 from fedsim.results.record import read_lines
 from fedsim.scenario import Scenario, ScenarioError, dump, open_document
 from fedsim.scenario.resolve import resolve
-from fedsim.training import refusals
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Table
 
@@ -328,5 +327,5 @@ def test_sgd_needs_a_model() -> None:
 def test_what_cannot_work_is_refused_before_any_work(changes: dict[str, Any], message: str) -> None:
     wanted = scenario(**changes)
     with pytest.raises(FedsimError, match=message):
-        check(wanted)
+        refusals.check_scenario(wanted)
         refusals.check(Workload(wanted, next(iter(wanted.defenses))))

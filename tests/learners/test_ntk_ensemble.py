@@ -15,7 +15,7 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.contracts.guarantee import Composed
 from fedsim.contracts.stack import chain
-from fedsim.federation import federate
+from fedsim.federation import federate, refusals
 from fedsim.federation.records import RoundRecord
 from fedsim.learners import ntk
 from fedsim.learners.ntk_ensemble import MODEL
@@ -27,7 +27,6 @@ from fedsim.recording.files import write_tensors
 from fedsim.results.rows import spent
 from fedsim.scenario import Scenario, ScenarioError
 from fedsim.scenario.resolve import resolve
-from fedsim.training import refusals
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError
 from fedsim_defenses.clip import Clip

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.federation import refusals
 from fedsim.recording.files import load_observation
 from fedsim.recording.truth import load_truth
 from fedsim.report.control import positive_controls
 from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.verdict import verdicts
 from fedsim.scenario.resolve import resolve
-from fedsim.training import refusals
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 

@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedsim.scenario import Scenario, ScenarioError, declared_training, dump, load, locate, resolve
-from fedsim.scenario.document import Document
-from fedsim.scenario.location import dotted, parse
+from fedsim.scenario.document import Document, dotted, parse
 from fedsim.scenario.reader import parse_yaml
 from fedsim.types import FedsimError
 

@@ -24,8 +24,8 @@ from fedsim.privacy.numerics import work
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario, expand
 from fedsim.training import accounting, spending
-from fedsim.training.census import Census
 from fedsim.training.schedule import Probe
+from fedsim.training.server import Census
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import OneClient, Workload
 from fedsim.types import Dataset, FedsimError

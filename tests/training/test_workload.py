@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedsim.federation import refusals
 from fedsim.federation.checkpoint import Checkpoint, Checkpoints, fingerprint
 from fedsim.recording.files import observation_id, write_tensors
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
-from fedsim.training import accounting, refusals
+from fedsim.training import accounting
 from fedsim.training.schedule import Probe
 from fedsim.training.source import load_dataset
 from fedsim.training.spending import Account

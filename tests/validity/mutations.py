@@ -45,7 +45,10 @@ VICTIMS = "tests/validity/test_victims.py"
 _BY_SECTION: dict[int, dict[str, Mutation]] = {
     1: {
         "a learner that steps around the stack": swap(
-            "fedsim/training/refusals.py:_directed", "not stack.directed", "False", STATED
+            "fedsim/federation/refusals.py:a_client_can_train",
+            "not stack.directed",
+            "False",
+            STATED,
         ),
         "a clipped gradient above its bound by rounding": swap(
             "defenses/per_example.py:_clipped_sum", "norm * slack", "norm", STATED
@@ -230,7 +233,9 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             STATED,
         ),
         "assumptions that the data contradict are believed": drop(
-            "fedsim/training/refusals.py:check", "_assumed(workload)", ASSUMPTIONS
+            "fedsim/federation/refusals.py:data_keep_to_the_claim",
+            "workload.check_assumptions()",
+            ASSUMPTIONS,
         ),
         "rows longer than their bound": swap(
             "fedsim/types.py:Table.__post_init__",
@@ -466,20 +471,20 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/validity/test_scoring.py",
         ),
         "unrecorded updates dropped": swap(
-            "fedsim/pipeline.py:_Plan._attack",
+            "fedsim/pipeline.py:_Execution._attack",
             "on_result(job, nothing_recorded(seen, lost))",
             "continue",
             ROAD,
         ),
         "the guess made of clients' training images": swap(
-            "fedsim/pipeline.py:_Plan._setting",
+            "fedsim/pipeline.py:_Execution._setting",
             "scoring.Guesser(self.described.test_images, self.described.test_labels)",
             "scoring.Guesser(*(lambda data: (data.train_images, "
             "data.train_labels))(load_dataset(self.scenario)))",
             ROAD,
         ),
         "a black image as the guess": swap(
-            "fedsim/pipeline.py:_Plan._setting",
+            "fedsim/pipeline.py:_Execution._setting",
             "self.described.test_images",
             "0 * self.described.test_images",
             ROAD,
@@ -778,7 +783,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "a run overwrites one that came in between": swap(
             "fedsim/pipeline.py:run",
-            "plan.refuse_other_run()",
+            "execution.refuse_other_run()",
             "pass",
             "tests/system/test_processes.py::"
             "test_a_folder_that_filled_up_in_the_meantime_is_refused",

@@ -12,10 +12,10 @@ import torch
 import fedsim
 from fedsim.data.rows import Column, TableSource
 from fedsim.data.table import TableFile
+from fedsim.federation import refusals
 from fedsim.results import rows
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
-from fedsim.training import refusals
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Table

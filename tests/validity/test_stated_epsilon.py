@@ -11,6 +11,7 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.contracts.defense import ServerRound
 from fedsim.contracts.stack import chain
+from fedsim.federation import refusals
 from fedsim.learners import sgd
 from fedsim.learners.closed_form import VALUE, regularized, sketch
 from fedsim.learners.least_squares import normal_solution
@@ -18,7 +19,6 @@ from fedsim.privacy.ledger import claim
 from fedsim.report.figures import format_bound, format_claim, format_delta, format_epsilon
 from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
-from fedsim.training import refusals
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, LocalTraining, Table, Tensors, Update
 from fedsim_defenses.clip import Clip

@@ -11,9 +11,10 @@ from scipy.stats import norm
 
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.stack import chain
+from fedsim.federation import refusals
 from fedsim.privacy.ledger import claim
 from fedsim.scenario.resolve import resolve
-from fedsim.training import accounting, refusals
+from fedsim.training import accounting
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.random_projection import RandomProjection
@@ -163,4 +164,4 @@ def test_a_deployments_own_server_has_each_release_behind_an_ideal() -> None:
 def test_more_may_collude_than_share_the_noise() -> None:
     wanted = shared_by_four("local", clients=8, secure={"range": 1e6, "colluding": 0.25})
     with pytest.raises(FedsimError, match="collude"):
-        refusals._enough(wanted)
+        refusals.enough_share_the_noise(wanted)

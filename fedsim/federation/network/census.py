@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from fedsim.federation import wire
 from fedsim.federation.delivery import OnWait, roll_call
-from fedsim.training.census import Census
+from fedsim.training.server import Census
 from fedsim.types import FedsimError, Unit
 from fedsim.words import printable
 

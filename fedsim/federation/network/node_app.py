@@ -15,23 +15,21 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from pydantic import ValidationError
 
-from fedsim.federation import client_app, wire
+from fedsim.federation import client_app, refusals, wire
 from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.network import census
 from fedsim.federation.network.home import pin_run, run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
-from fedsim.federation.secure_aggregation import plan
 from fedsim.federation.secure_aggregation.answers import Party
 from fedsim.federation.secure_aggregation.identity import Identity
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import PluginRef
 from fedsim.scenario.resolve import resolve
 from fedsim.system import threads
-from fedsim.training import accounting, refusals
-from fedsim.training.census import Census
 from fedsim.training.client import Client
 from fedsim.training.inputs import digest
+from fedsim.training.server import Census
 from fedsim.training.source import build_source, load_source, private_statistics
 from fedsim.training.workload import IN_LOG, OneClient, Workload
 from fedsim.types import Dataset, FedsimError, Table, Unit
@@ -190,8 +188,6 @@ class NodeApp:
         self._policy.check_release(workload)
         self._party(workload)
         refusals.check(workload)
-        plan.check(workload)
-        accounting.check_promise(workload)
         return workload
 
     def _reasons(self, scenario: Scenario, client: Client) -> Mapping[Unit, tuple[str, ...]]:

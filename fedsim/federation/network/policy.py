@@ -16,7 +16,7 @@ from fedsim.federation.secure_aggregation import plan
 from fedsim.recording.files import write_bytes
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_stack
-from fedsim.scenario.location import ScenarioError
+from fedsim.scenario.document import ScenarioError
 from fedsim.scenario.model import PluginRef
 from fedsim.scenario.reader import MAX_BYTES, parse_yaml
 from fedsim.system import paths

@@ -10,7 +10,7 @@ from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.secure_aggregation.layout import Layout
 from fedsim.federation.secure_aggregation.secrets import digest
 from fedsim.federation.secure_aggregation.terms import Terms
-from fedsim.training.blame import blaming
+from fedsim.scenario.document import blaming
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.types import FedsimError

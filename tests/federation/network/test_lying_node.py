@@ -14,7 +14,7 @@ from fedsim.federation import deployment, wire
 from fedsim.federation.deployed import Deployed
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.scenario import Scenario, expand
-from fedsim.training.census import Census
+from fedsim.training.server import Census
 from fedsim.types import FedsimError
 
 

@@ -1,0 +1,323 @@
+"""What cannot work is refused here before any training: the questions, in their order.
+
+`fedsim run`, `validate` and `up` ask all of them, by `fedsim.acceptance`; a node asks those of its
+stack. What a scenario's sections contradict in each other is refused when it is read
+(`fedsim.scenario.checks`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+
+from fedsim.federation import strategies
+from fedsim.federation.secure_aggregation import plan
+from fedsim.models.base import size_of
+from fedsim.models.planting import plants
+from fedsim.models.size import check_batch
+from fedsim.scenario import Scenario, build_stack, declared_training
+from fedsim.scenario.build import build_engine, build_learner
+from fedsim.scenario.document import blaming
+from fedsim.system import memory
+from fedsim.training import accounting
+from fedsim.training.server import Server
+from fedsim.training.workload import Workload
+from fedsim.types import Dataset, FedsimError, PrivacyClaim, Table
+from fedsim.words import number_of
+
+Claims = Mapping[str, PrivacyClaim]
+"""What the ledger states of each stack."""
+
+
+def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) -> None:
+    """Ask the questions of the scenario alone, about all its `stacks` or some.
+
+    Raises:
+        FedsimError: no engine, strategy or defense stack can do it; with the scenario's key.
+    """
+    for ask in OF_SCENARIO:
+        ask(scenario, scenario.defenses if stacks is None else stacks)
+
+
+def check(server: Server) -> None:
+    """Ask the questions of one stack, with the data of the clients that compute here.
+
+    Raises:
+        FedsimError: it cannot work; the message starts with the scenario's key.
+    """
+    if isinstance(server, Workload):
+        for ask_clients in OF_CLIENTS:
+            ask_clients(server)
+    for ask in OF_STACK:
+        ask(server)
+
+
+def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
+    """Ask the questions of all stacks together, once it is known what they claim.
+
+    Raises:
+        FedsimError: an audit would show nothing, or weights for scoring are missing.
+    """
+    for ask in OF_RUN:
+        ask(scenario, servers, claims)
+
+
+# Of a scenario.
+
+
+def engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
+    """An engine may need another package, or a Flower of another version."""
+    build_engine(scenario.federation.engine).check()
+
+
+def strategy_exists(scenario: Scenario, stacks: Collection[str]) -> None:
+    """Flower has many strategies, with parameters of their own."""
+    federation = scenario.federation
+    with strategies.quiet_flower():
+        strategies.build(federation.strategy, federation.strategy_parameters)
+    if not build_learner(scenario.learner).trains and federation.strategy != "FedAvg":
+        raise FedsimError(
+            f"federation.strategy: learner {scenario.learner.name} releases no update of a model, "
+            f"of which {federation.strategy} could make anything but the mean; use FedAvg"
+        )
+
+
+def strategy_fits_stacks(scenario: Scenario, stacks: Collection[str]) -> None:
+    """A strategy may need to see each update, or losses, that a stack hides."""
+    federation, trains = scenario.federation, build_learner(scenario.learner).trains
+    for name in stacks:
+        stack = build_stack(scenario.defenses[name])
+        with blaming(f"defenses.{name}"):
+            strategies.check_fit(
+                federation.strategy,
+                federation.strategy_parameters,
+                sees_each=stack.aggregation is None,
+                losses=trains and stack.shows_losses(declared_training(scenario)),
+            )
+
+
+OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [
+    engine_runs_here,
+    strategy_exists,
+    strategy_fits_stacks,
+]
+
+
+# Of a stack and the data of its clients that compute here.
+
+
+def classes_to_tell_apart(workload: Workload) -> None:
+    """Images of one class have nothing to tell apart: no loss, no gradient, nothing to attack."""
+    dataset = workload.dataset
+    if isinstance(dataset, Dataset) and len(dataset.classes) < 2:
+        raise FedsimError(
+            f"data.source: all {number_of(len(dataset.train_labels), 'image')} are of one class, "
+            "so that a classifier learns nothing; put images of other classes into folders of "
+            "their own, or name their classes in a CSV (`labels`)"
+        )
+
+
+def batches_are_full(workload: Workload) -> None:
+    """No batch is larger than a client's data, and no trial repeats another's images."""
+    observe, parts = workload.scenario.observe, {one.number: one.own for one in workload.clients}
+    of = "row" if isinstance(workload.dataset, Table) else "image"
+    everyone = list(parts)
+    sizes = []
+    if workload.trains:
+        sizes += [("training.local.batch_size", workload.training.batch_size, everyone)]
+    named = everyone if observe.clients == "all" else observe.clients
+    seen = everyone if workload.stack.aggregation else [one for one in named if one in parts]
+    sizes += [("observe.batch_sizes", size, seen) for size in observe.batch_sizes or []]
+    for key, size, clients in sizes:
+        smallest = min(clients, key=lambda client: len(parts[client]), default=None)
+        if smallest is not None and size > len(parts[smallest]):
+            raise FedsimError(
+                f"{key}: a batch of {size} is larger than the data of client {smallest} "
+                f"({number_of(len(parts[smallest]), of)}); use a smaller batch, fewer clients, "
+                "or a more even partition"
+            )
+    with blaming("observe.trials"):
+        for size in observe.batch_sizes or []:
+            training = workload.stack.training(workload.declared_of(size))
+            for client in seen:
+                workload.client(client).check_victims(training, observe.trials)
+
+
+def data_keep_to_the_claim(workload: Workload) -> None:
+    """A claim may assume something of each client's rows."""
+    with blaming(f"defenses.{workload.stack_name}"):
+        workload.check_assumptions()
+
+
+_STEP_BYTES = 4
+"""Of a pixel of a batch that waits for its step."""
+
+
+def batches_fit_memory(workload: Workload) -> None:
+    """Batches and their gradients have to fit, of training and of probes."""
+    spec, observe = workload.spec, workload.scenario.observe
+    if spec is None or not workload.trains:
+        return
+    counted = size_of(spec)
+    training = workload.training
+    check_batch(counted, "training.local.batch_size", training.batch_size, workload.device)
+    for number in observe.batch_sizes or []:
+        check_batch(counted, "observe.batch_sizes", number, workload.device)
+    largest = max([training.batch_size, *(observe.batch_sizes or [])])
+    pixels = _STEP_BYTES * math.prod(spec.input_shape)
+    memory.check(
+        2 * pixels * largest * training.steps,
+        f"training.local.steps: {number_of(training.steps, 'batch', 'batches')} of "
+        f"{number_of(largest, 'image')}",
+        "use fewer steps or smaller batches",
+    )
+
+
+def a_client_can_train(workload: Workload) -> None:
+    """Two steps show what many would: an epoch of them takes minutes.
+
+    A learner that takes no step through the stack is not protected by what acts on steps.
+    """
+    stack = workload.stack
+    parameters, buffers = workload.initial()
+    with blaming(f"defenses.{workload.stack_name}"):
+        workload.clients[0].update(workload, 1, parameters, buffers, {}, most_steps=2)
+        claimed = stack.training_defenses and stack.guarantees(workload.declared)[0].mechanism
+        if claimed and not stack.directed:
+            raise FedsimError(
+                f"learner {workload.scenario.learner.name} took its steps without "
+                "`Stack.gradient`, so that no defense of training acts on them; drop these "
+                "defenses, or mend the learner"
+            )
+
+
+OF_CLIENTS: list[Callable[[Workload], None]] = [
+    classes_to_tell_apart,
+    batches_are_full,
+    data_keep_to_the_claim,
+    batches_fit_memory,
+    a_client_can_train,
+]
+
+
+# Of a stack, whoever computes its clients.
+
+
+def neurons_to_plant(server: Server) -> None:
+    """A server plants neurons for probes, in a model that has some for it."""
+    observe = server.scenario.observe
+    if observe.plant and not observe.batch_sizes:
+        raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
+    if observe.plant and not (server.model and plants(server.model)):
+        raise FedsimError(
+            "observe.plant: the model has no neurons for the server to plant; set "
+            "model.head.planted or model.imprint"
+        )
+
+
+def somebody_is_observed(server: Server) -> None:
+    """Each observed round has an observed client in it."""
+    scenario = server.scenario
+    if not server.trains and not scenario.observe.batch_sizes:
+        return
+    if scenario.observe.vantages == ["client"]:
+        return
+    for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
+        if not server.plan(round).observed:
+            raise FedsimError(
+                f"observe.clients: none of them takes part in round {round} "
+                f"(participation {scenario.federation.participation}, seed "
+                f"{scenario.seed}); observe 'all' or set observe.batch_sizes"
+            )
+
+
+def somebody_looks(server: Server) -> None:
+    """Somebody has to look, at others, and the global models have to tell."""
+    scenario = server.scenario
+    if "client" not in scenario.observe.vantages:
+        return
+    for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
+        if len(server.plan(round).participants) < 2:
+            raise FedsimError(
+                "observe.vantages: one client takes part in a round, and client sees the others; "
+                "raise data.clients or federation.participation"
+            )
+        if not server.plan(round).lookers:
+            raise FedsimError(
+                f"observe.clients: to look at round {round} (observe.vantages: client), a client "
+                f"has to take part in rounds {round} and {round + 1}, and none of them does "
+                f"(participation {scenario.federation.participation}, seed {scenario.seed}); "
+                "observe 'all', or raise federation.participation"
+            )
+    parameters, _ = server.initial()
+    with blaming("observe.vantages"):
+        for value in parameters.values():
+            server.computation.told_update(value, value, server.training)
+
+
+def enough_share_the_noise(server: Server) -> None:
+    """Clients that share their noise have to take part together."""
+    least, sampled = server.stack.least_clients, len(server.plan(1).participants)
+    if sampled < least:
+        raise FedsimError(
+            f"defenses.{server.stack_name}: the noise is shared among "
+            f"{number_of(least, 'client')}, and "
+            f"{sampled} take part in a round; share it among those, or raise data.clients or "
+            "federation.participation"
+        )
+    if 1 < least < sampled and server.protocol and server.sum_terms(None).colluding:
+        raise FedsimError(
+            f"defenses.{server.stack_name}: the noise is shared among {least} of the "
+            f"{number_of(sampled, 'client')} that take part in a round, of whom a share may "
+            "collude, as many as add it; share it among all"
+        )
+
+
+def sums_work(server: Server) -> None:
+    """A secure sum needs ranges, and noise that rounding leaves."""
+    plan.check(server)
+
+
+def promise_is_kept(server: Server) -> None:
+    """A stack that asks for an ε gets no larger one by the ledger."""
+    accounting.check_promise(server)
+
+
+OF_STACK: list[Callable[[Server], None]] = [
+    neurons_to_plant,
+    somebody_is_observed,
+    somebody_looks,
+    enough_share_the_noise,
+    sums_work,
+    promise_is_kept,
+]
+
+
+# Of all stacks, and what they claim.
+
+
+def audit_shows_something(
+    scenario: Scenario, servers: Mapping[str, Server], claims: Claims
+) -> None:
+    """An audit needs a claim that canaries can refute."""
+    from fedsim import audit
+
+    if scenario.audit:
+        audit.check(scenario.audit, claims, scenario.data.clients)
+
+
+def scorer_is_there(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
+    """Weights that a scenario names for LPIPS are read before hours of work, not after."""
+    from fedsim import scoring
+
+    wanted, described = scenario.scoring, next(iter(servers.values())).described
+    if wanted.lpips_weights is not None and isinstance(described, Dataset):
+        lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
+        if isinstance(lpips, scoring.Unavailable):
+            raise FedsimError(f"scoring.lpips_weights: {lpips.reason}")
+
+
+OF_RUN: list[Callable[[Scenario, Mapping[str, Server], Claims], None]] = [
+    audit_shows_something,
+    scorer_is_there,
+]

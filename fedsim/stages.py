@@ -1,0 +1,98 @@
+"""Stages of every run once its folder has recordings: attack and score them, then report.
+
+`fedsim.run` comes here after training, `fedsim.assess` after it has made a run's folder of what a
+tap recorded.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedsim.attacking.jobs import Job, Result, Setting, run_jobs
+from fedsim.contracts.attack import Progress
+from fedsim.progress import Display
+from fedsim.recording import files
+from fedsim.report import save_grids, save_overview
+from fedsim.results import record, rows
+from fedsim.results.record import Row
+
+Finished = Callable[[Job, Result], None]
+
+
+def writer_of(path: Path, row: Callable[[Job, Result], Row], display: Display) -> Finished:
+    """Returns what writes the row of a finished attack, and shows that it is done."""
+
+    def on_result(job: Job, result: Result) -> None:
+        record.append_line(path, row(job, result))
+        display.advance(_summary(job, result))
+
+    return on_result
+
+
+def attack(
+    jobs: Sequence[Job], setting: Setting, on_result: Finished, display: Display, *, workers: int
+) -> None:
+    """Make and score every attack; each is told of as it goes on.
+
+    Raises:
+        RunFailed: an attacking process died.
+    """
+
+    def on_progress(job: Job, at: Progress) -> None:
+        of = f"/{at.total}" if at.total else ""
+        display.detail(job.title, f"{job.title} {at.iteration}{of} loss {at.loss:.2e}")
+
+    run_jobs(jobs, setting, workers=workers, on_progress=on_progress, on_result=on_result)
+
+
+def finish(
+    folder: Path,
+    facts: Mapping[str, Any],
+    order: Callable[[Row], Any],
+    *,
+    attack_public: Callable[[Sequence[Row]], None] = lambda rows: None,
+) -> None:
+    """Add controls, put rows in canonical order, draw pictures, and write the record.
+
+    Args:
+        folder: The run's.
+        facts: What the record says beside versions and hardware.
+        order: Sorting key of rows.
+        attack_public: Attacks updates of public images for rows without another client's update.
+    """
+    path = folder / "results.jsonl"
+    latest = {rows.key(row): row for row in record.read_lines(path)}
+    found = sorted(latest.values(), key=order)
+    attack_public(found)
+    rows.add_controls(found, folder)
+    record.write_lines(path, found)
+    save_grids(folder)
+    save_overview(folder)
+    files.write_json(
+        folder / "record.json",
+        {
+            **facts,
+            "environment": record.environment(),
+            "peak_memory_bytes": _peak_memory(),
+        },
+    )
+
+
+def _summary(job: Job, result: Result) -> str:
+    psnr, guess = result.metrics["psnr"], result.baseline["psnr"]
+    if result.reason:
+        return f"{job.title}: {result.status}"
+    if (auc := result.metrics["membership_auc"]) is not None:
+        return f"{job.title}: AUC {auc:.2f} of membership (guess 0.50)"
+    if psnr is None or guess is None:
+        return job.title
+    return f"{job.title}: {psnr:.1f} dB (guess {guess:.1f})"
+
+
+def _peak_memory() -> int:
+    """Largest resident set of this process or of any of its workers, in bytes."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
