@@ -130,7 +130,7 @@ def test_no_name_in_a_message_is_part_of_a_path(tmp_path: Path) -> None:
     assert all(len(key) <= 200 for key in exchange.metrics["m"])
 
 
-@pytest.mark.parametrize("fault", ["nothing", "two", "pickled", "error"])
+@pytest.mark.parametrize("fault", ["nothing", "two", "pickled", "unnameable", "error"])
 def test_an_answer_that_cannot_be_recorded_reaches_the_app(fault: str, tmp_path: Path) -> None:
     def answer(message: Message, _: Context) -> RecordDict:
         arrays = ArrayRecord({"w": Array(np.ones(2))})
@@ -139,6 +139,8 @@ def test_an_answer_that_cannot_be_recorded_reaches_the_app(fault: str, tmp_path:
         if fault == "pickled":
             data = b"\x93NUMPY\x01\x00\x04\x00no!\n"
             arrays = ArrayRecord({"w": Array("object", (1,), "numpy.ndarray", data)})
+        if fault == "unnameable":  # of which no file of tensors has an entry
+            arrays = ArrayRecord({"__metadata__": Array(np.ones(1, dtype=np.float32))})
         return RecordDict(
             {"nothing": {}, "two": {"x": arrays, "y": arrays}}.get(fault, {"x": arrays})
         )
@@ -146,20 +148,9 @@ def test_an_answer_that_cannot_be_recorded_reaches_the_app(fault: str, tmp_path:
     plain = LocalGrid(client(answer), 1, 60)
     (reply,) = fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order()))
     assert reply.has_error() == (fault == "error")
-    assert left_out(run_folder(tmp_path))
+    assert left_out(run_folder(tmp_path)) and not list(tmp_path.rglob("node-*"))
     with pytest.raises(FedsimError, match="no exchange in it"):
         read_exchanges(run_folder(tmp_path))
-
-
-def test_a_full_disk_stops_no_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("fedsim.recording.streaming.write", refuse)
-    plain = LocalGrid(client(), 2, 60)
-    assert (
-        len(list(fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order())))) == 2
-    )
 
 
 def test_a_tapped_strategy_taps_its_grid(tmp_path: Path) -> None:
@@ -300,17 +291,6 @@ def test_names_and_metrics_have_no_more_room_than_numbers(flood: str, tmp_path: 
     folder = run_folder(tmp_path)
     assert sum(path.stat().st_size for path in folder.glob("round-*/*")) <= most
     assert any(line.startswith("no room below max_gib: ") for line in left_out(folder))
-
-
-def test_a_name_that_no_file_of_tensors_can_have_is_left_out(tmp_path: Path) -> None:
-    def answer(_: Message, __: Context) -> RecordDict:
-        arrays = Array(np.ones(1, dtype=np.float32))
-        return RecordDict({"x": ArrayRecord({"__metadata__": arrays})})
-
-    plain = LocalGrid(client(answer), 1, 60)
-    list(fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order())))
-    assert "__metadata__" in left_out(run_folder(tmp_path))[0]
-    assert not list(tmp_path.rglob("node-*"))
 
 
 @pytest.mark.parametrize("side", ["server", "client"])

@@ -15,11 +15,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Array, ArrayRecord, RecordDict
 from nodes_support import nodes
 from test_lying_server import BINS, HELD, NOISE, Lying, of_table
-from test_node_app import RUN, resolved, settings
+from test_node_app import RUN, ask, counted, resolved, settings
 
 from fedsim.federation import wire
 from fedsim.federation.network.home import run_folder
-from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.secure_aggregation import messages
 from fedsim.federation.secure_aggregation.identity import Identity
 from fedsim.scenario import Scenario
@@ -268,14 +267,16 @@ def test_a_node_checks_the_scenario_itself(
             lying.ask(kind, wire.greeting(0))
 
 
-def test_assumptions_of_a_claim_are_checked_of_who_was_not_counted(tmp_path: Path) -> None:
-    """A server may leave the census out, which was all that looked at the data."""
+def test_whether_data_fit_an_assumption_is_told_without_their_numbers(tmp_path: Path) -> None:
+    """Asked for its count, and asked again: a server may leave the census out."""
     stack = [{"name": "random_projection", "epsilon": 1.0, "delta": 1e-5, "leverage": 1e-6}]
     scenario = of_table({"name": "diabetes", "row_norm": 1.0}, 3, stack)
     (app, *_) = nodes(tmp_path)
-    lying = Lying(scenario, [app], held="[118, 118, 117]")
-    with pytest.raises(FedsimError, match="assumes of them"):
-        lying.ask("query.identify", wire.greeting(0))
+    said = r"assumes of them: the node's own log says more$"
+    with pytest.raises(FedsimError, match=said):
+        counted(app, scenario)
+    with pytest.raises(FedsimError, match=said):
+        Lying(scenario, [app], held="[118, 118, 117]").ask("query.identify", wire.greeting(0))
 
 
 @pytest.mark.parametrize("version", [None, "1", "3", "02"])
@@ -285,13 +286,7 @@ def test_another_version_is_refused_by_its_name(version: str | None, tmp_path: P
     base = {k: v for k, v in settings(private(), "noise").items() if k != "version"}
     for kind in ("query.census", "query.identify", "train"):
         with pytest.raises(FedsimError, match="version"):
-            _ask(app, kind, {**base, **config})
-
-
-def _ask(app: NodeApp, kind: str, config: dict[str, str]) -> None:
-    from test_node_app import ask
-
-    ask(app, kind, config, wire.greeting(0))
+            ask(app, kind, {**base, **config}, wire.greeting(0))
 
 
 def test_a_run_on_other_data_is_refused(tmp_path: Path) -> None:

@@ -59,23 +59,6 @@ def test_a_missing_certificate_is_named_before_anybody_is_called() -> None:
         link.check("127.0.0.1:1", Path("none.crt"))
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("plugins: [sgd, lenett]", "plugins: nothing installed .*'lenett'; did you mean 'lenet'"),
-        ("stacks: [[{name: clipp}]]", "stacks: .*'clipp' in defenses; did you mean 'clip'"),
-        ("stacks: [[{norm: 1.0}]]", "stacks: .*a defense has no name"),
-    ],
-)
-def test_a_policy_names_what_is_installed(text: str, why: str, tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text(text)
-    with pytest.raises(FedsimError, match=why):
-        Policy.read(path)
-    with pytest.raises(FedsimError, match=r"--policy: .*check the path"):
-        Policy.read(tmp_path / "none.yaml")
-
-
 def test_data_that_are_not_there_are_refused_before_the_node_joins(tmp_path: Path) -> None:
     for data, is_there in (("scenario", True), (str(tmp_path), True), ("/no/such", False)):
         node = NodeApp(0, data, tmp_path / "home", Policy(), shared_seed=False)
