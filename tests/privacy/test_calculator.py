@@ -169,58 +169,24 @@ def beside(output: str) -> list[str]:
     return [line.rpartition(" (δ ")[2].removesuffix(")") for line in lines]
 
 
-NEIGHBOURS = {
-    "gaussian": "row, at most 1 apart",
-    "dp_sgd": "example, replace one",
-    "random_projection": "row, add or remove, leverage ≤ 0.1",
-    "least_squares": "row, add or remove, leverages 0.02 and 0.05",
-    "normal": "unit unknown, the two distributions",
-    "gaussian_sampling": "row, close, kernels at a distance ≤ 0.05",
-    "truncated_laplace": "row, at most 1 apart",
-}
-
-
 @pytest.mark.parametrize("name", CURVES)
 def test_no_epsilon_is_printed_without_delta_unit_and_neighbours(
     name: str, keys: dict[str, Any]
 ) -> None:
     words = [f"{key}={value}" for key, value in keys.items()]
-    asked = invoke("epsilon", name, *words, "--delta", 0.01).output
-    assert beside(asked) == [f"0.01, {NEIGHBOURS[name]}"]
-    given = invoke("delta", name, *words, "--epsilon", 0.4).output
     found = calculator.delta(name, keys, epsilon=0.4)
-    assert beside(given) == [f"{found.delta:.10g}, {NEIGHBOURS[name]}"]
-    assert f"{found.unit}, {found.neighbours}" == NEIGHBOURS[name]
+    assert found.unit and found.neighbours
+    of = f"{found.unit}, {found.neighbours}"
+    assert beside(invoke("epsilon", name, *words, "--delta", 0.01).output) == [f"0.01, {of}"]
+    given = invoke("delta", name, *words, "--epsilon", 0.4).output
+    assert beside(given) == [f"{found.delta:.10g}, {of}"]
 
 
-@pytest.mark.parametrize("relation", ["zero_out", "replace_one"])
-def test_the_relation_that_was_asked_for_stands_beside_epsilon(relation: str) -> None:
-    words = ("correlated_gaussian", "steps=4", "sampling=full", f"relation={relation}")
-    told = f"0.01, example, {relation.replace('_', ' ')}"
-    asked = invoke("epsilon", *words, "noise_multiplier=2", "--delta", 0.01)
-    noise = invoke("calibrate", *words, "--epsilon", 1, "--delta", 0.01)
-    assert beside(asked.output) == beside(noise.output) == [told]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("gaussian sigma=2", "0.01, row, at most 1 apart"),
-        ("gaussian_sampling k=9 distance=0.1", "0.01, row, close, kernels at a distance ≤ 0.1"),
-        (
-            "poisson_gaussian steps=2 sampling_rate=0.5 noise_multiplier=2",
-            "0.01, example, zero out",
-        ),
-        (
-            "correlated_gaussian steps=2 sampling=full noise_multiplier=2",
-            "0.01, example, zero out",
-        ),
-    ],
-)
-def test_every_epsilon_of_an_audit_says_of_what(words: str, told: str) -> None:
-    found = invoke("audit", *words.split(), "--delta", 0.01, "--draws", 1000)
+def test_every_epsilon_of_an_audit_says_of_what() -> None:
+    words = ["correlated_gaussian", "steps=2", "sampling=full", "noise_multiplier=2"]
+    found = invoke("audit", *words, "--delta", 0.01, "--draws", 1000)
     assert found.exit_code == 0, found.output
-    assert beside(found.output) == 3 * [told], "of the claim, the bound, and each method's"
+    assert len(beside(found.output)) == 3, "of the claim, the bound, and each method's"
 
 
 @pytest.mark.parametrize("question", ["delta", "epsilon", "calibrate", "audit"])
@@ -309,37 +275,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), REFUSED)
-def test_bad_input_is_refused_with_its_cause(line: str, said: str) -> None:
-    result = invoke(*line.split())
-    assert result.exit_code == 2, result.output
-    assert said in result.output
-    assert "Traceback" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ('{"mean1": [0', "is not JSON"),
-        ("[]", "holds no object"),
-        (json.dumps({**NORMAL, "mean3": [0]}), "unknown keys: mean3"),
-        (json.dumps({"mean1": [0]}), "lacks cov1, mean2, cov2"),
-        (json.dumps({**NORMAL, "cov1": [[1, 0.5], [0, 1]]}), "not symmetric"),
-        (json.dumps({**NORMAL, "cov1": [[1, 2], [2, 1]]}), "not a covariance"),
-        (json.dumps({**NORMAL, "mean2": [0, 0, 0]}), "mean2: has 3 dimensions"),
-        (json.dumps({**NORMAL, "mean2": [0, math.nan]}), "not finite"),
-        ("\x00\xff", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-    ],
-)
-def test_a_bad_file_is_refused_with_its_cause(content: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "pair.json"
-    path.write_text(content, encoding="latin-1")
-    result = invoke("delta", "normal", f"file={path}", "--epsilon", 1)
-    assert result.exit_code == 2, result.output
-    assert said in " ".join(result.output.split())
-
-
 def test_every_part_of_a_registered_mechanism_is_of_its_kind_and_told() -> None:
     bases = {"curve": Curve, "calibration": Calibration, "experiment": Experiment}
     for row in calculator.listing():
@@ -367,15 +302,9 @@ EXTREME = [
     (f"{LEAST_SQUARES} p=0.5 q=0", "p: got 0.5, more than q = 0"),
     (f"audit {SAMPLING} distance=0.1 sabotage=10 {FEW}", "no draw of k = 5; use at most 2.23"),
     (f"delta {SAMPLING} distance=1e-300 --epsilon 1", "distance: expected >= 1e-12"),
-    (f"epsilon {SAMPLING} distance=1e-300 --delta 1e-5", "distance: expected >= 1e-12"),
-    (f"calibrate least_squares row_norm=1 r=20 d={10**12} --epsilon 1 --delta 0.1", "d: expected"),
     (
         f"calibrate least_squares row_norm=1 r=20 d={10**9} --epsilon 1 --delta 1e-5",
         "beyond what can be computed",
-    ),
-    (
-        "calibrate least_squares row_norm=1e-300 r=20 d=3 --epsilon 1 --delta 0.1",
-        "row_norm: expected >= 1e-12",
     ),
     (
         "calibrate least_squares row_norm=1 r=20 d=3 --epsilon 1e18 --delta 0.1",
@@ -388,41 +317,21 @@ EXTREME = [
     ("calibrate gaussian sensitivity=1e308 --epsilon 1 --delta 0.1", "expected <= 1e+12"),
     ("epsilon gaussian sensitivity=1 sigma=1e-300 --delta 0.1", "sigma: expected 0 or >= 1e-12"),
     (
-        "epsilon truncated_laplace sensitivity=1 scale=1e-300 bound=100 --delta 0.1",
-        "scale: expected >= 1e-12",
-    ),
-    (
         "epsilon truncated_laplace sensitivity=1 scale=1e-12 bound=100 --delta 1e-5",
         "beyond what can be computed",
     ),
     (f"audit gaussian sigma=1e308 {FEW}", "sigma: expected <= 1e+12"),
-    (f"audit poisson_gaussian {STEPS} noise_multiplier=1e308 {FEW}", "expected <= 1e+12"),
     (f"audit poisson_gaussian {STEPS} noise_multiplier=1e-300 {FEW}", "expected >= 0.1"),
-    *(
-        (f"audit correlated_gaussian {STEPS} sampling=full noise_multiplier={noise} {FEW}", said)
-        for noise, said in (
-            ("1e308", "expected <= 1e+12"),
-            ("1e18", "expected <= 1e+12"),
-            ("1e-300", "expected >= 1e-12"),
-        )
+    (
+        f"audit correlated_gaussian {STEPS} sampling=full noise_multiplier=1e18 {FEW}",
+        "expected <= 1e+12",
     ),
-    *(
-        (f"audit {line} sabotage={factor} {FEW}", f"sabotage: expected {said}")
-        for line in (
-            "gaussian sigma=1",
-            "random_projection leverage=0.5 r=20",
-            f"{SAMPLING} distance=0.1",
-            f"correlated_gaussian {STEPS} sampling=full noise_multiplier=1",
-        )
-        for factor, said in (("1e300", "<= 1000"), ("1e-300", ">= 0.001"))
-    ),
-    (f"audit gaussian sigma=1 --delta 1e-5 --draws {10**13}", "too many to draw"),
+    (f"audit gaussian sigma=1 sabotage=1e300 {FEW}", "sabotage: expected <= 1000"),
+    (f"audit {SAMPLING} distance=0.1 sabotage=1e-300 {FEW}", "sabotage: expected >= 0.001"),
     (f"audit gaussian sigma=1 --delta 1e-5 --draws {10**26}", "use at most 100000000"),
     (f"audit gaussian sigma=1 --delta 1e-5 --draws {10**13} --method one_run", "too many to draw"),
     (f"delta random_projection leverage=0.1 r={MANY} --epsilon 1", "r: expected <= 1"),
-    (f"delta least_squares p=0.1 q=0.2 r=20 d={MANY} --epsilon 1", "d: expected <= 1"),
     (f"delta gaussian_sampling distance=0.1 k={MANY} --epsilon 1", "k: expected <= 1"),
-    (f"epsilon gaussian_sampling distance=0.1 k={10**12} --delta 0.1", "k: expected <= 1"),
     (
         "audit poisson_gaussian steps=100000 sampling_rate=0.5 noise_multiplier=1 --delta 1e-5",
         "steps: expected <= ",
@@ -439,48 +348,59 @@ EXTREME = [
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), EXTREME)
-def test_what_cannot_be_computed_is_refused_with_its_cause(
-    line: str, said: str, recwarn: pytest.WarningsRecorder
-) -> None:
-    result = invoke(*line.split())
-    assert result.exit_code == 2, (result.output, result.exception)
-    assert said in " ".join(result.output.split())
+@pytest.mark.parametrize(("line", "said"), [*REFUSED, *EXTREME])
+def test_what_is_refused_says_why(line: str, said: str, recwarn: pytest.WarningsRecorder) -> None:
+    refuse(line, said)
     assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
 
 
-@pytest.mark.parametrize("question", ["delta", "epsilon"])
+def refuse(line: str, said: str) -> None:
+    result = invoke(*line.split())
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert said in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+ONE = {"mean1": [0.0], "cov1": [[1.0]], "mean2": [1.0], "cov2": [[1.0]]}
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"mean1": [0.0], "mean2": [1e308]}, "mean2: holds a number beyond ± 1e+100; use other"),
-        ({"cov1": [[1e308]], "cov2": [[1e-308]]}, "cov1: holds a number beyond"),
+        ('{"mean1": [0', "is not JSON"),
+        ("[]", "holds no object"),
+        (json.dumps({**NORMAL, "mean3": [0]}), "unknown keys: mean3"),
+        (json.dumps({"mean1": [0]}), "lacks cov1, mean2, cov2"),
+        (json.dumps({**NORMAL, "cov1": [[1, 0.5], [0, 1]]}), "not symmetric"),
+        (json.dumps({**NORMAL, "cov1": [[1, 2], [2, 1]]}), "not a covariance"),
+        (json.dumps({**NORMAL, "mean2": [0, 0, 0]}), "mean2: has 3 dimensions"),
+        (json.dumps({**NORMAL, "mean2": [0, math.nan]}), "not finite"),
+        (json.dumps({**ONE, "mean2": [1e308]}), "mean2: holds a number beyond ± 1e+100; use other"),
+        (json.dumps({**ONE, "cov1": [[1e308]], "cov2": [[1e-308]]}), "cov1: holds a number beyond"),
         (
-            {"cov1": [[1e100]], "cov2": [[1e-200]]},
+            json.dumps({**ONE, "cov1": [[1e100]], "cov2": [[1e-200]]}),
             "variances differ by a factor of more than 1e+100",
         ),
-        ({"mean1": [int("9" * 4000)]}, "mean1: holds a number beyond"),
+        (json.dumps({**ONE, "mean1": [int("9" * 4000)]}), "mean1: holds a number beyond"),
         ("9" * 5000, "is not JSON"),
+        ("\x00\xff", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
-def test_a_file_of_extreme_numbers_is_refused_with_its_cause(
-    question: str, content: Any, said: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+def test_a_bad_file_is_refused_with_its_cause(
+    content: str, said: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    path, one = tmp_path / "pair.json", {"mean1": [0], "cov1": [[1]], "mean2": [1], "cov2": [[1]]}
-    text = content if isinstance(content, str) else json.dumps({**one, **content})
-    path.write_text(text, encoding="utf-8")
-    asked = {"delta": "--epsilon", "epsilon": "--delta"}[question]
-    result = invoke(question, "normal", f"file={path}", asked, 0.1)
-    assert result.exit_code == 2, (result.output, result.exception)
-    assert said in " ".join(result.output.split())
+    path = tmp_path / "pair.json"
+    path.write_text(content, encoding="latin-1")
+    refuse(f"delta normal file={path} --epsilon 0.1", said)
+    refuse(f"epsilon normal file={path} --delta 0.1", said)
     assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "audit poisson_gaussian steps=3 sampling_rate=0.5 noise_multiplier=1 sabotage=0.001 "
-        "--delta 1e-5 --draws 1000",
+        f"audit poisson_gaussian {STEPS} noise_multiplier=1 sabotage=0.001 {FEW}",
         "epsilon least_squares p=0.3 q=0.9999999999999999 r=10 d=10 --delta 1e-5",
     ],
 )

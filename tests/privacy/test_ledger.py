@@ -192,13 +192,3 @@ def test_the_slow_part_is_computed_once_per_mechanism() -> None:
 def test_delta_is_a_probability(delta: float) -> None:
     with pytest.raises(FedsimError, match="delta"):
         of(CLIENT_DP, delta=delta)
-
-
-def test_a_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(FedsimError, match="batch_size"):
-        of(DP_SGD, num_examples=3)
-
-
-def test_a_contradictory_stack_is_refused() -> None:
-    with pytest.raises(FedsimError, match="put clip"):
-        of(chain(GaussianNoise(multiplier=1.0)))

@@ -16,7 +16,6 @@ from scipy.stats import binom, norm
 from fedsim.privacy.composition import correlated
 from fedsim.privacy.composition.participation import grid, squared_norms
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCalibration, CorrelatedCurve
-from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
 
 LAMBDAS = [0.0, 0.3, 0.7, 0.95]
@@ -63,29 +62,6 @@ def test_signs_and_directions_of_gradients_do_not_reach_farther() -> None:
     gradients /= np.linalg.norm(gradients, axis=2, keepdims=True)
     reached = np.linalg.norm(np.einsum("ts,nsd->ntd", matrix, gradients), axis=(1, 2))
     assert reached.max() <= correlated.sensitivity(6, 0.6)
-
-
-@pytest.mark.parametrize("multiplier", [0.3, 1.0, 40.0])
-@pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0])
-def test_log_delta_is_the_formula(multiplier: float, epsilon: float) -> None:
-    expected = gaussian_delta(1 / multiplier, epsilon)
-    found = gaussian.log_delta(multiplier, epsilon)
-    if expected > 1e-12:
-        assert math.exp(found) == pytest.approx(expected, rel=1e-6)
-    else:
-        assert found < math.log(1e-12)
-
-
-def test_log_delta_below_the_least_double() -> None:
-    import mpmath
-
-    mpmath.mp.dps = 60
-    mu, epsilon = mpmath.mpf(1) / 5, mpmath.mpf(10)
-    exact = mpmath.ncdf(mu / 2 - epsilon / mu) - mpmath.exp(epsilon) * mpmath.ncdf(
-        -mu / 2 - epsilon / mu
-    )
-    assert float(mpmath.log(exact)) < -1000
-    assert gaussian.log_delta(5.0, 10.0) == pytest.approx(float(mpmath.log(exact)), rel=1e-9)
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.5, 0.8])
@@ -218,13 +194,6 @@ def test_no_two_fixed_size_batches_are_less_private_than_claimed(epsilon: float)
     assert exact * (1 - 1e-6) <= claimed < 2 * exact
     twice = revealed(epsilon, **{**shape, "noise": sigma / 2})  # of known batches
     assert claimed < twice * (1 - 1e-3) or epsilon == 0
-
-
-def test_without_correlation_full_participation_is_composition() -> None:
-    curve = CorrelatedCurve(steps=9, sampling="full", noise_multiplier=2.0)
-    expected = gaussian.epsilon(2.0 / 3, 1e-5)
-    assert curve.epsilon(1e-5).epsilon == pytest.approx(expected, rel=1e-6)
-    assert curve.delta(expected).delta == pytest.approx(1e-5, rel=1e-3)
 
 
 @pytest.mark.parametrize("sampling", ["full", "single_epoch", "fixed_size"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import mpmath as mp
 import numpy as np
@@ -61,3 +62,27 @@ def test_the_inverses_return_to_where_they_came_from() -> None:
 def test_what_is_no_multiplier_is_refused(wrong: object) -> None:
     with pytest.raises(FedsimError, match=r"noise_multiplier: .*at least 0"):
         gaussian.log_delta(wrong, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("multiplier", "rounds"), [(0.6, 1), (1.1, 1), (1.1, 12), (5.0, 100)])
+def test_composition_agrees_with_the_pld_accountant(multiplier: float, rounds: int) -> None:
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    accountant = PLDAccountant()
+    accountant.compose(dp_accounting.GaussianDpEvent(multiplier), rounds)
+    expected = accountant.get_epsilon(1e-5)
+    found = gaussian.epsilon(multiplier / math.sqrt(rounds), 1e-5)
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert found <= expected + 1e-6  # PLD discretizes pessimistically
+
+
+@pytest.mark.parametrize("target", [1e-12, 1e-5, 0.3])
+def test_it_falls_with_the_noise_over_the_whole_range(target: float) -> None:
+    multipliers = [10.0**k for k in range(-300, 15, 3)]
+    found = [gaussian.epsilon(multiplier, target) for multiplier in multipliers]
+    assert found[0] == gaussian.epsilon(0.0, target) == math.inf
+    assert found[-1] == 0.0
+    assert all(a >= b for a, b in pairwise(found))
+    # far below 1, ε is close to 1 / (2 z²)
+    assert gaussian.epsilon(1e-9, target) == pytest.approx(5e17, rel=1e-6)
