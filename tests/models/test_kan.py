@@ -1,4 +1,4 @@
-"""The KAN and its spline basis, against scipy, and its gradients of single examples."""
+"""The KAN and its spline basis, against scipy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from pydantic import ValidationError
 from scipy.interpolate import BSpline
 from torch import Tensor
-from torch.func import grad, vmap
 
 from fedsim.models.base import Classifier, build
 from fedsim.models.kan import KAN
-from fedsim.models.local import gradient, loss_function
 from fedsim.models.splines import basis_size, spline_basis
-from fedsim.types import LocalTraining, ModelSpec
+from fedsim.types import ModelSpec
 
 DEGREES = [1, 2, 3, 5]
 
@@ -76,7 +74,7 @@ def test_the_basis_is_the_same_at_a_knot_from_both_sides() -> None:
     torch.testing.assert_close(sides[1], sides[2], atol=1e-10, rtol=0)
 
 
-def model(**parameters: object) -> Classifier:
+def model(seed: int = 0, **parameters: object) -> Classifier:
     spec = ModelSpec(
         name="kan",
         parameters={"hidden": 5, **parameters},
@@ -85,7 +83,7 @@ def model(**parameters: object) -> Classifier:
         mean=(0.5,),
         std=(0.5,),
     )
-    return build(spec, seed=0)
+    return build(spec, seed=seed)
 
 
 def test_it_is_the_formula() -> None:
@@ -105,38 +103,12 @@ def test_training_the_first_layer_leaves_the_second_as_it_is_for_everybody() -> 
     assert [name for name, _ in fixed.named_parameters()] == ["body.3.weight"]
     assert not list(fixed.named_buffers())
     images = torch.randn(2, 1, 3, 3)
-    other = build(
-        ModelSpec(
-            name="kan",
-            parameters={"hidden": 5, "train": "first"},
-            input_shape=(1, 3, 3),
-            num_classes=3,
-            mean=(0.5,),
-            std=(0.5,),
-        ),
-        seed=1,
-    )
+    other = model(seed=1, train="first")
     assert not torch.equal(fixed(images), other(images))
     other.load_state_dict(fixed.state_dict())
     assert torch.equal(fixed(images), other(images))
     reseeded = model(train="first", second_layer_seed=1)
     assert not torch.equal(fixed(images), reseeded(images))
-
-
-@pytest.mark.parametrize("train", ["first", "all"])
-def test_gradients_of_single_examples_add_up(train: str) -> None:
-    kan = model(train=train)
-    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
-    loss = loss_function(kan, {}, training)
-    at = {name: value.detach() for name, value in kan.named_parameters()}
-    images, labels = torch.randn(4, 1, 3, 3), torch.tensor([0, 1, 2, 1])
-
-    def own(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        return loss(parameters, image[None], label[None])
-
-    each = vmap(grad(own), in_dims=(None, 0, 0))(at, images, labels)
-    mean = {name: value.mean(0) for name, value in each.items()}
-    torch.testing.assert_close(mean, dict(gradient(loss, at, images, labels)))
 
 
 @pytest.mark.parametrize(

@@ -236,10 +236,19 @@ def test_on_loss_is_told_the_mean_cross_entropy():
     assert not losses[0].requires_grad
 
 
-@pytest.mark.parametrize("name", ["convnet", "lenet", "mlp", "resnet18"])
-def test_per_example_gradients_by_vmap_are_those_of_single_examples(name):
-    parameters = {"convnet": {"width": 2}, "resnet18": {"width": 2, "norm": "group"}}
-    model = build(make_spec(name, **parameters.get(name, {})), seed=0).double()
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("convnet", {"width": 2}),
+        ("kan", {"hidden": 5}),
+        ("kan", {"hidden": 5, "train": "first"}),
+        ("lenet", {}),
+        ("mlp", {}),
+        ("resnet18", {"width": 2, "norm": "group"}),
+    ],
+)
+def test_per_example_gradients_by_vmap_are_those_of_single_examples(name, parameters):
+    model = build(make_spec(name, **parameters), seed=0).double()
     weights, buffers, ((images, labels),) = setup(model, steps=1)
     loss = loss_function(model, buffers, training())
 

@@ -16,10 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedsim import rng
-from fedsim.scoring import LpipsMetric, Unavailable, load_lpips, score
+from fedsim.scoring import LpipsMetric, Unavailable, load_lpips
 from fedsim.scoring.perceptual import MINIMUM_SIDE
-from fedsim.targets.images import ImageAid
-from fedsim.types import GroundTruth, Reconstruction
 
 
 def squeezenet() -> nn.Module:
@@ -89,18 +87,6 @@ def test_smallest_side_fits_every_backbone(backbone: str) -> None:
     with torch.no_grad():
         value = model(*(torch.rand(1, 3, MINIMUM_SIDE, MINIMUM_SIDE) for _ in range(2)))
     assert torch.isfinite(value).all()
-
-
-def test_score_names_backbone_and_size(metric: LpipsMetric) -> None:
-    a, b = pair(3, 25)
-    scores = score(
-        Reconstruction(images=b, loss=0.0, iterations=1),
-        GroundTruth(images=a, labels=torch.zeros(3, dtype=torch.int64)),
-        {"images": ImageAid(lpips=metric)},
-    )
-    assert scores["lpips"] == pytest.approx(float(metric(a, b).mean()))
-    assert scores.notes["lpips"].startswith("LPIPS v0.1, squeeze with weights from a file (SHA-256")
-    assert "25x25 enlarged to 32x32" in scores.notes["lpips"]
 
 
 def test_more_images_than_one_chunk(metric: LpipsMetric) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from fedsim.scoring import (
     METRICS,
     ScoringError,
-    Unavailable,
     mean_image,
     score,
 )
@@ -169,14 +168,6 @@ def test_without_a_guess_what_is_missing_is_not_scored(truth: GroundTruth) -> No
     assert score(reconstruct(truth.images), truth).missing == 0
 
 
-def test_of_surplus_reconstructions_the_first_count(truth: GroundTruth) -> None:
-    junk = torch.zeros_like(truth.images)
-    late = score(reconstruct(torch.cat([junk, truth.images])), truth)
-    early = score(reconstruct(torch.cat([truth.images, junk])), truth)
-    assert late["psnr"] == score(reconstruct(junk), truth)["psnr"]
-    assert early["psnr"] == 60.0
-
-
 def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth) -> None:
     before = truth.images.clone()
     scores = score(reconstruct(truth.images, truth.labels.tolist(), loss=math.inf), truth)
@@ -184,14 +175,6 @@ def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth)
     assert scores.per_image["psnr"] == [60.0] * 4
     assert list(scores.metrics()) == [*METRICS, "attack_loss"]
     assert torch.equal(before, truth.images)
-
-
-def test_lpips_without_weights_is_none_with_the_reason(truth: GroundTruth) -> None:
-    aid = ImageAid(lpips=Unavailable("no weights here"))
-    scores = score(reconstruct(truth.images), truth, {"images": aid})
-    assert scores["lpips"] is None
-    assert scores.notes["lpips"] == "no weights here"
-    assert scores["psnr"] == 60.0
 
 
 def test_ssim_without_scikit_image_is_none_with_the_reason(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fedsim.attacking.knowledge import hand_over
-from fedsim.contracts.attack import solve
+from fedsim.contracts.attack import Attack, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.models.base import denormalize
@@ -20,6 +21,7 @@ from fedsim.testing import make_observation
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._distances import cosine_distance
 from fedsim_attacks.gradient_matching._variation import opponent_variation, total_variation
+from fedsim_attacks.gradient_matching.grad_inversion import GradInversion
 from fedsim_attacks.gradient_matching.inverting_gradients import (
     InvertingGradients,
     regularized,
@@ -28,14 +30,19 @@ from fedsim_attacks.gradient_matching.inverting_gradients import (
 
 
 @pytest.mark.parametrize("labels", ["none", "inferred", "known"])
-def test_on_an_mlp_it_beats_the_mean_image_clearly(labels: str) -> None:
+@pytest.mark.parametrize(
+    "attack",
+    [InvertingGradients(iterations=200), GradInversion(iterations=200, seeds=2, warmup=10)],
+    ids=lambda attack: type(attack).__name__,
+)
+def test_on_an_mlp_it_beats_the_mean_image_clearly(attack: Attack[Any], labels: str) -> None:
     faces = Faces(size=16).load()
     pixels = faces.train_images.float() / 255
     gains = []
     for index in (5, 40, 120):
         images, truth = pixels[index : index + 1], faces.train_labels[index : index + 1]
         seen = hand_over(*make_observation(images, truth, model="mlp"), Grant(labels=labels))
-        found = solve(InvertingGradients(iterations=200), *seen, seed=0).reconstruction
+        found = solve(attack, *seen, seed=0).reconstruction
         assert found.images is not None
         assert found.labels is not None
         assert torch.equal(found.labels, truth)
