@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedsim.results.plan import PLAN, Plan, load_plan
 from fedsim.results.record import append_line, drop_torn_line, environment, read_lines, write_lines
 from fedsim.types import FedsimError
 
@@ -52,6 +53,17 @@ def test_a_damaged_line_is_named_and_never_skipped(damage: bytes, tmp_path: Path
     path.write_bytes(b'{"n": 1}\n' + damage + b'\n{"n": 3}\n')
     with pytest.raises(FedsimError, match=r"rows\.jsonl, line 2: damaged.*remove the line"):
         read_lines(path, lambda row: row["n"] > 0)
+
+
+def test_half_a_character_in_a_plan_is_refused(tmp_path: Path) -> None:
+    """In a plan that is whole otherwise, so that nothing else of it is refused."""
+    plan = Plan(scenario="s", variant={"a": "x"}, rounds=1, attack_runs=1, lines=1, resumable=True)
+    plan.save(tmp_path)
+    assert load_plan(tmp_path) == plan
+    path = tmp_path / PLAN
+    path.write_text(path.read_text().replace('"x"', '"\\ud800"'))
+    with pytest.raises(FedsimError, match=r"plan\.json: .*surrogates"):
+        load_plan(tmp_path)
 
 
 def test_no_nan_is_ever_written(tmp_path: Path) -> None:
