@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import pytest
 import typer
-from doc_pages import PAGES, ROOT
+from doc_pages import PAGES, ROOT, read
 
 import fedsim
 from fedsim.cli.commands import Kind, app
@@ -24,6 +24,9 @@ from fedsim.contracts import listing
 
 for needed in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
     pytest.importorskip(needed, reason="pip install -e '.[docs]'")
+
+sys.path.insert(0, str(ROOT / "docs/site"))
+import reference  # noqa: E402 - it is beside the site's configuration
 
 LOADED = {
     ("script", "src"),
@@ -161,6 +164,11 @@ def test_every_public_name_is_explained(site: Path, pages: dict[Path, Page]) -> 
         assert first and first in text, name
         for each in inspect.signature(thing).parameters:
             assert re.search(rf"\b{each}\b", text), (name, each)
+
+
+@pytest.mark.parametrize("page", reference.IN_SHORT)
+def test_the_table_of_a_page_is_that_of_the_program(page: str) -> None:
+    assert read(page) == reference.in_short(page, read(page)), "run: python docs/site/reference.py"
 
 
 def test_what_is_wrong_fails_the_build(tmp_path: Path) -> None:

@@ -1,35 +1,28 @@
 """Every block of code and every command of the pages is tried, as it is written.
 
 What takes seconds is executed. What takes minutes is parsed down to the scenario that it resolves,
-and executed with --run-slow.
+and executed with --run-slow, a page at a time.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from doc_checks import (
-    SCHEMATIC,
-    Workplace,
-    check_block,
-    concrete,
-    execute,
-    is_slow,
-    is_slow_command,
-    pictures,
-    prepare,
-)
 from doc_pages import PAGES, ROOT, Block, anchors, blocks, commands, inline_commands, links, read
 from doc_pages import spans as all_spans
+from snippets import SCHEMATIC, check_block, fill
 
 from fedsim.contracts import plugins
 
 BLOCKS = {page: blocks(page, read(page)) for page in PAGES}
-INLINE = {page: inline_commands(page, read(page)) for page in PAGES}
-TRIED = [block for page in PAGES for block in (*BLOCKS[page], *INLINE[page])]
+TRIED = [block for page in PAGES for block in (*BLOCKS[page], *inline_commands(page, read(page)))]
 PATHS = [
     f"/{path.relative_to(ROOT)}"
     for folder in ("fedsim", "attacks", "defenses", "benchmarks", "scenarios", "tests", "docs")
@@ -38,16 +31,23 @@ PATHS = [
 LIMIT = 120.0
 """Seconds after which a command that is still at work is ended."""
 
+Placing = Callable[[list[Block]], Path]
+
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[list[Block]], Workplace]]:
-    yield lambda page: Workplace(tmp_path, page, monkeypatch)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Placing]:
+    """Makes a folder in which a page's commands find what they name, and works in it."""
+
+    def make(page: list[Block]) -> Path:
+        fill(tmp_path, page)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("COLUMNS", "120")
+        plugins._entry_points.cache_clear()
+        return tmp_path
+
+    yield make
     plugins._entry_points.cache_clear()
-
-
-Placing = Callable[[list[Block]], Workplace]
 
 
 def test_the_pages_have_what_is_tried() -> None:
@@ -58,102 +58,57 @@ def test_the_pages_have_what_is_tried() -> None:
 
 @pytest.mark.parametrize("block", TRIED, ids=str)
 def test_what_a_page_shows_works(block: Block, place: Placing) -> None:
-    check_block(block, place(BLOCKS[block.page]))
-
-
-SLOW = {
-    command.text: (block, command)
-    for block in reversed(TRIED)
-    if block.language in ("sh", "console", "inline")
-    for written in commands(block)
-    for command in concrete(written)
-    if is_slow_command(command.text)
-}
-"""Each command once, as the first page has it."""
+    place(BLOCKS[block.page])
+    check_block(block)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", SLOW, ids=lambda text: text.replace("scenarios/", "")[:60])
-def test_what_takes_minutes_runs_as_it_is_written(text: str, place: Placing) -> None:
-    block, command = SLOW[text]
-    workplace = place(BLOCKS[block.page])
-    pictures(workplace.folder / "cifar10-images.zip")
-    if not prepare(text, workplace, LIMIT):
-        pytest.skip(f"reads the files of a run that takes more than {LIMIT:g} s")
-    execute(text, command.output, workplace.folder, LIMIT)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run_one_after_another(page: str, place: Placing) -> None:
+    """A command that is at work after `LIMIT` seconds, without an error, began as written.
+
+    What reads the files of such a run, or images that are no part of the project, is passed over.
+    """
+    folder = place(BLOCKS[page])
+    shell = [block for block in BLOCKS[page] if block.language in ("sh", "console")]
+    for text in [command.text for block in shell for command in commands(block)]:
+        program, *words = shlex.split(text)
+        inputs = [word for word in words if word.startswith("runs/") or "cifar10" in word]
+        missing = any("cifar10" in word or not (folder / word).exists() for word in inputs)
+        if program not in ("fedsim", "python") or missing or SCHEMATIC.search(text):
+            continue
+        run = [sys.executable, *(["-m", "fedsim"] if program == "fedsim" else []), *words]
+        path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+        try:
+            done = subprocess.run(
+                run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=LIMIT
+            )
+        except subprocess.TimeoutExpired:
+            continue
+        assert done.returncode in ((0, 1) if "audit" in words else (0,)), (text, done.stderr)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "block", [block for block in TRIED if block.language == "python" and is_slow(block)], ids=str
-)
-def test_python_that_takes_minutes_runs_as_it_is_written(block: Block, place: Placing) -> None:
-    workplace = place(BLOCKS[block.page])
-    (workplace.folder / "snippet.py").write_text(block.text, encoding="utf-8")
-    execute("python snippet.py", None, workplace.folder, LIMIT)
-
-
-def test_every_schematic_command_is_written_somewhere() -> None:
-    shell = [block for block in TRIED if block.language in ("sh", "inline", "console")]
-    written = {command.text for block in shell for command in commands(block)}
-    assert set(SCHEMATIC) <= written
-
-
-RECORDINGS = "runs/quickstart/observations/none"
 BROKEN = {
     "wrong flag": ("sh", "fedsim run scenarios/quickstart.yaml --rounds 3", "--rounds"),
     "missing file": ("sh", "fedsim run scenarios/quick.yaml", "quick.yaml"),
     "wrong key": ("sh", "fedsim run scenarios/quickstart.yaml --set training.round=3", "rounds"),
-    "wrong value": ("sh", "fedsim run scenarios/quickstart.yaml --set seed=x", "seed"),
-    "wrong command": ("sh", "fedsim runs scenarios/quickstart.yaml", "No such command"),
-    "wrong command in a sentence": ("inline", "fedsim chekc", "No such command"),
+    "wrong command": ("inline", "fedsim chekc", "No such command"),
     "second of a line": ("sh", "fedsim list && fedsim lists", "No such command"),
-    "unknown attack": (
-        "sh",
-        f"fedsim attack {RECORDINGS}/round-0001/client-0000-b1-t0.json --attack inverting",
-        "inverting_gradients",
-    ),
-    "unknown grant": (
-        "sh",
-        f"fedsim attack {RECORDINGS}/round-0001/client-0000-b1-t0.json --attack idlg --grant x=y",
-        "labels",
-    ),
-    "recording that no run leaves": (
-        "sh",
-        f"fedsim attack {RECORDINGS}/round-0002/client-0000-b1-t0.json --attack deep_leakage",
-        "round-0002",
-    ),
-    "folder that no run fills": ("sh", "fedsim leaderboard runs/quick", "no scenario"),
     "wrong format": ("sh", "fedsim leaderboard runs/quickstart --format xml", "xml"),
-    "wrong key of a mechanism": (
-        "sh",
-        "fedsim privacy delta gaussian scale=1 --epsilon 1",
-        "scale",
-    ),
+    "wrong key of a mechanism": ("sh", "fedsim privacy delta gaussian a=1 --epsilon 1", "a"),
     "other output": (
         "console",
         "$ fedsim privacy delta gaussian sensitivity=1 sigma=2 --epsilon 1\nδ = 0.1",
-        "the page shows",
+        "0.0",
     ),
     "no command": ("sh", "# nothing", "no command"),
-    "wrong flag of a benchmark": ("sh", "python benchmarks/privacy.py speed --pts 3", "refused"),
     "missing benchmark": ("sh", "python benchmarks/private.py speed", "no such script"),
-    "missing scenario of a benchmark": (
-        "sh",
-        "python benchmarks/planting.py scenarios/table2.yaml",
-        "scenarios/table2.yaml",
-    ),
     "unknown extra": ("sh", "pip install '.[tests]'", "tests"),
-    "missing test": ("inline", "pytest tests/test_nothing.py", "test_nothing"),
     "unknown program": ("sh", "fedsims run scenarios/quickstart.yaml", "unknown program"),
-    "wrong section": ("yaml", "trainings: {rounds: 3}", "training"),
-    "wrong key of a section": ("yaml", "training: {round: 3}", "rounds"),
     "unknown defense": ("yaml", "defenses: {noise: [gaussian_noises]}", "gaussian_noise"),
     "scenario without attacks": ("yaml", "name: x\ndata: {source: digits}", "attacks"),
     "wrong import": ("python", "from fedsim import runs", "runs"),
-    "wrong import of a long one": ("python", "from fedsim import runs\nfedsim.run('x')", "runs"),
-    "wrong argument of a long one": ("python", "import fedsim\nfedsim.run('x', o=1)", "'o'"),
-    "wrong attribute of a long one": ("python", "import fedsim\nfedsim.run('x').y(fedsim.z)", "z"),
+    "wrong argument": ("python", "import fedsim\nfedsim.run('x', o=1)", "'o'"),
     "wrong result": ("python", ">>> 1 + 1\n3", "Got"),
     "unknown group": ("toml", '[project.entry-points."fedsim.attack"]\nx = "y:Z"', "fedsim.attack"),
     "unknown language": ("bash", "fedsim list", "unknown language"),
@@ -164,20 +119,9 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_wrong_is_found(name: str, place: Placing) -> None:
     language, text, told = BROKEN[name]
-    with pytest.raises(Exception, match=re.escape(told)):
-        check_block(Block("docs/page.md", 1, language, text), place([]))
-
-
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        ("class Laplace(KnownMechanism):\n    curve = LaplaceCurves", "not in class Laplace"),
-        ("class Laplaces(KnownMechanism):\n    curve = LaplaceCurve", "no class Laplaces"),
-    ],
-)
-def test_a_class_that_is_quoted_wrongly_is_found(said: str, told: str, place: Placing) -> None:
-    with pytest.raises(AssertionError, match=told):
-        check_block(Block("docs/privacy-calculator.md", 1, "python", said), place([]))
+    place([])
+    with pytest.raises((Exception, pytest.fail.Exception), match=re.escape(told)):
+        check_block(Block("docs/page.md", 1, language, text))
 
 
 def test_blocks_are_found_wherever_they_stand() -> None:
