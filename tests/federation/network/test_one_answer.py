@@ -267,7 +267,7 @@ def test_a_node_checks_the_scenario_itself(
             lying.ask(kind, wire.greeting(0))
 
 
-def test_whether_data_fit_an_assumption_is_told_without_their_numbers(tmp_path: Path) -> None:
+def test_assumptions_of_a_claim_are_checked_of_who_was_not_counted(tmp_path: Path) -> None:
     """Asked for its count, and asked again: a server may leave the census out."""
     stack = [{"name": "random_projection", "epsilon": 1.0, "delta": 1e-5, "leverage": 1e-6}]
     scenario = of_table({"name": "diabetes", "row_norm": 1.0}, 3, stack)
