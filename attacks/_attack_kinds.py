@@ -1,13 +1,17 @@
-"""Kinds of attacks by how they come to an end: at once, or after so many iterations."""
+"""Kinds of attacks by how they come to an end: at once, or after so many iterations.
+
+The contract of solvers that recover features, and the attack that runs one of them.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Generic, TypeVar, final
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackState
 from fedsim.contracts.grant import Knowledge
@@ -72,3 +76,46 @@ class IterativeAttack(Attack[S], Generic[S]):
 
     def total(self) -> int:
         return self.iterations
+
+
+@dataclass(kw_only=True)
+class FeatureSolver(AttackState, ABC):
+    """Recovers the features of a batch from its head's gradient, one step after the other."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether another step would gain nothing, or the budget of iterations is spent."""
+
+    @abstractmethod
+    def improve(self) -> None:
+        """Takes a step, which counts up `iteration` by the iterations that it took."""
+
+    @abstractmethod
+    def reconstruction(self) -> Reconstruction:
+        """Returns the features (N, d) at their norms, and the solver's own loss."""
+
+    @property
+    def misfit(self) -> Tensor:
+        """How far the features are from explaining what the solver compares them with (0-d)."""
+        return self.loss
+
+
+F = TypeVar("F", bound=FeatureSolver)
+
+
+class FeatureAttack(Attack[F], Generic[F]):
+    """Runs the solver that its `init` makes until that is finished."""
+
+    on_processor: ClassVar[bool] = True
+
+    def step(self, state: F) -> F:
+        state.improve()
+        return state
+
+    def terminate(self, state: F) -> bool:
+        return state.finished
+
+    def postprocess(self, state: F) -> Reconstruction:
+        """Returns what the solver has recovered."""
+        return state.reconstruction()

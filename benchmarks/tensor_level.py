@@ -36,7 +36,7 @@ from fedsim.scoring import score
 from fedsim.scoring.statistics import summarize
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation
-from fedsim_attacks.head_features import _hermite
+from fedsim_attacks.head_features import tensor_features
 from fedsim_attacks.head_features.tensor_features import power_method
 
 DIMENSION, CLASSES = 512, 10
@@ -137,7 +137,7 @@ def designs(draws: int, neurons: int) -> None:
             design = torch.cat([torch.ones(len(w), 1), w], 1)
             linear = design @ torch.linalg.solve(design.T @ design, design.T @ g)
             for form, values in (("plain", g), ("reduced", g - linear)):
-                moment = _hermite.second(values, w).double()
+                moment = tensor_features.second(values, w).double()
                 basis = power_method([moment], 1, 100, rng.generator(draw, "power"))[:, 0]
                 cosine = float(basis @ feature.double()) / float(feature.double().norm())
                 errors[form].append(math.sqrt(max(0.0, 1 - cosine**2)))

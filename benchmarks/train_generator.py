@@ -27,7 +27,7 @@ from fedsim.contracts.data import DataSource
 from fedsim.contracts.plugins import load
 from fedsim.recording.files import write_bytes
 from fedsim.scenario import parameters_of
-from fedsim_attacks.gradient_matching._generator import LATENT, Generator, pack_generator
+from fedsim_attacks.gradient_matching.generative_prior import LATENT, Generator, pack_generator
 
 _CODE_RATE = 1e-2
 _WEIGHT_RATE = 1e-3

@@ -25,6 +25,7 @@ from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
 from fedsim.words import number_of
+from fedsim_attacks._attack_kinds import FeatureAttack, FeatureSolver
 from fedsim_attacks.classifier_features._certificates import (
     allowed,
     beyond_first_order,
@@ -42,7 +43,6 @@ from fedsim_attacks.classifier_features._profile import (
     complete,
     exchanged,
 )
-from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
 from fedsim_attacks.labels.label_inference import infer_labels
 
 _POOL = 128

@@ -11,6 +11,8 @@ s x with α / s² predict the same.
 Who knows all rows but one, as they are, needs neither: less what the known x_i x_i' span, every A_j
 is a multiple of one matrix, the same part of the missing x x', which Gauss-Newton steps find. That
 takes known rows fewer than x x' has entries that differ, by more than x has.
+
+Symmetric matrices are packed as vectors of their distinct entries, with the same inner products.
 """
 
 from __future__ import annotations
@@ -20,7 +22,26 @@ from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.words import number_of
-from fedsim_attacks.closed_form._symmetric import pack, unpack
+
+
+def pack(symmetric: Tensor) -> Tensor:
+    """Packs (n, k, k) into (n, k (k + 1) / 2), an isometry."""
+    row, column = torch.triu_indices(*symmetric.shape[1:], device=symmetric.device)
+    return symmetric[:, row, column] * _weights(row, column, symmetric)
+
+
+def unpack(packed: Tensor, size: int) -> Tensor:
+    """Unpacks (n, k (k + 1) / 2) into (n, k, k) for a k of `size`: the inverse of `pack`."""
+    row, column = torch.triu_indices(size, size, device=packed.device)
+    symmetric = packed.new_zeros(len(packed), size, size)
+    entries = packed / _weights(row, column, packed)
+    symmetric[:, row, column] = symmetric[:, column, row] = entries
+    return symmetric
+
+
+def _weights(row: Tensor, column: Tensor, like: Tensor) -> Tensor:
+    return torch.where(row == column, 1.0, 2.0).to(like.dtype).sqrt()
+
 
 _TRIES = 8
 """Pairs of mixtures, of which the best is kept."""

@@ -21,12 +21,13 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Payload, Reconstruction
 from fedsim.words import number_of
 from fedsim_attacks._attack_kinds import DirectAttack
-from fedsim_attacks.closed_form._kernel_posterior import class_prior, log_normal
 from fedsim_attacks.closed_form._kernel_release import (
     KERNELS,
     best_assignment,
+    class_prior,
     known_rows,
     log_likelihoods,
+    log_normal,
     read_model,
 )
 from fedsim_attacks.closed_form._release_likelihood import KNOWN, release_likelihood

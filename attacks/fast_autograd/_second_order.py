@@ -24,9 +24,14 @@ from fedsim_attacks.fast_autograd._convolution import (
     Problem,
     Winograd,
 )
-from fedsim_attacks.fast_autograd._normalization import batch_norm, group_norm
-from fedsim_attacks.fast_autograd._piecewise import max_pool, relu
-from fedsim_attacks.fast_autograd._pruned import is_wanted, is_wanted_of_input
+from fedsim_attacks.fast_autograd._layers import (
+    batch_norm,
+    group_norm,
+    is_wanted,
+    is_wanted_of_input,
+    max_pool,
+    relu,
+)
 
 
 def replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:

@@ -1,18 +1,114 @@
 """Deep Leakage from Gradients.
 
 Zhu, Liu and Han, "Deep Leakage from Gradients", NeurIPS 2019, Algorithm 1.
+
+What DLG and iDLG share: L-BFGS on the squared distance of the updates.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, final
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
-from fedsim.types import Observation
-from fedsim_attacks.gradient_matching._gradient_distance import GradientDistance
-from fedsim_attacks.gradient_matching._matching import granted_labels
+from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
+    Matched,
+    Matching,
+    granted_labels,
+    squared_distance,
+)
+
+_TOGETHER = 20
+
+
+@dataclass(kw_only=True)
+class Descent(AttackState):
+    """The candidate and its optimizer."""
+
+    matching: Matching
+    candidate: Candidate
+    optimizer: torch.optim.LBFGS
+    converged: bool = False
+
+
+class GradientDistance(IterativeAttack[Descent]):
+    """Minimizes |u - t|² / |t|² over candidate images by L-BFGS with a strong-Wolfe line search."""
+
+    iterations: Annotated[int, Field(ge=1)] = 300
+    """Steps of L-BFGS; each evaluates the objective once or a few times. The authors of DLG
+    and iDLG call an optimizer 300 times, and each call takes up to 20 steps: up to 6,000."""
+    initial_std: Annotated[float, Field(gt=0)] = 0.3
+    """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1,
+    from where batches take several times as many iterations."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head."""
+
+    @abstractmethod
+    def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
+        """Chooses labels (N,) int64; None to optimize soft labels with the images."""
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
+        """Draws images from N(0, `initial_std`²), and logits of soft labels from N(0, 1).
+
+        Raises:
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
+        """
+        matching = Matching(observation, tensors=self.tensors)
+        candidate = matching.random_candidate(
+            self.labels(observation, knowledge), rng, self.initial_std
+        )
+        optimizer = torch.optim.LBFGS(
+            candidate.variables,
+            max_iter=_TOGETHER,
+            max_eval=25 * _TOGETHER,
+            tolerance_grad=1e-12,
+            tolerance_change=1e-15,
+            line_search_fn="strong_wolfe",
+        )
+        loss = torch.full((), torch.inf, device=matching.device)
+        return Descent(loss=loss, matching=matching, candidate=candidate, optimizer=optimizer)
+
+    def step(self, state: Descent) -> Descent:
+        """Runs a few iterations."""
+
+        def closure() -> Tensor:
+            loss, gradients = state.matching.differentiate(state.candidate, squared_distance)
+            for variable, slope in zip(state.candidate.variables, gradients, strict=True):
+                variable.grad = slope
+            return loss
+
+        group = state.optimizer.param_groups[0]
+        group["max_iter"] = min(_TOGETHER, self.iterations - state.iteration)
+        before = state.optimizer.step(closure)  # type: ignore[no-untyped-call]
+        memory = state.optimizer.state[state.candidate.images]
+        done = memory["n_iter"] - state.iteration
+        state.converged = done < group["max_iter"]
+        state.iteration = memory["n_iter"]
+        state.loss = torch.as_tensor(memory.get("prev_loss", before))
+        return state
+
+    def terminate(self, state: Descent) -> bool:
+        """Says whether `iterations` are over, or no step improves the objective."""
+        return state.converged or state.iteration >= self.iterations
+
+    def postprocess(self, state: Descent) -> Reconstruction:
+        loss, _ = state.matching.differentiate(state.candidate, squared_distance)
+        return Reconstruction(
+            images=state.matching.pixels(state.candidate.images),
+            labels=state.candidate.hard_labels(),
+            loss=float(loss),
+            iterations=state.iteration,
+        )
 
 
 @final

@@ -19,12 +19,15 @@ from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._candidate import Candidate
-from fedsim_attacks.gradient_matching._distances import squared_distance
-from fedsim_attacks.gradient_matching._forward_prior import ForwardPrior
-from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
-from fedsim_attacks.gradient_matching._schedules import half_cosine
-from fedsim_attacks.gradient_matching._variation import total_variation
+from fedsim_attacks.gradient_matching._drawing import half_cosine
+from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, total_variation
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
+    Matched,
+    Matching,
+    granted_labels,
+    squared_distance,
+)
 
 
 @dataclass(kw_only=True)

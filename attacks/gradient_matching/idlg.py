@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation
-from fedsim_attacks.gradient_matching._gradient_distance import GradientDistance
 from fedsim_attacks.gradient_matching._matching import granted_labels
+from fedsim_attacks.gradient_matching.deep_leakage import GradientDistance
 
 
 @final

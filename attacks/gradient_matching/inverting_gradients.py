@@ -20,20 +20,24 @@ from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._candidate import Candidate
-from fedsim_attacks.gradient_matching._contrast import exposed
-from fedsim_attacks.gradient_matching._distances import Distance, cosine_distance
-from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
-from fedsim_attacks.gradient_matching._schedules import decayed, half_cosine
-from fedsim_attacks.gradient_matching._variation import (
+from fedsim_attacks.gradient_matching._drawing import decayed, half_cosine
+from fedsim_attacks.gradient_matching._image_priors import (
+    VARIATIONS,
     Variation,
-    opponent_variation,
+    exposed,
     total_variation,
+)
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
+    Distance,
+    Matched,
+    Matching,
+    cosine_distance,
+    granted_labels,
 )
 
 _WARMUP = 50
 """Iterations in which the step size rises, before it falls as a cosine."""
-_VARIATIONS: dict[str, Variation] = {"absolute": total_variation, "opponents": opponent_variation}
 
 
 @dataclass(kw_only=True)
@@ -121,7 +125,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
             candidate,
             cosine_distance,
             self.total_variation,
-            _VARIATIONS[self.variation],
+            VARIATIONS[self.variation],
         )
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)

@@ -19,19 +19,11 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._contrast import exposed
 from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
-from fedsim_attacks.gradient_matching._variation import (
-    chromatic_variation,
-    opponent_variation,
-    total_variation,
+from fedsim_attacks.gradient_matching._image_priors import (
+    VARIATIONS,
+    exposed,
 )
-
-_VARIATIONS = {
-    "absolute": total_variation,
-    "chromatic": chromatic_variation,
-    "opponents": opponent_variation,
-}
 
 
 @dataclass(kw_only=True)
@@ -100,7 +92,7 @@ class PriorOnly(IterativeAttack[Drawn]):
         """Takes a step of Adam."""
         drawn = state.drawing.draw()
         images = drawn.detach()
-        variation, slope = _VARIATIONS[self.variation](images)
+        variation, slope = VARIATIONS[self.variation](images)
         state.loss = self.total_variation * variation
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)

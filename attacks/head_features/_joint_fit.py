@@ -1,6 +1,6 @@
 """Features behind noise, from all of a two-layer head's gradient at once.
 
-∂L/∂A alone (`output_fit`) leaves the error signals D free. But images of one label have nearly the
+∂L/∂A alone (`head_fit`) leaves the error signals D free. But images of one label have nearly the
 same, and noise then hides which of two features belongs to which image. What else the head shows
 settles it: D follows from the features, and ∂L/∂W has the same noise in each entry and features in
 its row space. Where that stands out of the noise, ∂L/∂A is fitted in its coordinates first, N for
@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from fedsim.types import Reconstruction
-from fedsim_attacks.head_features._feature_solver import FeatureSolver
-from fedsim_attacks.head_features._head_gradient import HeadGradient, labels_of
-from fedsim_attacks.head_features._head_objective import Objective, WholeHead
-from fedsim_attacks.head_features._lbfgs import ITERATIONS, lbfgs
-from fedsim_attacks.head_features._output_fit import OutputFit
-from fedsim_attacks.head_features._output_solver import OutputSolver
-from fedsim_attacks.head_features._random_starts import random_starts
+from fedsim_attacks._attack_kinds import FeatureSolver
+from fedsim_attacks.head_features._head_gradient import (
+    HeadGradient,
+    Objective,
+    WholeHead,
+    labels_of,
+)
+from fedsim_attacks.head_features.head_fit import (
+    ITERATIONS,
+    OutputFit,
+    OutputSolver,
+    lbfgs,
+    random_starts,
+)
 from fedsim_attacks.head_features.spectral_features import span
 
 _CLEAR = 1.2

@@ -27,7 +27,7 @@ from torch import Tensor
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
+from fedsim_attacks._attack_kinds import FeatureAttack, FeatureSolver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.spectral_features import span
 

@@ -19,17 +19,20 @@ from pydantic import Field
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import FeatureAttack, FeatureSolver
 from fedsim_attacks.head_features import _joint_fit
-from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._joint_fit import JointSolver
-from fedsim_attacks.head_features._lbfgs import ITERATIONS
-from fedsim_attacks.head_features._output_fit import OutputFit
-from fedsim_attacks.head_features._output_solver import CoarseToFine, OutputSolver
-from fedsim_attacks.head_features._random_starts import random_starts
-from fedsim_attacks.head_features._unrolled_solver import UnrolledSolver
 from fedsim_attacks.head_features.activation_features import Peeling
+from fedsim_attacks.head_features.head_fit import (
+    ITERATIONS,
+    CoarseToFine,
+    OutputFit,
+    OutputSolver,
+    random_starts,
+)
 from fedsim_attacks.head_features.spectral_features import span
+from fedsim_attacks.head_features.unrolled_features import UnrolledSolver
 
 _EXACT = 1e-3
 """Share of ∂L/∂A left unexplained up to which peeling counts as the whole answer."""

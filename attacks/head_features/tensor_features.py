@@ -5,6 +5,11 @@ Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic Ev
 Gradient, Provably, AISTATS 2023. From g(w_j) = Σ_k c_k ∂L/∂a_kj = Σ_i r_i σ(w_j'x_i) the matrix
 P̂ = Σ_j g(w_j) H_2(w_j) ≈ Σ_i r_i ν x_i x_i' gives the span V of the features, and the tensor
 T̂(V, V, V) = Σ_j g(w_j) H_3(w_j)(V, V, V) gives each of them within it.
+
+Moments Σ_j g_j H_p(w_j) are contracted before they are formed. H_2(w) = w w' - I and H_3(w) = w⊗³ -
+w ⊗~ I (Liu et al., Data Reconstruction Attacks and Defenses, Appendix B); H_4(w) = w⊗⁴ - w w' ⊗~ I
++ I ⊗~ I, over the 6 and 3 ways to place the indices. By Stein's lemma E[g(w) H_p(w)] = E[∇^p g(w)]
+for standard normal w (their Lemma 3.1).
 """
 
 from __future__ import annotations
@@ -24,12 +29,65 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.layers import Activation, activation
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
-from fedsim_attacks.head_features import _hermite, _joint_fit, _output_solver
-from fedsim_attacks.head_features._head_gradient import HeadGradient, norms
-from fedsim_attacks.head_features._head_objective import Objective
-from fedsim_attacks.head_features._output_fit import OutputFit
-from fedsim_attacks.head_features._output_solver import OutputSolver
+from fedsim_attacks.head_features import _joint_fit, head_fit
+from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, norms
+from fedsim_attacks.head_features.head_fit import OutputFit, OutputSolver
 from fedsim_attacks.head_features.spectral_features import span
+
+_CHUNK = 4096
+
+
+def second_moment(g: Tensor, w: Tensor) -> Tensor:
+    """Computes (1/m) Σ_j g_j H_2(w_j): (d, d), from values (m,) and points (m, d). O(m d²)."""
+    moment = w.T @ (g[:, None] * w) / len(w)
+    return moment - g.mean() * torch.eye(w.shape[1]).to(w)
+
+
+def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
+    """Computes (1/m) Σ_j g_j H_3(w_j)(I, I, a): (d, d), a (d,) of length 1. O(m d²)."""
+    along = w @ a
+    moment = w.T @ ((g * along)[:, None] * w) / len(w)
+    mean = (g[:, None] * w).mean(0)
+    cross = torch.outer(mean, a)
+    return moment - (g * along).mean() * torch.eye(w.shape[1]).to(w) - cross - cross.T
+
+
+def third_moment(g: Tensor, y: Tensor) -> Tensor:
+    """Computes (1/m) Σ_j g_j H_3(V'w_j): (r, r, r), from y = V'w (m, r), V orthonormal.
+
+    This is T̂(V, V, V) = (1/m) Σ_j g_j H_3(w_j)(V, V, V), without d³ entries. O(m r³), in chunks.
+    """
+    mean = (g[:, None] * y).mean(0)
+    eye = torch.eye(y.shape[1]).to(y)
+    return _cubes(g, y) - _placings(torch.einsum("i,jk->ijk", mean, eye))
+
+
+def fourth_along(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
+    """Computes (1/m) Σ_j g_j H_4(V'w_j)(I, I, I, a): (r, r, r), a (r,) of length 1."""
+    along = g * (y @ a)
+    mean = (along[:, None] * y).mean(0)
+    square = y.T @ (g[:, None] * y) / len(y)
+    eye = torch.eye(y.shape[1]).to(y)
+    # a meets w in three of the six placings of w w' and I, and I in the others.
+    with_w = _placings(torch.einsum("i,jk->ijk", mean, eye))
+    with_eye = _placings(torch.einsum("ij,k->ijk", square - g.mean() * eye, a))
+    return _cubes(along, y) - with_w - with_eye
+
+
+def _cubes(g: Tensor, y: Tensor) -> Tensor:
+    """Computes (1/m) Σ_j g_j y_j⊗³."""
+    rank = y.shape[1]
+    total = y.new_zeros(rank, rank * rank)
+    for part, values in zip(torch.split(y, _CHUNK), torch.split(g, _CHUNK), strict=True):
+        squares = torch.einsum("ma,mb->mab", part, part).flatten(1)
+        total += (values[:, None] * part).T @ squares
+    return total.view(rank, rank, rank) / len(y)
+
+
+def _placings(term: Tensor) -> Tensor:
+    """Sums a term that is symmetric in two indices over the three placings of its indices."""
+    return term + term.permute(1, 2, 0) + term.permute(2, 0, 1)
+
 
 _STARTS = 5
 _ROUNDS = 100
@@ -230,18 +288,14 @@ def decompose(
     if contraction != "auto":
         by_second = contraction == "second"
     a = F.normalize(torch.randn(w.shape[1], generator=rng, dtype=torch.float64), dim=0).to(w)
-    matrices = [
-        _hermite.second(g, w) if by_second else _hermite.third_along(g, w, a) for g in outer
-    ]
+    matrices = [second_moment(g, w) if by_second else third_along(g, w, a) for g in outer]
     basis = power_method(matrices, head.rank, iterations, rng)
     if head.rank == 1:
         return _signed(F.normalize(basis.T @ back, dim=1), head), torch.zeros(())
     y = w @ basis
     inside = F.normalize(torch.randn(head.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
     by_third = abs(moments[3]) > _NEGLIGIBLE
-    slices = [
-        _hermite.third(g, y) if by_third else _hermite.fourth_along(g, y, inside) for g in outer
-    ]
+    slices = [third_moment(g, y) if by_third else fourth_along(g, y, inside) for g in outer]
     if rows == "all":
         # All slices are sums of the same u_i u_i': the rows' matrices tell images of different
         # labels apart, and their third moments those of one label.
@@ -275,7 +329,7 @@ def refined(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     elif joint:
         features = _joint_fit.descended(head, features)
     else:
-        features = _output_solver.descended(head, features, _BUDGET)
+        features = head_fit.descended(head, features, _BUDGET)
     loss = objective(features).loss
     return (features, loss) if bool(loss < start.loss) else (directions, start.loss)
 

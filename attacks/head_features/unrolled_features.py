@@ -1,17 +1,226 @@
-"""Features of the first of several local steps, from a fit of all (`unrolled_solver`)."""
+"""Features of the first of several local steps on the same batch, from a fit of all.
+
+A client's steps move its features: image i has x_i^(1), ..., x_i^(E), which may differ widely, and
+the update is, up to the head's own small motion, the gradient of a batch of N E images. Two facts
+make that batch tractable:
+
+- each step's ∂L/∂W has rows in the span of that step's features, so the row space of the whole
+  update holds all of them: N E coordinates in it replace d;
+- the head before the first step is known, and so is the error signal that a feature of that step
+  must have, N D = softmax(f(x)) - y. Features of later steps met a head that had moved.
+
+So ∂L/∂A is fitted first with N features, and then, each copied to E, with N E of them; the N that
+the first head explains are those of the first step. How well it explains them tells the attacker
+whether the fit has found them. If not, it hops on from the best fit so far (Wales and Doye, Global
+Optimization by Basin-Hopping, 1997).
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
-from fedsim.types import Observation
-from fedsim_attacks.head_features._feature_solver import FeatureAttack
-from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features._unrolled_solver import UnrolledSolver
+from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import FeatureAttack, FeatureSolver
+from fedsim_attacks.head_features._head_gradient import HeadGradient, norms
+from fedsim_attacks.head_features.head_fit import OutputFit, OutputSolver, random_starts
+from fedsim_attacks.head_features.spectral_features import span
+
+_STARTS = 4
+_WEIGHTS = 1 << 16
+"""Weights of the neurons that a fit starts with: it is tried again if that was too few."""
+_SPREAD = 0.5
+"""Of an image's features over the steps when they start, in units of their common one."""
+_HOPS = (0.6, 0.3)
+"""How far features are perturbed for the next trial, in units of themselves, by turns."""
+_EXPLAINED = 0.04
+"""Relative residual of an error signal up to which the first head counts as explaining it."""
+_SAME = 0.98
+"""Cosine from which two features of one label count as one."""
+_PLAUSIBLE = 4.0
+"""Factor of the usual length, or one over it, up to which a feature's length is plausible."""
+_STATIC, _NEARLY_STATIC = 2e-3, 2e-2
+"""Relative residual of ∂L/∂A, fitted with one feature an image, below which features are the same
+in all steps, and below which that feature is nearly that of each step."""
+
+
+@dataclass(kw_only=True)
+class UnrolledSolver(FeatureSolver):
+    """Fits the features of all steps in trials, until the first head explains those of its own."""
+
+    head: HeadGradient
+    """In coordinates of the row space, N E of them."""
+    rng: torch.Generator
+    iterations: int
+    """Of each trial's fits, at most."""
+    trials: int
+    """That may be made."""
+    static: bool
+    """Whether features are the same in all steps, which then are one."""
+    fit: OutputSolver
+    """The present trial's."""
+    has_steps: bool = False
+    """Whether `fit` has a feature for each step."""
+    first_step: Tensor
+    """(N, N E): the best features of the first step so far."""
+    common: Tensor | None = None
+    """(N, N E), if one feature an image nearly fits all steps."""
+    lowest: OutputSolver
+    """The trial that explains most of ∂L/∂A, from which the next one hops."""
+    ended: int = 0
+    """Trials."""
+
+    @classmethod
+    def start(
+        cls, head: HeadGradient, iterations: int, trials: int, rng: torch.Generator
+    ) -> UnrolledSolver:
+        """Prepares the first trial, from random starts in the row space.
+
+        Args:
+            head: the observed gradient.
+            iterations: of each trial's fits, at most.
+            trials: that may be made.
+            rng: of the starts and hops.
+
+        Raises:
+            AttackFailed: the rows of ∂L/∂W are not exact, or nothing is left of ∂L/∂W or ∂L/∂A.
+        """
+        if not head.exact:
+            raise AttackFailed(
+                "noise, pruning or quantization has left no exact row space to unroll steps in: "
+                "use head_fit"
+            )
+        if not head.grad_hidden.any():
+            raise AttackFailed(
+                "nothing is left of ∂L/∂W, whose rows hold the features of all steps"
+            )
+        size = min(head.num_images * head.steps, head.hidden.shape[1])
+        inside = head.within(span(head.grad_hidden, size)[0].to(head.hidden.dtype))
+        starts = list(random_starts(inside, _STARTS, rng))
+        fit = OutputFit.start(inside, starts, weights=_WEIGHTS)
+        solver = OutputSolver(attempt=fit, budget=iterations)
+        return cls(
+            loss=fit.loss,
+            head=inside,
+            rng=rng,
+            iterations=iterations,
+            trials=trials,
+            static=head.steps == 1,
+            fit=solver,
+            lowest=solver,
+            first_step=fit.features,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the first step's features are explained, or all trials have ended."""
+        return float(self.loss) < _EXPLAINED or self.ended >= (1 if self.static else self.trials)
+
+    def improve(self) -> None:
+        """Takes a step of the present fit, or ends it."""
+        if not self.fit.finished:
+            before = self.fit.iteration
+            self.fit.improve()
+            self.iteration += self.fit.iteration - before
+        elif not self.static and not self.has_steps:
+            self._fit_steps()
+        else:
+            self._end_trial()
+
+    def reconstruction(self) -> Reconstruction:
+        """Returns the features of the first step. The loss is how little the first head explains.
+
+        Where features nearly stay, the steps may not be told apart, and need not be: if no trial
+        was consistent, but one feature an image nearly fits all steps, that is returned.
+        """
+        apart = self.common is None or self.loss < _EXPLAINED
+        features = self.first_step if self.common is None or apart else self.common
+        return Reconstruction(
+            features=self.head.lifted(features).float(),
+            loss=float(self.loss),
+            iterations=self.iteration,
+        )
+
+    def _fit_steps(self) -> None:
+        """Gives every image a feature for each step, unless one explains them all."""
+        fitted = self.fit.attempt
+        if fitted.loss.sqrt() < _STATIC:
+            self.static = True
+            return
+        if fitted.loss.sqrt() < _NEARLY_STATIC:
+            self.common = best_explained(self.head, fitted.features, self.fit.errors)[0]
+        copies = fitted.features.repeat(self.head.steps, 1)
+        self.fit, self.has_steps = self._perturbed(copies, _SPREAD), True
+
+    def _perturbed(self, features: Tensor, by: float) -> OutputSolver:
+        """Prepares a fit from `features`, perturbed at random `by` their length."""
+        noise = torch.randn(features.shape, generator=self.rng).to(features)
+        unit = torch.linalg.vector_norm(features, dim=1, keepdim=True)
+        start = features + by * unit * F.normalize(noise, dim=1)
+        # An image's features are alike: they are not to be merged.
+        fit = OutputFit.start(self.head, [start], splitting=False, weights=_WEIGHTS)
+        return OutputSolver(attempt=fit, budget=self.iterations)
+
+    def _end_trial(self) -> None:
+        """Keeps the trial's features if the first head explains them better, and hops on."""
+        fitted, errors = self.fit.attempt, self.fit.errors
+        features, loss = best_explained(self.head, fitted.features, errors / self.head.first_share)
+        if self.static:  # errors may have stayed, or have vanished after the first step
+            same, misfit = best_explained(self.head, fitted.features, errors)
+            features, loss = same if misfit < loss else features, fitted.loss.sqrt()
+        if loss < self.loss:
+            self.first_step, self.loss = features, loss
+        if not self.ended or fitted.loss < self.lowest.loss:
+            self.lowest = self.fit
+        hop = _HOPS[self.ended % len(_HOPS)]
+        self.fit = self._perturbed(self.lowest.attempt.features, hop)
+        self.ended += 1
+
+
+def best_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Selects the N of `features` (n, d) whose error signals (K, n) the head explains best.
+
+    Returns them at their norms, and the relative residual of the worst of their signals (0-d).
+    """
+    factors, misfit = norms(head, features, errors)
+    length = factors * torch.linalg.vector_norm(features, dim=1)
+    # An error signal of one label alone is explained by almost any feature that is long enough, and
+    # one of a doubtful head by any that is short enough.
+    misfit = misfit + implausible(length, misfit, head.num_images)
+    order = _distinct_first(features, errors, misfit)[: head.num_images]
+    return features[order] * factors[order, None], misfit[order].max().sqrt()
+
+
+def implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
+    """Marks by 1 the features whose lengths (n,) are unlike the others', by 0 the rest: (n,).
+
+    The others are the `count` features of least `misfit` (n,) whose lengths are alike. A misfit of
+    1 is that of no feature at all.
+    """
+    apart = (length[:, None] / length).log().abs() > math.log(_PLAUSIBLE)
+    worst = (misfit + apart.to(misfit)).sort(dim=1).values[:, min(count, len(misfit)) - 1]
+    return apart[worst.argmin()].to(misfit)
+
+
+def _distinct_first(features: Tensor, errors: Tensor, misfit: Tensor) -> Tensor:
+    """Sorts indices by `misfit`, those of features that repeat a better one last.
+
+    A feature may be found in parts, of nearly one direction and one label, each of them explained.
+    """
+    label = errors.argmin(0)
+    alike = F.normalize(features, dim=1) @ F.normalize(features, dim=1).T > _SAME
+    alike &= label[:, None] == label
+    order = misfit.argsort().tolist()
+    repeated = [i for at, i in enumerate(order) if alike[i, order[:at]].any()]
+    return torch.tensor([i for i in order if i not in repeated] + repeated, device=misfit.device)
 
 
 @final

@@ -1,24 +1,252 @@
 """The gradient of a network's body for known features and error signals of its images.
 
-Behind a two-layer head (`head_gradient`), what `best_features` recovers determines each image's
+Behind a two-layer head (`_head_gradient`), what `best_features` recovers determines each image's
 error signal e_i = ∂L/∂x_i, x_i being its features. What is left of the update, the body's share, is
 then Σ_i J(image_i)' e_i, J the derivative of features in parameters: no label, no head and no
 probability of a candidate's own enters it, and to each image belongs a known vector of features.
+
+An update of several steps is taken for the one gradient that its first step makes, which is known
+best: features, labels and error signals are those of the weights that were sent. The others add
+something of the same size in another direction. But near the truth, the client's own training on
+candidates adds much the same, and costs no more than an iteration: what is simulated is taken off
+the update, candidates come nearer, and so on. At the true images nothing is left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedsim.contracts.grant import Knowledge
+from fedsim.models.local import mean_gradient_factor, step_weights
+from fedsim.models.victim import rebuild
 from fedsim.types import Observation
+from fedsim_attacks.classifier_features._local_steps import as_one_gradient
+from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
+from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import Tape, pays
-from fedsim_attacks.images_from_features._body import Body, Part, relaid
-from fedsim_attacks.images_from_features._later_steps import LaterSteps
-from fedsim_attacks.images_from_features._part_update import PartUpdate, nonzero_energy
-from fedsim_attacks.images_from_features._signals import Signals
+from fedsim_attacks.gradient_matching._image_priors import Features, ForwardPrior
+from fedsim_attacks.gradient_matching._matching import (
+    Distance,
+    Matching,
+    Target,
+    cosine_distance,
+    layout,
+    reweighted_cosine,
+)
+from fedsim_attacks.images_from_features._heads import Signals
+
+
+class Part(NamedTuple):
+    """Some of a body's layers."""
+
+    function: Callable[[Tensor], Tensor]
+    """Inputs (N, ...) to outputs (N, ...)."""
+    parameters: list[tuple[str, Tensor]]
+    """With their names in the observation."""
+
+
+@final
+class Body:
+    """A victim's body, with the weights of the observed round, fast to differentiate twice."""
+
+    def __init__(self, observation: Observation, width: float | Tensor) -> None:
+        """Rebuilds the body; `width` is that of the jumps of slopes (`smooth_slopes`), 0 of none.
+
+        As a tensor (0-d) it may be changed later.
+        """
+        self.input_shape = observation.model.input_shape
+        self.model = rebuild(observation)
+        accelerate(self.model)
+        if width:
+            smooth(self.model, width)
+        self._windows = drop_dead_weights(self.model, self.input_shape)
+        self.model.train(observation.training.mode == "train")
+        for module_name, module in self.model.named_modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                of = f"{module_name}.{name}"
+                setattr(module, name, nn.Parameter(relaid(self.without_padding(of, parameter))))
+        self._names = {
+            id(p): name for name, p in self.model.named_parameters() if name in observation.update
+        }
+
+    def without_padding(self, name: str, tensor: Tensor) -> Tensor:
+        """Selects the entries of a parameter, or of its update, that meet anything but padding."""
+        window = self._windows.get(name)
+        return tensor if window is None else tensor[window]
+
+    def parameters(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """Lists the parameters of one of the body's modules that were trained, with their names."""
+        return [(self._names[id(p)], p) for p in module.parameters() if id(p) in self._names]
+
+
+def relaid(tensor: Tensor) -> Tensor:
+    """Copies a tensor to the memory order that the accelerated layers take."""
+    return tensor.detach().clone(memory_format=layout(tensor))
+
+
+_LEAST_SHARE = 0.02
+"""Of one step's gradient in an update of several."""
+
+
+class _Expected(NamedTuple):
+    """What a recomputed gradient is turned into before it is compared."""
+
+    scaled: bool
+    """Whether it is multiplied by the factor that fits best."""
+    share: float = 1.0
+    """The share of the gradient that is in the update."""
+    added: list[Tensor] | None = None
+    """What later steps have added."""
+
+
+@final
+class PartUpdate:
+    """The observed update of a part of the body."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        body: Body,
+        part: Part,
+        scale: Tensor,
+        *,
+        approximate: bool = False,
+    ) -> None:
+        """Prepares the update of a part for comparison.
+
+        Args:
+            observation: what the server saw.
+            body: whose part it is.
+            part: layers and parameters.
+            scale: that the client's defense has applied to its update.
+            approximate: whether it is the update of several steps, compared with one gradient:
+                with as much of it as fits best, until `correct` says how much there is.
+        """
+        update = {name: observation.update[name] / scale for name, _ in part.parameters}
+        self._target = [
+            relaid(body.without_padding(name, tensor)) for name, tensor in update.items()
+        ]
+        self._bounds = _bounds(observation, update)
+        self._names = list(update)
+        self._clipped = observation.effect.scaled
+        self._expected = _Expected(scaled=approximate)
+        self.energy = torch.stack([tensor.square().sum() for tensor in self._target]).sum()
+        """|update|² (0-d), of the entries that meet anything but padding."""
+
+    def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
+        """Takes in that the update is a `share` of the gradient and `added` (`LaterSteps`)."""
+        rest = [relaid(added[name]) for name in self._names]
+        self._expected = _Expected(self._clipped, share, rest)
+
+    def compared(self, update: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | float]:
+        """Subtracts this update from a recomputed one, or for a removed entry its bound.
+
+        Also returns the derivative of that in the recomputed update: 1, but for several steps'.
+        """
+        expected = self._expected
+        growth: Tensor | float = expected.share
+        if expected.added is not None:
+            update = [growth * u + a for u, a in zip(update, expected.added, strict=True)]
+        if expected.scaled:
+            factor = self._factor(update)
+            growth, update = growth * factor, [factor * tensor for tensor in update]
+        return [self._subtracted(i, tensor) for i, tensor in enumerate(update)], growth
+
+    def _factor(self, update: Sequence[Tensor]) -> Tensor:
+        """Computes the factor of the best fit (0-d), where the misfit does not depend on it."""
+        with torch.no_grad():
+            pairs = list(zip(update, self._target, strict=True))
+            across = torch.stack([(u * t).sum() for u, t in pairs]).sum()
+            compared_entries = [u if self._bounds is None else u * (t != 0) for u, t in pairs]
+            own = torch.stack([u.square().sum() for u in compared_entries]).sum()
+            return (across / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp_min(_LEAST_SHARE)
+
+    def _subtracted(self, index: int, update: Tensor) -> Tensor:
+        target = self._target[index]
+        difference = update - target
+        if self._bounds is None:
+            return difference
+        bound = self._bounds[index]
+        over = update - update.clamp(-bound, bound)
+        return torch.where(target == 0, over, difference)
+
+
+def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor] | None:
+    """Bounds the removed entries of each tensor; None if none was removed."""
+    removed = observation.effect.removed
+    if removed is None or observation.effect.noisy:
+        return None
+    if removed == "others":
+        return [tensor.new_full((), torch.inf) for tensor in update.values()]
+    kept = [tensor[tensor != 0].abs() for tensor in update.values()]
+    least = [part.min() if len(part) else part.new_full((), torch.inf) for part in kept]
+    if removed == "smallest_of_tensor":
+        return least
+    return [torch.stack(least).min()] * len(least)
+
+
+def nonzero_energy(energy: Tensor) -> Tensor:
+    """Returns `energy` (0-d); 1 if nothing is left of an update, whose misfit then is 0."""
+    return torch.where(energy > 0, energy, 1.0)
+
+
+_FROM, _TIMES = 0.4, 30
+"""Share of the iterations after which candidates are near enough to tell what later steps add, and
+how often it would be simulated over all of them."""
+
+
+@final
+class LaterSteps:
+    """The mean gradient over a client's steps, less the share of it that the first step makes.
+
+    Where each step has images of its own, less what they all make at the weights that were sent.
+    """
+
+    def __init__(self, observation: Observation, labels: Tensor) -> None:
+        """Prepares the simulation for images of these `labels` (N,)."""
+        training = observation.training
+        weights = step_weights(training)
+        self.share = weights[0] / sum(weights) if training.batches == "same" else 1.0
+        """Of the first step's gradient in the mean gradient."""
+        self._factor, self._labels = mean_gradient_factor(training), labels
+        self._names = list(observation.parameters)
+        self._all, self._one = Matching(observation), Matching(as_one_gradient(observation))
+
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+        """Simulates normalized `images`: by parameter, the entries that meet more than padding."""
+        images = images.detach()
+        with torch.enable_grad():
+            every = self._all.update(images, self._labels, create_graph=False)
+            first = self._one.update(images, self._labels, create_graph=False)
+        return {
+            name: (self._factor * update - self.share * gradient).detach()
+            for name, update, gradient in zip(self._names, every, first, strict=True)
+        }
+
+    def correct(self, updates: Iterable[PartUpdate], images: Tensor, done: int, calls: int) -> bool:
+        """Corrects `updates` by what later steps add at these `images`, if it is time to.
+
+        Returns whether it has: the training that is simulated of poor candidates may diverge.
+
+        Args:
+            updates: what is compared with one gradient.
+            images: normalized candidates (N, C, H, W).
+            done: calls of this before.
+            calls: as many as there are to be.
+        """
+        if done < _FROM * calls or done % max(1, calls // _TIMES):
+            return False
+        added = self(images)
+        if not all(bool(each.isfinite().all()) for each in added.values()):
+            return False
+        for update in updates:
+            update.correct(self.share, added)
+        return True
+
 
 _LEAST_STRETCH = 0.1
 """Of outputs that are known up to a factor; random inputs may make any."""
@@ -161,3 +389,102 @@ class BodyGradient(PartGradient):
             calls=calls,
             later=later,
         )
+
+
+def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
+    """Makes a distance: the sum over body and head of |u - t|² / |t|².
+
+    The head's planted neurons would outweigh all else in one. `clipped` updates t have been scaled
+    by the client: of c u, for the c that fits best.
+    """
+    body = [name.startswith("body.") for name in names]
+
+    def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
+        unit = {part: _energy(target.tensors, body, part) for part in (True, False)}
+        units = [unit[part] for part in body]
+        factor = update[0].new_ones(())
+        if clipped:
+            own = [u.square().sum() / unit for u, unit in zip(update, units, strict=True)]
+            across = [
+                (u * t).sum() / unit
+                for u, t, unit in zip(update, target.tensors, units, strict=True)
+            ]
+            factor = torch.stack(across).sum() / torch.stack(own).sum()
+        residuals = [factor * u - t for u, t in zip(update, target.tensors, strict=True)]
+        loss = sum(_energy(residuals, body, part) / unit[part] for part in (True, False))
+        # At the best factor the loss does not change with it.
+        direction = [each / unit for each, unit in zip(residuals, units, strict=True)]
+        return torch.as_tensor(loss), direction, 2 * factor
+
+    return distance
+
+
+def _energy(tensors: Sequence[Tensor], body: Sequence[bool], part: bool) -> Tensor:
+    chosen = [each.square().sum() for each, of in zip(tensors, body, strict=True) if of == part]
+    whole = torch.stack(chosen).sum() if chosen else tensors[0].new_zeros(())
+    return whole.clamp_min(torch.finfo(tensors[0].dtype).tiny)
+
+
+class WholeGradient:
+    """The direction of the observed update, against its recomputation from candidate images.
+
+    Where no features are known 1 - the cosine of both. Candidates that are held to features are
+    compared tensor by tensor, of which few would outweigh all others in a trained network.
+    """
+
+    def __init__(
+        self,
+        observation: Observation,
+        labels: Tensor,
+        *,
+        width: float,
+        calls: int,
+        features: Tensor | None = None,
+        weight: float = 0.0,
+    ) -> None:
+        """Prepares the comparison for images of `labels` (N,).
+
+        Args:
+            observation: what the server saw, as one gradient.
+            labels: of the images.
+            width: of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            calls: how often it is to be evaluated.
+            features: (N, d), that the images are to have; None if nothing is known of them.
+            weight: of the misfit of features.
+        """
+        self._matching = Matching(observation, calls=calls, width=width)
+        self._labels, self._weight = labels, weight
+        wanted = None if features is None else Features(features, "relative")
+        self._prior = ForwardPrior(observation, Knowledge(), wanted)
+        self._distance: Distance = cosine_distance
+        if features is not None:
+            self._distance = reweighted_cosine(self._matching.counts)
+
+    def __call__(self, images: Tensor) -> Misfit:
+        """Evaluates the misfit at normalized `images` (N, C, H, W)."""
+        candidate = self._matching.candidate(images, self._labels, None)
+        loss, (slope,) = self._matching.differentiate(candidate, self._distance)
+        distance_of_features, pull = self._prior(images)
+        return Misfit(loss, distance_of_features, slope + self._weight * pull)
+
+
+@final
+class UnrolledUpdate(WholeGradient):
+    """The observed update, and its recomputation from candidates by the client's own steps."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        features: Tensor,
+        known: Signals,
+        *,
+        weight: float,
+        width: float,
+        calls: int,
+    ) -> None:
+        """Prepares the comparison; arguments are as of `BodyGradient`."""
+        super().__init__(
+            observation, known.labels, width=width, calls=calls, features=features, weight=weight
+        )
+        names = list(observation.parameters)
+        self._distance = distance_by_part(names, clipped=observation.effect.scaled)

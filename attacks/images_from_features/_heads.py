@@ -1,4 +1,4 @@
-"""Which attack recovers the features behind a model's head.
+"""Features behind a model's head: which attack recovers them, and what they tell of their images.
 
 A user may name one. Else a two-layer head, planted or not, is solved by `best_features`. Behind an
 ordinary linear classifier `classifier_fit` is asked where the classifier's gradient can determine
@@ -7,11 +7,14 @@ the features of so many images, and `extreme_rays`, which reads layers before it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
+from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackFailed, create, solve
 from fedsim.contracts.grant import Knowledge
@@ -21,8 +24,8 @@ from fedsim.models.victim import rebuild
 from fedsim.system.device import moved
 from fedsim.types import Observation, Reconstruction
 from fedsim.words import number_of
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient, implied
+from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, labels_of
 
 Head = HeadGradient | ClassifierGradient
 FeatureSource = str | dict[str, Any]
@@ -156,3 +159,81 @@ def _ask(
         images = number_of(observation.num_images, "image")
         raise AttackFailed(f"{name} answers no features of {images}")
     return replace(answer, features_by=name)
+
+
+def relative_noise_variance(observation: Observation, head: Head) -> float:
+    """Estimates the noise's variance in an entry of the body's update, over |body's update|².
+
+    Of added noise, which is the same in all entries; that of stochastic rounding at most, which has
+    a spacing of its own in each tensor. `head` is the head's share of the same update.
+    """
+    body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
+    energy = float(sum(tensor.double().square().sum() for tensor in body))
+    if not energy or not head.noise:
+        return 0.0
+    if head.noisy:
+        return head.noise / head.divisor**2 / energy
+    spacings = [(float(t[t != 0].abs().min()) if t.any() else 0.0, t.numel()) for t in body]
+    rounding = sum(count * spacing**2 / 6 for spacing, count in spacings)
+    return rounding / sum(count for _, count in spacings) / energy
+
+
+def noise_share(observation: Observation, head: Head, names: Collection[str] = ()) -> float:
+    """Estimates the share of |update|² that is noise, in the body's tensors `names` or in all.
+
+    `head` as for `relative_noise_variance`; the share is an estimate and may exceed 1.
+    """
+    body = {name: t for name, t in observation.update.items() if name.startswith("body.")}
+    part = [body[name] for name in names or body]
+    energy, whole = (
+        float(sum(t.double().square().sum() for t in of)) for of in (part, body.values())
+    )
+    if not energy:
+        return 0.0
+    return (
+        relative_noise_variance(observation, head) * sum(t.numel() for t in part) * whole / energy
+    )
+
+
+class Signals(NamedTuple):
+    """What features tell of their images."""
+
+    labels: Tensor
+    """(N,) int64."""
+    errors: Tensor
+    """e_i (N, d): the derivative of the mean loss in the features."""
+    scale: Tensor
+    """What the client's defense has scaled its update by (0-d): 1, unless it clips."""
+
+
+def signals(observation: Observation, features: Tensor) -> Signals:
+    """Derives labels and error signals from `features` (N, d) with their norms.
+
+    The label is the class in which ∂L/∂A pulls a feature up; the scale, ∂L/∂A's against what
+    the head itself computes of them. Under dropout the head computes something else for each image,
+    and error signals are read off instead: with ∂L/∂W = S X, e_i = Σ_j s_ji w_j, whatever the
+    neurons that were dropped, and scaled as the update is.
+    """
+    device = features.device
+    found = _signals(moved(observation, "cpu"), features.cpu())
+    return Signals(*(each.to(device) for each in found))
+
+
+def _signals(observation: Observation, features: Tensor) -> Signals:
+    head = head_of(observation)
+    if isinstance(head, ClassifierGradient):
+        return Signals(*implied(head, features))
+    model = rebuild(observation).eval()
+    with torch.no_grad():
+        observed = Objective(head)(features).errors
+        labels = labels_of(head, features, observed)
+    if head.dropout and head.exact and head.steps == 1:
+        shares = head.grad_hidden.double() @ torch.linalg.pinv(features.double())  # (m, N)
+        errors_read = (shares.T @ head.hidden.double()).to(features.dtype)
+        return Signals(labels, errors_read, observed.new_ones(()))
+    features = features.detach().requires_grad_()
+    logits = model.head(features)
+    (errors,) = torch.autograd.grad(F.cross_entropy(logits, labels), features)
+    expected = (logits.detach().softmax(1) - F.one_hot(labels, logits.shape[1])).T / len(labels)
+    scale = (observed * expected).sum() / expected.square().sum()
+    return Signals(labels, errors, scale if head.clipped else torch.ones_like(scale))

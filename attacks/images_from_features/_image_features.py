@@ -4,6 +4,8 @@ Where noise, pruning or rounding blurs the head's gradient, a fit of features al
 minima: images of one label have nearly the same error signal, and what belongs to which of them is
 hard to tell. Images that reproduce the whole update roughly know it: natural images do not mix.
 Their features, a tenth off, lie where the fit goes down to the answer.
+
+How well features of images explain the gradient of an ordinary classifier.
 """
 
 from __future__ import annotations
@@ -15,12 +17,69 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.head_features import _joint_fit, _output_solver
-from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features._head_objective import Objective, unexplained
-from fedsim_attacks.images_from_features import _classifier_answers
+from fedsim_attacks.classifier_features import _certificates
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient, implied
+from fedsim_attacks.classifier_features._profile import Consistency, Fits
+from fedsim_attacks.head_features import _joint_fit, head_fit
+from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, unexplained
 from fedsim_attacks.images_from_features._heads import Head
+
+_CLASSIFIER_ITERATIONS = 120
+"""Of a descent from features of images."""
+_APART = 0.5
+"""Of the distance to the nearest other features, up to which an image's may be off."""
+
+
+def _is_explained_by(classifier: ClassifierGradient, features: Tensor) -> bool:
+    """Says whether `features` (N, d) explain the gradient but for noise and rounding."""
+    problem = Consistency(classifier)
+    return _certificates.explained(problem, float(_at(problem, features, 0).losses[0]))
+
+
+def _doubts_of(classifier: ClassifierGradient, features: Tensor) -> Tensor:
+    """Squares the bounds (N,) of the relative errors of `features` (N, d), 0 beyond its classes."""
+    if classifier.excess:
+        return features.new_zeros(len(features))
+    problem = Consistency(classifier)
+    bounds = _certificates.relative_errors(problem, _at(problem, features, 0), 0)
+    return bounds.square().nan_to_num(1)
+
+
+def _is_determined_by(classifier: ClassifierGradient, features: Tensor) -> bool:
+    """Says whether noise leaves each image's features nearer to the truth than to another's.
+
+    Of more images than the classifier can tell apart, another layer has told them (`_heads`), and
+    only those that it determines.
+    """
+    if classifier.exact or classifier.excess:
+        return True
+    problem = Consistency(classifier)
+    fit = _at(problem, features, 0)
+    errors = _certificates.relative_errors(problem, fit, 0) * features.norm(dim=1)
+    apart = torch.cdist(features, features).fill_diagonal_(torch.inf).amin(1)
+    return bool((errors < _APART * apart).all())
+
+
+def _fit_classifier(
+    classifier: ClassifierGradient, features: Tensor, other: Tensor
+) -> Tensor | None:
+    """Descends from images' `features` (N, d); returns `other` if that explains more.
+
+    None where `features` explain the gradient already.
+    """
+    if _is_explained_by(classifier, features):
+        return None
+    problem = Consistency(classifier)
+    refit = _at(problem, features, _CLASSIFIER_ITERATIONS)
+    if float(refit.losses[0]) <= float(_at(problem, other, 0).losses[0]):
+        return refit.features[0].to(features.dtype)
+    return other
+
+
+def _at(problem: Consistency, features: Tensor, iterations: int) -> Fits:
+    labels = implied(problem.classifier, features)[0]
+    return problem.descend(problem.unknowns(features[None]), labels[None], iterations)
+
 
 _ITERATIONS = 1500
 """Of the fit behind pruning and rounding; it mostly ends earlier."""
@@ -36,7 +95,7 @@ def explained(head: Head, features: Tensor) -> bool:
     """Says whether `features` (N, d) explain the head's gradient but for noise."""
     features = features.cpu()
     if isinstance(head, ClassifierGradient):
-        return _classifier_answers.explained(head, features)
+        return _is_explained_by(head, features)
     most = 1 + _CHANCE * _explained_by_chance(head, features) if head.noise else _ALL
     return _misfit(head, features) < most
 
@@ -49,7 +108,7 @@ def determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bo
     """
     features = features.cpu()
     if isinstance(head, ClassifierGradient):
-        return _classifier_answers.determined(head, features)
+        return _is_determined_by(head, features)
     if head.exact:
         return True
     misfit = _misfit(head, features)
@@ -68,7 +127,7 @@ def doubts(head: Head, features: Tensor) -> Tensor:
     """
     on_processor = features.cpu()
     if isinstance(head, ClassifierGradient):
-        found = _classifier_answers.doubts(head, on_processor)
+        found = _doubts_of(head, on_processor)
     elif head.dropout:
         found = torch.zeros(len(features))
     else:
@@ -84,17 +143,17 @@ def fitted(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     In the images' order. None where `features` explain it already, but for noise: fitted ones would
     be noise.
     """
-    found = _fitted(head, features.cpu(), other.cpu())
+    found = _fit(head, features.cpu(), other.cpu())
     return None if found is None else found.to(features.device)
 
 
-def _fitted(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
+def _fit(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     if isinstance(head, ClassifierGradient):
-        return _classifier_answers.fitted(head, features, other)
+        return _fit_classifier(head, features, other)
     if head.noisy:
         refit = _joint_fit.descended(head, features)
     else:
-        refit = _output_solver.descended(head, features, _ITERATIONS)
+        refit = head_fit.descended(head, features, _ITERATIONS)
     before, after = _misfit(head, features), _misfit(head, refit)
     if head.noise and before - after < _CHANCE * _explained_by_chance(head, features):
         return None

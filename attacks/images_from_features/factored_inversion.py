@@ -1,17 +1,27 @@
 """Images from a batch's update that is factored into features and error signals first.
 
 Where features can be recovered (`_heads` chooses how), labels, features and error signals of every
-image are known, and what is left is `body_gradient`: a least-squares problem in the images alone,
+image are known, and what is left is `_body_gradient`: a least-squares problem in the images alone,
 each of them with features of its own to reproduce. It is descended with the slopes of ReLU and max
 pooling smoothed (`smooth_slopes`), without which every linear piece of the network has a local
-minimum of its own, and over images of several resolutions (`pyramid`).
+minimum of its own, and over images of several resolutions (`Pyramid`).
 
-What else an update asks for comes before or in place of that: `phases`.
+What else an update asks for comes before or in place of that, in phases. Which phases there are
+depends on what a client's update tells. Of exact features and one gradient of a shallow body, one:
+behind a planted head the body's share of the update is compared, behind an ordinary classifier the
+directions of all its tensors. A deep body is peeled first (`StagePeeling`), its images are then
+descended through the first stage alone, and in the end together with all that was peeled
+(`Relaxation`); behind much noise that is done from the beginning. Where features may be wrong,
+images lead to them first (`_image_features`), in two goes if need be. Several local steps are taken
+for one gradient, and in the end, if the body is not deep, unrolled.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -20,17 +30,395 @@ from torch import Tensor
 
 from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
+from fedsim.models.local import features_of
+from fedsim.models.victim import rebuild
+from fedsim.rng import generator
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._contrast import exposing
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._local_steps import as_one_gradient
+from fedsim_attacks.gradient_matching._drawing import Pyramid, half_cosine
+from fedsim_attacks.gradient_matching._image_priors import chromatic_variation, exposing, trusted
 from fedsim_attacks.gradient_matching._matching import Matching
-from fedsim_attacks.gradient_matching._pyramid import Pyramid
-from fedsim_attacks.gradient_matching._schedules import half_cosine
-from fedsim_attacks.gradient_matching._variation import chromatic_variation
-from fedsim_attacks.images_from_features._heads import recovered_if_told
-from fedsim_attacks.images_from_features._image_prior import ImagePrior
-from fedsim_attacks.images_from_features._peeling import StagePeeling
-from fedsim_attacks.images_from_features._phases import Phase, Phases, Settings
+from fedsim_attacks.images_from_features import _image_features
+from fedsim_attacks.images_from_features._body_gradient import (
+    BodyGradient,
+    LaterSteps,
+    Misfit,
+    UnrolledUpdate,
+    WholeGradient,
+)
+from fedsim_attacks.images_from_features._heads import (
+    Signals,
+    head_of,
+    noise_share,
+    recovered_if_told,
+    relative_noise_variance,
+    signals,
+)
+from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
+from fedsim_attacks.images_from_features._stage_descents import (
+    LEAST_CLEAR,
+    Relaxation,
+    StagePeeling,
+)
+from fedsim_attacks.images_from_features._stages import StagedBody
+from fedsim_attacks.labels.label_inference import infer_labels
+
+_FINAL_VARIATION = 0.4
+"""Weight of the total variation at the end, over that of the beginning: it costs contrast, which
+the update restores once the images are nearly right."""
+_ONE_STEP_SHARE = 0.7
+"""Share of the iterations that take several steps for one gradient, at a seventh of the cost;
+through a deep body all do, as the descent of a whole one leads away."""
+_FINE_STEP = 0.3
+"""Times the step size when the steps are then unrolled: from far they lead anywhere."""
+_FIRST = 0.25
+"""Share of the iterations before images' features are looked at, where the head is blurred."""
+_PEELED, _SINGLE = 0.35, 0.4
+"""Shares of the iterations in which stages are peeled, each with as many steps, and in which images
+are descended through the first one; the others are all stages' together."""
+_TOO_NOISY_TO_PEEL = 0.5
+"""Share of noise in the body's update, from which stages are not peeled."""
+_MOSTLY_NOISE = 0.9
+"""Share of noise from which no features are fitted: they would be those of noise."""
+_RELAXED_VARIATION = 2.5
+"""Total variation in these, times the usual."""
+_UNSEEN, _FAINT = 1e-3, 0.15
+"""How much of an image's contrast a first stage shows (`StagedBody.contrast_seen`) up to which
+that is nothing, and up to which noise hides it."""
+_DEEP = 4
+"""Stages from which a body is peeled: through fewer, images descend as well from afar."""
+_MAPS = 4.0
+"""Times what features count, the first stage's outputs do: they are hundreds of times as many."""
+_DOUBT = 10.0
+"""How much less they count for what is left unexplained of the stage behind."""
+_LOST = 0.5
+"""Share of what a stage shows that is left unexplained, from which maps are worth nothing."""
+_COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
+"""Total variation of images from maps, times the usual at first; and its end over its beginning.
+A first stage alone is descended through smooth images well, and held back by none in the end."""
+_WHOLE_VARIATION = 0.03
+"""Least weight of the total variation against the cosine distance of the whole update."""
+_DIRECTION_STEP, _DIRECTION_FEATURES = 2.0, 0.1
+"""Step size, and weight of features, times the usual, where directions of tensors are compared."""
+_DIRECTION_VARIATION, _DIRECTION_FINAL = 10.0, 0.1
+"""And the total variation at first; and its end over its beginning."""
+_LEAST_DISTRIBUTION_WEIGHT = 1e-3
+"""Least weight of how unlikely images are by the distribution of public ones."""
+_PRIOR = 0.7
+"""Of noise, an image of total variation 1 is less likely than a flat one by that many nats a
+value: what the weight of the total variation then follows from."""
+
+
+@final
+@dataclass(frozen=True)
+class Phase:
+    """What images are compared with for some iterations, and how they move."""
+
+    misfit: Callable[[Tensor], Misfit] | StagePeeling
+    """Or the stages that are peeled first, while images stay as they are."""
+    iterations: int
+    step_size: float
+    total_variation: float
+    labels: Tensor
+    feature_weight: float = 0.0
+    features: Tensor | None = None
+    """(N, d), that images are to have; None as long as nothing is known of them."""
+    final_variation: float = _FINAL_VARIATION
+    """Weight of the total variation at the end, over that of the beginning."""
+    contrast: float | None = None
+    """Where the misfit hardly sees it and total variation takes it: how much the images are to
+    have in the end, in [0, 1]."""
+
+
+Plan = Callable[[Tensor], Phase]
+"""A phase to come, from the normalized images (N, C, H, W) that those before end with."""
+
+
+@final
+class Phases:
+    """The phases of one observation's descent, each made when the one before is over."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        recovered: Tensor | None,
+        seed: int,
+        settings: FactoredInversion,
+        prior: ImagePrior | None = None,
+    ) -> None:
+        """Plans the first phase.
+
+        Args:
+            observation: what the server saw.
+            recovered: features (N, d), rightly or not; None if the head does not tell any.
+            seed: of random starts.
+            settings: what a user chose.
+            prior: from public images, if there are any.
+        """
+        self._observation, self._recovered, self._settings = observation, recovered, settings
+        self._several = observation.training.steps > 1 or observation.num_clients > 1
+        self._as_one = as_one_gradient(observation) if self._several else observation
+        self._head, self._stream = head_of(self._as_one), generator(seed, "peeling")
+        self._staged = StagedBody(
+            self._as_one, observation.num_images, self._stream, width=settings.jump_width
+        )
+        self._is_deep = len(self._staged.stages) >= _DEEP
+        self._contrast_seen = self._staged.contrast_seen
+        unrolls = self._several and not self._is_deep
+        self._one_step_iterations = (
+            int(_ONE_STEP_SHARE * settings.iterations) if unrolls else settings.iterations
+        )
+        """Iterations that take several steps for one gradient."""
+        self._begun = 0
+        """Iterations before the present phase."""
+        self._plans: list[Plan] = [self._unrolled] if unrolls else []
+        self._prior = prior
+        self.present = self._first()
+        self.distribution = self._distribution()
+        """Of images of the present phase; None without public ones."""
+        values = observation.num_images * math.prod(observation.model.input_shape)
+        clear = max(1 - noise_share(self._as_one, self._head), LEAST_CLEAR)
+        demanded = values * relative_noise_variance(self._as_one, self._head) / math.sqrt(clear)
+        self.distribution_weight = max(_LEAST_DISTRIBUTION_WEIGHT, demanded)
+        """Weight of its energy: as of a likelihood, and more where noise is most of the update."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages that the body was cut into."""
+        return len(self._staged.stages)
+
+    def over(self, iteration: int) -> bool:
+        """Says whether another phase is to follow at that `iteration`."""
+        return bool(self._plans) and iteration - self._begun >= self.present.iterations
+
+    def follow(self, images: Tensor) -> None:
+        """Goes on to the next phase, from normalized `images` (N, C, H, W)."""
+        self._begun += self.present.iterations
+        before, self.present = self.present.features, self._plans.pop(0)(images)
+        if self.present.features is not before:
+            self.distribution = self._distribution()
+
+    def done(self, iteration: int) -> float:
+        """Computes the share of the present phase that is over at that `iteration`."""
+        return (iteration - self._begun) / self.present.iterations
+
+    def _distribution(self) -> ImageDistribution | None:
+        if self._prior is None:
+            return None
+        features = self.present.features
+        if features is None:
+            return self._prior.unconditional(self._observation.num_images)
+        return self._prior.given_features(features)
+
+    def _first(self) -> Phase:
+        if self._recovered is None:
+            labels = infer_labels(self._observation)
+            return self._compared_as_a_whole(labels, self._one_step_iterations)
+        if _image_features.determined(self._head, self._recovered):
+            return self._factored(self._recovered, self._one_step_iterations)
+        # Behind noise, labels are as doubtful as the features that imply them.
+        if self._head.noisy:
+            labels = infer_labels(self._observation)
+        else:
+            labels = signals(self._observation, self._recovered).labels
+        mostly_noise = not self._is_deep and noise_share(self._as_one, self._head) > _MOSTLY_NOISE
+        count = (
+            self._one_step_iterations if mostly_noise else int(_FIRST * self._one_step_iterations)
+        )
+        if not mostly_noise:
+            self._plans.insert(0, partial(self._from_images, 1))
+        return self._compared_as_a_whole(labels, count)
+
+    def _compared_as_a_whole(self, labels: Tensor, iterations: int) -> Phase:
+        """Makes a phase that knows of no feature: candidates' whole update is compared."""
+        settings = self._settings
+        misfit = WholeGradient(self._as_one, labels, width=settings.jump_width, calls=iterations)
+        variation = max(_WHOLE_VARIATION, settings.total_variation)
+        contrast = 1.0 if self._contrast_seen < _FAINT else None
+        return Phase(misfit, iterations, settings.step_size, variation, labels, contrast=contrast)
+
+    def _from_images(self, attempts: int, images: Tensor) -> Phase:
+        """Refits features from those of the images, once after each of so many `attempts`."""
+        remaining = self._one_step_iterations - self._begun
+        assert self._recovered is not None
+        features = _image_features.fitted(
+            self._head, _features(self._observation, images), self._recovered
+        )
+        if features is None:
+            return replace(self.present, iterations=remaining)
+        if attempts == 1 and not _image_features.explained(self._head, features):
+            self._plans.insert(0, partial(self._from_images, 2))
+            return self.present
+        return self._factored(features, remaining)
+
+    def _factored(self, features: Tensor, iterations: int) -> Phase:
+        """Makes the first phase with `features` (N, d) known; it plans those that follow."""
+        known = signals(self._observation, features)
+        if not self._is_deep:
+            ordinary = isinstance(self._head, ClassifierGradient) and self._head.exact
+            trained = any(stage.part.parameters for stage in self._staged.stages)
+            if not trained or (ordinary and not self._several):
+                return self._direction(features, known, iterations)
+            return self._whole(features, known, iterations)
+        noisy = noise_share(self._as_one, self._head) > _TOO_NOISY_TO_PEEL
+        steps = 0 if self._several or noisy else int(_PEELED * iterations)
+        peeling = StagePeeling(
+            self._as_one, self._staged, features, known, self._stream, steps=steps
+        )
+        self._plans.insert(0, partial(self._from_maps, known, iterations))
+        return Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
+
+    def _direction(self, features: Tensor, known: Signals, iterations: int) -> Phase:
+        """Makes the phase that compares the direction of each tensor, classifier and all.
+
+        It asks nothing of the update's length, which far candidates meet best by making it small.
+        The classifier's share is compared as well; a planted head's would outweigh all else.
+        """
+        settings = self._settings
+        weight = _DIRECTION_FEATURES * settings.feature_weight
+        misfit = WholeGradient(
+            self._as_one,
+            known.labels,
+            width=settings.jump_width,
+            calls=iterations,
+            features=features,
+            weight=weight,
+        )
+        return Phase(
+            misfit,
+            iterations,
+            _DIRECTION_STEP * settings.step_size,
+            _DIRECTION_VARIATION * settings.total_variation,
+            known.labels,
+            weight,
+            features,
+            final_variation=_DIRECTION_FINAL,
+        )
+
+    def _whole(self, features: Tensor, known: Signals, iterations: int) -> Phase:
+        """Makes the phase that compares the whole body's share of the update."""
+        settings = self._settings
+        weight, variation = settings.feature_weight, settings.total_variation
+        values = self._observation.num_images * math.prod(self._observation.model.input_shape)
+        demanded = 2 * _PRIOR * values * relative_noise_variance(self._as_one, self._head)
+        misfit = BodyGradient(
+            self._as_one,
+            features,
+            known,
+            weight=weight,
+            width=settings.jump_width,
+            calls=iterations,
+            later=self._later(known),
+        )
+        return Phase(
+            misfit,
+            iterations,
+            settings.step_size,
+            max(variation, demanded),
+            known.labels,
+            weight,
+            features,
+            contrast=1.0 if demanded > variation and self._contrast_seen < _FAINT else None,
+        )
+
+    def _from_maps(self, known: Signals, iterations: int, images: Tensor) -> Phase:
+        """Makes the phase from the second stage's inputs to images; all stages follow.
+
+        Or, where those inputs are lost, that of all stages from random maps, in all `iterations`
+        left.
+        """
+        peeled, settings = self.present, self._settings
+        assert isinstance(peeled.misfit, StagePeeling)
+        remaining = iterations - peeled.iterations
+        single = int(_SINGLE * iterations)
+        # What is left unexplained of a stage, its maps have passed on to the one before.
+        doubt = peeled.misfit.unexplained
+        if doubt > _LOST or not single:
+            return self._relaxed(known, [], remaining, images)
+        self._plans.insert(0, partial(self._relaxed, known, peeled.misfit.maps, remaining - single))
+        weight = _MAPS / (1 + _DOUBT * doubt) * settings.feature_weight
+        return replace(
+            peeled,
+            misfit=peeled.misfit.images(weight=weight, calls=single),
+            iterations=single,
+            step_size=settings.step_size,
+            total_variation=_COARSE_VARIATION * settings.total_variation,
+            final_variation=max(_FINE_VARIATION, doubt),
+            feature_weight=weight,
+        )
+
+    def _relaxed(
+        self, known: Signals, maps: list[Tensor], iterations: int, images: Tensor
+    ) -> Phase:
+        """Makes the phase of all stages together, from their inputs (but the images), if known."""
+        features, variation = self.present.features, self._settings.total_variation
+        assert features is not None
+        misfit = Relaxation(
+            self._as_one,
+            self._staged,
+            features,
+            known,
+            images,
+            maps,
+            noise=noise_share(self._as_one, self._head),
+            later=self._later(known),
+            steps=iterations,
+        )
+        return Phase(
+            misfit,
+            iterations,
+            misfit.step_size,
+            _RELAXED_VARIATION * variation if maps else variation,
+            known.labels,
+            misfit.final_weight,
+            features,
+            final_variation=1.0,
+            contrast=self._contrast(),
+        )
+
+    def _later(self, known: Signals) -> LaterSteps | None:
+        return LaterSteps(self._observation, known.labels) if self._several else None
+
+    def _contrast(self) -> float | None:
+        if self._contrast_seen > _UNSEEN:
+            return None
+        names = [name for name, _ in self._staged.stages[0].part.parameters]
+        return trusted(noise_share(self._as_one, self._head, names))
+
+    def _unrolled(self, images: Tensor) -> Phase:
+        """Makes the phase that simulates all local steps."""
+        settings, iterations = self._settings, self._settings.iterations - self._one_step_iterations
+        features = self.present.features
+        if features is None:
+            features = _features(self._observation, images)
+        known, weight = signals(self._observation, features), settings.feature_weight
+        misfit = UnrolledUpdate(
+            self._observation,
+            features,
+            known,
+            weight=weight,
+            width=settings.jump_width,
+            calls=iterations,
+        )
+        step_size = _FINE_STEP * settings.step_size
+        return Phase(
+            misfit,
+            iterations,
+            step_size,
+            settings.total_variation,
+            known.labels,
+            weight,
+            features,
+        )
+
+
+def _features(observation: Observation, images: Tensor) -> Tensor:
+    """Computes features (N, d) of normalized `images` as the client's model does."""
+    model, weights = rebuild(observation), observation.parameters
+    return features_of(model, weights, observation.buffers, images, observation.training)
+
 
 _FINAL = 0.005
 """Step size at the end, over that of the beginning."""
@@ -115,7 +503,7 @@ class FactoredInversion(IterativeAttack[Descent]):
         features = None if recovered is None else recovered.features
         public = knowledge.public_images if self.public else None
         prior = None if public is None else ImagePrior(observation, public)
-        phases = Phases(observation, features, seed, self._settings(), prior)
+        phases = Phases(observation, features, seed, self, prior)
         matching = Matching(observation)
         images = matching.random_candidate(phases.present.labels, rng, std=0.3).images.detach()
         if phases.distribution is not None:
@@ -185,15 +573,6 @@ class FactoredInversion(IterativeAttack[Descent]):
             stages=state.phases.stages,
             loss=float(state.best_loss),
             iterations=state.iteration,
-        )
-
-    def _settings(self) -> Settings:
-        return Settings(
-            iterations=self.iterations,
-            step_size=self.step_size,
-            total_variation=self.total_variation,
-            feature_weight=self.feature_weight,
-            jump_width=self.jump_width,
         )
 
 

@@ -22,41 +22,37 @@ from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._candidate import Candidate
-from fedsim_attacks.gradient_matching._distances import (
+from fedsim_attacks.gradient_matching._drawing import Canvas, Decay, Drawing
+from fedsim_attacks.gradient_matching._image_priors import (
+    VARIATIONS,
+    Features,
+    ForwardPrior,
+)
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
     Distance,
+    Matched,
+    Matching,
     cosine_distance,
+    granted_labels,
     reweighted_cosine,
 )
-from fedsim_attacks.gradient_matching._drawing import Canvas, Decay, Drawing
-from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
-from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
-from fedsim_attacks.gradient_matching._variation import (
-    Variation,
-    chromatic_variation,
-    total_variation,
-)
 from fedsim_attacks.gradient_matching.inverting_gradients import regularized
-from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient
 from fedsim_attacks.images_from_features._heads import (
     FeatureSource,
     head_of,
     recover,
     resolved,
+    signals,
     source_attack,
 )
 from fedsim_attacks.images_from_features._image_features import doubts
-from fedsim_attacks.images_from_features._signals import signals
 from fedsim_attacks.labels.label_inference import infer_labels
 
 _DOUBT = 0.01
 """Doubt at which a feature counts half, about an angle of 0.1. Beyond, it tells no label."""
-_VARIATIONS: dict[str, Variation] = {
-    "absolute": total_variation,
-    "chromatic": chromatic_variation,
-}
 
 
 @dataclass(frozen=True)
@@ -267,7 +263,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
 
     def _compared(self, state: Inversion, images: Tensor) -> tuple[Tensor, Tensor]:
         """Computes all of the objective but its prior (0-d), and its slope in the images."""
-        variation = _VARIATIONS[self.variation]
+        variation = VARIATIONS[self.variation]
         if state.body is None:
             candidate = Candidate(images, state.told.labels, None)
             loss, (slope,) = regularized(

@@ -16,9 +16,8 @@ from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.images_from_features import _image_features
-from fedsim_attacks.images_from_features._heads import head_of, recover
+from fedsim_attacks.images_from_features._heads import head_of, recover, signals
 from fedsim_attacks.images_from_features._image_prior import ImagePrior
-from fedsim_attacks.images_from_features._signals import signals
 
 _MIXED = 0.3
 """How much of their difference two features may have exchanged: their images are then blends, of

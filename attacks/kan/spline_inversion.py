@@ -1,8 +1,35 @@
 """Images out of a KAN's update, exactly, as long as they are no more than its hidden units.
 
-The rows of the first layer's gradient span the images' spline bases (`spline_gradient`), a curve in
-that span is the images (`spline_unmixing`), and a linear form of each basis is a pixel. Where noise
+The rows of the first layer's gradient span the images' spline bases (1), a curve in
+that span is the images (2), and a linear form of each basis is a pixel. Where noise
 was added, that is the start of a variational approximation of the posterior of the bilinear model.
+
+The first layer's hidden units are h_i = d^(-1/2) Σ_jk w_ijk b_k(u_j): b is the B-spline basis (K
+functions) and u = tanh of the normalized image (d entries). With ∂L/∂h_i = δ_in for image n,
+
+    √d ∂L/∂w_ijk = Σ_n δ_in b_k(u_nj),                                                       (1)
+
+a matrix (hidden x dK) of rank at most the number of images. What u is does not depend on weights.
+So whatever is done to single images' gradients, and however many local steps are taken at whatever
+learning rate, (1) goes on to hold, with other δ: clipping by example and FedAvg change nothing
+about the images in it. Two identities tell what a combination of rows is:
+
+    Σ_k b_k(u) = 1        and        Σ_k ξ_k b_k(u) = u,
+
+with ξ_k the mean of the knots inside the support of b_k (Marsden, An Identity for Spline Functions
+with Applications to Variation-Diminishing Spline Approximation, J. Approx. Theory 3, 1970).
+
+(2) b(u) lies on a curve. All quadratic forms that vanish there (b_k b_l = 0 where two functions'
+supports do not meet; (Σ ξ_k b_k)² = Σ_k b_k Σ_k η_k b_k, and so on) vanish on an image's bases at
+every entry, and hardly on anything else in the span. In coordinates c of the span that is linear in
+c c', so the solutions are a linear space of symmetric matrices; where it is that of the N images'
+c_n c_n', two of its members are diagonalized by the same c_n: an eigenvalue problem, without
+iterations and without any start.
+
+De Lathauwer, Castaing and Cardoso, Fourth-Order Cumulant-Based Blind Identification of
+Underdetermined Mixtures, IEEE Trans. Signal Processing 55, 2007, section III, for forms that vanish
+on matrices of rank one; Johnston, Lovitz and Vijayaraghavan, Computing Linear Sections of
+Varieties, FOCS 2023, for those of any variety.
 """
 
 from __future__ import annotations
@@ -14,17 +41,162 @@ from typing import Annotated, ClassVar, final
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
-from fedsim.models.base import normalize
-from fedsim.models.splines import spline_basis
+from fedsim.models.base import Classifier, normalize
+from fedsim.models.kan import KAN
+from fedsim.models.local import mean_gradient_factor
+from fedsim.models.splines import basis_size, spline_basis
+from fedsim.models.victim import rebuild
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim.words import number_of
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.kan._spline_gradient import SplineGradient, abscissae
-from fedsim_attacks.kan._spline_unmixing import quadrics, unmix
+from fedsim_attacks.closed_form._quadratic_form import pack, unpack
+
+_ROUNDING = 1e-9
+"""Least noise that is assumed, in units of the gradient's root mean square."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplineGradient:
+    """The mean gradient of a KAN's first layer, in the units of equation (1)."""
+
+    tensor: Tensor
+    """(m, d, K) float64: Σ_n δ_in b_k(u_nj), for m hidden units and d entries of an image."""
+    noise: float
+    """Standard deviation of the noise in each entry of `tensor`, estimated from it."""
+    degree: int
+    intervals: int
+    model: Classifier
+    """With the weights of the observed round."""
+
+    @staticmethod
+    def of(observation: Observation) -> SplineGradient:
+        """Reads the gradient off an observation.
+
+        The sums over k are the same for all entries j of an image; how they differ is noise.
+
+        Raises:
+            AttackFailed: the model is no KAN or has an imprint module in front, or nothing is left
+                of its first layer's gradient.
+        """
+        if observation.model.name != "kan":
+            raise AttackFailed(
+                "spline bases are read off a Kolmogorov-Arnold network's first layer, and the "
+                f"model is {observation.model.name}: use `model: kan`, or another attack"
+            )
+        config = KAN.model_validate(dict(observation.model.parameters))
+        if config.imprint:
+            raise AttackFailed(
+                "an imprint module changes what the first layer meets: use attack imprint, or "
+                "remove model.imprint"
+            )
+        model = rebuild(observation).double()
+        layers = [name for name, part in model.body.named_modules() if isinstance(part, nn.Linear)]
+        weight = observation.update[f"body.{layers[0]}.weight"].double()
+        if not weight.any():
+            raise AttackFailed(
+                "nothing is left of the first layer's gradient: remove less of the update"
+            )
+        functions = basis_size(config.degree, config.intervals)
+        entries = weight.shape[1] // functions
+        factor = mean_gradient_factor(observation.training) * math.sqrt(entries)
+        tensor = factor * weight.view(-1, entries, functions)
+        differences = tensor.sum(2) - tensor.sum(2).mean(1, keepdim=True)
+        freedom = differences.numel() - len(differences)
+        variance = float(differences.square().sum()) / max(1, freedom)
+        rounding = _ROUNDING * float(tensor.square().mean().sqrt())
+        return SplineGradient(
+            tensor=tensor,
+            noise=max(rounding, math.sqrt(variance / functions)),
+            degree=config.degree,
+            intervals=config.intervals,
+            model=model,
+        )
+
+    @property
+    def hidden(self) -> int:
+        """m."""
+        return self.tensor.shape[0]
+
+    def unexplained(self, bases: Tensor) -> Tensor:
+        """Computes the share (0-d) of energy that no error signals of these (N, d, K) explain."""
+        design, observed = bases.flatten(1).T, self.tensor.flatten(1).T
+        residual: Tensor = observed - design @ torch.linalg.lstsq(design, observed).solution
+        return residual.square().sum() / observed.square().sum()
+
+    def error_signals(self, images: Tensor) -> Tensor:
+        """Computes ∂ℓ/∂h (N, classes, m) float64 of normalized images (N, C, H, W), by class."""
+        body = self.model.body
+        assert isinstance(body, nn.Sequential)
+        after = 1 + next(i for i, part in enumerate(body) if isinstance(part, nn.Linear))
+        with torch.no_grad():
+            hidden = body[:after](images.double())
+        with torch.enable_grad():
+            hidden.requires_grad_()
+            log_probabilities = self.model.head(body[after:](hidden)).log_softmax(1)
+            slopes = [
+                torch.autograd.grad(-log_probabilities[:, k].sum(), hidden, retain_graph=True)[0]
+                for k in range(log_probabilities.shape[1])
+            ]
+        return torch.stack(slopes, 1)
+
+
+def abscissae(degree: int, intervals: int) -> Tensor:
+    """Computes ξ (intervals + degree,) float64 with u = Σ_k ξ_k b_k(u) for u in [-1, 1]."""
+    middle = torch.arange(intervals + degree, dtype=torch.float64) - (degree - 1) / 2
+    return 2 * middle / intervals - 1
+
+
+_SAMPLES = 32
+"""Points of a piece of the curve; the forms' products are determined by 2 degree + 1."""
+_VANISHING = 1e-10
+_PAIRS = 10
+"""Random pairs of members that are diagonalized; the best conditioned counts."""
+
+
+def quadrics(degree: int, intervals: int) -> Tensor:
+    """Finds orthonormal symmetric Q (q, K, K) float64 with b(u)' Q b(u) = 0 for all u; q >= 0."""
+    u = torch.linspace(-1, 1, _SAMPLES * intervals + 1, dtype=torch.float64)
+    basis = spline_basis(u, degree, intervals)
+    products = pack(basis[:, :, None] * basis[:, None, :])
+    _, sizes, directions = torch.linalg.svd(products)
+    rank = int((sizes > _VANISHING * sizes[0]).sum())
+    return unpack(directions[rank:], basis.shape[1])
+
+
+def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
+    """Finds the members (N, d, K) of `span`, orthonormal, on which the forms (q, K, K) vanish.
+
+    They are scaled to Σ_k b_k = 1 on average over the d entries, and come in no particular order.
+    """
+    count = len(span)
+    if count > 1:
+        equations = torch.einsum("ajk,qkl,bjl->qjab", span, forms, span).flatten(0, 1)
+        triangle = torch.linalg.qr(pack(equations), mode="r").R
+        _, _, directions = torch.linalg.svd(triangle)
+        members = unpack(directions[-count:], count)
+        span = torch.einsum("na,ajk->njk", _diagonalizers(members, rng), span)
+    total = span.sum(2).mean(1)
+    return span / total[:, None, None]
+
+
+def _diagonalizers(members: Tensor, rng: torch.Generator) -> Tensor:
+    """Finds c (N, N) such that the c_n c_n' span what `members` (N, N, N) span."""
+    best, diagonalizers = -1.0, members[0]
+    for _ in range(_PAIRS):
+        weights = torch.randn(2, len(members), generator=rng, dtype=members.dtype).to(members)
+        one, two = torch.einsum("ta,aij->tij", weights, members)
+        vectors = torch.linalg.eig(one @ torch.linalg.pinv(two))[1].real.T
+        # The share of each c c' that lies in the space: 1 for solutions.
+        inside = torch.einsum("aij,ni,nj->na", members, vectors, vectors).norm(dim=1)
+        share = float((inside / vectors.square().sum(1)).min())
+        if share > best:
+            best, diagonalizers = share, vectors
+    return diagonalizers
+
 
 _NODES = 33
 """Of a pixel's posterior."""

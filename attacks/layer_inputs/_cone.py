@@ -29,7 +29,7 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from fedsim_attacks.layer_inputs._row_space import Signal
+from fedsim_attacks.layer_inputs._layers import Signal
 
 _ESSENTIAL = 0.99
 """Leverage of a zero from which on it does not follow from the others."""

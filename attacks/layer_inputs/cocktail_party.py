@@ -24,10 +24,8 @@ from fedsim.models.base import denormalize
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._drawing import Drawing
-from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
-from fedsim_attacks.gradient_matching._variation import total_variation
-from fedsim_attacks.layer_inputs._layers import Layer, traced
-from fedsim_attacks.layer_inputs._row_space import RowSpace
+from fedsim_attacks.gradient_matching._image_priors import Features, ForwardPrior, total_variation
+from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, traced
 
 
 @dataclass(kw_only=True)

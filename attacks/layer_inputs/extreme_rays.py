@@ -18,11 +18,15 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
-from fedsim_attacks.layer_inputs._answers import Inputs, drifting, earlier, reconstruction
-from fedsim_attacks.layer_inputs._certificates import certified
+from fedsim_attacks.layer_inputs._answers import (
+    Inputs,
+    certified,
+    drifting,
+    earlier,
+    reconstruction,
+)
 from fedsim_attacks.layer_inputs._cone import SignalOf, extreme_rays
-from fedsim_attacks.layer_inputs._layers import Layer, traced
-from fedsim_attacks.layer_inputs._row_space import RowSpace, Signal
+from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, Signal, traced
 
 _OFF, _ROUNDING = 5.0, 1e-6
 """Standard deviations that a neuron's input is below 0 at least, where ReLU has surely made it 0;

@@ -12,7 +12,7 @@ from fedsim import rng
 from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
-from fedsim_attacks.images_from_features._body import Body
+from fedsim_attacks.images_from_features._body_gradient import Body
 from fedsim_attacks.images_from_features._stages import Stage, stages
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}

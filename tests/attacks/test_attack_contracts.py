@@ -18,9 +18,12 @@ from fedsim.types import Observation
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
-from fedsim_attacks.gradient_matching._generator import over_parameterized, pack_generator
 from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
-from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior
+from fedsim_attacks.gradient_matching.generative_prior import (
+    GenerativePrior,
+    over_parameterized,
+    pack_generator,
+)
 from fedsim_attacks.gradient_matching.grad_inversion import GradInversion
 from fedsim_attacks.gradient_matching.idlg import IDLG
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients

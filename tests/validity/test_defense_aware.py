@@ -15,8 +15,12 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.training.workload import Workload
 from fedsim.types import GroundTruth, LocalTraining, Observation
-from fedsim_attacks.gradient_matching._distances import Distance, cosine_distance, squared_distance
-from fedsim_attacks.gradient_matching._matching import Matching
+from fedsim_attacks.gradient_matching._matching import (
+    Distance,
+    Matching,
+    cosine_distance,
+    squared_distance,
+)
 
 STACKS: dict[str, Any] = {
     "none": [],

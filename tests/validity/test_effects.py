@@ -22,7 +22,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import UNKNOWN, Effect, LocalTraining, Noise, Observation, Tensors
 from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.images_from_features import _part_update
+from fedsim_attacks.images_from_features import _body_gradient
 
 ROOT = Path(fedsim.__file__).parent
 STACKS: dict[str, list[dict[str, Any]]] = {
@@ -172,7 +172,7 @@ def test_what_is_declared_changes_what_the_head_is_taken_for(stack: str) -> None
 
 def bounds(removed: Any) -> Any:
     seen = replace(observed(STACKS["pruned"]), effect=Effect(removed=removed))
-    return _part_update._bounds(seen, dict(seen.update))
+    return _body_gradient._bounds(seen, dict(seen.update))
 
 
 def test_a_zero_tells_what_the_rule_says() -> None:

@@ -30,8 +30,7 @@ from fedsim.types import (
     Mode,
     Observation,
 )
-from fedsim_attacks.gradient_matching._distances import squared_distance
-from fedsim_attacks.gradient_matching._matching import Matching
+from fedsim_attacks.gradient_matching._matching import Matching, squared_distance
 
 SCENARIO: dict[str, Any] = {
     "name": "knowledge",

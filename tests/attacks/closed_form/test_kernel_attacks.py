@@ -25,13 +25,15 @@ from fedsim.scoring import baseline, score
 from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_kernel_release
 from fedsim.types import Observation, Reconstruction, RowTruth
-from fedsim_attacks.closed_form import _kernel_posterior
-from fedsim_attacks.closed_form._kernel_posterior import ClassPrior, equations, posterior_mean
+from fedsim_attacks.closed_form import _kernel_release
 from fedsim_attacks.closed_form._kernel_release import (
+    ClassPrior,
     KernelModel,
     Matched,
+    equations,
     known_rows,
     match_rows,
+    posterior_mean,
     read_model,
     symmetric_labels,
 )
@@ -350,7 +352,7 @@ def test_a_bare_kernel_gives_rows_away_through_coefficients() -> None:
     noisy = matched.model.rows.clone()
     noisy[-1] = draws.truncated_laplace(row, 0.1, 1.0, stream(3))
     bare = replace(matched, model=replace(matched.model, rows=noisy))
-    like = _kernel_posterior.class_prior(matched.others, 5, False)
+    like = _kernel_release.class_prior(matched.others, 5, False)
     with_alpha, without = (
         posterior_mean(bare, like, alpha, 200, stream()) for alpha in (True, False)
     )

@@ -14,7 +14,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_release
 from fedsim.testing.release import example_rows
 from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood
-from fedsim_attacks.closed_form._row_posterior import Posterior, Prior, prior
+from fedsim_attacks.closed_form.row_reconstruction import Posterior, Prior, prior
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedsim import rng
-from fedsim_attacks.closed_form._symmetric import pack, unpack
+from fedsim_attacks.closed_form._quadratic_form import pack, unpack
 
 
 def _symmetric(count: int, size: int) -> torch.Tensor:

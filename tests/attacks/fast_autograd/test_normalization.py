@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim_attacks.fast_autograd import _normalization
-from fedsim_attacks.fast_autograd._normalization import batch_norm, group_norm
+from fedsim_attacks.fast_autograd import _layers
+from fedsim_attacks.fast_autograd._layers import batch_norm, group_norm
 
 _LAYOUTS = ("rows", "channels last", "every other column")
 
@@ -61,17 +61,17 @@ def test_slopes_do_not_depend_on_memory_order(kind: str, of_input: str, of_gradi
 def test_kernels_get_tensors_of_one_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this version's kernels make of two: that of torch 2.11 makes nonsense of them."""
     seen = []
-    kernel = _normalization._aten.native_group_norm_backward
+    kernel = _layers._aten.native_group_norm_backward
 
     class Watched:
-        native_group_norm = _normalization._aten.native_group_norm
+        native_group_norm = _layers._aten.native_group_norm
 
         @staticmethod
         def native_group_norm_backward(gy: Tensor, x: Tensor, *rest: object) -> object:
             seen.append(gy.stride() == x.stride())
             return kernel(gy, x, *rest)
 
-    monkeypatch.setattr(_normalization, "_aten", Watched)
+    monkeypatch.setattr(_layers, "_aten", Watched)
     stream = torch.Generator().manual_seed(3)
     for of_input in _LAYOUTS:
         for of_gradient in _LAYOUTS:

@@ -10,13 +10,12 @@ from deep_victims import observe
 
 from fedsim import rng
 from fedsim.contracts.grant import Knowledge
-from fedsim_attacks.gradient_matching._contrast import exposed, trusted
+from fedsim_attacks.gradient_matching._image_priors import exposed, trusted
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features
-from fedsim_attacks.images_from_features._noise_share import noise_share
-from fedsim_attacks.images_from_features._phases import Phases
+from fedsim_attacks.images_from_features._heads import noise_share
 from fedsim_attacks.images_from_features._stages import StagedBody
-from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion, Phases
 
 
 def test_contrast_is_seen_where_the_first_layer_has_a_bias_or_no_norm_layer() -> None:

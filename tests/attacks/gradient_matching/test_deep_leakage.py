@@ -13,8 +13,7 @@ from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.testing import make_observation
-from fedsim_attacks.gradient_matching._gradient_distance import GradientDistance
-from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
+from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage, GradientDistance
 from fedsim_attacks.gradient_matching.idlg import IDLG
 
 

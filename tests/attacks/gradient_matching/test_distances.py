@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedsim.rng import generator
-from fedsim_attacks.gradient_matching._distances import (
+from fedsim_attacks.gradient_matching._matching import (
     Distance,
     Target,
     cosine_distance,

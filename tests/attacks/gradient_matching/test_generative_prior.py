@@ -25,13 +25,14 @@ from fedsim.recording.files import read_tensors
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import FedsimError, Observation
-from fedsim_attacks.gradient_matching._generator import (
+from fedsim_attacks.gradient_matching.generative_prior import (
+    GenerativePrior,
     Generator,
+    Search,
     over_parameterized,
     pack_generator,
     read_generator,
 )
-from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior, Search
 
 SHAPE = (1, 16, 16)
 ROOT = Path(__file__).parents[3]

@@ -19,8 +19,8 @@ from fedsim.models.base import denormalize
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import Observation
-from fedsim_attacks.gradient_matching._distances import cosine_distance
-from fedsim_attacks.gradient_matching._variation import opponent_variation, total_variation
+from fedsim_attacks.gradient_matching._image_priors import opponent_variation, total_variation
+from fedsim_attacks.gradient_matching._matching import cosine_distance
 from fedsim_attacks.gradient_matching.grad_inversion import GradInversion
 from fedsim_attacks.gradient_matching.inverting_gradients import (
     InvertingGradients,

@@ -16,8 +16,12 @@ from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, Observation
-from fedsim_attacks.gradient_matching._distances import Distance, cosine_distance, squared_distance
-from fedsim_attacks.gradient_matching._matching import Matching
+from fedsim_attacks.gradient_matching._matching import (
+    Distance,
+    Matching,
+    cosine_distance,
+    squared_distance,
+)
 
 PLANTED = {"hidden": [12], "head": {"width": 640, "planted": 512}}
 SHORT: dict[str, dict[str, Any]] = {

@@ -21,8 +21,12 @@ from fedsim_attacks.fast_autograd import _second_order
 from fedsim_attacks.fast_autograd._convolution import Patches, Winograd
 from fedsim_attacks.fast_autograd._second_order import accelerate
 from fedsim_attacks.fast_autograd._tape import PAYS
-from fedsim_attacks.gradient_matching._distances import Distance, cosine_distance, squared_distance
-from fedsim_attacks.gradient_matching._matching import Matching
+from fedsim_attacks.gradient_matching._matching import (
+    Distance,
+    Matching,
+    cosine_distance,
+    squared_distance,
+)
 
 over_distances = pytest.mark.parametrize("distance", [cosine_distance, squared_distance])
 

@@ -13,7 +13,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing.observation import example_batch, make_observation
 from fedsim.types import Observation
-from fedsim_attacks.gradient_matching._variation import chromatic_variation
+from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients, total_variation
 from fedsim_attacks.gradient_matching.prior_only import PriorOnly
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
-from fedsim_attacks.gradient_matching._pyramid import Pyramid
-from fedsim_attacks.gradient_matching._variation import chromatic_variation, total_variation
+from fedsim_attacks.gradient_matching._drawing import Pyramid
+from fedsim_attacks.gradient_matching._image_priors import chromatic_variation, total_variation
 
 
 def draw(*shape: int) -> Tensor:

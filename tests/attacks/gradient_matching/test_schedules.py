@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from fedsim_attacks.gradient_matching._schedules import half_cosine
+from fedsim_attacks.gradient_matching._drawing import half_cosine
 
 
 @pytest.mark.parametrize("final", [0.0, 0.005, 1.0])

@@ -17,17 +17,16 @@ from fedsim.models.victim import rebuild
 from fedsim.scoring import Scores, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
-from fedsim_attacks.head_features import _output_fit, _output_solver
-from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features._head_objective import Objective
-from fedsim_attacks.head_features._output_solver import CoarseToFine
-from fedsim_attacks.head_features._unrolled_solver import (
+from fedsim_attacks.head_features import head_fit
+from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective
+from fedsim_attacks.head_features.best_features import BestFeatures
+from fedsim_attacks.head_features.head_fit import CoarseToFine
+from fedsim_attacks.head_features.spectral_features import span
+from fedsim_attacks.head_features.unrolled_features import (
     UnrolledSolver,
     best_explained,
     implausible,
 )
-from fedsim_attacks.head_features.best_features import BestFeatures
-from fedsim_attacks.head_features.spectral_features import span
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1}
 
@@ -394,8 +393,8 @@ def test_a_blurred_row_space_is_only_where_the_fit_starts(
 ) -> None:
     """Behind pruning: first in some directions of 144, then in all, within the budget of both."""
     if endless:  # no fit ends but by its budget
-        monkeypatch.setattr(_output_solver, "_NEARLY", 0.0)
-        monkeypatch.setattr(_output_fit, "_LITTLE", -1.0)
+        monkeypatch.setattr(head_fit, "_NEARLY", 0.0)
+        monkeypatch.setattr(head_fit, "_LITTLE", -1.0)
     images = torch.rand(2, 1, 12, 12, generator=rng.generator(0, "coarse"))
     observation, truth = make_observation(
         images,

@@ -13,12 +13,9 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.testing import make_observation
 from fedsim.testing.updates import near
-from fedsim_attacks.head_features import _output_fit, _row_fit
-from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features._head_objective import Objective
-from fedsim_attacks.head_features._output_fit import moves
-from fedsim_attacks.head_features._output_solver import OutputSolver
-from fedsim_attacks.head_features._random_starts import random_starts
+from fedsim_attacks.head_features import head_fit
+from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective
+from fedsim_attacks.head_features.head_fit import OutputSolver, moves, random_starts
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1, "planted_gain": 0.01}
 PRUNED = [{"name": "gradient_pruning", "ratio": 0.8}]
@@ -52,7 +49,7 @@ def solved(
     budget: int = 1500,
     second_starts: Sequence[Tensor] = (),
 ) -> OutputSolver:
-    fit = _output_fit.OutputFit.start(seen, starts)
+    fit = head_fit.OutputFit.start(seen, starts)
     solver = OutputSolver(attempt=fit, budget=budget, second_starts=list(second_starts))
     while not solver.finished:
         solver.improve()
@@ -195,14 +192,14 @@ def test_moves_are_what_frees_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, features = see_alike()
     for moving in (True, False):
         if not moving:
-            monkeypatch.setattr(_output_fit, "moves", lambda objective, features: iter(()))
+            monkeypatch.setattr(head_fit, "moves", lambda objective, features: iter(()))
         found = [worst(fitted(seen, seed, []).best[1], features) for seed in range(3)]
         assert min(found) > 0.999 if moving else min(found) < 0.95, found
 
 
 def test_another_go_is_taken_from_a_local_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was left of the better one counts."""
-    monkeypatch.setattr(_output_fit, "moves", lambda objective, features: iter(()))
+    monkeypatch.setattr(head_fit, "moves", lambda objective, features: iter(()))
     seen, features = see_alike()
     (start,) = random_starts(seen, 1, rng.generator(1, "start"))
     once, twice, saved = (fitted(seen, 0, more) for more in ([], [start], [near(features, 0.1)]))
@@ -218,14 +215,14 @@ def test_another_go_is_taken_from_a_local_minimum(monkeypatch: pytest.MonkeyPatc
 def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
     """Pruning per tensor leaves ∂L/∂A few entries, and ∂L/∂W its share."""
     seen, features = see(defense=[{"name": "gradient_pruning", "ratio": 0.7, "scope": "tensor"}])
-    assert _row_fit.applies(seen)
+    assert head_fit.rows_apply(seen)
     start = near(features, 0.05)
     errors = Objective(seen)(features).errors
     found = start
     for _ in range(6):
-        found = _row_fit.fit_rows(seen, found, errors)
-    assert _row_fit.unexplained(seen, features, errors) < 1e-8
-    assert _row_fit.unexplained(seen, start, errors) > 1e-4
+        found = head_fit.fit_rows(seen, found, errors)
+    assert head_fit.rows_unexplained(seen, features, errors) < 1e-8
+    assert head_fit.rows_unexplained(seen, start, errors) > 1e-4
     assert worst(start, features) < 0.999 < worst(found, features)
     # A coordinate that few rows tell of may be off, which one by how the processor rounds.
     off = [float((each - features).abs().median()) for each in (start, found)]
@@ -233,5 +230,5 @@ def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
 
 
 def test_rows_are_fitted_only_where_pruning_left_some() -> None:
-    assert not _row_fit.applies(see()[0])
-    assert not _row_fit.applies(see(defense=[{"name": "gradient_pruning", "ratio": 0.999}])[0])
+    assert not head_fit.rows_apply(see()[0])
+    assert not head_fit.rows_apply(see(defense=[{"name": "gradient_pruning", "ratio": 0.999}])[0])

@@ -17,8 +17,7 @@ from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.head_features import _joint_fit
-from fedsim_attacks.head_features._head_gradient import HeadGradient, labels_of
-from fedsim_attacks.head_features._head_objective import WholeHead
+from fedsim_attacks.head_features._head_gradient import HeadGradient, WholeHead, labels_of
 from fedsim_attacks.head_features._joint_fit import JointSolver
 
 HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim_attacks.head_features import _hermite
 from fedsim_attacks.head_features.tensor_features import (
     derivative_moments,
     inverse_root,
     power_method,
+    second_moment,
 )
 
 DIMENSION, CLASSES, WIDTH = 512, 10, 16384
@@ -28,7 +28,7 @@ def plant(neurons: int, seed: int) -> Tensor:
 
 def span_error(g: Tensor, w: Tensor, back: Tensor | None = None) -> float:
     """Of the feature e_1, from values g (m,) at the weights w (m, d)."""
-    basis = power_method([_hermite.second(g, w).double()], 1, 50, rng.generator(0, "power"))[:, 0]
+    basis = power_method([second_moment(g, w).double()], 1, 50, rng.generator(0, "power"))[:, 0]
     found = basis if back is None else back @ basis
     return math.sqrt(1 - float(found[0] / found.norm()) ** 2)
 

@@ -12,7 +12,7 @@ import fedsim
 from fedsim import rng
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation
-from fedsim_attacks.images_from_features._body import Body
+from fedsim_attacks.images_from_features._body_gradient import Body
 from fedsim_attacks.images_from_features._stages import Stage, stages
 
 SIDE, CLASSES = 16, 10

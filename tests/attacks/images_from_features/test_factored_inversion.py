@@ -19,12 +19,16 @@ from fedsim.testing.observation import example_batch
 from fedsim.testing.updates import same
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.fast_autograd._smooth_slopes import max_pool, relu
-from fedsim_attacks.gradient_matching._distances import Target
-from fedsim_attacks.gradient_matching._variation import chromatic_variation
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
-from fedsim_attacks.images_from_features._later_steps import as_one_gradient
-from fedsim_attacks.images_from_features._signals import signals
-from fedsim_attacks.images_from_features._whole_update import UnrolledUpdate, distance_by_part
+from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
+from fedsim_attacks.gradient_matching._matching import Target
+from fedsim_attacks.images_from_features._body_gradient import (
+    BodyGradient,
+    Misfit,
+    UnrolledUpdate,
+    as_one_gradient,
+    distance_by_part,
+)
+from fedsim_attacks.images_from_features._heads import signals
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}

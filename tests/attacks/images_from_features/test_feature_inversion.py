@@ -15,10 +15,9 @@ from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, Observation
-from fedsim_attacks.gradient_matching._distances import reweighted_cosine
-from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
-from fedsim_attacks.gradient_matching._matching import Matching
-from fedsim_attacks.gradient_matching._unet import UNet
+from fedsim_attacks.gradient_matching._drawing import UNet
+from fedsim_attacks.gradient_matching._image_priors import Features, ForwardPrior
+from fedsim_attacks.gradient_matching._matching import Matching, reweighted_cosine
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 

@@ -17,9 +17,8 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import FedsimError, GroundTruth, Observation
-from fedsim_attacks.gradient_matching._distances import reweighted_cosine
 from fedsim_attacks.gradient_matching._drawing import Drawing
-from fedsim_attacks.gradient_matching._matching import Matching
+from fedsim_attacks.gradient_matching._matching import Matching, reweighted_cosine
 from fedsim_attacks.images_from_features._heads import head_of
 from fedsim_attacks.images_from_features._image_features import doubts
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion

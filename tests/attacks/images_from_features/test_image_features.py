@@ -17,10 +17,9 @@ from fedsim.testing.updates import near
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient
+from fedsim_attacks.images_from_features._body_gradient import BodyGradient, WholeGradient
+from fedsim_attacks.images_from_features._heads import relative_noise_variance
 from fedsim_attacks.images_from_features._image_features import determined, explained, fitted
-from fedsim_attacks.images_from_features._noise_share import relative_noise_variance
-from fedsim_attacks.images_from_features._whole_update import WholeGradient
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}

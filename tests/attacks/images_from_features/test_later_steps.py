@@ -17,9 +17,7 @@ from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
-from fedsim_attacks.images_from_features._body import Part
-from fedsim_attacks.images_from_features._later_steps import LaterSteps
-from fedsim_attacks.images_from_features._part_update import PartUpdate
+from fedsim_attacks.images_from_features._body_gradient import LaterSteps, Part, PartUpdate
 
 
 def observe(**training: Any) -> tuple[Observation, GroundTruth]:

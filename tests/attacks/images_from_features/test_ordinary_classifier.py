@@ -20,10 +20,8 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
-from fedsim_attacks.images_from_features._heads import recover, recovered_if_told
-from fedsim_attacks.images_from_features._signals import signals
-from fedsim_attacks.images_from_features._whole_update import WholeGradient
+from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit, WholeGradient
+from fedsim_attacks.images_from_features._heads import recover, recovered_if_told, signals
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
 

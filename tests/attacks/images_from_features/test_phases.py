@@ -16,11 +16,13 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.observation import example_batch
 from fedsim.types import Observation
 from fedsim_attacks.images_from_features import _image_features
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient, PartGradient
+from fedsim_attacks.images_from_features._body_gradient import (
+    BodyGradient,
+    PartGradient,
+    WholeGradient,
+)
 from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
-from fedsim_attacks.images_from_features._peeling import StagePeeling
-from fedsim_attacks.images_from_features._relaxation import Relaxation
-from fedsim_attacks.images_from_features._whole_update import WholeGradient
+from fedsim_attacks.images_from_features._stage_descents import Relaxation, StagePeeling
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 

@@ -11,11 +11,15 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.models.base import normalize
 from fedsim.types import GroundTruth, Observation
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient, PartGradient
-from fedsim_attacks.images_from_features._later_steps import LaterSteps, as_one_gradient
-from fedsim_attacks.images_from_features._part_update import PartUpdate
-from fedsim_attacks.images_from_features._relaxation import Relaxation
-from fedsim_attacks.images_from_features._signals import signals
+from fedsim_attacks.images_from_features._body_gradient import (
+    BodyGradient,
+    LaterSteps,
+    PartGradient,
+    PartUpdate,
+    as_one_gradient,
+)
+from fedsim_attacks.images_from_features._heads import signals
+from fedsim_attacks.images_from_features._stage_descents import Relaxation
 from fedsim_attacks.images_from_features._stages import StagedBody
 
 

@@ -13,8 +13,8 @@ from fedsim import rng
 from fedsim.models.base import normalize
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.images_from_features._body_gradient import PartGradient
-from fedsim_attacks.images_from_features._peeling import StagePeeling
-from fedsim_attacks.images_from_features._signals import signals
+from fedsim_attacks.images_from_features._heads import signals
+from fedsim_attacks.images_from_features._stage_descents import StagePeeling
 from fedsim_attacks.images_from_features._stages import Stage, StagedBody
 
 

@@ -19,9 +19,13 @@ from fedsim.models.splines import spline_basis
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
-from fedsim_attacks.kan._spline_gradient import SplineGradient, abscissae
-from fedsim_attacks.kan._spline_unmixing import quadrics, unmix
-from fedsim_attacks.kan.spline_inversion import SplineInversion
+from fedsim_attacks.kan.spline_inversion import (
+    SplineGradient,
+    SplineInversion,
+    abscissae,
+    quadrics,
+    unmix,
+)
 
 SPLINES = [(1, 3), (2, 1), (3, 4), (4, 5), (5, 2)]
 

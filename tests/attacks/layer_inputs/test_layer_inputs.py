@@ -20,8 +20,7 @@ from fedsim.scoring import false_certificates, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.layer_inputs._cone import extreme_rays
-from fedsim_attacks.layer_inputs._layers import traced
-from fedsim_attacks.layer_inputs._row_space import RowSpace, Signal
+from fedsim_attacks.layer_inputs._layers import RowSpace, Signal, traced
 from fedsim_attacks.layer_inputs.cocktail_party import CocktailParty
 from fedsim_attacks.layer_inputs.extreme_rays import ExtremeRays
 from fedsim_attacks.layer_inputs.spear import Spear

@@ -15,9 +15,8 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import Effect, LocalTraining, Reconstruction
-from fedsim_attacks.patch_embedding._patch_layer import correlation, find
-from fedsim_attacks.patch_embedding._patch_layer import solve as solve_patches
-from fedsim_attacks.patch_embedding.patch_inversion import PatchInversion
+from fedsim_attacks.patch_embedding.patch_inversion import PatchInversion, correlation, find
+from fedsim_attacks.patch_embedding.patch_inversion import solve as solve_patches
 
 SMALL = {"patch": 4, "width": 32, "heads": 2}
 """16 patches of a 16x16 image, in tokens of 32 entries."""

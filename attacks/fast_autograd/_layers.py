@@ -1,14 +1,18 @@
-"""Batch and group normalization with a second derivative in closed form.
+"""Norms, ReLU and max pooling with second derivatives in closed form, and which are wanted.
 
-Notation: x̂ = (x - μ) r with r = 1/σ over a *group* of elements that share statistics (batch norm:
-a channel; group norm: the channels of one image that belong together), y = γ x̂ + β with γ and β
-per channel; m is the mean over a group, Σ the sum over a channel. For gy = ∂L/∂y and g = γ gy:
+Notation of norms: x̂ = (x - μ) r with r = 1/σ over a *group* of elements that share statistics
+(batch norm: a channel; group norm: the channels of one image that belong together), y = γ x̂ + β
+with γ and β per channel; m is the mean over a group, Σ the sum over a channel. For gy = ∂L/∂y and
+g = γ gy:
 
     gx = r (g - m(g) - x̂ m(g x̂))        gγ = Σ gy x̂        gβ = Σ gy
 
 With fixed statistics (batch norm in eval mode) gx = r g. The second derivative is that of
 s = <vx, gx> + <vγ, gγ> + <vβ, gβ> in gy, x and γ. PyTorch's own is a chain of some forty
 elementwise operations; this one takes five reductions and a few passes.
+
+ReLU and max pooling are linear almost everywhere. PyTorch gives both second derivatives in their
+input too, which are zeros as large as the layer, added to it in every iteration.
 """
 
 from __future__ import annotations
@@ -19,7 +23,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fedsim_attacks.fast_autograd._pruned import is_wanted
+
+def is_wanted_of_input(images: Tensor) -> bool:
+    """Whether anything will read a layer's gradient in its input.
+
+    The first differentiation is in the parameters: of the images themselves it is not needed.
+    """
+    return images.requires_grad and not (images.is_leaf and torch.is_grad_enabled())
+
+
+def is_wanted(parameter: Tensor | None) -> bool:
+    """Whether anything will read the gradient of `parameter`.
+
+    The second differentiation, which creates no graph, is in the images: the gradient of a leaf
+    would be thrown away. Weights after a local step are no leaves, they depend on the images.
+    """
+    return parameter is not None and (torch.is_grad_enabled() or not parameter.is_leaf)
 
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
@@ -202,3 +221,91 @@ class _NormalizationGradient(torch.autograd.Function):
             None if to_gamma is None else layer.channel(to_gamma),
             *(None,) * 4,
         )
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    y: Tensor = _Relu.apply(x)
+    return y
+
+
+def max_pool(module: nn.MaxPool2d, x: Tensor) -> Tensor:
+    """`module(x)` for x (N, C, H, W) and a module that returns no indices."""
+    pool = _Pool(
+        kernel=_sides(module.kernel_size),
+        stride=_sides(module.stride),
+        padding=_sides(module.padding),
+        dilation=_sides(module.dilation),
+        ceil=module.ceil_mode,
+    )
+    y: Tensor = _MaxPool.apply(x, pool)
+    return y
+
+
+def _sides(size: int | tuple[int, ...]) -> list[int]:
+    return [size, size] if isinstance(size, int) else list(size)
+
+
+class _Pool(NamedTuple):
+    kernel: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    ceil: bool
+
+
+class _Relu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.clamp_min(0)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        gx: Tensor = _ReluGradient.apply(gy, y.detach())
+        return gx
+
+
+class _ReluGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gy: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        gx: Tensor = _aten.threshold_backward(gy, y, 0)
+        return gx
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, vx: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return _aten.threshold_backward(vx, y, 0), None
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pool: _Pool) -> Tensor:
+        y: Tensor
+        y, indices = _aten.max_pool2d_with_indices(x, *pool)
+        ctx.save_for_backward(x, indices)
+        ctx.pool = pool
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
+        x, indices = ctx.saved_tensors
+        return _MaxPoolGradient.apply(gy, x.detach(), indices, ctx.pool), None
+
+
+class _MaxPoolGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gy: Tensor, x: Tensor, indices: Tensor, pool: _Pool) -> Tensor:
+        ctx.save_for_backward(indices)
+        gx: Tensor = _aten.max_pool2d_with_indices_backward(gy, x, *pool, indices)
+        return gx
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, vx: Tensor) -> tuple[Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        return vx.flatten(2).gather(2, indices.flatten(2)).view(indices.shape), None, None, None

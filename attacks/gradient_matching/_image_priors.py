@@ -1,0 +1,243 @@
+"""What candidates are held to beside the update: variation, contrast, features and statistics.
+
+Contrast: a first convolution without bias in front of group norm gives the same outputs for an
+image and for a multiple of it, and so the same gradient. An image's contrast about the mean color
+that pixels are normalized by cannot be seen in any update. Behind any other group norm it is hard
+to see, so that total variation takes it away where noise asks for much of that. But photographs are
+exposed: the largest multiple of which all pixels are valid is the image itself for most of them
+(for three quarters of 2,000 of CIFAR-10). Where an image is mostly guessed, less contrast is nearer
+to the truth.
+
+Features: Liu et al., Data Reconstruction Attacks and Defenses, equation 2. Batch norm's statistics:
+Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021, equation 9;
+the threat model says which ones (`knowledge.bn`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import combinations
+from typing import Literal, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsim.contracts.grant import Knowledge
+from fedsim.models.base import normalize
+from fedsim.models.local import features_function
+from fedsim.models.victim import rebuild
+from fedsim.types import ModelSpec, Observation
+
+Variation = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""images (N, C, H, W) -> (how much they vary (0-d), its gradient in them)."""
+
+_OPPONENTS = ((1.0, 1.0, 1.0), (1.0, 0.0, -1.0), (0.5, -1.0, 0.5))
+"""Brightness, and two directions of color."""
+_COLOR = 3.0
+"""What a difference in color counts, where one in brightness counts 1."""
+
+
+def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the mean absolute difference of neighbours, down plus across, and its gradient."""
+    slope = torch.zeros_like(images)
+    for difference, later, earlier in (
+        (images[:, :, 1:] - images[:, :, :-1], slope[:, :, 1:], slope[:, :, :-1]),
+        (images[..., 1:] - images[..., :-1], slope[..., 1:], slope[..., :-1]),
+    ):
+        sign = difference.sign_().div_(max(1, difference.numel()))
+        later += sign
+        earlier -= sign
+    # It scales with the images: by Euler's theorem it is the product with its own gradient.
+    return torch.dot(slope.flatten(), images.flatten()), slope
+
+
+def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the mean absolute difference of neighbours, three times as much in color.
+
+    Of `images` (N, 3, H, W), with its gradient in them; of any other number of channels
+    `total_variation`.
+    """
+    if images.shape[1] != len(_OPPONENTS):
+        return total_variation(images)
+    directions = images.new_tensor(_OPPONENTS)
+    directions /= torch.linalg.vector_norm(directions, dim=1, keepdim=True)
+    directions[1:] *= _COLOR
+    turned = torch.einsum("kc,nchw->nkhw", directions, images).contiguous()
+    variation, slope = total_variation(turned)
+    return variation, torch.einsum("kc,nkhw->nchw", directions, slope).contiguous()
+
+
+_TINY = 1e-8
+"""Of a pixel's variation, below which its slope is 0 and not undefined."""
+
+
+def opponent_variation(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the mean length of the step to the next pixel, over channels and their differences.
+
+    Of each pixel of each map sqrt(vertical² + horizontal²), where the maps are the channels of
+    `images` (N, C, H, W) and the differences of any two of them (double opponents: red - green,
+    red - blue, green - blue), and beyond the last row and column there is 0. With its gradient in
+    the images. Values as in the public suite breaching's `modern` attack
+    (github.com/JonasGeiping/breaching, TotalVariation with inner_exp 2, outer_exp 0.5).
+    """
+    pairs = list(combinations(range(images.shape[1]), 2))
+    mixing = torch.eye(images.shape[1], dtype=images.dtype, device=images.device)
+    mixing = torch.cat([mixing, *(mixing[a : a + 1] - mixing[b : b + 1] for a, b in pairs)])
+    maps = torch.einsum("kc,nchw->nkhw", mixing, images)
+    down, right = -maps, -maps
+    down[:, :, :-1] += maps[:, :, 1:]
+    right[..., :-1] += maps[..., 1:]
+    length = torch.hypot(down, right)
+    scale = (length.clamp_min(_TINY) * length.numel()).reciprocal_()
+    down *= scale
+    right *= scale
+    slope = -down - right
+    slope[:, :, 1:] += down[:, :, :-1]
+    slope[..., 1:] += right[..., :-1]
+    return length.mean(), torch.einsum("kc,nkhw->nchw", mixing, slope).contiguous()
+
+
+VARIATIONS: dict[str, Variation] = {
+    "absolute": total_variation,
+    "chromatic": chromatic_variation,
+    "opponents": opponent_variation,
+}
+"""What attacks call them."""
+
+
+_VALID = 0.999
+"""Share of the pixels that are to be valid: a few of a reconstruction are off."""
+
+
+_INFORMED = 3.0
+"""Odds that contrast is right, over those that an entry of the first stage's gradient is no noise:
+1 is nearer on batches of 4 and 8, by 0.1 dB, and costs where images come out better, as of 2."""
+
+
+def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalizes the pixels 0 and 1: (C, 1, 1) each, of the type and device of `like`."""
+    ends = torch.tensor([0.0, 1.0], dtype=like.dtype, device=like.device).view(2, 1, 1, 1)
+    low, high = normalize(ends.expand(2, spec.input_shape[0], 1, 1), spec)
+    return low, high
+
+
+def exposing(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
+    """Computes factors (N, 1, 1, 1) that make normalized `images` (N, C, H, W) fill the `box`.
+
+    `box` has the normalized images of the pixels 0 and 1, of opposite signs. The factors are
+    multiplied by `contrast`, in [0, 1].
+    """
+    low, high = box
+    share = torch.maximum(images / low, images / high).flatten(1).quantile(_VALID, dim=1)
+    return contrast / share.clamp_min(torch.finfo(share.dtype).tiny).view(-1, 1, 1, 1)
+
+
+def exposed(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
+    """Multiplies normalized `images` (N, C, H, W) by the factors that make them fill `box`."""
+    return exposing(images, box, contrast) * images
+
+
+def trusted(noise: float) -> float:
+    """Computes the contrast to show, in [0, 1], at a share of noise in the first stage's gradient.
+
+    An estimate of correlation c with the truth is nearest to it with c of its contrast.
+    """
+    clear = _INFORMED * max(0.0, 1 - noise)
+    return math.sqrt(clear / (noise + clear))
+
+
+class Features(NamedTuple):
+    """Features (N, d) that the images are known to have, in their order."""
+
+    values: Tensor
+    measure: Literal["squared_cosine", "relative"]
+    trust: Tensor | float = 1.0
+    """(N,): what each image's misfit counts."""
+
+    def misfit(self, features: Tensor) -> Tensor:
+        """Computes the mean over the images of 1 - cos², or of |x - f|² / |f|²."""
+        if self.measure == "squared_cosine":
+            away = 1 - F.cosine_similarity(features, self.values).square()
+        else:
+            away = (features - self.values).square().sum(1) / self.values.square().sum(1)
+        return (self.trust * away).mean()
+
+
+@final
+class ForwardPrior:
+    """α_f R_feature + α_BN R_BN of candidates, by one pass through the body."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        knowledge: Knowledge,
+        features: Features | None,
+        *,
+        feature_weight: float = 1.0,
+        batch_norm: float = 0.0,
+    ) -> None:
+        """Reads the granted statistics; the prior is zero without them and without features."""
+        self._features, self._feature_weight = features, feature_weight
+        self._statistics = _statistics(observation, knowledge) if batch_norm else {}
+        self._batch_norm = batch_norm
+        model = rebuild(observation)
+        self._inputs: dict[str, Tensor] = {}
+        for name in self._statistics:
+            model.get_submodule(name).register_forward_pre_hook(self._watch(name))
+        parameters = {n: t.detach() for n, t in observation.parameters.items()}
+        buffers = {n: t.clone() for n, t in observation.buffers.items()}
+        forward = features_function(model, buffers, observation.training)
+        self._forward: Callable[[Tensor], Tensor] = lambda images: forward(parameters, images)
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes value (0-d) and slope (N, C, H, W) at normalized `images`."""
+        if self._features is None and not self._statistics:
+            return images.new_zeros(()), torch.zeros_like(images)
+        with torch.enable_grad():
+            variable = images.detach().clone().requires_grad_()
+            features = self._forward(variable)
+            value = variable.new_zeros(())
+            if self._features is not None:
+                value = value + self._feature_weight * self._features.misfit(features)
+            for name, (mean, variance) in self._statistics.items():
+                layer_input = self._inputs[name]
+                gap = torch.linalg.vector_norm(layer_input.mean((0, 2, 3)) - mean)
+                gap = gap + torch.linalg.vector_norm(
+                    layer_input.var((0, 2, 3), unbiased=False) - variance
+                )
+                value = value + self._batch_norm * gap
+        (slope,) = torch.autograd.grad(value, variable)
+        return value.detach(), slope
+
+    def _watch(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._inputs[name] = inputs[0]
+
+        return hook
+
+
+def _statistics(observation: Observation, knowledge: Knowledge) -> dict[str, tuple[Tensor, Tensor]]:
+    """Reads batch-norm layer -> (mean, variance) of its input, as far as `knowledge` grants it."""
+    layers = {
+        n: m for n, m in rebuild(observation).named_modules() if isinstance(m, nn.BatchNorm2d)
+    }
+    if knowledge.grant.bn == "exact" and knowledge.exact_bn is not None:
+        exact = knowledge.exact_bn
+        return {name: (exact[f"{name}.mean"], exact[f"{name}.var"]) for name in layers}
+    statistics = {}
+    for name, layer in layers.items():
+        keys = f"{name}.running_mean", f"{name}.running_var"
+        before = [observation.buffers[key] for key in keys if key in observation.buffers]
+        after = [
+            observation.buffers_update[key] for key in keys if key in observation.buffers_update
+        ]
+        if knowledge.grant.bn == "inferred" and len(after) == 2 and layer.momentum:
+            # new = (1 - m) old + m batch, its variance unbiased: of many positions, nearly the same
+            m = layer.momentum
+            mean, variance = ((b - (1 - m) * a) / m for a, b in zip(before, after, strict=True))
+            statistics[name] = mean, variance.clamp_min(0)
+        elif knowledge.grant.bn in ("running", "inferred") and len(before) == 2:
+            statistics[name] = before[0], before[1]
+    return statistics
