@@ -30,7 +30,7 @@ from torch import nn
 import fedsim
 from fedsim.data.bundled import Digits
 from fedsim.forecasting.forecast import band_of, forecast
-from fedsim.forecasting.sources import plans_of_scenario
+from fedsim.forecasting.plan import plans_of_scenario
 from fedsim.report import leaderboard_rows
 from fedsim.scoring import Guesser, score
 from fedsim.types import Dataset, GroundTruth

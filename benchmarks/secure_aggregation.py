@@ -28,9 +28,8 @@ from fedsim.contracts.defense import SumTerms
 from fedsim.federation import wire
 from fedsim.federation.secure_aggregation import messages
 from fedsim.federation.secure_aggregation.client import Client
-from fedsim.federation.secure_aggregation.fixed_point import Ring
-from fedsim.federation.secure_aggregation.identity import Identity
-from fedsim.federation.secure_aggregation.layout import Layout
+from fedsim.federation.secure_aggregation.layout import Layout, Ring
+from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.federation.secure_aggregation.server import Server
 from fedsim.federation.secure_aggregation.terms import Terms
 from fedsim.types import Update

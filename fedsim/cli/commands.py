@@ -461,8 +461,8 @@ def preflight(
     SCENARIO is a YAML file; DIR is the folder of a run, of which up to three rounds are looked at.
     """
     with exits():
+        from fedsim.forecasting.forecast import render
         from fedsim.forecasting.preflight import preflight_file
-        from fedsim.forecasting.table import render
         from fedsim.privacy.numerics import work
         from fedsim.progress import report_work
         from fedsim.system.threads import fixed

@@ -27,7 +27,7 @@ from fedsim.federation.delivery import Delivery, exchange
 from fedsim.federation.noise_use import asked, notes, use_once
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.secure_aggregation import plan
-from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.rounds import Model, SecureSum
 from fedsim.federation.secure_aggregation.terms import AbortedError
 from fedsim.federation.spool import BUDGET, Spool, lazy_record, scratch

@@ -27,6 +27,10 @@ is to match the direction by signs of slopes, which is not accelerated: μ >= λ
 A closed form needs no descent: T is then infinite, and t_s is 0. So is t_s of the exact gradient of
 one image in a dense first layer, each row of which is a multiple of the image, whichever units are
 active.
+
+The update is a function U of all images that it is of. Attacks start at a guess and follow the
+slope of |U(images) - update|². Here the way from guess to truth is known, so that a few gradients
+tell how much of it U shows (`spectrum`), and whether the slope leads along it (`slope_share`).
 """
 
 from __future__ import annotations
@@ -39,18 +43,332 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.forecasting.closed_form import reads_in_closed_form, rows_are_the_image
-from fedsim.forecasting.disturbance import Disturbance, disturbance
+from fedsim.contracts.stack import Stack
 from fedsim.forecasting.plan import Plan
-from fedsim.forecasting.sensitivity import (
-    DISTANCES,
-    Spectrum,
-    UpdateMap,
-    slope_share,
-    spectrum,
-)
+from fedsim.learners.sgd import train
+from fedsim.models.base import Classifier
+from fedsim.models.local import gradient, local_update, loss_function, step_weights
 from fedsim.models.victim import rebuild
-from fedsim.types import Observation
+from fedsim.types import Effect, LocalTraining, Noise, Observation, Tensors
+
+
+def _is_altered(effect: Effect) -> bool:
+    """Says whether more than noise and clipping lies between an update and what is seen of it."""
+    return bool(not effect.known or effect.removed or effect.rounded or effect.mixed)
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Says whether a single gradient is seen, behind noise and clipping at most."""
+    return not _is_altered(plan.first.effect) and plan.training.algorithm == "fedsgd"
+
+
+def reads_in_closed_form(plan: Plan) -> bool:
+    """Whether the first layer's update gives images away without a search.
+
+    That is so of an imprint module, and of a KAN of no more images than hidden units.
+    """
+    spec = plan.first.model
+    if not _is_plain(plan) or spec.parameters.get("imprint"):
+        return _is_plain(plan)
+    hidden = spec.parameters.get("hidden", 32)
+    return spec.name == "kan" and plan.first.num_images <= int(hidden)
+
+
+def rows_are_the_image(plan: Plan) -> bool:
+    """Whether each row of the first layer's exact gradient is a multiple of the only image."""
+    first = plan.first
+    if not _is_plain(plan) or first.num_images != 1:
+        return False
+    weight = next((value for value in first.parameters.values() if value.ndim > 1), None)
+    pixels = math.prod(first.model.input_shape)
+    return weight is not None and weight.ndim == 2 and weight.shape[1] == pixels
+
+
+_NONE = Stack()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbance:
+    """An update y that is seen of a computed one u, as y / scale = u + error + noise."""
+
+    scale: float
+    """The factor of clipping; 1 where nothing is scaled."""
+    error: Tensor | None
+    """(m,): what pruning, rounding, or anything undeclared does; None where the update is exact
+    but for noise."""
+    std: float
+    """Deviation of Gaussian noise in each entry of y / scale; 0 where `error` has it already."""
+
+
+def disturbance(
+    plan: Plan,
+    observation: Observation,
+    model: Classifier,
+    images: Tensor,
+    labels: Tensor,
+    names: tuple[str, ...],
+) -> Disturbance:
+    """Returns what the stack does to the update of these images.
+
+    Noise that is all that is added is taken from what the stack declares, and drawn nowhere: so a
+    larger one is never a smaller disturbance. Everything else is computed as a client would.
+
+    Args:
+        plan: Whose stack.
+        observation: The round's.
+        model: As the update is of.
+        images: (N, C, H, W), normalized float64: of the first client's first step, and so on.
+        labels: (N,).
+        names: Of the update's tensors, in the order of the vector.
+    """
+    effect, clients = observation.effect, observation.num_clients
+    altered = _is_altered(effect)
+    scaled = effect.scaled or effect.scaled_examples
+    std = noise_std(effect.noise, observation.training, clients)
+    if not altered and not scaled:
+        return Disturbance(scale=1.0, error=None, std=std)
+    plain: list[Tensors] = []
+    defended: list[Tensors] = []
+    state = model.to(torch.float32)
+    groups = zip(images.float().chunk(clients), labels.chunk(clients), strict=True)
+    for number, (x, y) in enumerate(groups):
+        stream = rng.generator(observation.seed, "disturbance", number)
+        for bare, kept in ((True, plain), (False, defended)):
+            kept.append(_update(plan, observation, state, x, y, stream, bare=bare))
+    computed = torch.stack([flat(each, names) for each in plain]).mean(0).double()
+    seen = torch.stack([flat(each, names) for each in defended]).mean(0).double()
+    scale = 1.0
+    if effect.scaled_examples or (scaled and effect.bound is None):
+        scale = _projected(seen, computed, std)
+    elif scaled:
+        assert effect.bound is not None
+        norms = [float(flat(each, names).norm()) for each in plain]
+        scale = sum(min(1.0, effect.bound / max(n, 1e-30)) for n in norms) / len(norms)
+    return Disturbance(
+        scale=scale,
+        error=seen / scale - computed if altered else None,
+        std=0.0 if altered else std / scale,
+    )
+
+
+def _projected(seen: Tensor, computed: Tensor, std: float) -> float:
+    """Returns the factor of `computed` in `seen`, less two deviations of what noise adds to it."""
+    norm = max(float(computed.norm()), 1e-30)
+    factor = float(seen @ computed) / norm**2 - 2 * std / norm
+    return min(1.0, max(factor, 1e-6))
+
+
+def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:
+    """Returns the deviation of all `noise` in an entry of the mean update of so many clients."""
+    single = training.algorithm == "fedsgd"
+    steps = 1.0 if single else training.lr**2 * sum(w * w for w in step_weights(training))
+    share = {"step": steps / clients, "update": 1 / clients, "sum": 1 / clients**2}
+    return math.sqrt(sum(each.variance * share[each.on] for each in noise))
+
+
+def _update(
+    plan: Plan,
+    observation: Observation,
+    model: Classifier,
+    images: Tensor,
+    labels: Tensor,
+    stream: rng.Stream,
+    *,
+    bare: bool,
+) -> Tensors:
+    training = observation.training
+    batches = _batches_of(training, images, labels)
+    stack = _NONE if bare else plan.stack
+    with stack.memory_of({}):
+        trained = train(
+            model, observation.parameters, observation.buffers, batches, training, stack, stream
+        )
+    update = trained.update
+    if bare:
+        return update
+    state = stack.init(update, plan.declared)
+    return stack.apply(update, state, stream)[0]
+
+
+DISTANCES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
+"""Shares of the way from the truth to the guess at which the slope is looked at."""
+LANCZOS_STEPS = 12
+_STEP = 1e-6
+"""Of a difference quotient in float64, in units of the way from guess to truth: so short that
+hardly any unit of a network switches within it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spectrum:
+    """Eigenvalues of J'J, J the derivative of the update by images, as one direction sees them."""
+
+    eigenvalues: Tensor
+    """(k,) >= 0, in squared units of the update per squared unit of normalized pixels."""
+    weights: Tensor
+    """(k,) shares of the direction's energy, of sum 1."""
+    square: float
+    """Squared length of the direction."""
+
+
+class UpdateMap:
+    """U: normalized images (N, C, H, W) -> the mean update of all clients, flat, in float64."""
+
+    def __init__(
+        self,
+        model: Classifier,
+        parameters: Tensors,
+        buffers: Tensors,
+        training: LocalTraining,
+        clients: int,
+    ) -> None:
+        """Prepares the function.
+
+        Args:
+            model: Any weights of its own; it is set to float64.
+            parameters: That the clients start from.
+            buffers: That they start from.
+            training: Of each client.
+            clients: Whose updates the observed one is the mean of; each has its share of the
+                images.
+        """
+        self._parameters = {n: t.detach().double() for n, t in parameters.items()}
+        state = {n: t.double() if t.is_floating_point() else t for n, t in buffers.items()}
+        # Masks of dropout are nobody's to know: their mean is computed.
+        self._training = replace(training, dropout=0.0)
+        self._loss = loss_function(model.double(), state, self._training)
+        self._clients = clients
+        self.names = tuple(self._parameters)
+
+    def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
+        """Returns the update by the names of its tensors."""
+
+        def direction(parameters: Tensors, x: Tensor, y: Tensor) -> Tensors:
+            found = gradient(self._loss, parameters, x, y, create_graph=differentiable)
+            return found if differentiable else {n: g.detach() for n, g in found.items()}
+
+        updates = [
+            local_update(
+                direction, self._parameters, _batches_of(self._training, x, y), self._training
+            )
+            for x, y in zip(images.chunk(self._clients), labels.chunk(self._clients), strict=True)
+        ]
+        return {n: torch.stack([update[n] for update in updates]).mean(0) for n in self.names}
+
+    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Returns the update as one vector (m,)."""
+        return flat(self.tensors(images, labels), self.names)
+
+    def pull_back(self, images: Tensor, labels: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns J'v at `images`, shaped like these, for each v (m,) of `vectors`."""
+        at = images.detach().requires_grad_()
+        update = flat(self.tensors(at, labels, differentiable=True), self.names)
+        return [
+            torch.autograd.grad(update, at, vector, retain_graph=k < len(vectors) - 1)[0]
+            for k, vector in enumerate(vectors)
+        ]
+
+
+def _batches_of(
+    training: LocalTraining, images: Tensor, labels: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Splits a client's images into a batch for each of its steps."""
+    steps = training.steps
+    if training.batches == "same" or steps == 1:
+        return [(images, labels)] * steps
+    return list(zip(images.chunk(steps), labels.chunk(steps), strict=True))
+
+
+def flat(tensors: Tensors, names: Sequence[str]) -> Tensor:
+    """Returns the tensors of `names` as one vector."""
+    return torch.cat([tensors[name].flatten() for name in names])
+
+
+def spectrum(
+    update_map: UpdateMap,
+    images: Tensor,
+    labels: Tensor,
+    start: Tensor,
+    short: float,
+    steps: int = LANCZOS_STEPS,
+) -> Spectrum:
+    """Returns the spectrum of J'J as `start` sees it, by so many steps of Lanczos.
+
+    Its nodes are those of Gaussian quadrature (Golub and Meurant, Matrices, Moments and
+    Quadrature, 2010): sums over them of a smooth function of an eigenvalue are close to those over
+    all eigenvalues, from few steps on.
+
+    Args:
+        update_map: U.
+        images: (N, C, H, W), normalized, at which J is taken.
+        labels: (N,) of the images.
+        start: The direction, shaped like the images.
+        short: Length of the way from truth to guess, of which difference quotients are a part.
+        steps: At most; fewer if the direction's invariant space is smaller.
+    """
+    short = _STEP * short
+    square = float(start.square().sum())
+    if square == 0:
+        nothing = torch.zeros(1, dtype=torch.float64)
+        return Spectrum(eigenvalues=nothing, weights=nothing + 1, square=0.0)
+    basis, diagonal, beside = [start / math.sqrt(square)], [], []
+    for step in range(steps):
+        current = basis[-1]
+        ahead = update_map(images + short * current, labels)
+        behind = update_map(images - short * current, labels)
+        pushed = (ahead - behind) / (2 * short)
+        (image,) = update_map.pull_back(images, labels, [pushed])
+        diagonal.append(float((image * current).sum()))
+        for _ in range(2):  # once is not enough in floating point
+            for vector in basis:
+                image = image - (image * vector).sum() * vector
+        size = float(image.norm())
+        if step == steps - 1 or size <= 1e-10 * max(diagonal):
+            break
+        beside.append(size)
+        basis.append(image / size)
+    tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    for k, size in enumerate(beside):
+        tridiagonal[k, k + 1] = tridiagonal[k + 1, k] = size
+    eigenvalues, vectors = torch.linalg.eigh(tridiagonal)
+    return Spectrum(
+        eigenvalues=eigenvalues.clamp_min(0),
+        weights=vectors[0].square(),
+        square=square,
+    )
+
+
+def slope_share(
+    update_map: UpdateMap,
+    images: Tensor,
+    labels: Tensor,
+    way: Tensor,
+    error: Tensor | None,
+    distance: float,
+) -> float:
+    """Returns which share of the squared distance to the truth the slope explains.
+
+    At images + distance * way, with r = U(there) - U(images) and the objective's residual
+    r - error, that is <J'(r - error), distance * way> / |r|²: 1 where U is linear and the update
+    exact. Where units switch, r grows by jumps that no slope shows; near the truth these are most
+    of r, and a descent ends there. What pruning does to an update turns the slope from the truth.
+
+    Args:
+        update_map: U.
+        images: (N, C, H, W), normalized: the truth.
+        labels: (N,).
+        way: From the truth to the guess.
+        error: (m,) of the observed update; None if there is none.
+        distance: In units of the way.
+    """
+    at = images + distance * way
+    residual = update_map(at, labels) - update_map(images, labels)
+    square = float(residual.square().sum())
+    if square == 0:
+        return 0.0
+    aim = residual if error is None else residual - error
+    (slope,) = update_map.pull_back(at, labels, [aim])
+    return float((slope * way).sum()) * distance / square
+
 
 DESCENT_STEPS = 80
 """T: accelerated steps that a matching attack makes before it ends. Set on the first ten

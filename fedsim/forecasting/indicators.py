@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedsim.forecasting.disturbance import disturbance, noise_std
-from fedsim.forecasting.gain import MOST_IMAGES, Estimate
+from fedsim.forecasting.gain import MOST_IMAGES, Estimate, UpdateMap, disturbance, flat, noise_std
 from fedsim.forecasting.plan import Plan
-from fedsim.forecasting.sensitivity import UpdateMap, flat
 from fedsim.models.base import Classifier
 from fedsim.models.victim import rebuild
 from fedsim.types import Tensors
@@ -29,7 +26,7 @@ _LOUD, _FAINT = 0.5, 0.01
 """Noise over update, root mean squares, above which it hides much and below which little."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Indicator:
     """One thing that decides on whether an update can be attacked."""
 
@@ -62,15 +59,24 @@ def indicators(plan: Plan, estimate: Estimate) -> list[Indicator]:
         _labels(plan),
         *_ranks(observation.parameters, update, len(images)),
         *_alone(singles),
-        *active,
+        active,
         _norms(model, plan),
-        _parameters(plan),
-        _steps(plan),
-        _clients(plan),
+        *_sizes(plan),
         _noise(small, images, labels, update_map),
         _server(plan),
         *_descent(estimate),
     ]
+
+
+def _judge(
+    good: bool, name: str, value: str, number: float, why: str, otherwise: str = ""
+) -> Indicator:
+    """Makes an indicator that helps the attacker if it is `good` for one, and else the client.
+
+    Then `otherwise` says why, where that is something else.
+    """
+    side: Side = "attacker" if good else "client"
+    return Indicator(name, value, number, side, why if good else otherwise or why)
 
 
 def _labels(plan: Plan) -> Indicator:
@@ -79,13 +85,8 @@ def _labels(plan: Plan) -> Indicator:
     distinct = math.prod(max(0, classes - k) / classes for k in range(min(count, classes + 1)))
     granted = plan.grant.labels
     good = distinct > 0.5 or granted == "known"
-    return Indicator(
-        name="labels",
-        value=f"{count} in {classes} classes",
-        number=distinct,
-        helps="attacker" if good else "client",
-        why=f"{granted}; all differ with probability {distinct:.2g}",
-    )
+    why = f"{granted}; all differ with probability {distinct:.2g}"
+    return _judge(good, "labels", f"{count} in {classes} classes", distinct, why)
 
 
 def _ranks(parameters: Tensors, update: Tensors, count: int) -> list[Indicator]:
@@ -100,18 +101,10 @@ def _ranks(parameters: Tensors, update: Tensors, count: int) -> list[Indicator]:
             most = float(values.max())
             rank = int((values > _RANK_TOLERANCE * most).sum()) if most else 0
             full = min(parameters[name].shape)
-            spans = 0 < rank < full
-            found.append(
-                Indicator(
-                    name=title,
-                    value=f"{rank} of {full}, {number_of(count, 'image')}",
-                    number=float(rank),
-                    helps="attacker" if spans else "client",
-                    why="its rows span the layer's inputs"
-                    if spans
-                    else "of full rank: the span of its rows tells nothing",
-                )
-            )
+            value = f"{rank} of {full}, {number_of(count, 'image')}"
+            why = "its rows span the layer's inputs"
+            full_rank = "of full rank: the span of its rows tells nothing"
+            found.append(_judge(0 < rank < full, title, value, float(rank), why, full_rank))
     return found
 
 
@@ -123,15 +116,9 @@ def _alone(singles: Tensors | None) -> list[Indicator]:
     active = rows > _RANK_TOLERANCE * rows.amax().clamp_min(1e-30)
     alone = ((active.sum(0) == 1) & active).any(1)
     share = float(alone.float().mean())
-    return [
-        Indicator(
-            name="alone in a row",
-            value=f"{int(alone.sum())} of {number_of(len(alone), 'image')}",
-            number=share,
-            helps="attacker" if share else "client",
-            why="rows of the first dense layer that one image moves are multiples of its input",
-        )
-    ]
+    value = f"{int(alone.sum())} of {number_of(len(alone), 'image')}"
+    why = "rows of the first dense layer that one image moves are multiples of its input"
+    return [_judge(share > 0, "alone in a row", value, share, why)]
 
 
 def _single_gradients(plan: Plan, images: Tensor, labels: Tensor) -> Tensors | None:
@@ -156,7 +143,7 @@ def _single_gradients(plan: Plan, images: Tensor, labels: Tensor) -> Tensors | N
     return {chosen[0]: torch.stack(rows)}
 
 
-def _active_share(model: Classifier, images: Tensor) -> list[Indicator]:
+def _active_share(model: Classifier, images: Tensor) -> Indicator:
     """Share of rectified units that an image activates."""
     shares: list[float] = []
 
@@ -174,32 +161,20 @@ def _active_share(model: Classifier, images: Tensor) -> list[Indicator]:
     finally:
         for hook in hooks:
             hook.remove()
+    name = "rectified units"
     if not shares:
-        return [
-            Indicator(
-                name="rectified units",
-                value="none",
-                number=None,
-                helps="attacker",
-                why="without switches the gradient is smooth in the images",
-            )
-        ]
+        why = "without switches the gradient is smooth in the images"
+        return Indicator(name, "none", None, "attacker", why)
     share = sum(shares) / len(shares)
-    return [
-        Indicator(
-            name="rectified units",
-            value=f"{share:.0%} active",
-            number=share,
-            helps="client",
-            why="each that switches is a jump of the gradient, at which descents end",
-        )
-    ]
+    why = "each that switches is a jump of the gradient, at which descents end"
+    return Indicator(name, f"{share:.0%} active", share, "client", why)
 
 
 def _norms(model: Classifier, plan: Plan) -> Indicator:
     batch = sum(isinstance(part, _NORMS) for part in model.modules())
     other = sum(isinstance(part, nn.GroupNorm | nn.LayerNorm) for part in model.modules())
     mode = plan.training.mode
+    helps: Side
     if batch and mode == "train":
         why, helps = "statistics of the batch couple its images, and are not known", "client"
     elif batch or other:
@@ -207,77 +182,62 @@ def _norms(model: Classifier, plan: Plan) -> Indicator:
     else:
         why, helps = "nothing hides brightness or contrast", "attacker"
     kinds = [f"{batch} batch ({mode})"] * bool(batch) + [f"{other} group or layer"] * bool(other)
-    return Indicator(
-        name="norm layers",
-        value=", ".join(kinds) or "none",
-        number=float(batch + other),
-        helps=helps,  # type: ignore[arg-type]
-        why=why,
-    )
+    return Indicator("norm layers", ", ".join(kinds) or "none", float(batch + other), helps, why)
 
 
-def _parameters(plan: Plan) -> Indicator:
+def _sizes(plan: Plan) -> list[Indicator]:
+    """Equations for each unknown, local steps, and clients in the sum."""
+    images, clients, training = plan.first.num_images, plan.first.num_clients, plan.training
     entries = sum(value.numel() for value in plan.first.parameters.values())
-    pixels = plan.first.num_images * math.prod(plan.first.model.input_shape)
-    ratio = entries / pixels
-    return Indicator(
-        name="parameters per pixel",
-        value=f"{ratio:.3g}",
-        number=ratio,
-        helps="attacker" if ratio >= 1 else "client",
-        why="more equations than unknowns" if ratio >= 1 else "fewer equations than unknowns",
-    )
-
-
-def _steps(plan: Plan) -> Indicator:
-    training = plan.training
-    steps = training.steps
-    return Indicator(
-        name="local steps",
-        value=f"{steps}, {training.batches} batches" if steps > 1 else "1",
-        number=float(steps),
-        helps="attacker" if steps == 1 else "client",
-        why="one gradient" if steps == 1 else "later steps are of weights that nobody saw",
-    )
-
-
-def _clients(plan: Plan) -> Indicator:
-    clients, images = plan.first.num_clients, number_of(plan.first.num_images, "image")
-    return Indicator(
-        name="clients in the sum",
-        value=str(clients),
-        number=float(clients),
-        helps="attacker" if clients == 1 else "client",
-        why="seen alone" if clients == 1 else f"as a batch of {images}",
-    )
+    ratio = entries / (images * math.prod(plan.first.model.input_shape))
+    several = f"{training.steps}, {training.batches} batches"
+    return [
+        _judge(
+            ratio >= 1,
+            "parameters per pixel",
+            f"{ratio:.3g}",
+            ratio,
+            "more equations than unknowns",
+            "fewer equations than unknowns",
+        ),
+        _judge(
+            training.steps == 1,
+            "local steps",
+            several if training.steps > 1 else "1",
+            float(training.steps),
+            "one gradient",
+            "later steps are of weights that nobody saw",
+        ),
+        _judge(
+            clients == 1,
+            "clients in the sum",
+            str(clients),
+            float(clients),
+            "seen alone",
+            f"as a batch of {number_of(images, 'image')}",
+        ),
+    ]
 
 
 def _noise(plan: Plan, images: Tensor, labels: Tensor, update_map: UpdateMap) -> Indicator:
     """Standard deviation of noise over the update's root mean square, behind clipping."""
     observation = plan.first
-    std = noise_std(observation.effect.noise, observation.training, observation.num_clients)
+    effect, name = observation.effect, "noise over update"
+    std = noise_std(effect.noise, observation.training, observation.num_clients)
+    if std == 0 and not effect.exact:
+        value, number = ("0", 0.0) if effect.known else ("unknown", None)
+        why = "no noise is declared, but the update is altered"
+        return Indicator(name, value, number, "neither", why)
     if std == 0:
-        hidden = not observation.effect.exact
-        return Indicator(
-            name="noise over update",
-            value="0" if observation.effect.known else "unknown",
-            number=0.0 if observation.effect.known else None,
-            helps="neither" if hidden else "attacker",
-            why="no noise is declared, but the update is altered" if hidden else "no noise",
-        )
+        return Indicator(name, "0", 0.0, "attacker", "no noise")
     own = flat(update_map.tensors(images, labels), update_map.names)
     scale = disturbance(
         plan, observation, rebuild(observation), images, labels, update_map.names
     ).scale
     ratio = std / max(scale * float(own.square().mean().sqrt()), 1e-30)
     side: Side = "client" if ratio > _LOUD else "attacker" if ratio < _FAINT else "neither"
-    return Indicator(
-        name="noise over update",
-        value=f"{ratio:.3g}",
-        number=ratio,
-        helps=side,
-        why=f"deviation {std:.3g} of an entry, over its root mean square",
-    )
+    why = f"deviation {std:.3g} of an entry, over its root mean square"
+    return Indicator(name, f"{ratio:.3g}", ratio, side, why)
 
 
 def _server(plan: Plan) -> Indicator:
@@ -287,57 +247,20 @@ def _server(plan: Plan) -> Indicator:
         "planted": "its weights of the head show every image's features",
         "modified": "its module writes images into the update",
     }[server]
-    return Indicator(
-        name="server",
-        value=server,
-        number=None,
-        helps="neither" if server == "honest" else "attacker",
-        why=why,
-    )
+    return Indicator("server", server, None, "neither" if server == "honest" else "attacker", why)
 
 
 def _descent(estimate: Estimate) -> list[Indicator]:
     if estimate.closed_form:
-        return [
-            Indicator(
-                name="closed form",
-                value="yes",
-                number=1.0,
-                helps="attacker",
-                why="images are read by a formula: no descent has to find the way",
-            )
-        ]
-    smooth = estimate.stall == 0
-    found = [
-        Indicator(
-            name="descent stalls at",
-            value="the truth" if smooth else f"{estimate.stall:.2g} of the way",
-            number=estimate.stall,
-            helps="attacker" if estimate.stall < 0.5 else "client",
-            why="the slope leads all the way"
-            if smooth
-            else "there jumps of the gradient are more than the slope shows",
-        )
-    ]
-    if estimate.unfinished is not None:
-        found.append(
-            Indicator(
-                name="left undone",
-                value=f"{estimate.unfinished:.2g} of the error",
-                number=estimate.unfinished,
-                helps="attacker" if estimate.unfinished < 0.5 else "client",
-                why="by noise, pruning and a limited number of steps",
-            )
-        )
+        why = "images are read by a formula: no descent has to find the way"
+        return [Indicator("closed form", "yes", 1.0, "attacker", why)]
+    stall, left = estimate.stall, estimate.unfinished
+    value, why = "the truth", "the slope leads all the way"
+    if stall:
+        value = f"{stall:.2g} of the way"
+        why = "there jumps of the gradient are more than the slope shows"
+    found = [_judge(stall < 0.5, "descent stalls at", value, stall, why)]
+    if left is not None:
+        why = "by noise, pruning and a limited number of steps"
+        found.append(_judge(left < 0.5, "left undone", f"{left:.2g} of the error", left, why))
     return found
-
-
-def as_row(indicator: Indicator) -> Mapping[str, object]:
-    """Returns the indicator as it is written to JSON."""
-    return {
-        "name": indicator.name,
-        "value": indicator.value,
-        "number": indicator.number,
-        "helps": indicator.helps,
-        "why": indicator.why,
-    }

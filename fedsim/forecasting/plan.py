@@ -1,8 +1,14 @@
-"""What is forecast: one client's update as an attacker will be told of it, and stand-in images."""
+"""What is forecast: one client's update as an attacker will be told of it, and stand-in images.
+
+Plans are made from a scenario or from the folder of a run.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,7 +17,20 @@ from fedsim import rng
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.stack import Stack
 from fedsim.models.base import normalize
-from fedsim.types import LocalTraining, ModelSpec, Observation
+from fedsim.recording.files import load_observation
+from fedsim.scenario import (
+    Document,
+    Scenario,
+    build_stack,
+    declared_training,
+    expand,
+    open_document,
+)
+from fedsim.scoring.guess import mean_image
+from fedsim.training.schedule import Probe
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
+from fedsim.types import Dataset, FedsimError, LocalTraining, ModelSpec, Observation, Table, Update
 from fedsim.words import number_of
 
 
@@ -110,3 +129,156 @@ def synthetic(spec: ModelSpec, seed: int, count: int = 64) -> StandIns:
         guess=torch.full(spec.input_shape, 0.5),
         source=f"{number_of(count, 'synthetic image')} with the spectrum of photographs",
     )
+
+
+MOST_ROUNDS = 3
+"""Of a run, so many rounds are looked at: the first, the last, and one between."""
+_MOST_STAND_INS = 1024
+
+
+def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[Plan]:
+    """Returns a plan for each defense stack and batch size, at the weights before any training.
+
+    Raises:
+        FedsimError: the scenario is refused, sweeps, or trains no network.
+    """
+    scenario = _only(open_document(path, overrides), path)
+    dataset = load_dataset(scenario)
+    images = _stand_ins(dataset)
+    plans = []
+    for name in scenario.defenses:
+        workload = Workload(scenario, name, dataset)
+        if not workload.trains or workload.spec is None:
+            raise FedsimError(
+                f"learner: {scenario.learner.name} trains no network, and what it releases is no "
+                "update of images; `fedsim privacy` tells what such a release guarantees"
+            )
+        parameters, buffers = workload.initial()
+        together = workload.stack.aggregation is not None
+        clients = len(workload.plan(1).participants) if together else 1
+        sizes = scenario.observe.batch_sizes or [scenario.training.local.batch_size]
+        for size in sizes:
+            observation = workload.observation(
+                1,
+                -1 if together else 0,
+                Update(tensors={}, num_examples=0),
+                workload.plant_probe(parameters, 1),
+                buffers,
+                probe=Probe(batch_size=size, trial=0),
+                num_clients=clients,
+            )
+            plans.append(
+                Plan(
+                    stack_name=name,
+                    observations=(observation,),
+                    stack=workload.stack,
+                    declared=workload.declared_of(size),
+                    grant=scenario.knowledge,
+                    stand_ins=images,
+                )
+            )
+    return plans
+
+
+def plans_of_run(folder: str | Path) -> list[Plan]:
+    """Returns a plan for each defense stack and batch size of a run, at weights that it recorded.
+
+    Raises:
+        FedsimError: the folder holds no run, or no recording that a server made of a network.
+    """
+    root = Path(folder)
+    if not (root / "scenario.yaml").is_file():
+        raise FedsimError(
+            f"{root}: no scenario.yaml in it; name a scenario file, or the folder of one run (of a "
+            "sweep, that of a variant)"
+        )
+    scenario = _only(open_document(root / "scenario.yaml", ()), root)
+    recorded = _recorded(root)
+    if not recorded:
+        raise FedsimError(
+            f"{root}: no recording of a server below observations/; run the scenario, or name its "
+            "file instead"
+        )
+    observations = {
+        key: tuple(load_observation(path) for path in paths) for key, paths in recorded.items()
+    }
+    first = next(iter(observations.values()))[0]
+    images = _found_stand_ins(scenario, first)
+    return [
+        Plan(
+            stack_name=stack,
+            observations=seen,
+            stack=build_stack(scenario.defenses[stack]),
+            declared=_declared(scenario, seen[0]),
+            grant=scenario.knowledge,
+            stand_ins=images,
+        )
+        for stack in scenario.defenses
+        for seen in sorted(_of(observations, stack), key=lambda each: each[0].training.batch_size)
+    ]
+
+
+def _of(
+    observations: Mapping[tuple[str, str], tuple[Observation, ...]], stack: str
+) -> list[tuple[Observation, ...]]:
+    return [seen for (name, _), seen in observations.items() if name == stack]
+
+
+def _declared(scenario: Scenario, observation: Observation) -> LocalTraining:
+    return replace(declared_training(scenario), batch_size=observation.training.batch_size)
+
+
+def _only(document: Document, origin: str | Path) -> Scenario:
+    variants = expand(document)
+    if len(variants) > 1:
+        raise FedsimError(
+            f"{origin}: sweep: {number_of(len(variants), 'variant')}, and one is forecast at "
+            "a time; choose one with --set"
+        )
+    return variants[0].scenario
+
+
+def _recorded(root: Path) -> dict[tuple[str, str], list[Path]]:
+    """Recordings by (stack, batch size), of up to `MOST_ROUNDS` rounds, one a round."""
+    found: dict[tuple[str, str], dict[str, Path]] = {}
+    pattern = re.compile(r"(client|aggregate)(-\d+)?-?(training|b\d+-t0)")
+    for path in sorted((root / "observations").glob("*/round-*/*.json")):
+        if match := pattern.fullmatch(path.stem):
+            size = match[3].removesuffix("-t0")
+            rounds = found.setdefault((path.parent.parent.name, size), {})
+            rounds.setdefault(path.parent.name, path)
+    return {
+        key: _spread([rounds[name] for name in sorted(rounds)]) for key, rounds in found.items()
+    }
+
+
+def _spread(paths: list[Path]) -> list[Path]:
+    if len(paths) <= MOST_ROUNDS:
+        return paths
+    places = [round(k * (len(paths) - 1) / (MOST_ROUNDS - 1)) for k in range(MOST_ROUNDS)]
+    return [paths[place] for place in places]
+
+
+def _stand_ins(dataset: Dataset | Table) -> StandIns:
+    if not isinstance(dataset, Dataset):
+        raise FedsimError(
+            f"data.source: {dataset.name} is a table, and attackability is forecast of images; "
+            "`fedsim privacy` tells what a release of rows guarantees"
+        )
+    step = -(-len(dataset.test_images) // _MOST_STAND_INS)
+    images, labels = dataset.test_images[::step], dataset.test_labels[::step]
+    return StandIns(
+        pixels=images.float() / 255,
+        labels=labels,
+        guess=mean_image(dataset.test_images),
+        source=f"{number_of(len(images), 'image')} of the test split of {dataset.name}, which no "
+        "client holds",
+    )
+
+
+def _found_stand_ins(scenario: Scenario, observation: Observation) -> StandIns:
+    """The test split of the run's data source; synthetic images where that is not here."""
+    try:
+        return _stand_ins(load_dataset(scenario))
+    except FedsimError:
+        return synthetic(observation.model, observation.seed)

@@ -14,8 +14,7 @@ from fedsim.attacking.observe import observe
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.stack import Stack
 from fedsim.forecasting.forecast import Forecast, forecast
-from fedsim.forecasting.plan import Plan, StandIns, synthetic
-from fedsim.forecasting.sources import plans_of_run, plans_of_scenario
+from fedsim.forecasting.plan import Plan, StandIns, plans_of_run, plans_of_scenario, synthetic
 from fedsim.scenario.build import announced, build_stack, plugin_class
 from fedsim.scenario.model import PluginRef
 from fedsim.types import Algorithm, FedsimError, Mode, ModelSpec

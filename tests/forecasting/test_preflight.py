@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 import fedsim
 from fedsim.cli.commands import app
-from fedsim.forecasting.forecast import Forecast
+from fedsim.forecasting.forecast import Forecast, render
+from fedsim.forecasting.gain import UpdateMap, slope_share, spectrum
 from fedsim.forecasting.preflight import preflight_file
-from fedsim.forecasting.sensitivity import UpdateMap, slope_share, spectrum
-from fedsim.forecasting.table import render
 from fedsim.models import live
 from fedsim.models.base import Classifier
 from fedsim.types import FedsimError, LocalTraining

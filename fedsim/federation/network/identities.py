@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsim.federation.secure_aggregation.identity import KEY, Identity
+from fedsim.federation.secure_aggregation.secrets import KEY, Identity
 from fedsim.system import paths
 from fedsim.types import FedsimError
 

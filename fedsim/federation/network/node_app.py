@@ -22,7 +22,7 @@ from fedsim.federation.network.home import pin_run, run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.federation.secure_aggregation.answers import Party
-from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import PluginRef
 from fedsim.scenario.resolve import resolve

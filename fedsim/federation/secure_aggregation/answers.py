@@ -21,10 +21,8 @@ from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.secure_aggregation import messages, plan
 from fedsim.federation.secure_aggregation.client import Client, Memory
-from fedsim.federation.secure_aggregation.fixed_point import Ring
-from fedsim.federation.secure_aggregation.identity import Identity
-from fedsim.federation.secure_aggregation.keys import Published
-from fedsim.federation.secure_aggregation.secrets import SECRET
+from fedsim.federation.secure_aggregation.layout import Ring
+from fedsim.federation.secure_aggregation.secrets import SECRET, Identity, Published
 from fedsim.federation.secure_aggregation.secrets import digest as digest_of
 from fedsim.training.client import ClientResult
 from fedsim.training.inputs import digest

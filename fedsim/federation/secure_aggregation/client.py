@@ -14,15 +14,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedsim.federation.secure_aggregation import secrets
-from fedsim.federation.secure_aggregation.fixed_point import Ring
-from fedsim.federation.secure_aggregation.identity import Identity
-from fedsim.federation.secure_aggregation.keys import (
+from fedsim.federation.secure_aggregation.layout import Ring
+from fedsim.federation.secure_aggregation.secrets import (
+    SHARE,
     Directory,
+    Identity,
     Published,
     check_keys,
-    digest_of,
+    digest,
+    directory_digest,
+    listed,
 )
-from fedsim.federation.secure_aggregation.secrets import SHARE, digest, listed
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 from fedsim.words import number_of
 
@@ -162,7 +164,9 @@ class Client:
                 key = self._agreed(directory, other, "masking", "mask")
                 secrets.add_mask(vector, key, +1 if self._me < other else -1)
             self.memory.secrets = {}
-            return vector, self._sign(digest(b"masked", session, digest_of(directory), model))
+            return vector, self._sign(
+                digest(b"masked", session, directory_digest(directory), model)
+            )
 
     def agree(
         self,
@@ -298,7 +302,7 @@ class Client:
         }
 
     def _neighbours(self, directory: Directory) -> list[int]:
-        return self._terms.neighbours(self._me, directory, digest_of(directory))
+        return self._terms.neighbours(self._me, directory, directory_digest(directory))
 
     def _secret(self, purpose: str) -> bytes:
         return bytes.fromhex(self.memory.secrets[purpose])

@@ -17,7 +17,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from fedsim.federation import wire
-from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.types import Tensors
 from fedsim.words import number_of
 

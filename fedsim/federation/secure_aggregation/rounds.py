@@ -17,9 +17,8 @@ from fedsim.federation import wire
 from fedsim.federation.delivery import exchange
 from fedsim.federation.screening import Tally, Verdict, unanswered
 from fedsim.federation.secure_aggregation import messages
-from fedsim.federation.secure_aggregation.fixed_point import Ring
-from fedsim.federation.secure_aggregation.keys import Published
-from fedsim.federation.secure_aggregation.layout import Layout
+from fedsim.federation.secure_aggregation.layout import Layout, Ring
+from fedsim.federation.secure_aggregation.secrets import Published
 from fedsim.federation.secure_aggregation.server import Server
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 

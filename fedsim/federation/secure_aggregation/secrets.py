@@ -1,4 +1,5 @@
-"""What hides a vector: keys that two agree on, streams made of them, and secrets in shares.
+"""What hides a vector: keys that two agree on, streams made of them, and secrets in shares; also
+by which keys clients sign, and what each publishes at the beginning of a secure sum.
 
 Every primitive is a library's: X25519, HKDF-SHA256, AES-256 in counter mode, ChaCha20-Poly1305 and
 Ed25519 of `cryptography`, Shamir's sharing over GF(2^128) of `pycryptodome`.
@@ -8,20 +9,57 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
-from cryptography.exceptions import InvalidTag
+from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.terms import AbortedError
+
+SIGNATURE = 64
+KEY = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A client's signing key, and the other clients' public ones as it knows them."""
+
+    key: Ed25519PrivateKey
+    peers: Mapping[int, bytes]
+    """Client -> Ed25519 public key, 32 bytes; of all clients that it adds its vector to."""
+
+    def sign(self, statement: bytes) -> bytes:
+        """A signature of 64 bytes."""
+        return self.key.sign(statement)
+
+    @property
+    def public(self) -> bytes:
+        """The public key of `key`."""
+        return self.key.public_key().public_bytes_raw()
+
+    def vouches(self, client: int, statement: bytes, signature: bytes) -> bool:
+        """Whether `client` has signed `statement`."""
+        return client in self.peers and is_signed(self.peers[client], statement, signature)
+
+
+def is_signed(public: bytes, statement: bytes, signature: bytes) -> bool:
+    """Whether whoever has the key of `public` has signed `statement`."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, statement)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
 
 SECRET = 32
 """Bytes of a key and of a seed."""
@@ -173,3 +211,69 @@ def opened(key: bytes, box: bytes, way: bytes) -> bytes:
 def listed(entries: Mapping[int, bytes]) -> bytes:
     """A mapping of clients as bytes, whatever its order, to be digested."""
     return b"".join(digest(str(client).encode(), entries[client]) for client in sorted(entries))
+
+
+_LENGTH = 2 * KEY + SECRET + SIGNATURE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A client's public keys of one sum, signed by it."""
+
+    sealing: bytes
+    """X25519: for the shares that others send it."""
+    masking: bytes
+    """X25519: for the masks that it has in common with others."""
+    commitment: bytes
+    """To the seed of its own mask."""
+    signature: bytes
+    """Ed25519, of all that and the sum's session."""
+
+    def statement(self, client: int, session: bytes) -> bytes:
+        """What is signed."""
+        who = str(client).encode()
+        return digest(b"keys", session, who, self.sealing, self.masking, self.commitment)
+
+    def to_bytes(self) -> bytes:
+        """Of fixed length."""
+        return self.sealing + self.masking + self.commitment + self.signature
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Published:
+        """Read what `to_bytes` returned.
+
+        Raises:
+            AbortedError: it has another length, or a key is none.
+        """
+        if len(content) != _LENGTH:
+            raise AbortedError(f"published keys are {len(content)} bytes, expected {_LENGTH}")
+        for at in (0, KEY):
+            check_public(content[at : at + KEY])
+        return cls(
+            sealing=content[:KEY],
+            masking=content[KEY : 2 * KEY],
+            commitment=content[2 * KEY : 2 * KEY + SECRET],
+            signature=content[-SIGNATURE:],
+        )
+
+
+Directory = Mapping[int, Published]
+"""What each client has published, as the server shows it to all."""
+
+
+def directory_digest(directory: Directory) -> bytes:
+    """By which two clients find out that they were shown the same directory."""
+    return digest(b"directory", listed({c: one.to_bytes() for c, one in directory.items()}))
+
+
+def check_keys(directory: Directory) -> None:
+    """Refuse a directory in which a key is none or stands twice: then one client would be two.
+
+    Raises:
+        AbortedError: one is or does.
+    """
+    keys = [key for one in directory.values() for key in (one.sealing, one.masking)]
+    for key in keys:
+        check_public(key)
+    if len(set(keys)) != len(keys):
+        raise AbortedError("a key stands twice in the directory")

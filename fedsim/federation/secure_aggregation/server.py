@@ -11,9 +11,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedsim.federation.secure_aggregation import secrets
-from fedsim.federation.secure_aggregation.fixed_point import Ring
-from fedsim.federation.secure_aggregation.keys import Directory, check_keys, digest_of
-from fedsim.federation.secure_aggregation.secrets import BOX, SHARE
+from fedsim.federation.secure_aggregation.layout import Ring
+from fedsim.federation.secure_aggregation.secrets import (
+    BOX,
+    SHARE,
+    Directory,
+    check_keys,
+    directory_digest,
+)
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 from fedsim.words import number_of
 
@@ -42,7 +47,7 @@ class Server:
 
     def neighbours(self, client: int) -> list[int]:
         """For whom `client` has a box."""
-        return self._terms.neighbours(client, self._directory, digest_of(self._directory))
+        return self._terms.neighbours(client, self._directory, directory_digest(self._directory))
 
     def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
         """Take the boxes of `client`, one for each of its neighbours.

@@ -16,7 +16,7 @@ from fedsim.federation.network import flower, link
 from fedsim.federation.network.link import SCENARIO, Link
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
-from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.federation.secure_aggregation.secrets import Identity
 
 LINK = Link(superlink="127.0.0.1:9")
 

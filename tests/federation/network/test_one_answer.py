@@ -20,7 +20,7 @@ from test_node_app import RUN, ask, counted, resolved, settings
 from fedsim.federation import wire
 from fedsim.federation.network.home import run_folder
 from fedsim.federation.secure_aggregation import messages
-from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.scenario import Scenario
 from fedsim.training.client import Client
 from fedsim.training.schedule import Probe

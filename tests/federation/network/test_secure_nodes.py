@@ -18,7 +18,7 @@ from fedsim.federation.network.identities import make_signing_keys, read_identit
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
 from fedsim.federation.secure_aggregation import messages
-from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError
 

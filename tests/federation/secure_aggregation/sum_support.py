@@ -10,8 +10,8 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsim.federation.secure_aggregation.client import Client
-from fedsim.federation.secure_aggregation.fixed_point import Ring
-from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.federation.secure_aggregation.layout import Ring
+from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.federation.secure_aggregation.server import Server
 from fedsim.federation.secure_aggregation.terms import Terms
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from fedsim import rng
 from fedsim.contracts.defense import SumTerms
-from fedsim.federation.secure_aggregation.fixed_point import FixedPoint, from_ring, to_ring
-from fedsim.federation.secure_aggregation.layout import Layout
+from fedsim.federation.secure_aggregation.layout import FixedPoint, Layout, from_ring, to_ring
 from fedsim.federation.secure_aggregation.terms import AbortedError
 from fedsim.types import FedsimError, Update
 

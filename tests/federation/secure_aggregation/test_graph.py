@@ -8,9 +8,7 @@ import pytest
 from scipy.stats import hypergeom
 from sum_support import of
 
-from fedsim.federation.secure_aggregation.graph import degree
-from fedsim.federation.secure_aggregation.quorum import least
-from fedsim.federation.secure_aggregation.terms import Terms
+from fedsim.federation.secure_aggregation.terms import Terms, degree, least
 
 
 @pytest.mark.parametrize("count", [*range(2, 12), 50, 99])

@@ -10,7 +10,7 @@ from sum_support import MODEL, Sum, fresh, identities, of, vectors
 
 from fedsim.federation.secure_aggregation import secrets
 from fedsim.federation.secure_aggregation.client import Client
-from fedsim.federation.secure_aggregation.keys import Published
+from fedsim.federation.secure_aggregation.secrets import Published
 from fedsim.federation.secure_aggregation.terms import AbortedError
 
 P, A = 2**255 - 19, 486662

@@ -10,8 +10,7 @@ import pytest
 from sum_support import MODEL, Sum, added, fresh, identities, of, vectors
 
 from fedsim.federation.secure_aggregation.client import STAGES, Client, Memory
-from fedsim.federation.secure_aggregation.keys import Published
-from fedsim.federation.secure_aggregation.secrets import BOX
+from fedsim.federation.secure_aggregation.secrets import BOX, Published
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 from fedsim.types import FedsimError
 

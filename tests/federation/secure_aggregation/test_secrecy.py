@@ -14,7 +14,7 @@ from scipy.stats import chi2
 from sum_support import Sum, of, vectors
 
 from fedsim.federation.secure_aggregation import secrets
-from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import SHARE
 from fedsim.federation.secure_aggregation.terms import AbortedError
 
