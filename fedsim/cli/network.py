@@ -136,7 +136,7 @@ def node(
     """Take part in federations as one client, until you are told to stop."""
     refuse_unfit(superlink, roots)
     with exits():
-        from fedsim.federation.network.identities import read_identity
+        from fedsim.federation.network.keys import read_identity
         from fedsim.federation.network.node import Membership, serve, until_told
         from fedsim.federation.network.node_app import NodeApp
         from fedsim.federation.network.policy import Policy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedsim.contracts.guarantee import Guarantee
-from fedsim.federation.network.identities import read_identity
+from fedsim.federation.network.keys import read_identity
 from fedsim_defenses.secure_aggregation import SecureAggregation
 
 PAGE = Path(__file__).parents[2] / "docs" / "secure-aggregation.md"

@@ -29,8 +29,6 @@ ALLOWED = {
     "fedsim/federation/network/up.py": "a key that it has just made",
     "fedsim/federation/network/superlink.py": "a log of its own",
     "fedsim/federation/network/log.py": "the older part of a log of its own",
-    "fedsim/federation/network/eavesdropper.py": "a capture of its own",
-    "fedsim/federation/network/overheard.py": "parts of a capture, one at a time",
 }
 """Files that read what no user names, and what that is."""
 

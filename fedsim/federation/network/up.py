@@ -21,11 +21,16 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 from fedsim.federation.network import flower
-from fedsim.federation.network.certificates import make_authority, make_node_key
 from fedsim.federation.network.gate import Gate, Settings
 from fedsim.federation.network.home import make_private
-from fedsim.federation.network.identities import KEY_NAME, PEERS_NAME, make_signing_keys
-from fedsim.federation.network.keys import SECRET_BYTES
+from fedsim.federation.network.keys import (
+    KEY_NAME,
+    PEERS_NAME,
+    SECRET_BYTES,
+    make_authority,
+    make_node_key,
+    make_signing_keys,
+)
 from fedsim.federation.network.link import Link
 from fedsim.federation.network.node import JOINED
 from fedsim.federation.network.superlink import Child, free_port, superlink

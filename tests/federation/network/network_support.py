@@ -41,7 +41,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.fleet_http_connection import http_request_response
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from fedsim.federation.network.certificates import Authority
+from fedsim.federation.network.keys import Authority
 
 NEVER = 600.0
 """Seconds after which a test gives up; a busy machine takes minutes for what takes none."""

@@ -14,7 +14,7 @@ from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from network_support import node_key
 
-from fedsim.federation.network.certificates import Authority, make_authority, make_node_key
+from fedsim.federation.network.keys import Authority, make_authority, make_node_key
 from fedsim.types import FedsimError
 
 

@@ -12,11 +12,10 @@ import torch
 from flwr.app import Error, Message, RecordDict
 from network_support import Node, SuperLink, superlink, until
 from torch import Tensor
+from wire_support import Eavesdropper, passages, stored, updates
 
 from fedsim.federation import wire
-from fedsim.federation.network.certificates import make_authority, make_node_key
-from fedsim.federation.network.eavesdropper import Eavesdropper, passages, stored
-from fedsim.federation.network.overheard import updates
+from fedsim.federation.network.keys import make_authority, make_node_key
 from fedsim.types import FedsimError, Update
 
 

@@ -27,7 +27,7 @@ import yaml
 
 from fedsim import deploying, pipeline
 from fedsim.federation.network import flower
-from fedsim.federation.network.certificates import make_node_key
+from fedsim.federation.network.keys import make_node_key
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.node import _JOIN_SECONDS
 from fedsim.federation.network.up import Federation, federation

@@ -34,8 +34,8 @@ from network_support import NEVER, free_port, until
 from fedsim.federation.network import gate as gate_module
 from fedsim.federation.network import link, passage
 from fedsim.federation.network import log as log_module
-from fedsim.federation.network.certificates import Authority, make_authority
 from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.keys import Authority, make_authority
 from fedsim.federation.network.superlink import Child
 from fedsim.types import FedsimError
 

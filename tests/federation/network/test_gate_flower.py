@@ -31,8 +31,8 @@ from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.primitives.asymmetric import sign_message
 from network_support import SuperLink, free_port, node_key, process, superlink, until
 
-from fedsim.federation.network.certificates import make_authority, make_node_key
 from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.keys import make_authority, make_node_key
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 from nodes_support import LINK, TINY, connect, nodes
 
 from fedsim import pipeline
-from fedsim.federation.network.identities import make_signing_keys, read_identity
+from fedsim.federation.network.keys import make_signing_keys, read_identity
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
 from fedsim.types import FedsimError

@@ -13,9 +13,7 @@ from network_support import superlink
 from typer.testing import CliRunner
 
 from fedsim.cli.network import add_to
-from fedsim.federation.network.certificates import Authority
-from fedsim.federation.network.identities import read_identity
-from fedsim.federation.network.keys import make_keys
+from fedsim.federation.network.keys import Authority, make_keys, read_identity
 from fedsim.types import FedsimError
 
 PARTIES = {

@@ -18,9 +18,9 @@ from nodes_support import TINY, nodes
 
 from fedsim.federation import wire
 from fedsim.federation.local import identity
-from fedsim.federation.network import certificates, link
-from fedsim.federation.network.certificates import make_authority
+from fedsim.federation.network import keys, link
 from fedsim.federation.network.home import run_folder, secret_seed
+from fedsim.federation.network.keys import make_authority
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.scenario import Scenario, expand
@@ -265,7 +265,7 @@ def test_a_superlink_is_refused_with_the_reason(
     foreign = make_authority(tmp_path / "foreign", ["127.0.0.1"])
     itself = make_authority(tmp_path / "itself", ["127.0.0.1"])
     elsewhere = make_authority(tmp_path / "elsewhere", ["10.0.0.1"])
-    monkeypatch.setattr(certificates, "_CLOCK_SKEW", timedelta(days=3))
+    monkeypatch.setattr(keys, "_CLOCK_SKEW", timedelta(days=3))
     expired = make_authority(tmp_path / "expired", ["127.0.0.1"], days=-1)
     with listening(None) as plain:
         link.check(plain, None)

@@ -14,7 +14,7 @@ from nodes_support import nodes
 from test_node_app import ask, resolved, settings
 
 from fedsim.federation import wire
-from fedsim.federation.network.identities import make_signing_keys, read_identity
+from fedsim.federation.network.keys import make_signing_keys, read_identity
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
 from fedsim.federation.secure_aggregation import messages

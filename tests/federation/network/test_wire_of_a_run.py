@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from network_support import superlink, until
+from wire_support import Eavesdropper, updates
 
 import fedsim
 from fedsim import pipeline
-from fedsim.federation.network.eavesdropper import Eavesdropper
 from fedsim.federation.network.link import Link
-from fedsim.federation.network.overheard import updates
 from fedsim.recording.files import load_observation
 from fedsim.types import FedsimError, Tensors
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fedsim import pipeline
 from fedsim.cli.commands import app
 from fedsim.federation.network import flower, link
-from fedsim.federation.network.certificates import make_node_key
+from fedsim.federation.network.keys import make_node_key
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
 from fedsim.types import FedsimError
