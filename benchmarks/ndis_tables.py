@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from fedsim.contracts.guarantee import Release
 from fedsim.data.bundled_tables import BreastCancer, Diabetes
-from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.mechanisms import projection
 from fedsim.privacy.numerics import gaussian
 from fedsim.scoring import student_interval
 from fedsim_defenses.least_squares import LeastSquaresMechanism
@@ -206,7 +206,7 @@ def report(base: Database, trials: int, least_squares: bool) -> Iterator[dict[st
     yield row("relative", "RP without noise", 0.0, projected, inherent_log10_delta=inherent)
     if least_squares:
         p, q = base.of_features, min(1.0, base.of_features + base.residual)
-        worst = float(regression.log_delta(p, q, r, d, EPSILON)) / math.log(10)
+        worst = float(least_squares.log_delta(p, q, r, d, EPSILON)) / math.log(10)
         yield row("relative", "LS without noise", 0.0, regressed, inherent_log10_delta=worst)
     multiplier = float(gaussian.noise_multiplier(EPSILON, delta))
     yield row("relative", "Gaussian on OLS", base.reach * multiplier, perturbed)

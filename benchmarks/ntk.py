@@ -90,7 +90,7 @@ def experiment(
     train: Tensor, classes: Tensor, test: Tensor, truth: Tensor, trials: int
 ) -> dict[str, Any]:
     """Accuracies, and what they cost by either accounting."""
-    from fedsim.privacy.mechanisms import draws, kernel_distance, laplace, wishart
+    from fedsim.privacy.mechanisms import draws, laplace, wishart
 
     n, d = train.shape
     weights = ntk.draw_weights(NEURONS, d, 1.0, rng.generator(0, "weights"))
@@ -99,8 +99,8 @@ def experiment(
     smallest = float(torch.linalg.eigvalsh(gram)[0])
     gain = float(torch.linalg.eigvalsh(weights.T @ weights / NEURONS)[-1])
     printed = paper.distance(PAPER_N, BETA, PAPER_SMALLEST)
-    holds = kernel_distance.of_data(BETA, smallest, gain=gain)
-    change = kernel_distance.of_data_eigenvalues(BETA, smallest, gain=gain)
+    holds = paper.of_data(BETA, smallest, gain=gain)
+    change = paper.of_data_eigenvalues(BETA, smallest, gain=gain)
 
     def accuracy(alpha: Tensor, rows: Tensor) -> float:
         found = ntk.predict(test, rows, alpha, weights).argmax(1)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.learners import ntk
+from fedsim.privacy.mechanisms import kernel_distance
+from fedsim.privacy.numerics.special import Array
 from fedsim.rng import normal
 from fedsim.types import FedsimError
 
@@ -108,3 +111,34 @@ def condition(epsilon: float, delta: float, samples: int, distance: float) -> bo
     """
     allowed = radius(epsilon, delta, samples)
     return 0 < epsilon < 1 and allowed < 1 and distance <= allowed
+
+
+def assumed(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
+    """The largest M if the neighbour's kernel matrix has no eigenvalue below `least`."""
+    a = kernel_distance.displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(least)
+    return 2 * a + a * a
+
+
+def of_data(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
+    """The bound of M between these data, of least eigenvalue `least`, and any neighbour.
+
+    Infinite where the neighbour's matrix may be singular. It is computed from the data, and so
+    reveals something of them.
+    """
+    back = assumed(beta, least, gain=gain, row_norm=row_norm)
+    return back / (1 - back) if back < 1 else math.inf
+
+
+def of_data_eigenvalues(
+    beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0
+) -> Array:
+    """(n, 2) bounds of (λ+, λ-) between these data, of least eigenvalue `least`, and any neighbour.
+
+    In both orders. Where the neighbour's matrix may be singular some λ- is at least 1. They are
+    computed from the data, and so reveal something of them.
+    """
+    forth = kernel_distance.assumed_eigenvalues(beta, least, gain=gain, row_norm=row_norm)
+    up, down = forth.T
+    with np.errstate(divide="ignore"):
+        back = np.stack([np.where(down < 1, down / (1 - down), np.inf), up / (1 + up)], axis=-1)
+    return np.concatenate([forth, back])

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.privacy.numerics import gaussian, ndis
 
 MANY = 100_000
@@ -68,8 +68,8 @@ def speed(repeats: int) -> list[dict[str, Any]]:
         "projection": lambda: projection.log_delta(p, r, epsilon),
         "projection, reverse": lambda: projection.log_delta(p, r, epsilon, "reverse"),
         "linear combination": lambda: projection.log_delta(p, 1, epsilon),
-        "least squares": lambda: regression.log_delta(p, q, r, d, epsilon, "forward"),
-        "least squares, reverse": lambda: regression.log_delta(p, q, r, d, epsilon, "reverse"),
+        "least squares": lambda: least_squares.log_delta(p, q, r, d, epsilon, "forward"),
+        "least squares, reverse": lambda: least_squares.log_delta(p, q, r, d, epsilon, "reverse"),
         "max leverage, 10^3": lambda: projection.max_leverage(epsilon[:1000], 1e-5, r[:1000]),
     }
     rows = [{"what": what, "points": MANY, **fastest(do, repeats)} for what, do in work.items()]

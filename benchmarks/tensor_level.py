@@ -137,7 +137,7 @@ def designs(draws: int, neurons: int) -> None:
             design = torch.cat([torch.ones(len(w), 1), w], 1)
             linear = design @ torch.linalg.solve(design.T @ design, design.T @ g)
             for form, values in (("plain", g), ("reduced", g - linear)):
-                moment = tensor_features.second(values, w).double()
+                moment = tensor_features.second_moment(values, w).double()
                 basis = power_method([moment], 1, 100, rng.generator(draw, "power"))[:, 0]
                 cosine = float(basis @ feature.double()) / float(feature.double().norm())
                 errors[form].append(math.sqrt(max(0.0, 1 - cosine**2)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsim.contracts.defense import DataDefense
 from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
-from fedsim.privacy.mechanisms import regression
+from fedsim.privacy.mechanisms import least_squares
 from fedsim.privacy.mechanisms.least_squares import Regressed
 from fedsim.privacy.mechanisms.leverage import bound, lowering
 from fedsim.privacy.mechanisms.projection import Projected
@@ -108,4 +108,4 @@ class LeastSquaresMechanism(DataDefense):
 
 @cache
 def _paper_sigma(epsilon: float, delta: float, r: int, d: int) -> float:
-    return regression.sigma(1.0, r, d, epsilon, delta, "paper")
+    return least_squares.sigma(1.0, r, d, epsilon, delta, "paper")

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
@@ -48,4 +48,4 @@ def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
     """The largest that is private: of M_LS with d features; of a sketch of r columns if None."""
     if d is None:
         return float(projection.max_leverage(epsilon, delta, r))
-    return regression.max_leverage(epsilon, delta, r, d)
+    return least_squares.max_leverage(epsilon, delta, r, d)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.contracts.defense import DataDefense
 from fedsim.contracts.guarantee import Guarantee, Release
-from fedsim.privacy.baselines import mutual_information, sheffet
+from fedsim.privacy import baselines
 from fedsim.privacy.mechanisms.leverage import bound, lowering
 from fedsim.privacy.mechanisms.projection import Projected
 from fedsim.types import FedsimError
@@ -105,9 +105,9 @@ class RandomProjection(DataDefense):
             )
         norm, columns = release.row_norm, release.columns
         if self.calibration == "sheffet":
-            return sheffet.sigma(norm, columns, self.epsilon, self.delta)
+            return baselines.sheffet_sigma(norm, columns, self.epsilon, self.delta)
         if self.calibration == "mutual_information":
-            allowed = mutual_information.max_leverage(self.delta, columns)
+            allowed = baselines.mutual_information_leverage(self.delta, columns)
             return lowering(allowed, norm, self.leverage)
         allowed = max_leverage(self.epsilon, self.delta, columns, None)
         least = lowering(allowed, norm, self.leverage)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.audit.bounds import LowerBound, error_probability, two_world_bounds
-from fedsim.audit.one_run_bound import one_run_bound
+from fedsim.audit.bounds import LowerBound, error_probability, one_run_bound, two_world_bounds
 from fedsim.privacy import calculator
 from fedsim.privacy.contract import Experiment
 from fedsim.types import AuditMethod, FedsimError

@@ -40,7 +40,7 @@ def scores(
     canaries: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """(m,) scores of the canaries and (m,) coins, for `fedsim.audit.one_run_bound.one_run_bound`.
+    """(m,) scores of the canaries and (m,) coins, for `fedsim.audit.bounds.one_run_bound`.
 
     Where whole clients are hidden each client is a canary; where examples are, up to `canaries` of
     them, as many of one client as of another. `on_progress` is told (rounds done, of how many).

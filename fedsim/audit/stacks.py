@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from fedsim.audit import one_run, two_worlds
-from fedsim.audit.bounds import two_world_bounds
-from fedsim.audit.one_run_bound import one_run_bound
+from fedsim.audit.bounds import one_run_bound, two_world_bounds
 from fedsim.privacy import ledger
 from fedsim.scenario.model import Audit
 from fedsim.training.workload import Workload

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.audit.looks import strongest
+from fedsim.audit.two_worlds import strongest
 from fedsim.contracts.stack import Stack
 from fedsim.results import rows
 from fedsim.scenario.resolve import resolve

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from fedsim.audit.one_run_bound import one_run_bound, one_run_p_value
+from fedsim.audit.bounds import one_run_bound, one_run_p_value
 from fedsim.types import FedsimError
 
 

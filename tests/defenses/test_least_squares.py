@@ -10,7 +10,7 @@ import pytest
 from fedsim.contracts.guarantee import ExactMechanism, Release
 from fedsim.contracts.stack import chain
 from fedsim.privacy.ledger import claim
-from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.privacy.mechanisms.leverage import bound
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.least_squares import LeastSquaresMechanism
@@ -33,7 +33,7 @@ def test_the_tight_noise_is_enough_for_the_worst_row_and_no_more() -> None:
     found = mechanism(defense, NORMAL)
     assert found.epsilon(DELTA, 1) == pytest.approx(1.0, rel=1e-5)
     most = bound(sigma, NORMAL.row_norm, 1.0)
-    worst = regression.worst(most, 30, 2, 1.0)
+    worst = least_squares.worst(most, 30, 2, 1.0)
     assert 0 <= worst.p <= worst.q <= most
     assert worst.log_delta == pytest.approx(math.log(DELTA), rel=1e-5)
     assert found.epsilon(DELTA, 2) == pytest.approx(2 * found.epsilon(DELTA / 2, 1))

@@ -279,7 +279,7 @@ class TestErrorsOfThePaper:
     def test_its_own_bound_is_thousands_of_times_too_large(self) -> None:
         """At its own n, β and η_min: 1/7 where 5e-5 is proven; and ε = 10 is 0.003."""
         printed = paper.distance(1_000, self.BETA, self.SMALLEST)
-        proven = kernel_distance.of_data(self.BETA, self.SMALLEST)
+        proven = paper.of_data(self.BETA, self.SMALLEST)
         assert proven < printed / 2000
         count = paper.samples(10.0, self.DELTA, printed)
         assert wishart.epsilon(count, proven, self.DELTA) < 0.01

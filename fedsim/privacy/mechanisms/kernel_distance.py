@@ -76,12 +76,6 @@ def lifted_eigenvalues(
     return np.array([[math.expm1(s), -math.expm1(-s)]])
 
 
-def assumed(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """The bound of M if the neighbour's kernel matrix has no eigenvalue below `least`."""
-    a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
-    return 2 * a + a * a
-
-
 def assumed_eigenvalues(
     beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0
 ) -> Array:
@@ -104,21 +98,6 @@ def assumed_eigenvalues(
     )
 
 
-def of_data_eigenvalues(
-    beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0
-) -> Array:
-    """(n, 2) bounds of (λ+, λ-) between these data, of least eigenvalue `least`, and any neighbour.
-
-    In both orders. Where the neighbour's matrix may be singular some λ- is at least 1. They are
-    computed from the data, and so reveal something of them.
-    """
-    forth = assumed_eigenvalues(beta, least, gain=gain, row_norm=row_norm)
-    up, down = forth.T
-    with np.errstate(divide="ignore"):
-        back = np.stack([np.where(down < 1, down / (1 - down), np.inf), up / (1 + up)], axis=-1)
-    return np.concatenate([forth, back])
-
-
 def _corners(least: Array, most: Array, product: Array) -> Array:
     """(n, 2) the largest λ+ and the largest λ- where T is between `least` and `most` and D so."""
     return np.stack(
@@ -128,16 +107,6 @@ def _corners(least: Array, most: Array, product: Array) -> Array:
         ],
         axis=-1,
     )
-
-
-def of_data(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """The bound of M between these data, of least eigenvalue `least`, and any neighbour.
-
-    Infinite where the neighbour's matrix may be singular. It is computed from the data, and so
-    reveals something of them.
-    """
-    back = assumed(beta, least, gain=gain, row_norm=row_norm)
-    return back / (1 - back) if back < 1 else math.inf
 
 
 def _positive(name: str, value: float) -> float:

@@ -1,13 +1,27 @@
-"""The calculator's and the ledger's least squares; the curve itself is in `regression`."""
+"""The exact privacy curve of sketched least squares: a normal approximation of the solution.
+
+Source: Lu, Magdon-Ismail, Wei and Zikas, The Normal Distributions Indistinguishability Spectrum and
+its Application to Privacy-Preserving Machine Learning, Theorem 4 (Lemma 1 for the distribution):
+the release is N(x, |e|² (B'B)^-1 / r), x and e being the solution and the residual of min |B x - b|
+and r the number of rows of the sketch that it stands for. The neighbour lacks one row of [B, b],
+which has leverage p in B and q in [B, b]; q - p = e_i² / |e|².
+
+The log-likelihood ratio is a quadratic form (`quadratic`). q = p makes it that of a random linear
+combination, p = 0 that of a projection onto d columns with the directions exchanged.
+
+An argument out of its range is refused (`FedsimError`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, ClassVar, Self, final
+from typing import Annotated, ClassVar, Literal, Self, final
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, model_validator
 
 from fedsim.contracts.guarantee import ExactMechanism
@@ -23,10 +37,239 @@ from fedsim.privacy.contract import (
     KnownMechanism,
     Size,
 )
-from fedsim.privacy.mechanisms import regression
 from fedsim.privacy.mechanisms.leverage import regularized
-from fedsim.privacy.mechanisms.regression import Variant, worst
-from fedsim.privacy.numerics.special import Array, least_epsilon
+from fedsim.privacy.numerics import quadratic
+from fedsim.privacy.numerics.special import (
+    Array,
+    checked,
+    checked_delta,
+    checked_epsilon,
+    least_epsilon,
+)
+from fedsim.types import FedsimError
+
+Variant = Literal["tight", "paper"]
+_MANY = np.finfo(float).max
+_ROUNDS = 18
+_LOWEST = -115.0
+"""Logarithm of the smallest leverage that is looked for."""
+
+
+def log_delta(
+    p: ArrayLike,
+    q: ArrayLike,
+    r: ArrayLike,
+    d: ArrayLike,
+    epsilon: ArrayLike,
+    direction: Direction = "both",
+) -> Array:
+    """Compute log δ of least squares for a row of given leverages; -inf for δ = 0.
+
+    It is right where δ underflows. The arguments broadcast.
+
+    Args:
+        p: leverage of the row in B, in [0, 1].
+        q: leverage of the row in [B, b], in [p, 1].
+        r: rows of the sketch that the release stands for, at least 1.
+        d: features, at least 1.
+        epsilon: at least 0.
+        direction: `forward` is the removal of the row; `both` is the larger.
+
+    >>> float(np.exp(log_delta(0.02, 0.05, 300, 12, 1.0)).round(6))
+    0.003475
+    """
+    p, q, r, d = checked_keys(p, q, r, d)
+    p, q, r, d, eps = np.broadcast_arrays(p, q, r, d, checked_epsilon(epsilon))
+    result = np.zeros(p.shape)  # q = 1: without the row the residual vanishes
+    inside = q < 1
+    p, q, r, d, eps = (x[inside] for x in (p, q, r, d, eps))
+    ways = WAYS if direction == "both" else (direction,)
+    found = [quadratic.log_delta(*_form(p, q, r, d, way), eps) for way in ways]
+    result[inside] = np.max(found, axis=0)
+    return result[()]
+
+
+def epsilon(
+    p: ArrayLike,
+    q: ArrayLike,
+    r: ArrayLike,
+    d: ArrayLike,
+    delta: ArrayLike,
+    direction: Direction = "both",
+) -> Array:
+    """The least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1."""
+    p, q, r, d = checked_keys(p, q, r, d)
+    p, q, r, d, target = np.broadcast_arrays(p, q, r, d, checked_delta(delta))
+    result = np.full(p.shape, np.inf)
+    inside = q < 1
+    p, q, r, d, target = (x[inside] for x in (p, q, r, d, target))
+    ways = WAYS if direction == "both" else (direction,)
+    found = [quadratic.epsilon(*_form(p, q, r, d, way), target) for way in ways]
+    result[inside] = np.max(found, axis=0)
+    return result[()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worst:
+    """The most revealing row among those whose leverage in [B, b] is at most a bound."""
+
+    p: float
+    q: float
+    log_delta: float
+    direction: Direction
+
+
+def worst(max_leverage: float, r: float, d: float, epsilon: float) -> Worst:
+    """The maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
+
+    Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do), so the whole
+    set is searched: on a grid, and then around its best points.
+    """
+    return _search(max_leverage, r, d, epsilon, _ROUNDS)
+
+
+def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int) -> Worst:
+    """`worst`, with so many rounds of looking closer around the best points of the grid."""
+
+    def value(points: Array, reverse: NDArray[np.bool_]) -> Array:
+        q = max_leverage * points[1]
+        found = np.empty(reverse.shape)
+        for way, rows in zip(WAYS, (~reverse, reverse), strict=True):
+            found[rows] = log_delta((points[0] * q)[rows], q[rows], r, d, epsilon, way)
+        return found
+
+    # p / q and q / max_leverage, for either direction
+    grid = np.stack(np.meshgrid(np.linspace(0, 1, 33), np.linspace(0, 1, 17)[1:])).reshape(2, -1)
+    points = np.concatenate([grid, grid], axis=1)
+    reverse = np.arange(points.shape[1]) >= grid.shape[1]
+    values = value(points, reverse)
+    tops = [*np.argsort(values[~reverse])[-2:], *grid.shape[1] + np.argsort(values[reverse])[-2:]]
+    best, reverse, values = points[:, tops], reverse[tops], values[tops, None]
+    around = np.stack(np.meshgrid(*[np.linspace(-1, 1, 5)] * 2)).reshape(2, 1, -1)
+    reach = np.array([1 / 32, 1 / 16])[:, None, None]
+    for _ in range(rounds):
+        tried = np.clip(best[:, :, None] + reach * around, 0.0, 1.0)
+        values = value(tried, np.broadcast_to(reverse[:, None], tried.shape[1:]))
+        best = tried[:, np.arange(len(tops)), values.argmax(-1)]
+        reach = reach / 2
+    top = int(values.max(-1).argmax())
+    q = float(max_leverage * best[1, top])
+    return Worst(
+        p=float(best[0, top]) * q,
+        q=q,
+        log_delta=float(values[top].max()),
+        direction="reverse" if reverse[top] else "forward",
+    )
+
+
+def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
+    """The largest bound s̄ on leverages in [B, b] at which every row's δ is at most `delta`."""
+
+    def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
+        return _search(float(1 / (1 + np.exp(-odds))), r, d, epsilon, rounds).log_delta
+
+    # The grid alone finds where to look: it is hardly below the maximum.
+    rough = _crossing(lambda odds: log_worst(odds, 0), _LOWEST, 36.0, delta, tolerance=1e-2)
+    low, high = rough - 0.1, min(rough + 0.02, 36.0)
+    if not log_worst(low) <= np.log(delta) <= log_worst(high):
+        low, high = _LOWEST, 36.0
+    return float(1 / (1 + np.exp(-_crossing(log_worst, low, high, delta))))
+
+
+def sigma(
+    row_norm: float,
+    r: float,
+    d: float,
+    epsilon: float,
+    delta: float,
+    variant: Variant = "tight",
+) -> float:
+    """The σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
+
+    A row of norm up to `row_norm` = l then has leverages 0 <= p <= q <= l² / (l² + σ²), and all of
+    these are attained (by a database of that one row). `tight` bounds δ over all of them, `paper`
+    (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which no row can have.
+    """
+    norm = float(checked("row_norm", row_norm, 0.0, _MANY, "a norm of at least 0"))
+    if variant == "tight":
+        return float(norm * np.sqrt(1 / max_leverage(epsilon, delta, r, d) - 1))
+    return float(norm * np.sqrt(1 / _corner(epsilon, delta, r, d)))
+
+
+def _corner(epsilon: float, delta: float, r: float, d: float) -> float:
+    """The largest p at which δ of (p, 2 p) is at most `delta`."""
+
+    def log_corner(log_p: float) -> float:
+        p = float(np.exp(log_p))
+        return float(log_delta(p, 2 * p, r, d, epsilon))
+
+    return float(np.exp(_crossing(log_corner, _LOWEST, float(np.log(0.5)), delta)))
+
+
+def _crossing(
+    log_delta: Callable[[float], float],
+    low: float,
+    high: float,
+    delta: float,
+    tolerance: float = 1e-13,
+) -> float:
+    """Where a rising log δ of a leverage's logarithm (or log odds) meets `delta`."""
+    from scipy.optimize import brentq
+
+    target = float(np.log(checked_delta(delta)))
+
+    def missing(at: float) -> float:
+        # log δ is as steep as -1 / leverage far out, which arcsinh makes a straight line
+        return float(np.arcsinh(max(log_delta(at), -1e300) - target))
+
+    if missing(low) > 0:
+        raise FedsimError(
+            f"delta: {delta:g} needs a leverage below 1e-50 at this epsilon; ask for a larger "
+            "delta or epsilon"
+        )
+    return float(brentq(missing, low, high, xtol=tolerance, rtol=1e-14))
+
+
+def checked_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
+    """The four broadcast together.
+
+    Raises:
+        FedsimError: one is out of range, or p is above q.
+    """
+    p, q, r, d = np.broadcast_arrays(
+        checked("p", p, 0.0, 1.0, "a leverage in [0, 1]"),
+        checked("q", q, 0.0, 1.0, "a leverage in [0, 1]"),
+        checked("r", r, 1.0, _MANY, "the rows of the sketch, at least 1"),
+        checked("d", d, 1.0, _MANY, "the number of features, at least 1"),
+    )
+    if (p > q).any():
+        raise FedsimError(
+            f"p: got {p[p > q].flat[0]:g}, more than q = {q[p > q].flat[0]:g}; a row's leverage in "
+            "[B, b] is at least that in B"
+        )
+    return p, q, r, d
+
+
+def _form(
+    p: Array, q: Array, r: Array, d: Array, direction: Direction
+) -> tuple[Array, Array, Array, Array]:
+    """Theorem 4 as (a, rest, shift, count) of `quadratic`, for q < 1."""
+    s, kept = q - p, 1 - p
+    if direction == "forward":
+        first, second = kept**2 / (1 - q), kept / (1 - q)
+        a = np.stack([(p * kept - s) / (1 - q), -s / (1 - q)], axis=-1)
+        shift = r * s * p * (kept / (1 - q)) ** 2
+    else:
+        first, second = (1 - q) / kept**2, (1 - q) / kept
+        a = np.stack([(s - p * kept) / kept**2, s / kept], axis=-1)
+        shift = r * s * p * (1 - q) / kept**4
+    return (
+        a,
+        np.stack([first, second], axis=-1),
+        np.stack([shift, np.zeros_like(shift)], axis=-1),
+        np.stack([np.ones_like(d), d - 1], axis=-1),
+    )
+
 
 _METHOD = "contour integral (Lu et al., Theorem 4)"
 
@@ -48,7 +291,7 @@ class Leverages(Keys):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        regression.checked_keys(self.p, self.q, self.r, self.d)
+        checked_keys(self.p, self.q, self.r, self.d)
         return self
 
 
@@ -59,11 +302,11 @@ class LeastSquaresCurve(Leverages, ExactCurve):
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
         keys = (self.p, self.q, self.r, self.d, epsilons)
-        return {way: regression.log_delta(*keys, way) for way in WAYS}
+        return {way: log_delta(*keys, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
         keys = (self.p, self.q, self.r, self.d, delta)
-        return {way: float(regression.epsilon(*keys, way)) for way in WAYS}
+        return {way: float(epsilon(*keys, way)) for way in WAYS}
 
 
 class LeastSquaresCalibration(Calibration):
@@ -82,7 +325,7 @@ class LeastSquaresCalibration(Calibration):
         return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        found = regression.sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
+        found = sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
         allowed, way = None, None
         if self.variant == "tight":
             allowed = self.row_norm**2 / (self.row_norm**2 + found**2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import beta, norm
 
-from fedsim.privacy.baselines import correlated_paper
+from fedsim.privacy import baselines
 from fedsim.privacy.composition import correlated
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.numerics import gaussian
@@ -81,9 +81,9 @@ def test_f8_is_right_for_poisson_sampling() -> None:
 def test_f12_speaks_of_long_runs_only() -> None:
     """η <= 1 needs T q >= 3 log(2 / δ): 36.6 expected participations at δ = 1e-5."""
     with pytest.raises(FedsimError, match=r"36\.6.*exact"):
-        correlated_paper.noise(1.0, 1e-5, steps=360, sampling_rate=0.1, correlation=0.5)
-    correlated_paper.noise(1.0, 1e-5, steps=370, sampling_rate=0.1, correlation=0.5)
-    assert correlated_paper.least_delta(370, 0.1) < 1e-5 < correlated_paper.least_delta(360, 0.1)
+        baselines.kan_noise(1.0, 1e-5, steps=360, sampling_rate=0.1, correlation=0.5)
+    baselines.kan_noise(1.0, 1e-5, steps=370, sampling_rate=0.1, correlation=0.5)
+    assert baselines.kan_least_delta(370, 0.1) < 1e-5 < baselines.kan_least_delta(360, 0.1)
     keys = {"steps": 100, "sampling_rate": 0.1, "correlation": 0.5, "sampling": "fixed_size"}
     curve = CorrelatedCurve.model_validate({**keys, "variant": "paper", "noise_multiplier": 50.0})
     with pytest.raises(FedsimError, match=r"F\.12"):
@@ -106,7 +106,7 @@ def test_what_its_variant_states_is_proven_at_every_epsilon(noise: float) -> Non
     keys = {**shape, "sampling": "fixed_size", "noise_multiplier": noise}
     paper = CorrelatedCurve.model_validate({**keys, "variant": "paper"}).epsilon(1e-5).epsilon
     assert paper >= CorrelatedCurve.model_validate(keys).epsilon(1e-5).epsilon
-    asked = correlated_paper.noise(paper, 1e-5, **shape)
+    asked = baselines.kan_noise(paper, 1e-5, **shape)
     assert asked == pytest.approx(noise, rel=1e-6)
     # its own last step, where it is proven
     slack = math.sqrt(3 * math.log(2e5) / 100)
@@ -120,7 +120,7 @@ def test_what_its_variant_states_is_proven_at_every_epsilon(noise: float) -> Non
 def test_f12_holds_below_one_and_wastes_noise(correlation: float) -> None:
     """Its strategy (bound the participations, then the Gaussian mechanism) survives F.8's fall."""
     shape = {"steps": 400, "sampling_rate": 0.1, "correlation": correlation}
-    noise = correlated_paper.noise(1.0, 1e-3, **shape)
+    noise = baselines.kan_noise(1.0, 1e-3, **shape)
     log_delta = correlated.log_delta_revealed(noise, 1.0, **shape, factor=1.0)
     assert log_delta < math.log(1e-3)
     assert correlated.log_delta_revealed(noise / 1.8, 1.0, **shape, factor=1.0) < math.log(1e-3)
@@ -130,7 +130,7 @@ def test_f12_counts_correlation_as_if_all_participations_were_in_a_row() -> None
     """1 / (1 - λ) against 1 / sqrt(1 - λ²) for participations far apart."""
     shape = {"steps": 400, "sampling_rate": 0.1}
     lam = 0.9
-    paper = correlated_paper.noise(1.0, 1e-3, **shape, correlation=lam) / correlated_paper.noise(
+    paper = baselines.kan_noise(1.0, 1e-3, **shape, correlation=lam) / baselines.kan_noise(
         1.0, 1e-3, **shape, correlation=0.0
     )
     apart = correlated.sensitivity(400, lam, 1) / correlated.sensitivity(400, 0.0, 1)
@@ -156,7 +156,7 @@ def test_theorems_5_4_and_5_1_do_not_join_as_correlation_vanishes() -> None:
     def jump(rate: float) -> float:
         steps = round(100 / rate)  # as many participations
         shape = {"steps": steps, "sampling_rate": rate}
-        vanishing = correlated_paper.noise(0.5, 1e-5, **shape, correlation=1e-12)
+        vanishing = baselines.kan_noise(0.5, 1e-5, **shape, correlation=1e-12)
         return vanishing / independent_noise(0.5, 1e-5, steps, rate)
 
     assert jump(0.01) > 3

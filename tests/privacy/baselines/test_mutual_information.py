@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedsim.privacy.baselines.mutual_information import max_leverage
+from fedsim.privacy.baselines import mutual_information_leverage
 from fedsim.privacy.mechanisms import projection
 from fedsim.types import FedsimError
 
@@ -17,7 +17,7 @@ from fedsim.types import FedsimError
 def test_the_divergence_is_what_it_may_be(delta: float, r: float) -> None:
     import mpmath as mp
 
-    p = mp.mpf(max_leverage(delta, r))
+    p = mp.mpf(mutual_information_leverage(delta, r))
     with mp.workdps(30 + int(-2 * math.log10(delta))):
         divergence = r * (p / (1 - p) + mp.log1p(-p)) / 2
         assert float(2 * divergence / mp.mpf(delta) ** 2) == pytest.approx(1, rel=1e-9)
@@ -26,7 +26,7 @@ def test_the_divergence_is_what_it_may_be(delta: float, r: float) -> None:
 def test_a_row_has_no_more_mutual_information_than_that() -> None:
     """A row that is there or not with equal probability: two normal laws in one dimension."""
     r, delta = 1, 0.3
-    p = max_leverage(delta, r)
+    p = mutual_information_leverage(delta, r)
     x = np.linspace(-40, 40, 400_001)
     laws = [np.exp(-(x**2) / (2 * v)) / np.sqrt(2 * np.pi * v) for v in (1.0, 1 / (1 - p))]
     middle = sum(laws) / 2
@@ -41,4 +41,4 @@ def test_a_row_has_no_more_mutual_information_than_that() -> None:
 @pytest.mark.parametrize(("delta", "r"), [(0.0, 3), (1.0, 3), (0.1, 0.5)])
 def test_what_is_out_of_range_is_refused(delta: float, r: float) -> None:
     with pytest.raises(FedsimError):
-        max_leverage(delta, r)
+        mutual_information_leverage(delta, r)

@@ -73,11 +73,11 @@ def test_no_neighbour_is_farther(neurons: int | None, length: float, beta: float
         least = [float(torch.linalg.eigvalsh(gram)[0]) for gram in (a, b)]
         if min(least) > 1e-6:
             found = paper.neighbour_distance(a, b)
-            assert found <= kernel_distance.assumed(beta, least[1], **sizes) * (1 + 1e-6)
-            assert found <= kernel_distance.of_data(beta, least[0], **sizes) * (1 + 1e-6)
+            assert found <= paper.assumed(beta, least[1], **sizes) * (1 + 1e-6)
+            assert found <= paper.of_data(beta, least[0], **sizes) * (1 + 1e-6)
             bounds = kernel_distance.assumed_eigenvalues(beta, least[1], **sizes)
             assert within(changes(a, b), bounds)
-            bounds = kernel_distance.of_data_eigenvalues(beta, least[0], **sizes)
+            bounds = paper.of_data_eigenvalues(beta, least[0], **sizes)
             assert within(changes(a, b), bounds)
             assert within(changes(b, a), bounds)
 
@@ -91,7 +91,7 @@ def test_the_assumed_bound_is_attained() -> None:
     a, b = ntk.kernel(x, x), ntk.kernel(y, y)
     found = paper.neighbour_distance(a, b)
     assert found == pytest.approx((1 - beta) ** -4 - 1)
-    assert found == pytest.approx(kernel_distance.assumed(beta, (1 - beta) ** 4), rel=1e-4)
+    assert found == pytest.approx(paper.assumed(beta, (1 - beta) ** 4), rel=1e-4)
 
 
 @pytest.mark.parametrize("a", [0.01, 0.3, 1.7])
@@ -125,7 +125,7 @@ def test_no_features_of_any_kind_exceed_the_bound_under_a_lift() -> None:
 
 def test_laws() -> None:
     """Small β counts in proportion, and γ, s and B by what they do to r / sqrt(γ)."""
-    for bound in (kernel_distance.lifted, kernel_distance.assumed):
+    for bound in (kernel_distance.lifted, paper.assumed):
         small = bound(1e-9, 2.0)
         assert bound(2e-9, 2.0) == pytest.approx(2 * small, rel=1e-6)
         assert bound(1e-9, 8.0) == pytest.approx(small / 2, rel=1e-6)
@@ -133,11 +133,11 @@ def test_laws() -> None:
         assert bound(1e-9, 2.0, row_norm=5.0) == pytest.approx(5 * small, rel=1e-6)
         # No two rows of norm 1 are farther apart than 2.
         assert bound(2.0, 3.0) == bound(50.0, 3.0)
-    ratio = kernel_distance.assumed(1e-9, 2.0) / kernel_distance.lifted(1e-9, 2.0)
+    ratio = paper.assumed(1e-9, 2.0) / kernel_distance.lifted(1e-9, 2.0)
     assert ratio == pytest.approx(math.sqrt(2), rel=1e-6)
-    back = kernel_distance.assumed(1e-3, 0.1)
-    assert kernel_distance.of_data(1e-3, 0.1) == pytest.approx(back / (1 - back))
-    assert kernel_distance.of_data(1.0, 0.1) == math.inf
+    back = paper.assumed(1e-3, 0.1)
+    assert paper.of_data(1e-3, 0.1) == pytest.approx(back / (1 - back))
+    assert paper.of_data(1.0, 0.1) == math.inf
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
@@ -145,10 +145,7 @@ def test_what_is_out_of_range_is_refused(value: float) -> None:
     for call in (
         kernel_distance.lifted,
         kernel_distance.lifted_eigenvalues,
-        kernel_distance.assumed,
         kernel_distance.assumed_eigenvalues,
-        kernel_distance.of_data,
-        kernel_distance.of_data_eigenvalues,
     ):
         with pytest.raises(FedsimError, match="beta"):
             call(value, 1.0)

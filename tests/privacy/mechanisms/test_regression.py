@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ndis_reference import regression_terms, two_groups, vertical
 
-from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.privacy.numerics import ndis
 from fedsim.types import FedsimError
 
@@ -32,7 +32,7 @@ def test_it_agrees_with_high_precision(
     with mp.workdps(20):
         a1, a2, b1, c = regression_terms(p, q, r, d, epsilon, way == "reverse")
         expected = two_groups(a1, a2, b1, c, d - 1)
-        found = float(regression.log_delta(p, q, r, d, epsilon, way))  # type: ignore[arg-type]
+        found = float(least_squares.log_delta(p, q, r, d, epsilon, way))  # type: ignore[arg-type]
         assert abs(mp.expm1(found - mp.log(expected))) < 1e-10
 
 
@@ -47,7 +47,7 @@ def test_the_second_method_agrees_with_the_first(way: str) -> None:
             return groups + s**2 * b1**2 / (1 + s * a1) / 2 - s * (c - epsilon)
 
         expected = vertical(log_moment, epsilon, at=4.0, step=0.2, count=1500)
-        found = regression.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
+        found = least_squares.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
         assert abs(mp.expm1(float(found) - mp.log(expected))) < 1e-9
 
 
@@ -56,10 +56,10 @@ def test_the_limits_are_random_projections() -> None:
     for way, other in (WAYS, WAYS[::-1]):
         for epsilon in (0.0, 1e-3, 0.2, 5.0):
             keys = {"r": 50, "d": 7, "epsilon": epsilon, "direction": way}
-            no_residual = regression.log_delta(q, q, **keys)  # type: ignore[arg-type]
+            no_residual = least_squares.log_delta(q, q, **keys)  # type: ignore[arg-type]
             linear = projection.log_delta(q, 1, epsilon, other)  # type: ignore[arg-type]
             assert np.allclose(no_residual, linear, rtol=1e-11, atol=1e-10)
-            no_leverage = regression.log_delta(0.0, q, **keys)  # type: ignore[arg-type]
+            no_leverage = least_squares.log_delta(0.0, q, **keys)  # type: ignore[arg-type]
             wide = projection.log_delta(q, 7, epsilon, way)  # type: ignore[arg-type]
             assert np.allclose(no_leverage, wide, rtol=1e-11, atol=1e-10)
 
@@ -84,7 +84,7 @@ def test_it_is_that_of_the_two_normal_releases() -> None:
             ("forward", ndis.pair(*present, *absent)),
             ("reverse", ndis.pair(*absent, *present)),
         ):
-            found = regression.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
+            found = least_squares.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
             assert float(found) == pytest.approx(float(pair.log_delta(epsilon)), rel=1e-9)
 
 
@@ -95,38 +95,38 @@ def test_nothing_is_lost_over_the_whole_range() -> None:
     r, d = 10 ** stream.uniform(0, 6, 400), np.round(10 ** stream.uniform(0, 3, 400))
     epsilon = np.where(stream.random(400) < 0.2, 0.0, 10 ** stream.uniform(-9, 1, 400))
     for way in WAYS:
-        found = regression.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
+        found = least_squares.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
         assert not np.isnan(found).any()
         assert (found <= 0).all()
-    assert np.exp(regression.log_delta(0.3, 1.0, 10, 2, 5.0)) == 1.0
-    assert np.exp(regression.log_delta(0.0, 0.0, 10, 2, 0.0)) == 0.0
+    assert np.exp(least_squares.log_delta(0.3, 1.0, 10, 2, 5.0)) == 1.0
+    assert np.exp(least_squares.log_delta(0.0, 0.0, 10, 2, 0.0)) == 0.0
 
 
 def test_epsilon_returns_to_where_it_came_from() -> None:
     log_delta = np.array([-2.0, -12.0, -400.0])
     for way in WAYS:
         keys = (0.02, 0.05, 300, 12)
-        epsilon = regression.epsilon(*keys, np.exp(log_delta), way)  # type: ignore[arg-type]
-        again = regression.log_delta(*keys, epsilon, way)  # type: ignore[arg-type]
+        epsilon = least_squares.epsilon(*keys, np.exp(log_delta), way)  # type: ignore[arg-type]
+        again = least_squares.log_delta(*keys, epsilon, way)  # type: ignore[arg-type]
         assert np.allclose(again, log_delta, rtol=1e-10)
-    assert regression.epsilon(0.5, 1.0, 3, 2, 0.1) == math.inf
+    assert least_squares.epsilon(0.5, 1.0, 3, 2, 0.1) == math.inf
 
 
 def test_the_worst_row_is_not_beaten_by_any_other() -> None:
     stream = np.random.default_rng(1)
     for bound, r, d, epsilon in ((0.1, 1000, 10, 1.0), (0.3, 20, 2, 3.0), (0.04, 300, 12, 1.0)):
-        found = regression.worst(bound, r, d, epsilon)
+        found = least_squares.worst(bound, r, d, epsilon)
         assert 0 <= found.p <= found.q <= bound
         q = bound * np.sqrt(stream.random(3000))
-        others = regression.log_delta(q * stream.random(3000), q, r, d, epsilon)
+        others = least_squares.log_delta(q * stream.random(3000), q, r, d, epsilon)
         assert others.max() <= found.log_delta + 1e-9
 
 
 def test_the_noise_is_the_least_that_keeps_every_row_private() -> None:
-    sigma = regression.sigma(1.0, 100, 5, 1.0, 1e-4)
-    worst = regression.worst(1 / (1 + sigma**2), 100, 5, 1.0)
+    sigma = least_squares.sigma(1.0, 100, 5, 1.0, 1e-4)
+    worst = least_squares.worst(1 / (1 + sigma**2), 100, 5, 1.0)
     assert worst.log_delta == pytest.approx(math.log(1e-4), rel=1e-9)
-    weaker = regression.worst(1 / (1 + (0.99 * sigma) ** 2), 100, 5, 1.0)
+    weaker = least_squares.worst(1 / (1 + (0.99 * sigma) ** 2), 100, 5, 1.0)
     assert weaker.log_delta > math.log(1e-4)
 
 
@@ -142,4 +142,4 @@ def test_the_noise_is_the_least_that_keeps_every_row_private() -> None:
 )
 def test_what_is_out_of_range_is_refused(arguments: tuple[float, ...], said: str) -> None:
     with pytest.raises(FedsimError, match=said):
-        regression.log_delta(*arguments)
+        least_squares.log_delta(*arguments)

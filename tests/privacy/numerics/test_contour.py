@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import gammaln
 
-from fedsim.privacy.numerics.contour import Integrand, integral
+from fedsim.privacy.numerics.quadratic import Integrand, integral
 
 POWERS = np.array([0.6, 1.0, 1.5, 2.0, 7.3, 40.0, 1e3, 1e6])
 
@@ -53,13 +53,13 @@ def test_a_fraction_is_a_bessel_function(reach: float) -> None:
 
 def test_a_path_that_bends_otherwise_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The integral does not depend on the path: not on the tilt, nor on how many nodes."""
-    from fedsim.privacy.numerics import contour
+    from fedsim.privacy.numerics import quadratic
 
     of = terms((0.0045, 0.5, 0.028), (-0.16, 37.0, 0.0), (0.03, 1.0, 0.0), (0.031, 1.0, 0.0))
     found, mean = integral(of)
     for name, value in (("_TILT", 0.3), ("_DENSITY", 31.0), ("_LENGTHS", np.array([6.0, 7.0]))):
         with monkeypatch.context() as changed:
-            changed.setattr(contour, name, value)
+            changed.setattr(quadratic, name, value)
             other, same = integral(of)
         assert other == pytest.approx(found, rel=1e-12), name
         assert same == pytest.approx(mean, rel=1e-9, abs=1e-12), name

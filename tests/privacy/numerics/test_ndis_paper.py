@@ -12,8 +12,8 @@ import math
 import numpy as np
 import pytest
 
-from fedsim.privacy.baselines import sheffet
-from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy import baselines
+from fedsim.privacy.mechanisms import least_squares, projection
 
 CANCER = {"n": 2809, "d": 12, "r": 300, "row_norm": 1.1075}
 FLIGHT = {"n": 327346, "d": 2, "r": math.floor(math.log(327346) / 0.1**2), "row_norm": 0.07225}
@@ -59,16 +59,16 @@ def test_least_squares_needs_less_noise_than_the_projection(setup: dict[str, flo
     """Table II ranks them the other way round, because of the corner (q, p) = (2, 1) l²/σ²."""
     keys = setup["row_norm"], setup["r"]
     delta = 1 / setup["n"]
-    paper = regression.sigma(*keys, setup["d"], 1.0, delta, "paper")
+    paper = least_squares.sigma(*keys, setup["d"], 1.0, delta, "paper")
     paper_projection = float(projection.sigma(*keys, 1.0, delta, "paper"))
-    tight = regression.sigma(*keys, setup["d"], 1.0, delta)
+    tight = least_squares.sigma(*keys, setup["d"], 1.0, delta)
     tight_projection = float(projection.sigma(*keys, 1.0, delta))
     assert paper > paper_projection > tight_projection > tight
 
 
 def test_the_hypothesis_of_theorem_5_is_false_in_p() -> None:
     """δ is not increasing in p at fixed q: q = 0.1, r = 1000, d = 10, ε = 1."""
-    curve = np.exp(regression.log_delta(np.linspace(0, 0.1, 11), 0.1, 1000, 10, 1.0))
+    curve = np.exp(least_squares.log_delta(np.linspace(0, 0.1, 11), 0.1, 1000, 10, 1.0))
     assert curve.argmax() == 5
     assert curve[10] < 1e-5 < 1e-4 < curve[0] < curve[5]
     assert curve[5] == pytest.approx(0.3874, abs=1e-4)
@@ -77,7 +77,7 @@ def test_the_hypothesis_of_theorem_5_is_false_in_p() -> None:
 def test_the_hypothesis_of_theorem_5_is_false_in_the_residual() -> None:
     """Nor is it in q at fixed p: r = 20, d = 2, ε = 3, p = 0.12 falls between 0.075 and 0.1."""
     residual = np.array([0.025, 0.05, 0.075, 0.1, 0.125])
-    curve = np.exp(regression.log_delta(0.12, 0.12 + residual, 20, 2, 3.0))
+    curve = np.exp(least_squares.log_delta(0.12, 0.12 + residual, 20, 2, 3.0))
     assert (np.diff(curve) > 0).tolist() == [True, True, False, True]
 
 
@@ -112,14 +112,16 @@ def test_the_row_norm_of_15_is_taken_from_the_data() -> None:
     """
     data = np.array([[3.0, 4.0], [1.0, 0.0]])
     norms = np.linalg.norm(data, axis=1)
-    with_row, without = (sheffet.sigma(norm, 300, 1.0, 1e-4) for norm in (norms.max(), norms[1]))
+    with_row, without = (
+        baselines.sheffet_sigma(norm, 300, 1.0, 1e-4) for norm in (norms.max(), norms[1])
+    )
     assert with_row / without == pytest.approx(5.0)
 
 
 def test_figure_14_releases_a_sketch_without_the_noise_that_it_computes() -> None:
     """Its σ is for Π[B; σI], of n + d rows; its last line releases ΠB, of n, and that is private
     only as far as the row's own leverage lets it be: not at all for a row that stands alone."""
-    sigma = sheffet.sigma(1.0, 40, 1.0, 1e-4)
+    sigma = baselines.sheffet_sigma(1.0, 40, 1.0, 1e-4)
     regularized = 1 / (1 + sigma**2)
     assert float(projection.epsilon(regularized, 40, 1e-4)) < 1
     assert float(np.exp(projection.log_delta(1.0, 40, 1.0))) == 1
@@ -127,10 +129,10 @@ def test_figure_14_releases_a_sketch_without_the_noise_that_it_computes() -> Non
 
 PRINTED = [
     ("M_RP, Cancer", 6.850, lambda: projection.sigma(*noise(CANCER), "paper")),
-    ("[15], Cancer", 20.317, lambda: sheffet.sigma(*noise(CANCER))),
-    ("M_LS, Cancer", 7.917, lambda: least_squares(CANCER)),
+    ("[15], Cancer", 20.317, lambda: baselines.sheffet_sigma(*noise(CANCER))),
+    ("M_LS, Cancer", 7.917, lambda: least_squares_noise(CANCER)),
     ("M_RP, Flight", 0.745, lambda: projection.sigma(*noise(FLIGHT), "paper")),
-    ("[15], Flight", 2.060, lambda: sheffet.sigma(*noise(FLIGHT))),
+    ("[15], Flight", 2.060, lambda: baselines.sheffet_sigma(*noise(FLIGHT))),
 ]
 
 
@@ -139,8 +141,8 @@ def noise(setup: dict[str, float]) -> tuple[float, float, float, float]:
     return setup["row_norm"], setup["r"], 1.0, 1 / setup["n"]
 
 
-def least_squares(setup: dict[str, float]) -> float:
-    return regression.sigma(*noise(setup)[:2], setup["d"], *noise(setup)[2:], "paper")
+def least_squares_noise(setup: dict[str, float]) -> float:
+    return least_squares.sigma(*noise(setup)[:2], setup["d"], *noise(setup)[2:], "paper")
 
 
 @pytest.mark.parametrize(("name", "printed", "computed"), PRINTED, ids=[p[0] for p in PRINTED])
@@ -156,12 +158,12 @@ def test_the_printed_noise_that_is_one_digit_off() -> None:
     """
     assert least_squares(FLIGHT) == pytest.approx(0.864, rel=1e-3)
     norm, r, *_ = noise(FLIGHT)
-    at_limit = sheffet.sigma(norm, r, 1.0, 1e-16)
+    at_limit = baselines.sheffet_sigma(norm, r, 1.0, 1e-16)
     assert at_limit == pytest.approx(2.704, rel=1e-3)
-    largest = norm * 2.0605 / sheffet.sigma(*noise(FLIGHT))
-    assert sheffet.sigma(largest, r, 1.0, 1e-16) < 2.7035
+    largest = norm * 2.0605 / baselines.sheffet_sigma(*noise(FLIGHT))
+    assert baselines.sheffet_sigma(largest, r, 1.0, 1e-16) < 2.7035
     # "δ <= 1e-16" is what it prints for what it cannot resolve: a δ of 9.3e-17 gives 2.704.
-    assert f"{sheffet.sigma(norm, r, 1.0, 9.3e-17):.3f}" == "2.704"
+    assert f"{baselines.sheffet_sigma(norm, r, 1.0, 9.3e-17):.3f}" == "2.704"
 
 
 @pytest.mark.parametrize("n", [515345, 327346])
@@ -170,8 +172,8 @@ def test_no_row_norm_explains_the_row_of_song(n: int) -> None:
     r, delta = math.floor(math.log(n) / 0.1**2), 1 / n
     norms = [
         0.224 / float(projection.sigma(1.0, r, 1.0, delta, "paper")),
-        12.496 / sheffet.sigma(1.0, r, 1.0, delta),
-        3.374 / regression.sigma(1.0, r, 90, 1.0, delta, "paper"),
+        12.496 / baselines.sheffet_sigma(1.0, r, 1.0, delta),
+        3.374 / least_squares.sigma(1.0, r, 90, 1.0, delta, "paper"),
     ]
     assert max(norms) / min(norms) > 10
     # With the row norm that [15] implies, σ_RP is below it: a leverage above 1.

@@ -1,0 +1,136 @@
+"""What papers' own closed forms ask for, to compare with.
+
+*Random projections* (`sheffet_sigma`). Sheffet, Old Techniques in Differentially Private Linear
+Regression, ALT 2019, as stated by Lu et al., The Normal Distributions Indistinguishability
+Spectrum, Figure 14.
+
+*By mutual information* (`mutual_information_leverage`). Showkatbakhsh, Karakus and Diggavi,
+Privacy-Utility Trade-off of Linear Regression under Random
+Projections and Additive Noise, ISIT 2018 ([17] of the NDIS paper), release the noisy projection
+D'G + σ N and ask that a row has at most so much mutual information with it, given all other rows,
+whatever its distribution. That implies privacy of total variation sqrt(2 I), and so (ε, δ) for
+every ε >= 0 with δ = sqrt(2 I) (Cuff and Yu, Differential Privacy as a Mutual Information
+Constraint, CCS 2016). The bound on I here is our own: a mutual information is at most the largest
+Kullback-Leibler divergence from the release without the row, which for a row of leverage p and r
+columns is r (p / (1 - p) + log(1 - p)) / 2.
+
+*Correlated noise* (`kan_noise`), as far as it is proven. Population Risk Bounds for
+Kolmogorov-Arnold Networks Trained by DP-SGD with Correlated Noise, 2026, Theorem F.12 (Theorem 5.1
+in the body). Its constants are rebuilt: the published text has lost its formulas. Its tail bound
+(Lemma F.10) counts participations and its last step is the classical Gaussian mechanism, which is
+proven for ε <= 1 only: where that falls short, the exact Gaussian mechanism stands in its place.
+Theorem F.8, which it is derived from, states for batches of a fixed size what is true of Poisson
+sampling.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedsim.privacy.numerics import gaussian
+from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon, solve
+from fedsim.types import FedsimError
+
+
+def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> float:
+    """sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε): σ of the rows σ I appended to the data.
+
+    `row_norm` = l has to hold for every row that any database may have. Sheffet takes it from the
+    data, which releases it: the noise of two neighbours then differs.
+
+    Raises:
+        FedsimError: an argument is out of range, or ε = 0.
+
+    >>> round(sheffet_sigma(1.1075, 300, 1.0, 1 / 2809), 3)
+    20.317
+    """
+    norm = float(checked("row_norm", row_norm, 0.0, 1e300, "a norm of at least 0"))
+    columns = float(checked("r", r, 1.0, 1e300, "a number of columns, at least 1"))
+    eps = float(checked("epsilon", checked_epsilon(epsilon), 1e-300, 1e300, "a number above 0"))
+    log = math.log(4 / float(checked_delta(delta)))
+    return 2 * norm * math.sqrt((math.sqrt(2 * columns * log) + log) / eps)
+
+
+def mutual_information_leverage(delta: float, r: float) -> float:
+    """The largest leverage at which the mutual information is at most δ² / 2, for any ε.
+
+    Raises:
+        FedsimError: an argument is out of range.
+
+    >>> f"{mutual_information_leverage(1e-3, 300):.3e}"
+    '8.165e-05'
+    """
+    columns = float(checked("r", r, 1.0, 1e300, "a number of columns, at least 1"))
+    target = 2 * math.log(float(checked_delta(delta))) - math.log(columns)
+
+    def excess(log_odds: Array) -> tuple[Array, Array]:
+        odds = np.exp(log_odds)
+        # (p / (1 - p) + log(1 - p)) / odds², in the odds p / (1 - p)
+        series = 1 / 2 - odds * (1 / 3 - odds * (1 / 4 - odds / 5))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            exact = (odds - np.log1p(odds)) / odds**2
+        share = np.where(odds < 1e-3, series, exact)
+        return 2 * log_odds + np.log(share) - target, 1 / ((1 + odds) * share)
+
+    odds = float(np.exp(solve(excess, np.array(-800.0), np.array(5.0))))
+    return odds / (1 + odds)
+
+
+KAN_METHOD = "Theorem F.12 of the KAN paper (its Gaussian step exact where the paper's falls short)"
+_SHARE = 0.5
+"""α: the share of δ that goes to the tail of the participations."""
+
+
+def kan_noise(
+    epsilon: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
+) -> float:
+    """The noise multiplier that Theorem F.12 asks for.
+
+    sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε) with α = 1/2 and
+    η = sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes, if that is more.
+
+    Raises:
+        FedsimError: ε is 0, or η > 1, so that the theorem does not apply.
+    """
+    if epsilon <= 0:
+        raise FedsimError("variant paper: Theorem F.12 needs ε > 0: use variant: exact")
+    reach = _reach(delta, steps=steps, sampling_rate=sampling_rate, correlation=correlation)
+    exact = float(gaussian.noise_multiplier(epsilon, (1 - _SHARE) * delta))
+    return reach * max(_classical(delta) / epsilon, exact)
+
+
+def kan_epsilon(
+    noise: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
+) -> float:
+    """The least ε for which `noise` is what the theorem asks for.
+
+    Raises:
+        FedsimError: η > 1.
+    """
+    reach = _reach(delta, steps=steps, sampling_rate=sampling_rate, correlation=correlation)
+    exact = float(gaussian.epsilon(noise / reach, (1 - _SHARE) * delta))
+    return max(_classical(delta) * reach / noise, exact)
+
+
+def _classical(delta: float) -> float:
+    """The noise of the classical Gaussian mechanism at ε = 1."""
+    return math.sqrt(2 * math.log(1.25 / ((1 - _SHARE) * delta)))
+
+
+def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float) -> float:
+    """How far an example moves all releases, but with probability α δ."""
+    participations = steps * sampling_rate
+    slack = math.sqrt(3 * math.log(1 / (_SHARE * delta)) / participations)
+    if slack > 1:
+        raise FedsimError(
+            f"variant paper: Theorem F.12 needs steps x sampling_rate >= 3 log(2 / δ) = "
+            f"{slack**2 * participations:.4g} and has {participations:.4g}: use variant: exact"
+        )
+    return math.sqrt((1 + slack) * participations) / (1 - correlation)
+
+
+def kan_least_delta(steps: int, sampling_rate: float) -> float:
+    """The least δ that the theorem speaks of: where η = 1."""
+    return math.exp(-steps * sampling_rate / 3) / _SHARE

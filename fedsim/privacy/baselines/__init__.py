@@ -1,1 +1,0 @@
-"""Formulas of earlier papers, to compare with and not to rely on."""
