@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
@@ -70,47 +70,44 @@ class Probed:
     releases: int = 1
 
 
-def claim(
-    stack: Stack,
-    declared: LocalTraining,
-    *,
-    rounds: int,
-    num_examples: int,
-    delta: float,
-    buffers_released: bool = False,
-    repeated_rounds: int = 0,
-    repeats: int = 1,
-    release: Release | None = None,
-    schedules: Collection[tuple[bool, ...]] = (),
-    private_statistics: Mapping[Unit, Collection[str]] | None = None,
-    probes: Collection[Probed] = (),
-    unprotected: Collection[str] = (),
-    known: float = 0.0,
-) -> PrivacyClaim:
-    """What `stack` guarantees to a client that took part in `rounds` rounds.
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What one client has released, and at which δ it is accounted.
 
-    And in `repeated_rounds` more, in each of which it released `repeats` times what it computed on
-    one batch: noise is drawn anew, batches are not, so that sampling amplifies them together.
+    With the most participations and the least data it is the worst client's.
+    """
 
-    And in `probes`, each a batch of its own size.
+    rounds: int
+    """In which it released once what it computed on a batch."""
+    repeated_rounds: int = 0
+    """In which it released that `repeats` times: noise is drawn anew, batches are not, so that
+    sampling amplifies them together."""
+    repeats: int = 1
+    num_examples: int
+    """How many it holds."""
+    delta: float
+    buffers_released: bool = False
+    """Whether clients also send batch-norm statistics, which no defense protects."""
+    release: Release | None = None
+    """What a closed-form learner releases of all of a client's rows in each round."""
+    schedules: Collection[tuple[bool, ...]] = ()
+    """Clients' participations in the federation's rounds so far, where noise of the server's is
+    correlated over these; by default one took part in all."""
+    private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
+    """What clients compute with that one unit's data had a say in, without noise: it then moves
+    more than its own contribution, and nothing is claimed."""
+    probes: Collection[Probed] = ()
+    unprotected: Collection[str] = ()
+    """Tensors that clients release and no defense acts on."""
+    known: float = 0.0
+    """An ε that is spent anyway, by another client: where a bound that is found at once is no
+    larger, that bound is stated."""
 
-    `declared` is the local training before the stack's training defenses; `num_examples` is how
-    many the client holds: with the most participations and the least data it is the worst client's
-    claim. `buffers_released` says that clients also send batch-norm statistics, which no defense
-    protects.
 
-    `schedules` are the clients' participations in the federation's rounds so far, where noise of
-    the server's is correlated over these; by default one took part in all.
+def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
+    """What `stack` guarantees to the client of `entry`.
 
-    `private_statistics` names what clients compute with that one unit's data had a say in, without
-    noise: it then moves more than its own contribution, and nothing is claimed.
-
-    `unprotected` names tensors that clients release and no defense acts on.
-
-    `release` is what a closed-form learner releases of all of a client's rows in each round.
-
-    `known` is an ε that is spent anyway, by another client: where a bound that is found at once is
-    no larger, that bound is stated.
+    `declared` is the local training before the stack's training defenses.
 
     `unit` is `client` under `zero_out` (against a client that released noise alone) or `example`
     under `replace_one` (against the same client with one example exchanged for any other) or
@@ -120,71 +117,72 @@ def claim(
         FedsimError: the stack is contradictory, δ is not in (0, 1), or a sampled batch is larger
             than the client's data.
     """
+    delta, rounds = entry.delta, entry.rounds + entry.repeated_rounds
     if not 0 < delta < 1:
         raise FedsimError(f"privacy.delta: {delta} is not a probability above 0 and below 1")
-    held = stack.guarantees(declared, release)[-1]
+    held = stack.guarantees(declared, entry.release)[-1]
     if held.mechanism is None:
         return _unproven(held.reason)
-    moving = (private_statistics or {}).get(held.mechanism.unit, ())
-    if moving:
-        return _unproven(
-            f"one {held.mechanism.unit} moves what all compute, through what was computed from "
-            f"clients' data without noise: {'; '.join(moving)}"
-        )
-    if buffers_released:
-        return _unproven(
-            "clients release batch-norm statistics, which the defense does not protect; "
-            "choose the model's norm: group"
-        )
-    if unprotected:
-        return _unproven(
-            f"clients release tensors that no defense acts on, for they hold no floating-point "
-            f"numbers: {', '.join(unprotected)}; let the learner release these as floats"
-        )
-    if isinstance(held.mechanism, ExactMechanism | Composed):
-        asked = sum(probe.count * probe.releases for probe in probes)
-        epsilon = _known(held.mechanism, rounds + repeated_rounds * repeats + asked, delta)
-        return _stated(epsilon, delta, held.mechanism, held.mechanism.accountant)
-    independent = held.mechanism.sampling in _INDEPENDENT
-    if probes and (held.mechanism.correlation or independent):
-        return _unproven(_PROBED)
-    if held.mechanism.shared and held.mechanism.correlation:
-        if repeated_rounds and repeats > 1:
-            return _unproven(_REPEATED)
-        taken = schedules or [(True,) * (rounds + repeated_rounds)]
-        epsilon = _of_the_server(held.mechanism, frozenset(taken), delta)
-        return _stated(epsilon, delta, held.mechanism, OF_SERVER)
-    if (held.mechanism.correlation or independent) and repeated_rounds and repeats > 1:
-        return _unproven(_REPEATED)
+    mechanism = held.mechanism
+    if reason := _not_covered(mechanism, entry):
+        return _unproven(reason)
+    if isinstance(mechanism, ExactMechanism | Composed):
+        asked = sum(probe.count * probe.releases for probe in entry.probes)
+        releases = entry.rounds + entry.repeated_rounds * entry.repeats + asked
+        return _stated(_known(mechanism, releases, delta), delta, mechanism, mechanism.accountant)
+    if mechanism.shared and mechanism.correlation:
+        taken = frozenset(entry.schedules or [(True,) * rounds])
+        return _stated(_of_the_server(mechanism, taken, delta), delta, mechanism, OF_SERVER)
     training = stack.training(declared)
     batch_size = training.batch_size
-    if held.mechanism.sampling and batch_size > num_examples:
+    if mechanism.sampling and batch_size > entry.num_examples:
         raise FedsimError(
             f"training.local.batch_size: a batch of {batch_size} is larger than the client's data "
-            f"({number_of(num_examples, 'example')}); use a smaller batch"
+            f"({number_of(entry.num_examples, 'example')}); use a smaller batch"
         )
-    if independent:
+    if mechanism.sampling in _INDEPENDENT:
         epsilon, accountant = of_steps(
-            held.mechanism,
+            mechanism,
             training,
-            rounds=rounds + repeated_rounds,
-            num_examples=num_examples,
+            rounds=rounds,
+            num_examples=entry.num_examples,
             delta=delta,
-            known=known,
+            known=entry.known,
         )
-        return _stated(epsilon, delta, held.mechanism, accountant)
+        return _stated(epsilon, delta, mechanism, accountant)
     spent = [
-        _Spent(held.mechanism, rounds, 1, batch_size),
-        _Spent(held.mechanism, repeated_rounds, repeats, batch_size),
+        _Spent(mechanism, entry.rounds, 1, batch_size),
+        _Spent(mechanism, entry.repeated_rounds, entry.repeats, batch_size),
     ]
-    for probe in probes:
-        asked_of = stack.guarantees(probe.declared, release)[-1].mechanism
-        if not isinstance(asked_of, Mechanism) or asked_of.relation != held.mechanism.relation:
+    for probe in entry.probes:
+        asked_of = stack.guarantees(probe.declared, entry.release)[-1].mechanism
+        if not isinstance(asked_of, Mechanism) or asked_of.relation != mechanism.relation:
             return _unproven(_PROBED)
         size = stack.training(probe.declared).batch_size
         spent.append(_Spent(asked_of, probe.count, probe.releases, size))
-    epsilon, accountant = _composed(tuple(spent), num_examples, delta)
-    return _stated(epsilon, delta, held.mechanism, accountant)
+    epsilon, accountant = _composed(tuple(spent), entry.num_examples, delta)
+    return _stated(epsilon, delta, mechanism, accountant)
+
+
+def _not_covered(mechanism: Proven, entry: Entry) -> str | None:
+    """Why nothing is proven of what `entry` says was released by `mechanism`; None if it is."""
+    moving = entry.private_statistics.get(mechanism.unit, ())
+    is_composed_once = isinstance(mechanism, Mechanism) and bool(
+        mechanism.correlation or mechanism.sampling in _INDEPENDENT
+    )
+    cases = {
+        f"one {mechanism.unit} moves what all compute, through what was computed from "
+        f"clients' data without noise: {'; '.join(moving)}": moving,
+        "clients release batch-norm statistics, which the defense does not protect; "
+        "choose the model's norm: group": entry.buffers_released,
+        "clients release tensors that no defense acts on, for they hold no floating-point "
+        f"numbers: {', '.join(entry.unprotected)}; let the learner release these as floats": (
+            entry.unprotected
+        ),
+        _PROBED: is_composed_once and entry.probes,
+        _REPEATED: is_composed_once and entry.repeated_rounds and entry.repeats > 1,
+    }
+    return next((reason for reason, is_so in cases.items() if is_so), None)
 
 
 def of_steps(
@@ -204,7 +202,7 @@ def of_steps(
         rounds: In which the client takes part.
         num_examples: How many it holds, at least a batch.
         delta: At which ε is stated.
-        known: See `claim`.
+        known: See `Entry`.
     """
     if mechanism.sampling not in _INDEPENDENT:
         spent = _Spent(mechanism, rounds, 1, training.batch_size)

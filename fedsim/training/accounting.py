@@ -7,7 +7,7 @@ from itertools import product
 
 from fedsim.contracts.defense import NoisyAggregation
 from fedsim.contracts.stack import Stack
-from fedsim.privacy.ledger import claim, worst_off
+from fedsim.privacy.ledger import Entry, claim, worst_off
 from fedsim.scenario.build import build_engine
 from fedsim.training.server import Server
 from fedsim.training.spending import Account, targets
@@ -30,18 +30,20 @@ def spent(
         found = claim(
             accounted_stack(server, seen_from),
             server.declared,
-            rounds=most.trained,
-            repeated_rounds=most.repeated,
-            repeats=account.scenario.observe.releases,
-            num_examples=held,
-            delta=account.scenario.privacy.delta,
-            buffers_released=server.releases_statistics,
-            release=server.release,
-            schedules=account.public(round, server.stack),
-            private_statistics=server.census.private_statistics,
-            unprotected=server.unprotected,
-            probes=account.probed(most.probed) if probes else (),
-            known=worst.epsilon if worst else 0.0,
+            Entry(
+                rounds=most.trained,
+                repeated_rounds=most.repeated,
+                repeats=account.scenario.observe.releases,
+                num_examples=held,
+                delta=account.scenario.privacy.delta,
+                buffers_released=server.releases_statistics,
+                release=server.release,
+                schedules=account.public(round, server.stack),
+                private_statistics=server.census.private_statistics,
+                unprotected=server.unprotected,
+                probes=account.probed(most.probed) if probes else (),
+                known=worst.epsilon if worst else 0.0,
+            ),
         )
         if worst is None or found.epsilon > worst.epsilon:
             worst = found
@@ -66,16 +68,18 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
         claim(
             stack,
             declared,
-            rounds=int(not again),
-            repeated_rounds=int(again),
-            repeats=seen.releases,
-            num_examples=held,
-            delta=scenario.privacy.delta,
-            buffers_released=server.releases_statistics,
-            release=server.release,
-            schedules={only} if shared else (),
-            private_statistics=server.census.private_statistics,
-            unprotected=server.unprotected,
+            Entry(
+                rounds=int(not again),
+                repeated_rounds=int(again),
+                repeats=seen.releases,
+                num_examples=held,
+                delta=scenario.privacy.delta,
+                buffers_released=server.releases_statistics,
+                release=server.release,
+                schedules={only} if shared else (),
+                private_statistics=server.census.private_statistics,
+                unprotected=server.unprotected,
+            ),
         )
         for held in worst_off(server.training, (server.census.held[one] for one in own))
     ]

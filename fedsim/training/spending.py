@@ -12,7 +12,7 @@ from itertools import product
 
 from fedsim.contracts.defense import NoisyAggregation, Target
 from fedsim.contracts.stack import Stack
-from fedsim.privacy.ledger import Probed, claim, worst_off
+from fedsim.privacy.ledger import Entry, Probed, claim, worst_off
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario
 from fedsim.scenario.document import blaming
@@ -98,14 +98,16 @@ def calibrated(
                 held = claim(
                     stack,
                     declared,
-                    rounds=most.trained,
-                    repeated_rounds=most.repeated,
-                    repeats=scenario.observe.releases,
-                    num_examples=count,
-                    delta=delta,
-                    schedules=public,
-                    probes=account.probed(most.probed),
-                    known=found,
+                    Entry(
+                        rounds=most.trained,
+                        repeated_rounds=most.repeated,
+                        repeats=scenario.observe.releases,
+                        num_examples=count,
+                        delta=delta,
+                        schedules=public,
+                        probes=account.probed(most.probed),
+                        known=found,
+                    ),
                 )
                 found, reason = max(found, held.epsilon), held.reason
                 if found > target.epsilon:

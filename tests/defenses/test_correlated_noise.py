@@ -12,7 +12,7 @@ from torch import Tensor
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import Stack, chain
 from fedsim.models.local import local_update
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.scenario.resolve import resolve
 from fedsim.testing.updates import same, stream
@@ -195,7 +195,7 @@ def claimed(correlation: float = 0.5, **changes: Any) -> PrivacyClaim:
         batches=changes.pop("batches", "different"),
     )
     arguments = {"rounds": 20, "num_examples": 100, "delta": 1e-5, **changes}
-    return claim(chain(noisy(correlation, 8.0)), declared, **arguments)
+    return claim(chain(noisy(correlation, 8.0)), declared, Entry(**arguments))
 
 
 def test_the_ledger_claims_the_curve_of_fixed_size_batches() -> None:

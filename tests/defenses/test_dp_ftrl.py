@@ -16,7 +16,7 @@ from fedsim.contracts.defense import NoisyAggregation, ServerRound
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import chain
 from fedsim.privacy.composition import correlated
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.numerics import gaussian
 from fedsim.scenario.resolve import resolve
 from fedsim.testing.updates import same, stream
@@ -125,28 +125,30 @@ def proven(*defenses: Any) -> Guarantee:
 def test_the_ledger_claims_the_farthest_clients_curve(correlation: float) -> None:
     stack = chain(Clip(norm=2.0), DPFTRL(noise_multiplier=6.0, correlation=correlation))
     arguments: dict[str, Any] = {"num_examples": 50, "delta": 1e-5}
-    full = claim(stack, DECLARED, rounds=10, **arguments)
+    full = claim(stack, DECLARED, Entry(rounds=10, **arguments))
     reach = correlated.sensitivity(10, correlation)
     assert full.epsilon == pytest.approx(float(gaussian.epsilon(6.0 / reach, 1e-5)), rel=1e-12)
     assert (full.unit, full.relation) == ("client", "zero_out")
     early = (True,) * 3 + (False,) * 7
     spread = (True, False, False) * 3 + (True,)
     of = {
-        schedule: claim(stack, DECLARED, rounds=sum(schedule), schedules={schedule}, **arguments)
+        schedule: claim(
+            stack, DECLARED, Entry(rounds=sum(schedule), schedules={schedule}, **arguments)
+        )
         for schedule in (early, spread)
     }
     worst = correlated.sensitivity(10, correlation, 3)
     assert of[early].epsilon == pytest.approx(float(gaussian.epsilon(6.0 / worst, 1e-5)))
-    both = claim(stack, DECLARED, rounds=4, schedules=set(of), **arguments)
+    both = claim(stack, DECLARED, Entry(rounds=4, schedules=set(of), **arguments))
     assert both.epsilon == max(found.epsilon for found in of.values()) < full.epsilon
-    never = claim(stack, DECLARED, rounds=0, schedules={(False,) * 4}, **arguments)
+    never = claim(stack, DECLARED, Entry(rounds=0, schedules={(False,) * 4}, **arguments))
     assert never.epsilon == 0
 
 
 def test_repeated_releases_are_not_accounted() -> None:
     stack = chain(Clip(norm=2.0), DPFTRL(noise_multiplier=6.0, correlation=0.5))
     found = claim(
-        stack, DECLARED, rounds=3, repeated_rounds=1, repeats=2, num_examples=9, delta=1e-5
+        stack, DECLARED, Entry(rounds=3, repeated_rounds=1, repeats=2, num_examples=9, delta=1e-5)
     )
     assert found.epsilon == math.inf and "observe.releases" in (found.reason or "")
 

@@ -9,7 +9,7 @@ import pytest
 
 from fedsim.contracts.guarantee import ExactMechanism, Release
 from fedsim.contracts.stack import chain
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.privacy.mechanisms.leverage import bound
 from fedsim.types import FedsimError, LocalTraining
@@ -44,7 +44,9 @@ def test_the_papers_noise_gives_more_than_it_is_asked_for() -> None:
     paper = LeastSquaresMechanism(epsilon=1.0, delta=DELTA, calibration="paper")
     tight = LeastSquaresMechanism(epsilon=1.0, delta=DELTA)
     assert paper.sigma(NORMAL) > tight.sigma(NORMAL)
-    stated = claim(chain(paper), DECLARED, rounds=1, num_examples=9, delta=DELTA, release=NORMAL)
+    stated = claim(
+        chain(paper), DECLARED, Entry(rounds=1, num_examples=9, delta=DELTA, release=NORMAL)
+    )
     assert stated.epsilon == mechanism(paper, NORMAL).epsilon(DELTA, 1) < 0.9
     assert stated.relation == "add_or_remove" and stated.unit == "example"
 

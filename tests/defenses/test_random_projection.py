@@ -11,7 +11,7 @@ import torch
 
 from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
 from fedsim.contracts.stack import chain
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms import projection
 from fedsim.privacy.mechanisms.leverage import bound, lowering
 from fedsim.privacy.mechanisms.projection import Projected
@@ -43,7 +43,7 @@ def mechanism(defense: RandomProjection, release: Release = RELEASE) -> ExactMec
 
 def spent(stack: tuple[object, ...], **changes: object) -> float:
     arguments = {"rounds": 1, "num_examples": 10, "delta": DELTA, "release": RELEASE, **changes}
-    return claim(chain(*stack), DECLARED, **arguments).epsilon  # type: ignore[arg-type]
+    return claim(chain(*stack), DECLARED, Entry(**arguments)).epsilon  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0])
@@ -139,9 +139,9 @@ def test_the_ledger_counts_every_release() -> None:
     mechanism = defense.guarantee(RELEASE).mechanism
     assert isinstance(mechanism, ExactMechanism)
     keys = {"num_examples": 9, "delta": DELTA, "release": RELEASE}
-    twice = claim(chain(defense), DECLARED, rounds=2, **keys)  # type: ignore[arg-type]
+    twice = claim(chain(defense), DECLARED, Entry(rounds=2, **keys))  # type: ignore[arg-type]
     assert twice.epsilon == mechanism.epsilon(DELTA, 2) > mechanism.epsilon(DELTA, 1)
-    again = claim(chain(defense), DECLARED, rounds=0, repeated_rounds=1, repeats=3, **keys)  # type: ignore[arg-type]
+    again = claim(chain(defense), DECLARED, Entry(rounds=0, repeated_rounds=1, repeats=3, **keys))  # type: ignore[arg-type]
     assert again.epsilon == mechanism.epsilon(DELTA, 3)
 
 

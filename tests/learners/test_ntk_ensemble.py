@@ -21,7 +21,7 @@ from fedsim.learners import ntk
 from fedsim.learners.ntk_ensemble import MODEL
 from fedsim.models.base import build, normalize
 from fedsim.privacy.composition.curves import of_mechanisms
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms import draws
 from fedsim.recording.files import write_tensors
 from fedsim.results.rows import spent
@@ -220,9 +220,9 @@ def test_gaussian_noise_is_calibrated_by_epsilon_and_delta() -> None:
     here = Workload(scenario(), "none")
     stack = chain(Clip(norm=0.3), GaussianNoise(epsilon=1.5, delta=1e-4))
     arguments: dict[str, Any] = {"num_examples": 9, "delta": 1e-4, "release": here.release}
-    once = claim(stack, here.declared, rounds=1, **arguments)
+    once = claim(stack, here.declared, Entry(rounds=1, **arguments))
     assert once.epsilon == pytest.approx(1.5, rel=1e-9) and once.unit == "client"
-    assert claim(stack, here.declared, rounds=2, **arguments).epsilon > 2
+    assert claim(stack, here.declared, Entry(rounds=2, **arguments)).epsilon > 2
     for wrong in ({"epsilon": 1.0}, {"delta": 0.1}, {"epsilon": 1.0, "delta": 0.1, "std": 1.0}):
         with pytest.raises(ValueError, match="exactly one of"):
             GaussianNoise(**wrong)

@@ -8,7 +8,7 @@ import pytest
 
 from fedsim.contracts.guarantee import Release, Statistic
 from fedsim.contracts.stack import Stack
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.scenario.build import build_stack
 from fedsim.scenario.model import PluginRef
 from fedsim.types import LocalTraining
@@ -58,6 +58,6 @@ def test_no_more_is_stated_than_was_asked_for(name: str, epsilon: float) -> None
         asked = {"epsilon": epsilon, "delta": delta}
         made = stack(*members[:-1], {**members[-1], **asked})
         found = claim(
-            made, DECLARED, rounds=1, num_examples=50, delta=delta, release=release
+            made, DECLARED, Entry(rounds=1, num_examples=50, delta=delta, release=release)
         ).epsilon
         assert 0 < found <= epsilon

@@ -13,7 +13,7 @@ from scipy.stats import binom, norm
 from fedsim.contracts.stack import Stack
 from fedsim.privacy import calculator, ledger
 from fedsim.privacy.composition import correlated, poisson
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.numerics import gaussian, work
 from fedsim.scenario.build import build_stack
@@ -34,7 +34,7 @@ def claimed(
     training = LocalTraining(
         algorithm="fedsgd", steps=1, batch_size=4, lr=0.1, mode="eval", sampling=sampling
     )
-    return claim(of, training, rounds=rounds, num_examples=held, delta=delta)
+    return claim(of, training, Entry(rounds=rounds, num_examples=held, delta=delta))
 
 
 def shown(epsilon: float, noise: float, rounds: int, rate: float, exchanged: bool) -> float:

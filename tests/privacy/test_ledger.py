@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 from fedsim.contracts.stack import Stack, chain
 from fedsim.privacy import ledger
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 from fedsim_defenses.aggregate import Aggregate
@@ -34,7 +34,7 @@ CLIENT_DP = chain(Clip(norm=2.0), GaussianNoise(multiplier=1.5))
 
 def of(stack: Stack, **changes: Any) -> PrivacyClaim:
     arguments = {"rounds": 1, "num_examples": 100, "delta": DELTA, **changes}
-    return claim(stack, arguments.pop("declared", DECLARED), **arguments)
+    return claim(stack, arguments.pop("declared", DECLARED), Entry(**arguments))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import fedsim
 from fedsim.contracts.stack import chain
 from fedsim.privacy import ledger
 from fedsim.privacy.composition import correlated
-from fedsim.privacy.ledger import claim, worst_off
+from fedsim.privacy.ledger import Entry, claim, worst_off
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.files import read_tensors
@@ -197,7 +197,7 @@ def of(sampling: Any, correlation: float, **changes: Any) -> PrivacyClaim:
         if correlation
         else DPSGD(norm=1.0, noise_multiplier=multiplier)
     )
-    return claim(chain(defense), declared, **arguments)
+    return claim(chain(defense), declared, Entry(**arguments))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from dp_accounting.rdp import RdpAccountant
 from fedsim.contracts.stack import chain
 from fedsim.learners.sgd import as_pixels
 from fedsim.privacy import calculator
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.numerics import work
 from fedsim.privacy.numerics.search import least_noise
@@ -196,7 +196,9 @@ def test_a_search_over_uneven_bins_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     assert len(asked) <= 10
     assert told == sorted(told) and len(told) > 100 and told[-1] <= 1
     spent = {
-        count: claim(stack, workload.declared, rounds=20, num_examples=count, delta=1e-5).epsilon
+        count: claim(
+            stack, workload.declared, Entry(rounds=20, num_examples=count, delta=1e-5)
+        ).epsilon
         for count in held
     }
     assert 0.99 * 8 <= max(spent.values()) <= 8
@@ -206,12 +208,12 @@ def test_a_bound_stands_for_a_client_that_is_not_worst() -> None:
     made = scenario(sampling="balls_in_bins", rounds=20, **OUTSIDE)
     declared, stack = Workload(made, "none").declared, chain(DPSGD(norm=1.0, noise_multiplier=1.3))
     asked = {"rounds": 20, "num_examples": 233, "delta": 1e-5}
-    alone = claim(stack, declared, **asked)
-    other = claim(stack, declared, **asked, known=8.0)
+    alone = claim(stack, declared, Entry(**asked))
+    other = claim(stack, declared, Entry(**asked, known=8.0))
     assert alone.epsilon < other.epsilon <= 8.0, (
         "no less than the claim, no more than what is known"
     )
-    assert claim(stack, declared, **asked, known=0.9 * alone.epsilon) == alone
+    assert claim(stack, declared, Entry(**asked, known=0.9 * alone.epsilon)) == alone
 
 
 def test_a_node_finds_the_noise_of_all() -> None:
@@ -329,7 +331,7 @@ def test_a_promise_that_cannot_be_kept_is_refused() -> None:
 
 def test_without_its_noise_it_claims_nothing_and_does_not_train() -> None:
     bare, declared = DPSGD(norm=1.0, epsilon=8.0), Workload(scenario(), "none").declared
-    found = claim(chain(bare), declared, rounds=1, num_examples=300, delta=1e-5)
+    found = claim(chain(bare), declared, Entry(rounds=1, num_examples=300, delta=1e-5))
     assert found.epsilon == float("inf")
     with pytest.raises(FedsimError, match="give noise_multiplier elsewhere"):
         bare.gradient(lambda *_: None, lambda *_: {}, 4)  # type: ignore[arg-type,return-value]

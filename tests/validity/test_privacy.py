@@ -19,7 +19,7 @@ from torch import Tensor
 from fedsim.contracts.defense import UpdateDefense, global_norm
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import Stack, chain
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.testing.updates import stream
 from fedsim.types import LocalTraining, Tensors, Update
 from fedsim_defenses.aggregate import Aggregate
@@ -33,7 +33,7 @@ TRIALS = 6000
 
 
 def claimed(stack: Stack, rounds: int = 1) -> float:
-    return claim(stack, DECLARED, rounds=rounds, num_examples=4, delta=DELTA).epsilon
+    return claim(stack, DECLARED, Entry(rounds=rounds, num_examples=4, delta=DELTA)).epsilon
 
 
 def releases(stack: Stack, value: float, trials: int = TRIALS, rounds: int = 1) -> Tensor:

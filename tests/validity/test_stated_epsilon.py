@@ -15,7 +15,7 @@ from fedsim.federation import refusals
 from fedsim.learners import sgd
 from fedsim.learners.closed_form import VALUE, regularized, sketch
 from fedsim.learners.least_squares import normal_solution
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.report.figures import format_bound, format_claim, format_delta, format_epsilon
 from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
@@ -162,7 +162,7 @@ def test_noise_that_is_lost_in_rounding_proves_nothing(multiplier: float) -> Non
     state = stack.init(update, training)
     seen = {float(stack.apply(update, state, rng.generator(i))[0]["w"]) for i in range(200)}
     assert len(seen) <= 2
-    found = claim(stack, training, rounds=1, num_examples=1, delta=1e-5)
+    found = claim(stack, training, Entry(rounds=1, num_examples=1, delta=1e-5))
     assert found.epsilon == float("inf")
     assert "too small" in str(found.reason)
 

@@ -12,7 +12,7 @@ from scipy.stats import norm
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.stack import chain
 from fedsim.federation import refusals
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import Entry, claim
 from fedsim.scenario.resolve import resolve
 from fedsim.training import accounting
 from fedsim.training.workload import Workload
@@ -102,10 +102,7 @@ def test_shared_noise_is_without_that_of_the_clients_that_collude(leverage: floa
         return claim(
             chain(shared, secure),
             DECLARED,
-            rounds=1,
-            num_examples=9,
-            delta=DELTA,
-            release=RELEASE,
+            Entry(rounds=1, num_examples=9, delta=DELTA, release=RELEASE),
         ).epsilon
 
     expected = brentq(
