@@ -41,7 +41,7 @@ from fedsim.models.base import build, normalize
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.scenario.build import build_stack
 from fedsim.scoring import false_certificates, share
-from fedsim.testing.observation import make_observation, reference
+from fedsim.testing.cases import make_observation, reference
 from fedsim.types import UNKNOWN, Effect, GroundTruth, ModelSpec, Observation, Reconstruction
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._profile import Profile

@@ -1,13 +1,14 @@
 """Contract suites that the author of an attack or a defense inherits. They need pytest."""
 
-from fedsim.testing.aggregation_defense import AggregationDefenseContract
 from fedsim.testing.attack import AttackContract, RowAttackContract
-from fedsim.testing.data_defense import DataDefenseContract
-from fedsim.testing.defense import UpdateDefenseContract
-from fedsim.testing.observation import make_observation
-from fedsim.testing.release import make_kernel_release, make_release
-from fedsim.testing.statistic_defense import StatisticDefenseContract
-from fedsim.testing.training_defense import TrainingDefenseContract
+from fedsim.testing.cases import make_kernel_release, make_observation, make_release
+from fedsim.testing.defense import (
+    AggregationDefenseContract,
+    DataDefenseContract,
+    StatisticDefenseContract,
+    TrainingDefenseContract,
+    UpdateDefenseContract,
+)
 
 __all__ = [
     "AggregationDefenseContract",

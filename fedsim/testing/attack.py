@@ -26,10 +26,15 @@ from fedsim import rng
 from fedsim.attacking.knowledge import Public, hand_over, hand_over_row
 from fedsim.contracts.attack import Attack, AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.testing.observation import example_batch, make_observation
-from fedsim.testing.plugin import PluginContract
-from fedsim.testing.release import example_rows, make_release
-from fedsim.testing.updates import copy, same
+from fedsim.testing.cases import (
+    PluginContract,
+    copy,
+    example_batch,
+    example_rows,
+    make_observation,
+    make_release,
+    same,
+)
 from fedsim.types import Observation, Reconstruction, Tensors
 
 _SIZES = (1, 3)

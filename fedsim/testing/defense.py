@@ -1,4 +1,4 @@
-"""Tests defenses that act on updates: the contract suite of `UpdateDefense`.
+"""The contract suites of defenses, for a plugin's author to inherit: one for each kind.
 
     class TestMyDefense(UpdateDefenseContract):
         def make(self) -> MyDefense:
@@ -10,23 +10,34 @@ Every test of the suite then runs on the defense that `make` returns.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fedsim.contracts.defense import (
+    AggregationDefense,
+    DataDefense,
+    NoisyAggregation,
+    ServerRound,
+    StatisticDefense,
+    TrainingDefense,
     UpdateDefense,
     global_norm,
     shapes,
 )
-from fedsim.contracts.guarantee import Guarantee, Mechanism
+from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Mechanism, Release
 from fedsim.contracts.stack import chain
-from fedsim.testing.plugin import PluginContract
-from fedsim.testing.updates import (
+from fedsim.privacy.composition.curves import of_mechanisms
+from fedsim.testing.cases import (
     BOUND,
     UPDATES,
+    PluginContract,
     copy,
     example_training,
     mixed,
@@ -35,7 +46,7 @@ from fedsim.testing.updates import (
     stream,
     zeros,
 )
-from fedsim.types import UNKNOWN, FedsimError, Tensors
+from fedsim.types import UNKNOWN, FedsimError, LocalTraining, ReleaseKind, Tensors, Update
 
 over_updates = pytest.mark.parametrize("make_update", UPDATES.values(), ids=UPDATES.keys())
 
@@ -240,3 +251,375 @@ class _Silence(UpdateDefense):
 
     def guarantee(self, before: Guarantee) -> Guarantee:
         return before.bounded(BOUND)
+
+
+DELTA = 1e-4
+
+
+class DataDefenseContract(PluginContract[DataDefense]):
+    """Tests what every `DataDefense` keeps to."""
+
+    @abstractmethod
+    def release(self) -> Release:
+        """Returns a release that it protects."""
+
+    def test_sigma_is_a_scale(self) -> None:
+        """Rows twice as long need twice as much sigma for the same claim."""
+        defense, release = self.make(), self.release()
+        longer = replace(release, row_norm=2 * release.row_norm)
+        sigma = defense.sigma(release)
+        assert math.isfinite(sigma)
+        assert sigma >= 0
+        assert defense.sigma(longer) == pytest.approx(2 * sigma, rel=1e-9)
+        short, long = self._mechanism(release), self._mechanism(longer)
+        assert short.epsilon(DELTA, 1) == pytest.approx(long.epsilon(DELTA, 1), rel=1e-6)
+
+    def test_same_arguments_same_result(self) -> None:
+        """Nothing is drawn."""
+        assert self.make().sigma(self.release()) == self.make().sigma(self.release())
+
+    def test_more_is_never_more_private(self) -> None:
+        """Neither more releases nor more certainty give a smaller ε."""
+        mechanism = self._mechanism(self.release())
+        once = mechanism.epsilon(DELTA, 1)
+        assert 0 <= once < math.inf
+        assert once <= mechanism.epsilon(DELTA, 2) <= mechanism.epsilon(DELTA, 3)
+        assert mechanism.epsilon(10 * DELTA, 1) <= once <= mechanism.epsilon(DELTA / 10, 1)
+
+    def test_what_cannot_be_protected_is_refused(self) -> None:
+        """The same error is raised before any noise is drawn and where the claim is made."""
+        defense = self.make()
+        refused = 0
+        for kind in get_args(ReleaseKind):
+            release = replace(self.release(), kind=kind)
+            try:
+                defense.sigma(release)
+            except FedsimError:
+                refused += 1
+                with pytest.raises(FedsimError):
+                    defense.guarantee(release)
+        assert refused < len(get_args(ReleaseKind))
+
+    def _mechanism(self, release: Release) -> ExactMechanism:
+        guarantee = self.make().guarantee(release)
+        mechanism = guarantee.pooled or guarantee.mechanism
+        assert isinstance(mechanism, ExactMechanism)
+        return mechanism
+
+
+class TrainingDefenseContract(PluginContract[TrainingDefense]):
+    """Tests what every `TrainingDefense` keeps to."""
+
+    def test_the_training_stays_possible(self) -> None:
+        """Counts and rates stay in range, whatever was declared."""
+        for declared in (example_training(), example_training(algorithm="fedavg", steps=3)):
+            training = self.make().training(declared)
+            assert training.steps >= 1
+            assert training.batch_size >= 1
+            assert training.lr > 0
+            assert 0 <= training.dropout < 1
+            assert training.algorithm == "fedavg" or training.steps == 1
+
+    def test_names_shapes_and_types_are_kept(self) -> None:
+        """The direction of a step is shaped like the parameters, and finite."""
+        parameters, images, labels = _example()
+        direction = self.make().gradient(_cross_entropy, _plain, 3)
+        step = direction(parameters, images, labels, stream())
+        assert shapes(step) == shapes(parameters)
+        assert {t.dtype for t in step.values()} == {t.dtype for t in parameters.values()}
+        assert all(bool(tensor.isfinite().all()) for tensor in step.values())
+
+    def test_arguments_are_not_changed(self) -> None:
+        """Neither parameters, nor images, nor labels change."""
+        parameters, images, labels = _example()
+        before = copy(parameters), images.clone(), labels.clone()
+        self.make().gradient(_cross_entropy, _plain, 3)(parameters, images, labels, stream())
+        assert same(parameters, before[0])
+        assert torch.equal(images, before[1])
+        assert torch.equal(labels, before[2])
+
+    def test_same_stream_same_result(self) -> None:
+        """The stream that is handed in is the only source of randomness."""
+        first, second = (self.make().gradient(_cross_entropy, _plain, 3) for _ in range(2))
+        direction = first(*_example(), stream())
+        torch.manual_seed(12345)
+        assert same(direction, second(*_example(), stream()))
+
+    def test_the_effect_is_declared(self) -> None:
+        """The declared noise is that of a step's direction."""
+        defense = self.make()
+        effect = defense.effect(defense.training(example_training()))
+        assert effect != UNKNOWN, "override `effect`: say what the defense does to an update"
+        assert {noise.on for noise in effect.noise} <= {"step"}, "what is noised is a step"
+        parameters = {"weight": torch.zeros(2, 15_000)}
+        images, labels = torch.randn(3, 1, 100, 150, generator=stream(0)), torch.tensor([0, 1, 0])
+        still = defense.gradient(lambda at, *_: at["weight"].sum() * 0, _still, 3)
+        noise = still(parameters, images, labels, stream())["weight"].double()
+        declared = math.sqrt(sum(noise.variance for noise in effect.noise))
+        assert float(noise.std()) == pytest.approx(declared, rel=0.02)
+
+    def test_a_direction_that_changes_says_so(self) -> None:
+        """Without noise and factors per example, it is the direction that was handed in."""
+        defense = self.make()
+        effect = defense.effect(defense.training(example_training()))
+        if effect.noise or effect.scaled_examples or not effect.exact:
+            return
+        parameters, images, labels = _example()
+        direction = defense.gradient(_cross_entropy, _plain, 3)
+        step = direction(parameters, images, labels, stream())
+        expected = _plain(parameters, images, labels, stream())
+        ratios = torch.cat([(step[n] / expected[n]).flatten() for n in expected])
+        one = ratios.mean() if effect.scaled else torch.ones_like(ratios[0])
+        torch.testing.assert_close(ratios, one.expand_as(ratios), rtol=1e-4, atol=0)
+
+    def test_a_claimed_mechanism_adds_its_noise(self) -> None:
+        """Measures the noise at a zero gradient, over the largest effect of a single example.
+
+        The same stream adds the same noise to both batches, so their difference is the example's.
+        """
+        defense = self.make()
+        mechanism = defense.guarantee(Guarantee(), defense.training(example_training())).mechanism
+        if not isinstance(mechanism, Mechanism) or mechanism.unit != "example":
+            return
+        parameters = {"weight": torch.zeros(2, 15_000)}
+        images = torch.randn(3, 1, 100, 150, generator=stream(0))
+        labels = torch.tensor([0, 1, 0])
+        still = defense.gradient(lambda at, *_: at["weight"].sum() * 0, _plain, 3)
+        noise = float(still(parameters, images, labels, stream())["weight"].double().std())
+        first = defense.gradient(_steep, _plain, 3)(parameters, images, labels, stream())["weight"]
+        example = images[:1] * (0 if mechanism.relation == "zero_out" else -1)
+        exchanged = torch.cat([example, images[1:]])
+        second = defense.gradient(_steep, _plain, 3)(parameters, exchanged, labels, stream())[
+            "weight"
+        ]
+        reach = float((first.double() - second.double()).norm())
+        sensitivity = reach / (2 if mechanism.relation == "replace_one" else 1)
+        assert noise / sensitivity > 0.98 * mechanism.noise_multiplier
+
+
+def _example() -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    draw = stream(0)
+    parameters = {
+        "weight": torch.randn(5, 4, generator=draw),
+        "bias": torch.randn(5, generator=draw),
+    }
+    return parameters, torch.randn(3, 1, 2, 2, generator=draw), torch.tensor([0, 3, 3])
+
+
+def _cross_entropy(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+    logits = images.flatten(1) @ parameters["weight"].T + parameters["bias"]
+    return torch.nn.functional.cross_entropy(logits, labels)
+
+
+def _steep(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+    scores = (images.flatten(1) * parameters["weight"][labels]).sum(1)
+    return 1e6 * scores.mean()
+
+
+def _still(parameters: Tensors, *_: object) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(value) for name, value in parameters.items()}
+
+
+def _plain(
+    parameters: Tensors, images: Tensor, labels: Tensor, _: torch.Generator
+) -> dict[str, Tensor]:
+    at = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+    grads = torch.autograd.grad(_cross_entropy(at, images, labels), list(at.values()))
+    return dict(zip(at, grads, strict=True))
+
+
+STATISTIC_DELTA = 1e-2
+STATISTIC_RELEASE = Release(
+    kind="kernel_regression",
+    row_norm=1.0,
+    columns=0,
+    features=6,
+    statistics=("features", "kernel"),
+    gain=1.5,
+)
+_DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
+
+
+class StatisticDefenseContract(PluginContract[StatisticDefense]):
+    """Tests what every `StatisticDefense` keeps to."""
+
+    def test_shape_type_and_kind_are_kept(self) -> None:
+        """A kernel matrix stays symmetric and positive semidefinite; every entry stays finite."""
+        value = self._value()
+        statistic = self.make().apply(value, STATISTIC_RELEASE, stream())
+        assert statistic.shape == value.shape
+        assert statistic.dtype == value.dtype
+        assert bool(statistic.isfinite().all())
+        if self.make().statistic == "kernel":
+            torch.testing.assert_close(statistic, statistic.T)
+            smallest = float(torch.linalg.eigvalsh((statistic + statistic.T) / 2)[0])
+            assert smallest > -1e-9 * (1 + float(statistic.abs().max()))
+
+    def test_arguments_are_not_changed(self) -> None:
+        """The client computes with the arguments again."""
+        value = self._value()
+        before = value.clone()
+        self.make().apply(value, STATISTIC_RELEASE, stream())
+        assert torch.equal(value, before)
+
+    def test_same_stream_same_result(self) -> None:
+        """The stream that is handed in is the only source of randomness, and it is used."""
+        value = self._value()
+        first = self.make().apply(value, STATISTIC_RELEASE, stream())
+        torch.manual_seed(12345)
+        assert torch.equal(first, self.make().apply(value, STATISTIC_RELEASE, stream()))
+        assert not torch.equal(first, self.make().apply(value, STATISTIC_RELEASE, stream(2)))
+
+    def test_the_curve_is_one_of_privacy(self) -> None:
+        """Its values are probabilities that fall with ε, and ε is their inverse."""
+        mechanism = self.make().guarantee(STATISTIC_RELEASE)
+        epsilons = np.linspace(0.0, 4.0, 33)
+        deltas = np.exp(mechanism.log_delta(epsilons))
+        assert ((deltas >= 0) & (deltas <= 1)).all()
+        assert (np.diff(deltas) <= 1e-12).all()
+        epsilon = of_mechanisms((mechanism,), STATISTIC_DELTA)
+        assert float(np.exp(mechanism.log_delta(np.array([epsilon])))[0]) <= STATISTIC_DELTA * (
+            1 + 1e-9
+        )
+
+    def test_more_is_never_more_private(self) -> None:
+        """Neither more releases nor more certainty give a smaller ε."""
+        one = (self.make().guarantee(STATISTIC_RELEASE),)
+        once = of_mechanisms(one, STATISTIC_DELTA)
+        assert 0 <= once <= of_mechanisms(one * 2, STATISTIC_DELTA)
+        assert (
+            of_mechanisms(one, 10 * STATISTIC_DELTA)
+            <= once
+            <= of_mechanisms(one, STATISTIC_DELTA / 2)
+        )
+
+    def test_it_stands_only_where_there_is_such_a_statistic(self) -> None:
+        """It is refused for updates, beside one of its kind, and without the statistic."""
+        stack = chain(self.make())
+        stack.guarantees(_DECLARED, STATISTIC_RELEASE)
+        for release in (None, replace(STATISTIC_RELEASE, statistics=())):
+            with pytest.raises(FedsimError, match="learner"):
+                stack.guarantees(_DECLARED, release)
+        with pytest.raises(FedsimError, match="alone of its kind"):
+            chain(self.make(), self.make())
+
+    def _value(self) -> Tensor:
+        rows = torch.randn(9, STATISTIC_RELEASE.features, generator=stream(), dtype=torch.float64)
+        rows /= rows.norm(dim=1, keepdim=True)
+        return (rows @ rows.T) ** 2 if self.make().statistic == "kernel" else rows
+
+
+class AggregationDefenseContract(PluginContract[AggregationDefense]):
+    """Tests what every `AggregationDefense` keeps to."""
+
+    def test_one_update_alone_comes_out_as_it_is(self) -> None:
+        """A single update changes by no more than rounding."""
+        update = _updates()[0]
+        combined = self.make().combine([update])
+        _assert_close(combined.tensors, update.tensors)
+        _assert_close(combined.buffers, update.buffers)
+
+    def test_names_shapes_types_and_total(self) -> None:
+        """The combined update fits the model and counts every example."""
+        updates = _updates()
+        combined = self.make().combine(iter(updates))
+        for tensors, like in ((combined.tensors, "tensors"), (combined.buffers, "buffers")):
+            expected: Tensors = getattr(updates[0], like)
+            assert shapes(tensors) == shapes(expected)
+            assert {n: t.dtype for n, t in tensors.items()} == {
+                n: t.dtype for n, t in expected.items()
+            }
+        assert combined.num_examples == sum(update.num_examples for update in updates)
+
+    def test_the_order_of_clients_does_not_matter(self) -> None:
+        """Order changes the result by no more than rounding."""
+        updates = _updates()
+        combined = self.make().combine(updates)
+        reversed_order = self.make().combine(updates[::-1])
+        _assert_close(combined.tensors, reversed_order.tensors)
+        _assert_close(combined.buffers, reversed_order.buffers)
+
+    def test_small_updates_are_not_lost(self) -> None:
+        """Integer masks cancel exactly, so small updates survive and results repeat bit for bit.
+
+        Float masks that cancel leave an error of their own size times 1e-7, which drowns an update
+        of 1e-6 and differs from one call to the next.
+        """
+        small = [
+            replace(
+                update,
+                tensors={name: 1e-6 * tensor for name, tensor in update.tensors.items()},
+                buffers={name: 1e-6 * tensor for name, tensor in update.buffers.items()},
+            )
+            for update in _updates()
+        ]
+        combined = self.make().combine(small)
+        second = self.make().combine(small)
+        assert same(combined.tensors, second.tensors)
+        assert same(combined.buffers, second.buffers)
+        large = self.make().combine(_updates())
+        for tensors, expected in (
+            (combined.tensors, large.tensors),
+            (combined.buffers, large.buffers),
+        ):
+            for name, tensor in tensors.items():
+                torch.testing.assert_close(1e6 * tensor, expected[name], rtol=1e-4, atol=1e-4)
+
+    def test_arguments_are_not_changed(self) -> None:
+        """The result shares no memory with the updates."""
+        updates = _updates()
+        before = [(copy(update.tensors), copy(update.buffers)) for update in updates]
+        combined = self.make().combine(updates)
+        for tensor in (*combined.tensors.values(), *combined.buffers.values()):
+            tensor.zero_()
+        for update, (tensors, buffers) in zip(updates, before, strict=True):
+            assert same(update.tensors, tensors)
+            assert same(update.buffers, buffers)
+
+    def test_the_effect_is_declared(self) -> None:
+        """The declared noise is what a server adds to the sum."""
+        defense = self.make()
+        effect = defense.effect(Guarantee(sensitivity=BOUND))
+        assert effect != UNKNOWN, "override `effect`: say what is added to the combination"
+        assert {noise.on for noise in effect.noise} <= {"sum"}, "what is noised is the sum"
+        if not isinstance(defense, NoisyAggregation):
+            assert not effect.noise, "a plain combination adds nothing"
+            return
+        zero = Update(tensors={"weight": torch.zeros(40_000)}, num_examples=1)
+        variances = [noise.variance for noise in effect.noise]
+        round = ServerRound(clients=5, sensitivity=BOUND, stream=stream(), before=None)
+        shown = defense.add_noise(zero, round).tensors["weight"].double()
+        assert float(5 * shown.std()) == pytest.approx(math.sqrt(sum(variances)), rel=0.02)
+
+    def test_no_update_is_an_error(self) -> None:
+        """A round in which every client failed combines to nothing."""
+        with pytest.raises(FedsimError):
+            self.make().combine([])
+
+    def test_nothing_is_proven_from_nothing(self) -> None:
+        """Without noise anywhere, or without a bound, there is no mechanism."""
+        try:
+            assert self.make().guarantee(Guarantee()).mechanism is None
+        except FedsimError as refused:
+            assert "bound" in str(refused), "only a missing bound may be refused"
+
+
+def _updates() -> list[Update]:
+    def one(seed: int, num_examples: int) -> Update:
+        draw = stream(seed)
+        return Update(
+            tensors={
+                "weight": torch.randn(3, 2, generator=draw),
+                "double": torch.randn(4, generator=draw, dtype=torch.float64),
+                "scalar": torch.randn((), generator=draw),
+                "empty": torch.zeros(0, 2),
+            },
+            num_examples=num_examples,
+            buffers={"running_mean": torch.randn(3, generator=draw)},
+        )
+
+    return [one(1, 5), one(2, 1), one(3, 40)]
+
+
+def _assert_close(a: Tensors, b: Tensors) -> None:
+    torch.testing.assert_close(dict(a), dict(b), rtol=1e-5, atol=1e-6)

@@ -15,7 +15,7 @@ from fedsim.models.local import mean_gradient_factor
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.recovery import tensor_rate
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import UNKNOWN, Effect, LocalTraining, Noise, Observation
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.5, "planted_gain": 0.1}

@@ -13,7 +13,7 @@ from fedsim.attacking.knowledge import hand_over_row
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import load, names
 from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import Observation
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 from fedsim_attacks.closed_form.membership_inference import MembershipInference

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fedsim.testing.updates import stream
+from fedsim.testing.cases import stream
 from fedsim.types import FedsimError, Update
 from fedsim_defenses.aggregate import Aggregate
 

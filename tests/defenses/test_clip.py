@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsim.contracts.defense import global_norm
-from fedsim.testing.updates import mixed, same, stream
+from fedsim.testing.cases import mixed, same, stream
 from fedsim_defenses.clip import Clip
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

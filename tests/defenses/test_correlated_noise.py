@@ -15,7 +15,7 @@ from fedsim.models.local import local_update
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.scenario.resolve import resolve
-from fedsim.testing.updates import same, stream
+from fedsim.testing.cases import same, stream
 from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
 from fedsim.types import LocalTraining, PrivacyClaim, Tensors

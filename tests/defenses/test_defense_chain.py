@@ -11,7 +11,7 @@ from torch import Tensor
 from fedsim.contracts.defense import global_norm
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import Stack, chain
-from fedsim.testing.updates import mixed, non_finite, same, stream
+from fedsim.testing.cases import mixed, non_finite, same, stream
 from fedsim.types import FedsimError, LocalTraining, Tensors
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip

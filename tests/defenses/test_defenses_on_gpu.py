@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.defense import UpdateDefense
-from fedsim.testing.updates import mixed, stream
+from fedsim.testing.cases import mixed, stream
 from fedsim.types import Tensors
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dp_sgd import DPSGD

@@ -19,7 +19,7 @@ from fedsim.privacy.composition import correlated
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.numerics import gaussian
 from fedsim.scenario.resolve import resolve
-from fedsim.testing.updates import same, stream
+from fedsim.testing.cases import same, stream
 from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, LocalTraining, Update

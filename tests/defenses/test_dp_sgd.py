@@ -15,7 +15,7 @@ from fedsim.models.base import Classifier
 from fedsim.models.local import LossFn, gradient, loss_function
 from fedsim.models.mlp import MLP
 from fedsim.models.resnet import ResNet18
-from fedsim.testing.updates import same, stream
+from fedsim.testing.cases import same, stream
 from fedsim.types import FedsimError, LocalTraining, Relation, Sampling, Tensors
 from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.dropout import Dropout

@@ -10,7 +10,7 @@ import torch
 
 from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.contracts.stack import chain
-from fedsim.testing.updates import stream
+from fedsim.testing.cases import stream
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.gaussian_noise import GaussianNoise

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedsim.testing.updates import mixed, same, stream
+from fedsim.testing.cases import mixed, same, stream
 from fedsim_defenses.gradient_pruning import GradientPruning
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.defense import ServerRound, add_gaussian
-from fedsim.testing.updates import stream
+from fedsim.testing.cases import stream
 from fedsim.types import Tensors, Update
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 from fedsim_defenses.dp_ftrl import DPFTRL

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedsim.testing.updates import same, stream
+from fedsim.testing.cases import same, stream
 from fedsim_defenses.quantization import Quantization
 
 

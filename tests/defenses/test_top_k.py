@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsim.testing.updates import mixed, non_finite, same, stream
+from fedsim.testing.cases import mixed, non_finite, same, stream
 from fedsim_defenses.top_k import TopK
 
 

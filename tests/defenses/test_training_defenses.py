@@ -13,7 +13,7 @@ from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import chain
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.mlp import MLP
-from fedsim.testing.updates import same, stream
+from fedsim.testing.cases import same, stream
 from fedsim.types import LocalTraining
 from fedsim_defenses.dropout import Dropout
 from fedsim_defenses.local_aggregation import LocalAggregation

@@ -23,7 +23,7 @@ from fedsim.recording.files import read_tensors
 from fedsim.results import rows
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
-from fedsim.testing.updates import same
+from fedsim.testing.cases import same
 from fedsim.training.client import ClientResult
 from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload

@@ -12,7 +12,7 @@ from fedsim.models.base import normalize
 from fedsim.recording.files import load_observation, save_observation
 from fedsim.scenario.resolve import resolve
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.training.workload import Workload
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.gradient_matching._matching import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedsim.contracts.defense import UpdateDefense
 from fedsim.contracts.plugins import load, names
 from fedsim.contracts.stack import chain
-from fedsim.testing.updates import mixed, non_finite, same, stream, zeros
+from fedsim.testing.cases import mixed, non_finite, same, stream, zeros
 from fedsim.types import LocalTraining
 from fedsim_defenses.clip import Clip
 

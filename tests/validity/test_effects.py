@@ -19,7 +19,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import chain
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import UNKNOWN, Effect, LocalTraining, Noise, Observation, Tensors
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _body_gradient

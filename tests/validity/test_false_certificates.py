@@ -11,7 +11,7 @@ from fedsim.attacking.replay import attack
 from fedsim.contracts.grant import Grant
 from fedsim.scoring import ScoringError, certificate
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, Reconstruction
 
 

@@ -22,7 +22,7 @@ from fedsim.recording.files import load_observation, save_observation
 from fedsim.recording.truth import save_truth
 from fedsim.scenario.resolve import resolve
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.training.workload import Workload
 from fedsim.types import (
     GroundTruth,

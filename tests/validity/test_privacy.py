@@ -20,7 +20,7 @@ from fedsim.contracts.defense import UpdateDefense, global_norm
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import Stack, chain
 from fedsim.privacy.ledger import Entry, claim
-from fedsim.testing.updates import stream
+from fedsim.testing.cases import stream
 from fedsim.types import LocalTraining, Tensors, Update
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip

@@ -15,7 +15,7 @@ from fedsim import rng
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 

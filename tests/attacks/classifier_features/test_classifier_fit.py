@@ -17,7 +17,7 @@ from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.classifier_features import _profile, classifier_fit
 from fedsim_attacks.classifier_features._certificates import beyond_first_order, relative_errors

@@ -13,7 +13,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.target import GuessRequest
 from fedsim.scoring import baseline, score
 from fedsim.testing import make_observation, make_release
-from fedsim.testing.release import example_rows
+from fedsim.testing.cases import example_rows
 from fedsim.types import Observation, Reconstruction, RowTruth
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_release
-from fedsim.testing.release import example_rows
+from fedsim.testing.cases import example_rows
 from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood
 from fedsim_attacks.closed_form.row_reconstruction import Posterior, Prior, prior
 

@@ -23,7 +23,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.recording.files import read_tensors
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import FedsimError, Observation
 from fedsim_attacks.gradient_matching.generative_prior import (
     GenerativePrior,

@@ -13,7 +13,7 @@ from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim_attacks.gradient_matching.grad_inversion import (
     GradInversion,
     Group,

@@ -14,7 +14,7 @@ from fedsim.contracts.attack import AttackFailed, create, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching._matching import (
     Distance,

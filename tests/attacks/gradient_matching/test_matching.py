@@ -15,7 +15,7 @@ from torch.func import functional_call
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.fast_autograd import _second_order
 from fedsim_attacks.fast_autograd._convolution import Patches, Winograd

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
-from fedsim.testing.observation import example_batch, make_observation
+from fedsim.testing.cases import example_batch, make_observation
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients, total_variation

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.testing import make_observation
-from fedsim.testing.updates import near
+from fedsim.testing.cases import near
 from fedsim_attacks.head_features import head_fit
 from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective
 from fedsim_attacks.head_features.head_fit import OutputSolver, moves, random_starts

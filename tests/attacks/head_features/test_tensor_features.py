@@ -18,7 +18,7 @@ from fedsim.models.base import HeadConfig
 from fedsim.models.head import TwoLayerHead
 from fedsim.scoring import score
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.tensor_features import (
     combine,

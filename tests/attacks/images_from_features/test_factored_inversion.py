@@ -15,8 +15,7 @@ from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
-from fedsim.testing.updates import same
+from fedsim.testing.cases import example_batch, same
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.fast_autograd._smooth_slopes import max_pool, relu
 from fedsim_attacks.gradient_matching._image_priors import chromatic_variation

@@ -13,7 +13,7 @@ from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching._drawing import UNet
 from fedsim_attacks.gradient_matching._image_priors import Features, ForwardPrior

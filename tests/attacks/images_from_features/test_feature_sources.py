@@ -15,7 +15,7 @@ from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import FedsimError, GroundTruth, Observation
 from fedsim_attacks.gradient_matching._drawing import Drawing
 from fedsim_attacks.gradient_matching._matching import Matching, reweighted_cosine

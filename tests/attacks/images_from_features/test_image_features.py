@@ -12,8 +12,7 @@ from fedsim import rng
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
-from fedsim.testing.updates import near
+from fedsim.testing.cases import example_batch, near
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features

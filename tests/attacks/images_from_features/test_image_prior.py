@@ -14,7 +14,7 @@ from fedsim.data.bundled import Digits
 from fedsim.models.base import normalize
 from fedsim.scoring import score
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.images_from_features._image_prior import (
     ImageDistribution,

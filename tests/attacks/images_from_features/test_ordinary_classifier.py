@@ -17,7 +17,7 @@ from fedsim.data.bundled import Photos
 from fedsim.models.base import normalize
 from fedsim.scoring import score
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit, WholeGradient

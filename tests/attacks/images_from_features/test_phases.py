@@ -13,7 +13,7 @@ from fedsim import rng
 from fedsim.attacking.knowledge import Public, hand_over
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import Observation
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import (

@@ -15,7 +15,7 @@ from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import Batches, GroundTruth, LocalTraining, Observation
 from fedsim_attacks.imprint.imprint import ImprintAttack, Segmentation, _clear_jumps, segment
 

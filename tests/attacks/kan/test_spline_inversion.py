@@ -17,7 +17,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.splines import spline_basis
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.kan.spline_inversion import (
     SplineGradient,

@@ -14,7 +14,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import Classifier
 from fedsim.models.local import mean_gradient_factor
 from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
+from fedsim.testing.cases import example_batch
 from fedsim.types import LocalTraining, Observation
 from fedsim_attacks.labels import label_inference
 from fedsim_attacks.labels.label_inference import LabelInference, infer_labels

@@ -1,0 +1,490 @@
+"""Cases for the suites: a plugin, updates that a defense has to cope with, and what a server sees.
+
+Observations and releases are honest and come with their truth, without a federation: known answers
+for attacks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import pydantic
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.defense import NoisyAggregation, ServerRound
+from fedsim.contracts.guarantee import Release
+from fedsim.contracts.learner import Request
+from fedsim.contracts.plugins import Plugin
+from fedsim.contracts.stack import Stack
+from fedsim.learners.sgd import as_pixels, train
+from fedsim.models.base import build, normalize
+from fedsim.models.local import features_of
+from fedsim.recording.files import observation_id
+from fedsim.scenario.build import (
+    announced,
+    build_learner,
+    build_stack,
+    declared_training,
+    problem_of,
+)
+from fedsim.scenario.model import Data, PluginRef, Scenario
+from fedsim.types import (
+    Dataset,
+    GroundTruth,
+    LocalTraining,
+    ModelSpec,
+    Observation,
+    ReleaseSpec,
+    RowTruth,
+    Table,
+    Tensors,
+    Update,
+)
+from fedsim.words import number_of
+
+P = TypeVar("P", bound=Plugin)
+
+
+class PluginContract(ABC, Generic[P]):
+    """Tests the parameters and the source of any plugin."""
+
+    @abstractmethod
+    def make(self) -> P:
+        """Returns the plugin under test."""
+
+    def test_parameters_are_resolved_and_unknown_ones_refused(self) -> None:
+        """A record's parameters make the same plugin again; a typo is refused."""
+        plugin = self.make()
+        resolved = plugin.model_dump(mode="json")
+        assert type(plugin).model_validate(resolved) == plugin
+        with pytest.raises(pydantic.ValidationError):
+            type(plugin).model_validate({**resolved, "no_such_parameter": 1})
+
+    def test_the_source_is_cited(self) -> None:
+        """Users are shown `paper` and the docstring's first line."""
+        assert self.make().paper
+        assert (type(self.make()).__doc__ or "").strip()
+
+
+BOUND = 2.0
+"""The suites take this L2 bound as proven by the defenses before."""
+
+
+def example_training(**changes: object) -> LocalTraining:
+    """Returns a declared training of one step on three images, with `changes`."""
+    fields: dict[str, object] = {"algorithm": "fedsgd", "steps": 1, "batch_size": 3, "lr": 0.1}
+    return LocalTraining(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def stream(seed: int = 1) -> torch.Generator:
+    """Returns a fresh generator; the same seed is the same stream."""
+    return torch.Generator().manual_seed(seed)
+
+
+def mixed(scale: float = 1.0) -> dict[str, Tensor]:
+    """Returns an update with every floating-point type, a 0-d, an empty and a repeated entry."""
+    draw = stream(0)
+    return {
+        "single": scale * torch.randn(4, 3, generator=draw),
+        "double": scale * torch.randn(5, generator=draw, dtype=torch.float64),
+        "half": (scale * torch.randn(2, 3, generator=draw)).half(),
+        "bfloat": (scale * torch.randn(3, generator=draw)).bfloat16(),
+        "scalar": scale * torch.randn((), generator=draw),
+        "empty": torch.zeros(0, 3),
+        "ties": torch.full((6,), scale),
+    }
+
+
+def near(vectors: Tensor, by: float) -> Tensor:
+    """Moves each of the (N, d) `vectors` in a random direction, `by` times its length."""
+    directions = torch.randn(vectors.shape, generator=stream())
+    lengths = vectors.norm(dim=1, keepdim=True) / directions.norm(dim=1, keepdim=True)
+    perturbed: Tensor = vectors + by * lengths * directions
+    return perturbed
+
+
+def zeros() -> dict[str, Tensor]:
+    """Returns the update of a client that has learned nothing."""
+    return {name: torch.zeros_like(tensor) for name, tensor in mixed().items()}
+
+
+def non_finite(value: float) -> dict[str, Tensor]:
+    """Returns an update with one entry of `value`."""
+    update = mixed()
+    update["single"][1, 1] = value
+    return update
+
+
+UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
+    "ordinary": mixed,
+    "tiny": lambda: mixed(1e-6),
+    "large": lambda: mixed(1e4),
+    "zero": zeros,
+    "no tensors": dict,
+    "NaN": lambda: non_finite(math.nan),
+    "infinite": lambda: non_finite(math.inf),
+}
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    """Whether names, shapes, types and bits are equal (NaN equals NaN)."""
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype
+        and a[name].shape == b[name].shape
+        and bool(((a[name] == b[name]) | (a[name].isnan() & b[name].isnan())).all())
+        and bool((torch.signbit(a[name]) == torch.signbit(b[name])).all())
+        for name in a
+    )
+
+
+def copy(tensors: Tensors) -> dict[str, Tensor]:
+    """Clones all tensors."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def make_observation(
+    images: Tensor,
+    labels: Tensor,
+    *,
+    model: str = "lenet",
+    model_parameters: Mapping[str, Any] | None = None,
+    num_classes: int = 10,
+    training: LocalTraining | None = None,
+    defense: Sequence[Mapping[str, Any]] = (),
+    num_clients: int = 1,
+    seed: int = 0,
+    weights: Tensors | None = None,
+) -> tuple[Observation, GroundTruth]:
+    """Returns what a server sees of clients who train a model on `images`, and the truth.
+
+    Args:
+        images: (N, C, H, W) pixels in [0, 1]: those of the first client's first step, then of
+            its second, and so on.
+        labels: (N,) int64.
+        model: a registered model.
+        model_parameters: of the model.
+        num_classes: of the model.
+        training: as declared, before the training defenses; None is one gradient of each
+            client's images, in train mode.
+        defense: lists defenses as a scenario does, `name` and parameters each.
+        num_clients: that train; several take an aggregation defense that combines them.
+        seed: draws the weights and the defenses' noise.
+        weights: parameters and buffers to start from, in place of fresh ones.
+
+    Raises:
+        PluginError: the model or a defense is not installed.
+        RuntimeError: `weights` are not those of the model.
+        ValueError: the number of images is not what the training needs, or several clients' updates
+            are not combined.
+    """
+    refs = [reference(member) for member in defense]
+    stack = build_stack(refs)
+    declared = training or LocalTraining(
+        algorithm="fedsgd", steps=1, batch_size=len(images) // num_clients, lr=0.1
+    )
+    training = stack.training(declared)
+    if len(images) != training.num_images * num_clients:
+        raise ValueError(
+            f"expected {number_of(num_clients * training.num_images, 'image')}, "
+            f"{training.num_images} of each client, got {len(images)}"
+        )
+    if num_clients > 1 and stack.aggregation is None:
+        raise ValueError("several clients' updates need an aggregation defense to combine them")
+
+    spec = _spec_of(images, model, model_parameters, num_classes)
+    network = build(spec, rng.derive(seed, "model"))
+    if weights is not None:
+        network.load_state_dict(dict(weights))
+    parameters = {name: value.detach().clone() for name, value in network.named_parameters()}
+    buffers = {name: value.clone() for name, value in network.named_buffers()}
+    updates, features = [], []
+    for client, (x, y) in enumerate(
+        zip(images.chunk(num_clients), labels.chunk(num_clients), strict=True)
+    ):
+        distinct = training.num_images // training.batch_size
+        batches = list(zip(normalize(x, spec).chunk(distinct), y.chunk(distinct), strict=True))
+        features += [features_of(network, parameters, buffers, b, training) for b, _ in batches]
+        batches *= training.steps // distinct
+        stream = rng.generator(seed, "defense", client)
+        trained = train(network, parameters, buffers, batches, training, stack, stream)
+        defended, _ = stack.apply(trained.update, stack.init(trained.update, declared), stream)
+        released = trained.buffers if training.mode == "train" else {}
+        updates.append(Update(tensors=defended, num_examples=training.num_images, buffers=released))
+    start = _Start(parameters, buffers, spec, training)
+    observation = _seen(stack, refs, declared, None, updates, start, seed)
+    truth = GroundTruth(images=images.clone(), labels=labels.clone(), features=torch.cat(features))
+    return observation, truth
+
+
+def _spec_of(
+    images: Tensor, model: str, parameters: Mapping[str, Any] | None, num_classes: int
+) -> ModelSpec:
+    channels = images.shape[1]
+    return ModelSpec(
+        name=model,
+        parameters=dict(parameters or {}),
+        input_shape=(channels, images.shape[2], images.shape[3]),
+        num_classes=num_classes,
+        mean=(0.4,) * channels,
+        std=(0.25,) * channels,
+    )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What clients start from."""
+
+    parameters: Tensors
+    buffers: Tensors
+    spec: ModelSpec | ReleaseSpec
+    training: LocalTraining
+
+
+def _seen(
+    stack: Stack,
+    refs: Sequence[PluginRef],
+    declared: LocalTraining,
+    release: Release | None,
+    updates: list[Update],
+    start: _Start,
+    seed: int,
+) -> Observation:
+    """Returns what the server sees of all clients' `updates`."""
+    update = combined(stack, updates, declared, release, seed)
+    client = -1 if stack.aggregation else 0
+    return Observation(
+        id=observation_id("example", 1, client, "training"),
+        update=update.tensors,
+        buffers_update=update.buffers,
+        parameters=start.parameters,
+        buffers=start.buffers,
+        spec=start.spec,
+        training=start.training,
+        defense=announced(stack, refs, declared, release),
+        effect=stack.effect(declared, release),
+        vantage=stack.vantage,
+        round=1,
+        client=client,
+        num_clients=len(updates),
+        trial=0,
+        seed=0,
+    )
+
+
+def combined(
+    stack: Stack,
+    updates: list[Update],
+    declared: LocalTraining,
+    release: Release | None,
+    seed: int,
+) -> Update:
+    """Returns what the server sees of all `updates` in its first round.
+
+    Args:
+        stack: of the federation.
+        updates: of the clients.
+        declared: local training before any defense changes it.
+        release: of a closed-form learner, else None.
+        seed: draws the server's noise.
+    """
+    aggregation = stack.aggregation
+    if aggregation is None:
+        return updates[0]
+    aggregate = aggregation.combine(updates)
+    if not isinstance(aggregation, NoisyAggregation):
+        return aggregate
+    *_, before, _ = stack.guarantees(declared, release)
+    stream = rng.generator(seed, "defense", "server")
+    count, bound = len(updates), before.sensitivity
+    return aggregation.add_noise(
+        aggregate, ServerRound(clients=count, sensitivity=bound, stream=stream, before=None)
+    )
+
+
+def reference(plugin: Mapping[str, Any]) -> PluginRef:
+    """Returns a scenario's entry, `name` and parameters, in the form that a scenario holds."""
+    parameters = {key: value for key, value in plugin.items() if key != "name"}
+    return PluginRef(name=plugin["name"], parameters=parameters)
+
+
+def example_batch(count: int, shape: tuple[int, int, int] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
+    """Returns `count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, ..."""
+    images = torch.rand(count, *shape, generator=rng.generator(0, "example"))
+    return images, (3 * torch.arange(1, count + 1)) % 10
+
+
+_CPU = torch.device("cpu")
+
+
+def make_release(
+    rows: Tensor,
+    members: Tensor,
+    *,
+    learner: str = "sketch",
+    parameters: Mapping[str, Any] | None = None,
+    defense: Sequence[Mapping[str, Any]] = (),
+    num_clients: int = 1,
+    intercept: bool = True,
+    classes: tuple[str, ...] | None = None,
+    row_norm: float | None = None,
+    seed: int = 0,
+) -> tuple[Observation, RowTruth]:
+    """Returns what a server sees of a release from the `members` among `rows`, and the truth.
+
+    Args:
+        rows: (N, d + 1) features and target in [-1, 1], no longer than `row_norm`: those of the
+            first client, then of the second, as many of each.
+        members: (N,) bool: those that take part.
+        learner: a registered closed-form learner.
+        parameters: of the learner.
+        defense: lists defenses as a scenario does.
+        num_clients: that release; several take an aggregation defense that combines them.
+        intercept: whether the last feature is the constant 1.
+        classes: of a target that is -1 or +1, else None.
+        row_norm: bound on the L2 norm of a row; default: sqrt(d + 1).
+        seed: draws the random matrices and the defenses' noise.
+
+    Raises:
+        PluginError: the learner or a defense is not installed.
+        FedsimError: they do not fit each other.
+        ValueError: several clients' releases are not combined.
+    """
+    stack = build_stack([reference(member) for member in defense])
+    if num_clients > 1 and stack.aggregation is None:
+        raise ValueError("several clients' releases need an aggregation defense to combine them")
+    size = rows.shape[1]
+    table = Table(
+        name="example",
+        train_rows=rows,
+        train_labels=torch.zeros(len(rows), dtype=torch.int64),
+        test_rows=rows,
+        columns=tuple(f"column {i}" for i in range(size)),
+        row_norm=math.sqrt(size) if row_norm is None else row_norm,
+        classes=classes,
+        intercept=intercept,
+        private_statistics=(),
+    )
+    scenario = _scenario(learner, parameters, num_clients)
+    return _observe_release(
+        scenario, stack, table, (rows, table.train_labels), members, defense, seed
+    )
+
+
+def make_kernel_release(
+    images: Tensor,
+    labels: Tensor,
+    members: Tensor,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    defense: Sequence[Mapping[str, Any]] = (),
+    num_clients: int = 1,
+    seed: int = 0,
+) -> tuple[Observation, RowTruth]:
+    """Returns what a server sees of a kernel regression of images, and the truth.
+
+    Args:
+        images: (N, C, H, W) uint8.
+        labels: (N,) int64, of as many classes as the largest says.
+        members: (N,) bool: those that take part.
+        parameters: of learner ntk.
+        defense: lists defenses as a scenario does.
+        num_clients: that release; without an aggregation defense the release is the first
+            client's.
+        seed: draws the neurons and the defenses' noise.
+
+    Raises:
+        PluginError: a defense is not installed.
+        FedsimError: they do not fit each other.
+    """
+    stack = build_stack([reference(member) for member in defense])
+    channels = images.shape[1]
+    dataset = Dataset(
+        name="example",
+        train_images=images,
+        train_labels=labels,
+        test_images=images,
+        test_labels=labels,
+        mean=(0.5,) * channels,
+        std=(0.5,) * channels,
+        classes=tuple(f"class {i}" for i in range(int(labels.max()) + 1)),
+        private_statistics=(),
+    )
+    learner = build_learner(PluginRef(name="ntk", parameters=dict(parameters or {})))
+    scenario = _scenario("ntk", learner.model_dump(mode="json"), num_clients)
+    held = (as_pixels(images), labels)
+    return _observe_release(scenario, stack, dataset, held, members, defense, seed)
+
+
+def _scenario(learner: str, parameters: Mapping[str, Any] | None, clients: int) -> Scenario:
+    return Scenario(
+        name="example",
+        data=Data(source=PluginRef(name="example"), clients=clients),
+        learner=PluginRef(name=learner, parameters=dict(parameters or {})),
+        attacks=[],
+    )
+
+
+def _observe_release(
+    scenario: Scenario,
+    stack: Stack,
+    dataset: Dataset | Table,
+    data: tuple[Tensor, Tensor],
+    members: Tensor,
+    defense: Sequence[Mapping[str, Any]],
+    seed: int,
+) -> tuple[Observation, RowTruth]:
+    """Returns the release of the `members` among the clients' data, which is equally divided."""
+    problem = problem_of(scenario, stack, dataset.without_training(), len(members), _CPU)
+    refs = [reference(member) for member in defense]
+    computation = build_learner(scenario.learner).start(problem)
+    before, buffers = computation.initial()
+    declared = declared_training(scenario)
+    parts = torch.arange(len(members)).chunk(scenario.data.clients)
+    if stack.aggregation is None:
+        parts = parts[:1]
+    updates = []
+    for client, indices in enumerate(parts):
+        kept = indices[members[indices]]
+        stream = rng.generator(seed, "defense", client)
+        request = Request(
+            batches=[(data[0][kept], data[1][kept])],
+            parameters=before,
+            buffers=buffers,
+            training=declared,
+            stream=rng.generator(seed, "learner", client),
+            recorded=True,
+        )
+        released = computation.compute(request, stream).update
+        state = stack.init(released, declared, computation.release)
+        defended, _ = stack.apply(released, state, stream)
+        updates.append(Update(tensors=defended, num_examples=1))
+    spec = computation.describe()
+    assert spec is not None
+    start = _Start(before, buffers, spec, declared)
+    observation = _seen(stack, refs, declared, computation.release, updates, start, seed)
+    order = torch.cat(parts)
+    truth = computation.candidates(data[0][order], data[1][order])
+    assert truth is not None
+    clients = torch.cat([torch.full((len(part),), i) for i, part in enumerate(parts)])
+    return observation, replace(
+        truth, rows=truth.rows.clone(), members=members[order].clone(), clients=clients
+    )
+
+
+def example_rows(count: int, columns: int = 4) -> tuple[Tensor, Tensor]:
+    """Returns rows (count, columns) float64, and which of them take part, (count,) bool.
+
+    Entries are uniform in [-1, 1] but for a constant feature 1 before the target. Two of three rows
+    take part.
+    """
+    stream = rng.generator(0, "example rows")
+    rows = torch.rand(count, columns, generator=stream, dtype=torch.float64) * 2 - 1
+    rows[:, -2] = 1
+    return rows, torch.arange(count) % 3 > 0
