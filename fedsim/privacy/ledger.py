@@ -172,15 +172,15 @@ def _not_covered(mechanism: Proven, entry: Entry) -> str | None:
     )
     cases = {
         f"one {mechanism.unit} moves what all compute, through what was computed from "
-        f"clients' data without noise: {'; '.join(moving)}": moving,
+        f"clients' data without noise: {'; '.join(moving)}": bool(moving),
         "clients release batch-norm statistics, which the defense does not protect; "
         "choose the model's norm: group": entry.buffers_released,
         "clients release tensors that no defense acts on, for they hold no floating-point "
-        f"numbers: {', '.join(entry.unprotected)}; let the learner release these as floats": (
+        f"numbers: {', '.join(entry.unprotected)}; let the learner release these as floats": bool(
             entry.unprotected
         ),
-        _PROBED: is_composed_once and entry.probes,
-        _REPEATED: is_composed_once and entry.repeated_rounds and entry.repeats > 1,
+        _PROBED: is_composed_once and bool(entry.probes),
+        _REPEATED: is_composed_once and entry.repeated_rounds > 0 and entry.repeats > 1,
     }
     return next((reason for reason, is_so in cases.items() if is_so), None)
 

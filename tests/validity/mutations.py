@@ -56,8 +56,8 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         "a mean of very many examples in float32": drop(
             "defenses/per_example.py:clipped_mean", "dtype=torch.float64", STATED
         ),
-        "a claim beside tensors that no defense acts on": never(
-            "fedsim/privacy/ledger.py:claim", "unprotected", STATED
+        "a claim beside tensors that no defense acts on": swap(
+            "fedsim/privacy/ledger.py:_not_covered", "bool(entry.unprotected)", "False", STATED
         ),
         "images in the order of their classes": swap(
             "fedsim/data/folder.py:_in_order",
@@ -80,8 +80,8 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             SENSITIVITY,
         ),
         "private statistics void nothing": swap(
-            "fedsim/privacy/ledger.py:claim",
-            "(private_statistics or {}).get(held.mechanism.unit, ())",
+            "fedsim/privacy/ledger.py:_not_covered",
+            "entry.private_statistics.get(mechanism.unit, ())",
             "()",
             SENSITIVITY,
         ),
@@ -186,7 +186,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             LOW_BITS,
         ),
         "one look at noise that spares a tensor": swap(
-            "fedsim/audit/looks.py:strongest",
+            "fedsim/audit/two_worlds.py:strongest",
             "best if told[best] > _GAIN * told[0] else 0",
             "0",
             "tests/audit/test_noise_structure.py",
@@ -197,7 +197,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/privacy/composition/test_poisson.py",
         ),
         "the paper's Gaussian step beyond ε = 1": swap(
-            "fedsim/privacy/baselines/correlated_paper.py:epsilon",
+            "fedsim/privacy/baselines.py:kan_epsilon",
             "max(_classical(delta) * reach / noise, exact)",
             "_classical(delta) * reach / noise",
             "tests/privacy/baselines/test_kan_paper.py",
@@ -371,7 +371,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             EFFECTS,
         ),
         "bounds of removed entries ignored": swap(
-            "attacks/images_from_features/_part_update.py:_bounds",
+            "attacks/images_from_features/_body_gradient.py:_bounds",
             "removed is None or observation.effect.noisy",
             "removed",
             EFFECTS,
@@ -1046,7 +1046,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             REFUSALS,
         ),
         "rounding makes an update longer than its noise covers": swap(
-            "fedsim/federation/secure_aggregation/fixed_point.py:_rounded",
+            "fedsim/federation/secure_aggregation/layout.py:_rounded",
             "math.isinf",
             "math.isfinite",
             FIXED_POINT,
@@ -1058,7 +1058,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             FIXED_POINT,
         ),
         "rounding goes one way": swap(
-            "fedsim/federation/secure_aggregation/fixed_point.py:_rounded",
+            "fedsim/federation/secure_aggregation/layout.py:_rounded",
             "part + rng.uniform((len(part),), stream).numpy()",
             "part",
             FIXED_POINT,
