@@ -27,10 +27,10 @@ from fedsim import rng
 from fedsim.contracts.defense import SumTerms
 from fedsim.federation import wire
 from fedsim.federation.secure_aggregation import messages
-from fedsim.federation.secure_aggregation.client import Client
+from fedsim.federation.secure_aggregation.client import SumClient
 from fedsim.federation.secure_aggregation.layout import Layout, Ring
 from fedsim.federation.secure_aggregation.secrets import Identity
-from fedsim.federation.secure_aggregation.server import Server
+from fedsim.federation.secure_aggregation.server import SumServer
 from fedsim.federation.secure_aggregation.terms import Terms
 from fedsim.types import Update
 
@@ -79,8 +79,8 @@ def case(clients: int, parameters: int) -> dict[str, Any]:
     terms = Terms(session=os.urandom(32), participants=tuple(range(clients)), threshold=2 / 3)
     keys = [Ed25519PrivateKey.generate() for _ in range(clients)]
     peers = {n: key.public_key().public_bytes_raw() for n, key in enumerate(keys)}
-    sides = [Client(terms, n, Identity(key=keys[n], peers=peers)) for n in range(clients)]
-    server = Server(terms)
+    sides = [SumClient(terms, n, Identity(key=keys[n], peers=peers)) for n in range(clients)]
+    server = SumServer(terms)
     directory = {n: clock.of("keys", side.keys, _fresh) for n, side in enumerate(sides)}
     clock.of("server", server.publish, directory)
     for n, side in enumerate(sides):

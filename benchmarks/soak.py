@@ -31,14 +31,14 @@ import yaml
 from fedsim import pipeline
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.node import JOINED
-from fedsim.federation.network.up import Federation, federation
+from fedsim.federation.network.up import RunningFederation, federation
 
 _MARK = "FEDSIM_SOAK"
 """Variable by which processes that a soak has started are told from others."""
 _POLL_SECONDS = 0.05
 _NEVER_SECONDS = 300.0
 
-Fault = Callable[[Federation], float | None]
+Fault = Callable[[RunningFederation], float | None]
 """Strikes, and returns after how many seconds the SuperLink had let the nodes in again, if any."""
 
 
@@ -64,7 +64,7 @@ def scenario(rounds: int, nodes: int, timeout: float) -> dict[str, Any]:
 def kill_node(*clients: int) -> Fault:
     """Kill the nodes of these clients, with all that they have started."""
 
-    def strike(there: Federation) -> float:
+    def strike(there: RunningFederation) -> float:
         killed = [there.nodes()[client] for client in clients]
         begun = time.monotonic()
         for node in killed:
@@ -82,12 +82,12 @@ def kill_node(*clients: int) -> Fault:
     return strike
 
 
-def kill_superlink(there: Federation) -> None:
+def kill_superlink(there: RunningFederation) -> None:
     """Kill the SuperLink, which comes back with its database."""
     os.kill(there.superlink().pid, signal.SIGKILL)
 
 
-def kill_gate(there: Federation) -> None:
+def kill_gate(there: RunningFederation) -> None:
     """Kill the gate."""
     os.kill(there.gate_process(), signal.SIGKILL)
 
@@ -95,7 +95,7 @@ def kill_gate(there: Federation) -> None:
 def stop_node(client: int, seconds: float) -> Fault:
     """Stop a node and its SuperNode, and let them go on after `seconds`."""
 
-    def strike(there: Federation) -> None:
+    def strike(there: RunningFederation) -> None:
         node = there.nodes()[client].pid
         stopped = [node, *children(node)]
         for process in stopped:
@@ -117,7 +117,7 @@ class Sample:
     files: dict[str, int]
 
     @classmethod
-    def of(cls, there: Federation) -> Sample:
+    def of(cls, there: RunningFederation) -> Sample:
         """Measure the runner (this process), the SuperLink, the gate, and the mean node."""
         nodes = [[node.pid, *children(node.pid)] for node in there.nodes()]
         parts = {
@@ -233,7 +233,7 @@ def left_in(temporary: Path) -> list[str]:
 
 
 def _follow(
-    there: Federation,
+    there: RunningFederation,
     out: Path,
     faults: Mapping[int, Fault],
     report: Report,
@@ -253,7 +253,7 @@ def _follow(
                 threading.Thread(target=_strike, args=(strike, there, report), daemon=True).start()
 
 
-def _strike(fault: Fault, there: Federation, report: Report) -> None:
+def _strike(fault: Fault, there: RunningFederation, report: Report) -> None:
     seconds = fault(there)
     if seconds is not None:
         report.back.setdefault(fault.__name__, []).append(round(seconds, 1))

@@ -118,7 +118,7 @@ fails where it draws too narrowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Posterior:
+class RowPosterior:
     """Of a row before it is scaled to the bound."""
 
     likelihood: ReleaseLikelihood
@@ -221,10 +221,10 @@ class _Part:
 
 
 @dataclass(kw_only=True)
-class Search(AttackState):
+class RowSearch(AttackState):
     """The best rows so far, and the starts of further searches."""
 
-    posterior: Posterior | KernelPosterior
+    posterior: RowPosterior | KernelPosterior
     starts: list[Tensor]
     """(d + 1,) each, rows before they are scaled to the bound."""
     candidates: list[tuple[Tensor, Tensor]]
@@ -233,7 +233,7 @@ class Search(AttackState):
 
 
 @final
-class RowReconstruction(Attack[Search]):
+class RowReconstruction(Attack[RowSearch]):
     """Estimates the missing row from the release and all other rows: the mean of its posterior."""
 
     on_processor: ClassVar[bool] = True
@@ -257,18 +257,20 @@ class RowReconstruction(Attack[Search]):
     alpha: bool = True
     """Of a kernel regression, whether its coefficients α̃ are used, too."""
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Search:
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> RowSearch:
         """Chooses the likeliest of the closed-form estimates as starts."""
         if observation.payload in KERNELS:
             return self._unmatched(observation, knowledge, rng)
         known = release_likelihood(observation, knowledge)
         expected = prior(observation.release, knowledge, self.prior == "others")
-        posterior = Posterior(likelihood=known, prior=expected)
+        posterior = RowPosterior(likelihood=known, prior=expected)
         starts = [_clamped(row, expected) for row in (expected.mean, *_estimates(known, expected))]
         starts = [other for row in starts for other in _with_targets(row, expected)]
         losses = posterior.loss(torch.stack(starts))
         starts = [starts[i] for i in losses.argsort()[: self.starts].tolist()]
-        return Search(
+        return RowSearch(
             posterior=posterior,
             starts=starts,
             candidates=[(losses.min(), starts[0])],
@@ -276,9 +278,9 @@ class RowReconstruction(Attack[Search]):
             loss=losses.min(),
         )
 
-    def step(self, state: Search) -> Search:
+    def step(self, state: RowSearch) -> RowSearch:
         """Searches from the next start."""
-        assert isinstance(state.posterior, Posterior)
+        assert isinstance(state.posterior, RowPosterior)
         row = self._search(state.posterior, state.starts[state.iteration])
         loss = state.posterior.loss(row[None])[0]
         candidates = sorted([*state.candidates, (loss, row)], key=lambda entry: float(entry[0]))
@@ -286,11 +288,11 @@ class RowReconstruction(Attack[Search]):
             state, candidates=candidates, loss=candidates[0][0], iteration=state.iteration + 1
         )
 
-    def terminate(self, state: Search) -> bool:
+    def terminate(self, state: RowSearch) -> bool:
         """Says whether all starts have been searched from."""
         return state.iteration >= len(state.starts)
 
-    def postprocess(self, state: Search) -> Reconstruction:
+    def postprocess(self, state: RowSearch) -> Reconstruction:
         """Returns the scaled row. The loss is the least negative log posterior density."""
         posterior, maxima = state.posterior, [row for _, row in state.candidates]
         row = posterior.scaled(maxima[0][None])
@@ -306,7 +308,7 @@ class RowReconstruction(Attack[Search]):
 
     def _unmatched(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Search:
+    ) -> RowSearch:
         """Matches released rows with the known ones; of the last one nothing is searched."""
         known = known_rows(knowledge)
         model = read_model(observation, known)
@@ -317,9 +319,11 @@ class RowReconstruction(Attack[Search]):
             alpha=self.alpha,
         )
         row, loss = posterior.released(), posterior.loss()
-        return Search(posterior=posterior, starts=[], candidates=[(loss, row)], rng=rng, loss=loss)
+        return RowSearch(
+            posterior=posterior, starts=[], candidates=[(loss, row)], rng=rng, loss=loss
+        )
 
-    def _search(self, posterior: Posterior, start: Tensor) -> Tensor:
+    def _search(self, posterior: RowPosterior, start: Tensor) -> Tensor:
         """Searches the nearest maximum of the posterior within the ranges, at the start's class.
 
         Entries that leave their range are set to its end, and the others searched again.
@@ -334,7 +338,7 @@ class RowReconstruction(Attack[Search]):
             free &= ~outside
         return row
 
-    def _maximize(self, posterior: Posterior, start: Tensor, places: Tensor) -> Tensor:
+    def _maximize(self, posterior: RowPosterior, start: Tensor, places: Tensor) -> Tensor:
         """Maximizes the posterior over the entries `places` of `start`."""
         from scipy.optimize import minimize
 

@@ -77,7 +77,7 @@ class Geometry(NamedTuple):
         return less, windows[0], windows[1]
 
 
-class Problem(NamedTuple):
+class ConvolutionShape(NamedTuple):
     """Shapes of one convolution."""
 
     images: torch.Size
@@ -100,7 +100,7 @@ class Algorithm(ABC):
     the products of the same algorithm only.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ConvolutionShape) -> None:
         self.problem = problem
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Patches(Algorithm):
     """
 
     @staticmethod
-    def pays(problem: Problem) -> bool:
+    def pays(problem: ConvolutionShape) -> bool:
         """Where weights are many and positions few; not for grouped convolutions."""
         h, v = problem.outputs
         many = problem.images[0] * h * v * _WEIGHTS_PER_POSITION
@@ -282,19 +282,19 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 class Winograd(Algorithm):
     """F(4x4, 3x3) for stride 1; T tiles cover the outputs of the batch."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ConvolutionShape) -> None:
         super().__init__(problem)
         height, width = problem.outputs
         self._tiles = -(-height // _OUT), -(-width // _OUT)
 
     @staticmethod
-    def applies(problem: Problem) -> bool:
+    def applies(problem: ConvolutionShape) -> bool:
         """To kernels of 3x3, stride 1."""
         (stride, _, dilation, groups), kernel = problem.geometry, problem.weights[2:]
         return kernel == (3, 3) and stride == dilation == (1, 1) and groups == 1
 
     @staticmethod
-    def pays(problem: Problem) -> bool:
+    def pays(problem: ConvolutionShape) -> bool:
         """Where the transforms cost less than the multiplications that they save."""
         height, width = problem.outputs
         tiles = problem.images[0] * -(-height // _OUT) * -(-width // _OUT)

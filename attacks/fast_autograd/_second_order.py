@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from fedsim_attacks.fast_autograd._convolution import (
     Algorithm,
+    ConvolutionShape,
     Direct,
     Geometry,
     Patches,
-    Problem,
     Winograd,
 )
 from fedsim_attacks.fast_autograd._layers import (
@@ -115,7 +115,7 @@ class _Layer:
 
     def __call__(self, x: Tensor) -> Tensor:
         w, b = self._module.weight, self._module.bias
-        algorithm = _fastest(Problem(x.shape, w.shape, self._geometry), x.device.type)
+        algorithm = _fastest(ConvolutionShape(x.shape, w.shape, self._geometry), x.device.type)
         y: Tensor = _Convolution.apply(
             x, w, b, self._weights(algorithm, w.detach(), w.is_leaf), algorithm
         )
@@ -134,7 +134,7 @@ class _Layer:
 
 
 @lru_cache(maxsize=256)
-def _fastest(problem: Problem, device: str) -> Algorithm:
+def _fastest(problem: ConvolutionShape, device: str) -> Algorithm:
     if device == "cpu":  # accelerators' own kernels choose among algorithms like these
         if Patches.pays(problem):
             return Patches(problem)

@@ -148,7 +148,7 @@ def trusted(noise: float) -> float:
     return math.sqrt(clear / (noise + clear))
 
 
-class Features(NamedTuple):
+class KnownFeatures(NamedTuple):
     """Features (N, d) that the images are known to have, in their order."""
 
     values: Tensor
@@ -173,7 +173,7 @@ class ForwardPrior:
         self,
         observation: Observation,
         knowledge: Knowledge,
-        features: Features | None,
+        features: KnownFeatures | None,
         *,
         feature_weight: float = 1.0,
         batch_norm: float = 0.0,

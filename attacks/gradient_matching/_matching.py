@@ -61,7 +61,7 @@ _ROUNDING = 1e-11
 
 
 @dataclass(frozen=True)
-class Target:
+class MatchedUpdate:
     """The observed update, in the parts that candidates can reach."""
 
     tensors: list[Tensor]
@@ -71,13 +71,13 @@ class Target:
     """|t|² of the entries that are zero in every recomputed update and left out (0-d)."""
 
 
-Distance = Callable[[Sequence[Tensor], Target], tuple[Tensor, list[Tensor], Tensor]]
+Distance = Callable[[Sequence[Tensor], MatchedUpdate], tuple[Tensor, list[Tensor], Tensor]]
 """(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in
 the update is scale * direction. Closed forms: autograd would keep a graph of them."""
 
 
 def cosine_distance(
-    update: Sequence[Tensor], target: Target
+    update: Sequence[Tensor], target: MatchedUpdate
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Computes 1 - <u, t> / (|u| |t|) over all parameters (Geiping et al. 2020, equation 4)."""
     product, square = inner_product(update, target.tensors), inner_product(update, update)
@@ -90,7 +90,7 @@ def cosine_distance(
 
 
 def squared_distance(
-    update: Sequence[Tensor], target: Target
+    update: Sequence[Tensor], target: MatchedUpdate
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Computes |u - t|² / |t|²: equation 4 of Zhu et al. 2019 in units of the observed update."""
     direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
@@ -107,7 +107,9 @@ def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Dist
     does not count.
     """
 
-    def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
+    def distance(
+        update: Sequence[Tensor], target: MatchedUpdate
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
         losses, direction = [], []
         told = [t.square().sum() > _ROUNDING * target.square for t in target.tensors]
         counted = torch.stack([weight * each for weight, each in zip(weights, told, strict=True)])
@@ -224,7 +226,7 @@ class Matching:
         window = self._windows.get(name)
         return self._lay(tensor if window is None else tensor[window])
 
-    def _make_target(self) -> Target:
+    def _make_target(self) -> MatchedUpdate:
         update = [(n, self._observation.update[n].to(self._dtype)) for n in self.names]
         zero = torch.zeros((), dtype=self._dtype, device=self.device)
         outside = []
@@ -234,7 +236,7 @@ class Matching:
             dead = self._observation.update[name].to(self._dtype, copy=True)
             dead[window] = 0
             outside.append(dead.square().sum())
-        return Target(
+        return MatchedUpdate(
             tensors=[self._live(name, tensor) for name, tensor in update],
             square=inner_product(*[[tensor for _, tensor in update]] * 2) if update else zero,
             outside=torch.stack([zero, *outside]).sum(),

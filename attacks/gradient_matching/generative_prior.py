@@ -149,7 +149,7 @@ _LATENT_SHARE = 11
 
 
 @dataclass(kw_only=True)
-class Search(AttackState):
+class GeneratorSearch(AttackState):
     """The generators and codes that draw the candidate, and the best so far by own loss."""
 
     matching: Matching
@@ -173,7 +173,7 @@ class Search(AttackState):
 
 
 @final
-class GenerativePrior(IterativeAttack[Search]):
+class GenerativePrior(IterativeAttack[GeneratorSearch]):
     """Matches the update's direction by what a generator draws: trained elsewhere, or untrained.
 
     Two methods: without `weights` it is not that of Jeon et al. With `weights` (GIAS) codes are
@@ -222,7 +222,9 @@ class GenerativePrior(IterativeAttack[Search]):
         """Returns the public data of the generator, if it is a trained one."""
         return () if self.public is None else (f"public={self.public}",)
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Search:
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> GeneratorSearch:
         """Draws random codes; reads the generator from its file, or draws its weights.
 
         Raises:
@@ -245,7 +247,7 @@ class GenerativePrior(IterativeAttack[Search]):
         codes.requires_grad_()
         infinite = torch.full((), torch.inf, device=matching.device)
         optimizer = torch.optim.Adam([codes], lr=self.latent_rate, fused=True)
-        return Search(
+        return GeneratorSearch(
             loss=infinite,
             matching=matching,
             spec=spec,
@@ -259,7 +261,7 @@ class GenerativePrior(IterativeAttack[Search]):
             best_loss=infinite,
         )
 
-    def step(self, state: Search) -> Search:
+    def step(self, state: GeneratorSearch) -> GeneratorSearch:
         """Takes a step of Adam, in the codes or in the weights."""
         if state.iteration == self._searching_codes():
             self._start_weights(state)
@@ -285,7 +287,7 @@ class GenerativePrior(IterativeAttack[Search]):
         state.iteration += 1
         return state
 
-    def postprocess(self, state: Search) -> Reconstruction:
+    def postprocess(self, state: GeneratorSearch) -> Reconstruction:
         """Returns the iterate of least own loss."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
@@ -299,7 +301,7 @@ class GenerativePrior(IterativeAttack[Search]):
             return self.latent_iterations
         return 0 if self.weights is None else self.iterations // _LATENT_SHARE
 
-    def _start_weights(self, state: Search) -> None:
+    def _start_weights(self, state: GeneratorSearch) -> None:
         (generator,) = state.generators
         copies = 1 if self.weights is None else len(state.codes)
         state.codes = state.best_codes

@@ -28,11 +28,11 @@ from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import Tape, pays
-from fedsim_attacks.gradient_matching._image_priors import Features, ForwardPrior
+from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, KnownFeatures
 from fedsim_attacks.gradient_matching._matching import (
     Distance,
+    MatchedUpdate,
     Matching,
-    Target,
     cosine_distance,
     layout,
     reweighted_cosine,
@@ -399,7 +399,9 @@ def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance
     """
     body = [name.startswith("body.") for name in names]
 
-    def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
+    def distance(
+        update: Sequence[Tensor], target: MatchedUpdate
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
         unit = {part: _energy(target.tensors, body, part) for part in (True, False)}
         units = [unit[part] for part in body]
         factor = update[0].new_ones(())
@@ -454,7 +456,7 @@ class WholeGradient:
         """
         self._matching = Matching(observation, calls=calls, width=width)
         self._labels, self._weight = labels, weight
-        wanted = None if features is None else Features(features, "relative")
+        wanted = None if features is None else KnownFeatures(features, "relative")
         self._prior = ForwardPrior(observation, Knowledge(), wanted)
         self._distance: Distance = cosine_distance
         if features is not None:

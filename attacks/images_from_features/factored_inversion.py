@@ -425,7 +425,7 @@ _FINAL = 0.005
 
 
 @dataclass(kw_only=True)
-class Descent(AttackState):
+class FactoredInversionState(AttackState):
     """The candidate images and what they are compared with."""
 
     recovered: Reconstruction | None
@@ -458,7 +458,7 @@ class Descent(AttackState):
 
 
 @final
-class FactoredInversion(IterativeAttack[Descent]):
+class FactoredInversion(IterativeAttack[FactoredInversionState]):
     """Recovers features, labels and error signals; then inverts the body with them held fixed.
 
     It needs no knowledge of labels, and no head of the server's making: an ordinary classifier of
@@ -488,7 +488,9 @@ class FactoredInversion(IterativeAttack[Descent]):
     public: bool = True
     """Whether public images, if the threat model grants any, are a prior."""
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> FactoredInversionState:
         """Recovers features, and starts at random images.
 
         Where nothing tells features (`classifier_fit` and `extreme_rays` say why), the whole update
@@ -509,7 +511,7 @@ class FactoredInversion(IterativeAttack[Descent]):
         if phases.distribution is not None:
             images = phases.distribution.means
         infinite = torch.full((), torch.inf, device=images.device)
-        return Descent(
+        return FactoredInversionState(
             loss=infinite,
             recovered=recovered,
             phases=phases,
@@ -520,7 +522,7 @@ class FactoredInversion(IterativeAttack[Descent]):
             best_loss=infinite,
         )
 
-    def step(self, state: Descent) -> Descent:
+    def step(self, state: FactoredInversionState) -> FactoredInversionState:
         """Takes a step of Adam, projected onto valid pixels."""
         while state.phases.over(state.iteration):
             state.best = state.shown
@@ -552,7 +554,7 @@ class FactoredInversion(IterativeAttack[Descent]):
         state.iteration += 1
         return state
 
-    def postprocess(self, state: Descent) -> Reconstruction:
+    def postprocess(self, state: FactoredInversionState) -> Reconstruction:
         """Returns the iterate of least own loss, and the labels and features behind it.
 
         What is known of features is known of them as the head told them, and not of refitted ones.

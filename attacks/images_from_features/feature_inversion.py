@@ -25,8 +25,8 @@ from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._drawing import Canvas, Decay, Drawing
 from fedsim_attacks.gradient_matching._image_priors import (
     VARIATIONS,
-    Features,
     ForwardPrior,
+    KnownFeatures,
 )
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
@@ -75,7 +75,7 @@ class Told:
 
 
 @dataclass(kw_only=True)
-class Inversion(AttackState):
+class FeatureInversionState(AttackState):
     """What draws the images, its optimizer, and what they are held to."""
 
     matching: Matching
@@ -92,7 +92,7 @@ class Inversion(AttackState):
 
 
 @final
-class FeatureInversion(IterativeAttack[Inversion]):
+class FeatureInversion(IterativeAttack[FeatureInversionState]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
     Features are those of any attack that answers some, which the user names (`features_from`). With
@@ -171,7 +171,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Inversion:
+    ) -> FeatureInversionState:
         """Recovers features; draws random pixels, or a U-Net of random weights.
 
         Raises:
@@ -211,8 +211,8 @@ class FeatureInversion(IterativeAttack[Inversion]):
         )
         wanted, body = None, self._body(observation, told)
         if told.features is not None and body is None:
-            wanted = Features(told.features, self.features, told.trust)
-        return Inversion(
+            wanted = KnownFeatures(told.features, self.features, told.trust)
+        return FeatureInversionState(
             loss=torch.full((), torch.inf, device=matching.device),
             matching=matching,
             drawing=drawing,
@@ -231,7 +231,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
             best_loss=torch.full((), torch.inf, device=matching.device),
         )
 
-    def step(self, state: Inversion) -> Inversion:
+    def step(self, state: FeatureInversionState) -> FeatureInversionState:
         """Takes a step of Adam; pixels stay valid."""
         if state.unet is not None and state.iteration == self._pixel_iterations:
             state.unet.copy(state.best)
@@ -249,7 +249,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
         state.iteration += 1
         return state
 
-    def postprocess(self, state: Inversion) -> Reconstruction:
+    def postprocess(self, state: FeatureInversionState) -> Reconstruction:
         """Returns the iterate of least own loss."""
         recovered = state.told.recovered
         return Reconstruction(
@@ -261,7 +261,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
             iterations=state.iteration,
         )
 
-    def _compared(self, state: Inversion, images: Tensor) -> tuple[Tensor, Tensor]:
+    def _compared(self, state: FeatureInversionState, images: Tensor) -> tuple[Tensor, Tensor]:
         """Computes all of the objective but its prior (0-d), and its slope in the images."""
         variation = VARIATIONS[self.variation]
         if state.body is None:

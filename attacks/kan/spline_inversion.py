@@ -211,7 +211,7 @@ _FAINTEST = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pixels:
+class SplinePixels:
     """Where splines meet the d entries of an image: at u = tanh((pixel - center) / scale)."""
 
     center: Tensor
@@ -220,14 +220,14 @@ class Pixels:
     """(d,)."""
 
     @staticmethod
-    def of(spec: ModelSpec, like: Tensor) -> Pixels:
+    def of(spec: ModelSpec, like: Tensor) -> SplinePixels:
         """Derives center and scale from the public normalization."""
         repeat = math.prod(spec.input_shape[1:])
         center, scale = (
             torch.tensor(values).to(like).repeat_interleave(repeat)
             for values in (spec.mean, spec.std)
         )
-        return Pixels(center=center, scale=scale)
+        return SplinePixels(center=center, scale=scale)
 
     def squashed(self, pixels: Tensor) -> Tensor:
         """Maps pixels (..., d) in [0, 1] to u."""
@@ -244,12 +244,12 @@ class Pixels:
 
 
 @dataclass(kw_only=True)
-class Posterior(AttackState):
+class PixelPosterior(AttackState):
     """The posterior of error signals and pixels, taken as independent of each other."""
 
     gradient: SplineGradient
     spec: ModelSpec
-    pixels: Pixels
+    pixels: SplinePixels
     mean: Tensor
     """(N, d) of pixels in [0, 1]."""
     deviation: Tensor
@@ -269,7 +269,7 @@ class Posterior(AttackState):
 
 
 @final
-class SplineInversion(IterativeAttack[Posterior]):
+class SplineInversion(IterativeAttack[PixelPosterior]):
     """Reads a batch off the first layer of a KAN's update, in closed form.
 
     Without noise the images of a batch are exact, if they are no more than the hidden units, and
@@ -291,7 +291,7 @@ class SplineInversion(IterativeAttack[Posterior]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Posterior:
+    ) -> PixelPosterior:
         """Unmixes the images.
 
         Raises:
@@ -318,14 +318,14 @@ class SplineInversion(IterativeAttack[Posterior]):
         bases = unmix(rows[:count].view(count, entries, functions), forms, rng)
         knots = abscissae(gradient.degree, gradient.intervals).to(bases)
         u = torch.nan_to_num(bases @ knots).clamp(-1, 1)
-        pixels = Pixels.of(spec, u)
+        pixels = SplinePixels.of(spec, u)
         mean = pixels.unsquashed(u)
         # What noise makes of a linear form of a row of the pseudo-inverse times the gradient.
         weights = torch.linalg.pinv(
             gradient.tensor.flatten(1) @ torch.linalg.pinv(bases.flatten(1))
         )
         spread = gradient.noise * weights.norm(dim=1) * knots.norm()
-        state = Posterior(
+        state = PixelPosterior(
             loss=torch.full((), torch.inf).to(mean),
             gradient=gradient,
             spec=spec,
@@ -344,7 +344,7 @@ class SplineInversion(IterativeAttack[Posterior]):
         _update_errors(state)
         return state
 
-    def step(self, state: Posterior) -> Posterior:
+    def step(self, state: PixelPosterior) -> PixelPosterior:
         """Updates the pixels of one image after the other, and then the error signals."""
         gradient = state.gradient
         before = state.mean.clone()
@@ -363,11 +363,11 @@ class SplineInversion(IterativeAttack[Posterior]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: Posterior) -> bool:
+    def terminate(self, state: PixelPosterior) -> bool:
         """Says whether `iterations` are over, or pixels no longer change."""
         return state.iteration >= self.iterations or bool(state.largest_change < _SETTLED)
 
-    def postprocess(self, state: Posterior) -> Reconstruction:
+    def postprocess(self, state: PixelPosterior) -> Reconstruction:
         """Returns mean images, and the labels whose error signals are most like theirs.
 
         The loss is the share of the first layer's gradient that these images leave unexplained.
@@ -383,7 +383,9 @@ class SplineInversion(IterativeAttack[Posterior]):
         )
 
 
-def _update_pixels(state: Posterior, image: int, target: Tensor | None, precision: float) -> None:
+def _update_pixels(
+    state: PixelPosterior, image: int, target: Tensor | None, precision: float
+) -> None:
     """Updates pixels of one image and their bases by evidence `precision` / 2 |b - target|² (d, K).
 
     Without a target, by the prior alone.
@@ -407,7 +409,7 @@ def _update_pixels(state: Posterior, image: int, target: Tensor | None, precisio
     state.power[image] = (weight * bases.square().sum(2)).sum(1)
 
 
-def _update_errors(state: Posterior) -> None:
+def _update_errors(state: PixelPosterior) -> None:
     """Updates δ given the bases, and its prior variance (by maximizing the evidence)."""
     noise = state.gradient.noise**2
     gram = torch.einsum("njk,ljk->nl", state.basis, state.basis)

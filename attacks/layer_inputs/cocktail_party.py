@@ -24,7 +24,11 @@ from fedsim.models.base import denormalize
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._drawing import Drawing
-from fedsim_attacks.gradient_matching._image_priors import Features, ForwardPrior, total_variation
+from fedsim_attacks.gradient_matching._image_priors import (
+    ForwardPrior,
+    KnownFeatures,
+    total_variation,
+)
 from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, traced
 
 
@@ -169,7 +173,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
                 rng=state.rng,
                 device=features.device,
             )
-            target = Features(features, "squared_cosine")
+            target = KnownFeatures(features, "squared_cosine")
             prior = ForwardPrior(state.observation, Knowledge(grant=Grant()), target)
             state.inversion = drawing, prior
         drawing, prior = state.inversion

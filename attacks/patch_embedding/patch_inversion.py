@@ -181,7 +181,7 @@ _REACH = 0.5
 """Distance over which the correlation of pixels falls to 1/e, in sides of an image."""
 
 
-class Patches(NamedTuple):
+class SolvedPatches(NamedTuple):
     """Patches that were solved for, and how certain they are."""
 
     values: Tensor
@@ -199,7 +199,7 @@ def correlation(centers: Tensor) -> Tensor:
 
 def solve(
     signals: Tensor, gradient: Tensor, mean: Tensor, spread: Tensor, alike: Tensor
-) -> Patches:
+) -> SolvedPatches:
     """Solves ∂L/∂E = Σ_p δ_p x_p' for the patches, in float64.
 
     Args:
@@ -231,7 +231,7 @@ def solve(
     # What the prior leaves open is 1 in directions that the equations do not have.
     variances = alike.diagonal() - (turned.square() * (lengths.square() / kept)).sum(1)
     left_over = (gradient - signals.T @ values).square().sum()
-    return Patches(values, variances.clamp_min(0), float(left_over / gradient.square().sum()))
+    return SolvedPatches(values, variances.clamp_min(0), float(left_over / gradient.square().sum()))
 
 
 _PIXEL_MEAN, _PIXEL_SPREAD = 0.5, 0.25

@@ -22,7 +22,7 @@ _MOST_WORK = 2_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class MechanismVerdict:
     """What was claimed, and what releases drawn under two neighbours say to it."""
 
     claim: float
@@ -62,7 +62,7 @@ def audit(
     confidence: float = 0.99,
     seed: int = 0,
     method: AuditMethod = "two_worlds",
-) -> Verdict:
+) -> MechanismVerdict:
     """What `mechanism` claims at δ, and what an attacker can show of its releases.
 
     Args:
@@ -93,7 +93,7 @@ def audit(
     bound = _one_run if method == "one_run" else _two_worlds
     with calculator.computed():
         found = bound(experiment, delta, draws, confidence, seed)
-        verdict = Verdict(
+        verdict = MechanismVerdict(
             claim=experiment.claim(delta),
             lower_bound=max(0.0, *(one.epsilon for one in found)),
             bounds={one.method: one.epsilon for one in found},

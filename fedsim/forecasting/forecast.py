@@ -12,7 +12,7 @@ import torch
 from fedsim.contracts import plugins
 from fedsim.forecasting.gain import MOST_GAIN, Estimate, estimate
 from fedsim.forecasting.indicators import Indicator, indicators
-from fedsim.forecasting.plan import Plan
+from fedsim.forecasting.plan import UpdatePlan
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
@@ -130,7 +130,7 @@ def worded(gain: float) -> tuple[str, str]:
     return f"{gain:.1f}", f"({low:.1f} to {high:.1f})"
 
 
-def forecast(plan: Plan) -> Forecast:
+def forecast(plan: UpdatePlan) -> Forecast:
     """Forecasts `plan` from a few gradients of stand-in images.
 
     Raises:
@@ -158,7 +158,7 @@ def forecast(plan: Plan) -> Forecast:
     )
 
 
-def _first_attack(plan: Plan, found: Estimate) -> str:
+def _first_attack(plan: UpdatePlan, found: Estimate) -> str:
     """Names the attack to begin with, of those that are installed.
 
     A closed form first; of a two-layer head the features; L-BFGS where the update is exact and

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.stack import Stack
-from fedsim.forecasting.plan import Plan
+from fedsim.forecasting.plan import UpdatePlan
 from fedsim.learners.sgd import train
 from fedsim.models.base import Classifier
 from fedsim.models.local import gradient, local_update, loss_function, step_weights
@@ -57,12 +57,12 @@ def _is_altered(effect: Effect) -> bool:
     return bool(not effect.known or effect.removed or effect.rounded or effect.mixed)
 
 
-def _is_plain(plan: Plan) -> bool:
+def _is_plain(plan: UpdatePlan) -> bool:
     """Says whether a single gradient is seen, behind noise and clipping at most."""
     return not _is_altered(plan.first.effect) and plan.training.algorithm == "fedsgd"
 
 
-def reads_in_closed_form(plan: Plan) -> bool:
+def reads_in_closed_form(plan: UpdatePlan) -> bool:
     """Whether the first layer's update gives images away without a search.
 
     That is so of an imprint module, and of a KAN of no more images than hidden units.
@@ -74,7 +74,7 @@ def reads_in_closed_form(plan: Plan) -> bool:
     return spec.name == "kan" and plan.first.num_images <= int(hidden)
 
 
-def rows_are_the_image(plan: Plan) -> bool:
+def rows_are_the_image(plan: UpdatePlan) -> bool:
     """Whether each row of the first layer's exact gradient is a multiple of the only image."""
     first = plan.first
     if not _is_plain(plan) or first.num_images != 1:
@@ -101,7 +101,7 @@ class Disturbance:
 
 
 def disturbance(
-    plan: Plan,
+    plan: UpdatePlan,
     observation: Observation,
     model: Classifier,
     images: Tensor,
@@ -167,7 +167,7 @@ def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -
 
 
 def _update(
-    plan: Plan,
+    plan: UpdatePlan,
     observation: Observation,
     model: Classifier,
     images: Tensor,
@@ -410,7 +410,7 @@ class Estimate:
     draws: int
 
 
-def estimate(plan: Plan) -> Estimate:
+def estimate(plan: UpdatePlan) -> Estimate:
     """Returns the expected gain of the best matching attack on the update of `plan`.
 
     A batch never gains more than a smaller one, nor a sum more than one client: whoever knew the
@@ -457,7 +457,7 @@ class _Case:
     disturbance: Disturbance
 
 
-def _at(plan: Plan, largest: int) -> Estimate:
+def _at(plan: UpdatePlan, largest: int) -> Estimate:
     """The estimate at exactly this batch size."""
     closed = reads_in_closed_form(plan)
     power = 1 if plan.first.effect.scaled or plan.first.effect.scaled_examples else 2
@@ -484,7 +484,7 @@ def _at(plan: Plan, largest: int) -> Estimate:
     )
 
 
-def _case(plan: Plan, observation: Observation, draw: int, largest: int) -> _Case:
+def _case(plan: UpdatePlan, observation: Observation, draw: int, largest: int) -> _Case:
     images, labels, way = plan.drawn(draw, largest)
     model = rebuild(observation)
     names = tuple(observation.parameters)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.forecasting.gain import MOST_IMAGES, Estimate, UpdateMap, disturbance, flat, noise_std
-from fedsim.forecasting.plan import Plan
+from fedsim.forecasting.plan import UpdatePlan
 from fedsim.models.base import Classifier
 from fedsim.models.victim import rebuild
 from fedsim.types import Tensors
@@ -40,7 +40,7 @@ class Indicator:
     """One sentence."""
 
 
-def indicators(plan: Plan, estimate: Estimate) -> list[Indicator]:
+def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
     """Returns all indicators of `plan`, of which `estimate` has the gain."""
     observation, clients = plan.first, plan.first.num_clients
     steps = plan.training.steps if plan.training.batches == "different" else 1
@@ -79,7 +79,7 @@ def _judge(
     return Indicator(name, value, number, side, why if good else otherwise or why)
 
 
-def _labels(plan: Plan) -> Indicator:
+def _labels(plan: UpdatePlan) -> Indicator:
     """Whether labels are known, and how likely they all differ."""
     count, classes = plan.first.num_images, plan.first.model.num_classes
     distinct = math.prod(max(0, classes - k) / classes for k in range(min(count, classes + 1)))
@@ -121,7 +121,7 @@ def _alone(singles: Tensors | None) -> list[Indicator]:
     return [_judge(share > 0, "alone in a row", value, share, why)]
 
 
-def _single_gradients(plan: Plan, images: Tensor, labels: Tensor) -> Tensors | None:
+def _single_gradients(plan: UpdatePlan, images: Tensor, labels: Tensor) -> Tensors | None:
     """(images, rows): norm of each row of the first dense layer's gradient, image by image."""
     observation = plan.first
     names = [n for n, p in observation.parameters.items() if p.ndim == 2]
@@ -170,7 +170,7 @@ def _active_share(model: Classifier, images: Tensor) -> Indicator:
     return Indicator(name, f"{share:.0%} active", share, "client", why)
 
 
-def _norms(model: Classifier, plan: Plan) -> Indicator:
+def _norms(model: Classifier, plan: UpdatePlan) -> Indicator:
     batch = sum(isinstance(part, _NORMS) for part in model.modules())
     other = sum(isinstance(part, nn.GroupNorm | nn.LayerNorm) for part in model.modules())
     mode = plan.training.mode
@@ -185,7 +185,7 @@ def _norms(model: Classifier, plan: Plan) -> Indicator:
     return Indicator("norm layers", ", ".join(kinds) or "none", float(batch + other), helps, why)
 
 
-def _sizes(plan: Plan) -> list[Indicator]:
+def _sizes(plan: UpdatePlan) -> list[Indicator]:
     """Equations for each unknown, local steps, and clients in the sum."""
     images, clients, training = plan.first.num_images, plan.first.num_clients, plan.training
     entries = sum(value.numel() for value in plan.first.parameters.values())
@@ -219,7 +219,7 @@ def _sizes(plan: Plan) -> list[Indicator]:
     ]
 
 
-def _noise(plan: Plan, images: Tensor, labels: Tensor, update_map: UpdateMap) -> Indicator:
+def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateMap) -> Indicator:
     """Standard deviation of noise over the update's root mean square, behind clipping."""
     observation = plan.first
     effect, name = observation.effect, "noise over update"
@@ -240,7 +240,7 @@ def _noise(plan: Plan, images: Tensor, labels: Tensor, update_map: UpdateMap) ->
     return Indicator(name, f"{ratio:.3g}", ratio, side, why)
 
 
-def _server(plan: Plan) -> Indicator:
+def _server(plan: UpdatePlan) -> Indicator:
     server = plan.first.server
     why = {
         "honest": "it has planted nothing",

@@ -49,7 +49,7 @@ class StandIns:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class UpdatePlan:
     """One update: of which model and batch it will be, behind which defenses."""
 
     stack_name: str
@@ -71,7 +71,7 @@ class Plan:
         """The local training behind the stack's training defenses."""
         return self.first.training
 
-    def of_batches(self, size: int, clients: int) -> Plan:
+    def of_batches(self, size: int, clients: int) -> UpdatePlan:
         """Returns the same plan for batches of `size` images, of so many clients."""
         return replace(
             self,
@@ -136,7 +136,7 @@ MOST_ROUNDS = 3
 _MOST_STAND_INS = 1024
 
 
-def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[Plan]:
+def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size, at the weights before any training.
 
     Raises:
@@ -168,7 +168,7 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[P
                 num_clients=clients,
             )
             plans.append(
-                Plan(
+                UpdatePlan(
                     stack_name=name,
                     observations=(observation,),
                     stack=workload.stack,
@@ -180,7 +180,7 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[P
     return plans
 
 
-def plans_of_run(folder: str | Path) -> list[Plan]:
+def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size of a run, at weights that it recorded.
 
     Raises:
@@ -205,7 +205,7 @@ def plans_of_run(folder: str | Path) -> list[Plan]:
     first = next(iter(observations.values()))[0]
     images = _found_stand_ins(scenario, first)
     return [
-        Plan(
+        UpdatePlan(
             stack_name=stack,
             observations=seen,
             stack=build_stack(scenario.defenses[stack]),

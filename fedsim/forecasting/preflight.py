@@ -14,7 +14,7 @@ from fedsim.attacking.observe import observe
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.stack import Stack
 from fedsim.forecasting.forecast import Forecast, forecast
-from fedsim.forecasting.plan import Plan, StandIns, plans_of_run, plans_of_scenario, synthetic
+from fedsim.forecasting.plan import StandIns, UpdatePlan, plans_of_run, plans_of_scenario, synthetic
 from fedsim.scenario.build import announced, build_stack, plugin_class
 from fedsim.scenario.model import PluginRef
 from fedsim.types import Algorithm, FedsimError, Mode, ModelSpec
@@ -91,7 +91,7 @@ def preflight(
         effect=stack.effect(declared),
         num_clients=clients,
     )
-    plan = Plan(
+    plan = UpdatePlan(
         stack_name=" + ".join(ref.name for ref in refs) or "no defense",
         observations=(observation,),
         stack=stack,
@@ -128,7 +128,7 @@ def preflight_file(
     return _forecasts(plans_of_scenario(path, overrides), tell)
 
 
-def _forecasts(plans: Sequence[Plan], tell: Callable[[int, int], None]) -> list[Forecast]:
+def _forecasts(plans: Sequence[UpdatePlan], tell: Callable[[int, int], None]) -> list[Forecast]:
     forecasts = []
     for number, plan in enumerate(plans):
         tell(number, len(plans))

@@ -118,7 +118,10 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             STATED,
         ),
         "an epsilon refuted by less than a factor of two holds": swap(
-            "fedsim/audit/mechanisms.py:Verdict.holds", "self.claim", "2 * self.claim", BESIDE
+            "fedsim/audit/mechanisms.py:MechanismVerdict.holds",
+            "self.claim",
+            "2 * self.claim",
+            BESIDE,
         ),
         "all trials of a size have one noise": drop(
             "fedsim/training/client.py:Client._path", "probe.trial", BESIDE
@@ -1011,22 +1014,24 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     },
     18: {
         "a client gives up both secrets of another": drop(
-            "fedsim/federation/secure_aggregation/client.py:Client.agree", "in_sum & out", REFUSALS
+            "fedsim/federation/secure_aggregation/client.py:SumClient.agree",
+            "in_sum & out",
+            REFUSALS,
         ),
         "a model for one client alone is opened": swap(
-            "fedsim/federation/secure_aggregation/client.py:Client.agree",
+            "fedsim/federation/secure_aggregation/client.py:SumClient.agree",
             "not self._vouches(client, signatures)",
             "client not in signatures",
             REFUSALS,
         ),
         "a server's own keys stand for a client's": swap(
-            "fedsim/federation/secure_aggregation/client.py:Client._check",
+            "fedsim/federation/secure_aggregation/client.py:SumClient._check",
             "self._identity.vouches(client, statement, one.signature)",
             "statement",
             REFUSALS,
         ),
         "a stage is answered twice": swap(
-            "fedsim/federation/secure_aggregation/client.py:Client._stage",
+            "fedsim/federation/secure_aggregation/client.py:SumClient._stage",
             "self.memory.done != at",
             "self.memory.done > at + 1",
             REFUSALS,
@@ -1038,7 +1043,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/federation/secure_aggregation/test_graph.py",
         ),
         "a wrong seed takes off another mask": swap(
-            "fedsim/federation/secure_aggregation/server.py:Server.reveal",
+            "fedsim/federation/secure_aggregation/server.py:SumServer.reveal",
             "not hmac.compare_digest(secrets.commitment(seed, session), "
             "self._directory[client].commitment)",
             "False and (not hmac.compare_digest(secrets.commitment(seed, session), "
@@ -1076,13 +1081,13 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             SECURE,
         ),
         "clients that are told of different sums open one of fewer": swap(
-            "fedsim/federation/secure_aggregation/client.py:Client.unmask",
+            "fedsim/federation/secure_aggregation/client.py:SumClient.unmask",
             "agreed < self._terms.quorum",
             "agreed < 1",
             REFUSALS,
         ),
         "a sum counts a client whose shares were withheld": swap(
-            "fedsim/federation/secure_aggregation/client.py:Client.agree",
+            "fedsim/federation/secure_aggregation/client.py:SumClient.agree",
             "in_sum & set(self._neighbours(self._directory())) <= held",
             "in_sum",
             REFUSALS,

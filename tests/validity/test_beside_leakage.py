@@ -16,7 +16,7 @@ from test_leaderboard import board, line
 from torch import Tensor
 
 from fedsim.attacking.jobs import seed_of
-from fedsim.audit.mechanisms import Verdict
+from fedsim.audit.mechanisms import MechanismVerdict
 from fedsim.cli import commands
 from fedsim.cli.exits import exits
 from fedsim.contracts.attack import solve
@@ -91,7 +91,7 @@ def test_chance_is_the_share_of_the_most_frequent_class() -> None:
 
 
 def test_a_claim_below_its_lower_bound_does_not_hold() -> None:
-    verdict = Verdict(
+    verdict = MechanismVerdict(
         claim=1.0, lower_bound=1.2, bounds={}, delta=1e-5, confidence=0.99, draws=1, seed=0,
         unit="example", neighbours="",
     )  # fmt: skip

@@ -52,7 +52,7 @@ _LINGER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class GateSettings:
     """Describes a gate: whom it passes requests to, and who it is."""
 
     superlink: str
@@ -72,7 +72,7 @@ class Gate:
     each refusal: time, client, status, reason, request. A full log begins anew (`log`).
     """
 
-    def __init__(self, listen: str, settings: Settings, *, log: Path | None = None) -> None:
+    def __init__(self, listen: str, settings: GateSettings, *, log: Path | None = None) -> None:
         self._listen, self._settings, self._log = listen, settings, log
         self._stack = ExitStack()
 
@@ -124,7 +124,7 @@ class _Written(Protocol):
 class _Server:
     """Accepts clients, and writes the log."""
 
-    def __init__(self, settings: Settings, since: float, log: _Written) -> None:
+    def __init__(self, settings: GateSettings, since: float, log: _Written) -> None:
         self._settings, self._log = settings, log
         self._signatures = Signatures(since)
         inside, self._outside = _contexts(settings)
@@ -305,13 +305,15 @@ def _network(address: str) -> str:
     )
 
 
-def _in_child(server: socket.socket, since: float, settings: Settings, log: Path | None) -> None:
+def _in_child(
+    server: socket.socket, since: float, settings: GateSettings, log: Path | None
+) -> None:
     with ExitStack() as stack:
         stream = stack.enter_context(closing(Log(log))) if log else sys.stderr
         asyncio.run(_Server(settings, since, stream).run(server))
 
 
-def _contexts(settings: Settings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def _contexts(settings: GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """TLS towards the SuperLink, and towards clients."""
     outside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     outside.load_cert_chain(settings.certificate, settings.key)
@@ -320,7 +322,7 @@ def _contexts(settings: Settings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return inside, outside
 
 
-def _listening(listen: str, settings: Settings) -> tuple[socket.socket, float]:
+def _listening(listen: str, settings: GateSettings) -> tuple[socket.socket, float]:
     """A socket that listens, and since when; what is wrong with the settings shows here."""
     _contexts(settings)
     addresses.split(settings.superlink)
@@ -328,7 +330,7 @@ def _listening(listen: str, settings: Settings) -> tuple[socket.socket, float]:
 
 
 async def _until_terminated(
-    server: socket.socket, since: float, settings: Settings, log: _Written
+    server: socket.socket, since: float, settings: GateSettings, log: _Written
 ) -> None:
     task = asyncio.current_task()
     assert task is not None
@@ -351,7 +353,7 @@ def main() -> None:
     )
     given = vars(parser.parse_args())
     listen, log = given.pop("listen"), given.pop("log")
-    settings = Settings(**given)
+    settings = GateSettings(**given)
     try:
         server, since = _listening(listen, settings)
         stream = Log(log) if log else sys.stderr

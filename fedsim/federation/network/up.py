@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 from fedsim.federation.network import flower
-from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.gate import Gate, GateSettings
 from fedsim.federation.network.home import make_private
 from fedsim.federation.network.keys import (
     KEY_NAME,
@@ -47,7 +47,7 @@ _REFUSED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Federation:
+class RunningFederation:
     """A federation that runs, for whoever wants to look at it or to break it."""
 
     link: Link
@@ -64,7 +64,7 @@ class Federation:
 @contextmanager
 def federation(
     out: Path, nodes: int, *, data: str, paths: list[str], shared_seed: bool
-) -> Iterator[Federation]:
+) -> Iterator[RunningFederation]:
     """Start a SuperLink, its gate and `nodes` nodes; end them all with the block.
 
     Args:
@@ -96,7 +96,7 @@ def federation(
             secret=keys / "superexec.secret",
             shared_seed=shared_seed,
         )
-        settings = Settings(
+        settings = GateSettings(
             superlink=reached.superlink,
             certificate=authority.server_certificate,
             key=authority.server_key,
@@ -127,7 +127,7 @@ def federation(
             found.append(watched.add(partial(Child, command, home / "node.log")))
         for client, node in enumerate(found):
             node().await_words(JOINED, f"node {client}")
-        yield Federation(
+        yield RunningFederation(
             link=reached,
             gate=gate,
             gate_process=lambda: keeper().pid,
@@ -153,7 +153,7 @@ P = TypeVar("P", bound=_Program)
 class _Gate:
     """A gate, watched like a program."""
 
-    def __init__(self, listen: str, settings: Settings, log: Path) -> None:
+    def __init__(self, listen: str, settings: GateSettings, log: Path) -> None:
         self._gate = Gate(listen, settings, log=log).__enter__()
 
     @property

@@ -20,7 +20,7 @@ from fedsim import rng
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.secure_aggregation import messages, plan
-from fedsim.federation.secure_aggregation.client import Client, Memory
+from fedsim.federation.secure_aggregation.client import Memory, SumClient
 from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import SECRET, Identity, Published
 from fedsim.federation.secure_aggregation.secrets import digest as digest_of
@@ -164,7 +164,7 @@ class Answers:
 
         kept = {} if begins else state.sum_of(round)
         terms = plan.terms(workload, round, party.run)
-        client = Client(terms, number, party.identity, Memory(**kept), keep)
+        client = SumClient(terms, number, party.identity, Memory(**kept), keep)
         return _Sum(client=client, round=round, number=number, secret=secret), record
 
 
@@ -172,7 +172,7 @@ class Answers:
 class _Sum:
     """One client's part in the sum of one round."""
 
-    client: Client
+    client: SumClient
     round: int
     number: int
     secret: Callable[[str], bytes]

@@ -52,7 +52,7 @@ class Memory:
         return asdict(self)
 
 
-class Client:
+class SumClient:
     """One client of one sum. It knows nothing of how messages travel."""
 
     def __init__(

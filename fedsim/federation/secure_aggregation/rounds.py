@@ -19,7 +19,7 @@ from fedsim.federation.screening import Tally, Verdict, unanswered
 from fedsim.federation.secure_aggregation import messages
 from fedsim.federation.secure_aggregation.layout import Layout, Ring
 from fedsim.federation.secure_aggregation.secrets import Published
-from fedsim.federation.secure_aggregation.server import Server
+from fedsim.federation.secure_aggregation.server import SumServer
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 
 
@@ -74,7 +74,7 @@ class SecureSum:
         self._grid, self._layout, self._round = grid, layout, round
         self._nodes, self._timeout, self._expire = nodes, timeout, expire
         self._tally = tally
-        self._server = Server(terms)
+        self._server = SumServer(terms)
         self._published: dict[int, Published] = {}
         self.arrived: list[int] = []
         """Whose masked vectors have come, opened or not."""

@@ -23,7 +23,7 @@ from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 from fedsim.words import number_of
 
 
-class Server:
+class SumServer:
     """The server of one sum. It knows nothing of how messages travel."""
 
     def __init__(self, terms: Terms) -> None:

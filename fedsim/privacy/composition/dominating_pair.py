@@ -197,7 +197,7 @@ class BallsInBins:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class SampledDelta:
     """δ at an ε, with the interval that holds at `CONFIDENCE`."""
 
     delta: float
@@ -253,7 +253,7 @@ class PairCurve:
     def _cached(self, direction: Direction, rounding: Rounding) -> _Draws:
         return self._draws_of(direction, rounding if self._of.rounded else "up")
 
-    def at(self, epsilon: float) -> Estimate:
+    def at(self, epsilon: float) -> SampledDelta:
         """The larger of the two directions.
 
         Raises:
@@ -263,7 +263,7 @@ class PairCurve:
         reverse = self._cached("reverse", "down").delta(epsilon)
         lows = [delta - _QUANTILE * error for delta, error, _ in (forward, reverse)]
         delta, high, direction = self._upper(epsilon)
-        return Estimate(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
+        return SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
 
     def estimate(self, epsilon: float) -> float:
         """δ of removal, however few draws reach there: for a search, not for a claim."""

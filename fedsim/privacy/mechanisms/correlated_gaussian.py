@@ -43,7 +43,7 @@ _HELD = 1 << 27
 """Entries of an array of (draws, steps) or (patterns, steps), at most."""
 
 
-class Releases(Keys):
+class CorrelatedReleases(Keys):
     """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1.
 
     Its gradient is +1 in every step whose batch it is in, and 0 under the neighbour (`zero_out`).
@@ -499,7 +499,7 @@ def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40)
 
 
 @final
-class CorrelatedExperiment(Experiment, Releases):
+class CorrelatedExperiment(Experiment, CorrelatedReleases):
     """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1."""
 
     claims = CorrelatedCurve

@@ -110,7 +110,7 @@ def epsilon(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worst:
+class WorstRow:
     """The most revealing row among those whose leverage in [B, b] is at most a bound."""
 
     p: float
@@ -119,7 +119,7 @@ class Worst:
     direction: Direction
 
 
-def worst(max_leverage: float, r: float, d: float, epsilon: float) -> Worst:
+def worst(max_leverage: float, r: float, d: float, epsilon: float) -> WorstRow:
     """The maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
 
     Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do), so the whole
@@ -128,7 +128,7 @@ def worst(max_leverage: float, r: float, d: float, epsilon: float) -> Worst:
     return _search(max_leverage, r, d, epsilon, _ROUNDS)
 
 
-def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int) -> Worst:
+def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int) -> WorstRow:
     """`worst`, with so many rounds of looking closer around the best points of the grid."""
 
     def value(points: Array, reverse: NDArray[np.bool_]) -> Array:
@@ -154,7 +154,7 @@ def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int
         reach = reach / 2
     top = int(values.max(-1).argmax())
     q = float(max_leverage * best[1, top])
-    return Worst(
+    return WorstRow(
         p=float(best[0, top]) * q,
         q=q,
         log_delta=float(values[top].max()),

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from fedsim.privacy.contract import WAYS, Answer, Direction, ExactCurve, KnownMechanism
-from fedsim.privacy.numerics.ndis import Pair, estimate, pair
+from fedsim.privacy.numerics.ndis import NormalPair, estimate, pair
 from fedsim.privacy.numerics.special import Array
 from fedsim.system import paths
 from fedsim.types import FedsimError
@@ -57,7 +57,7 @@ class NormalCurve(ExactCurve):
     def epsilons(self, delta: float) -> dict[Direction, float]:
         return {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
 
-    def _pairs(self) -> dict[Direction, Pair]:
+    def _pairs(self) -> dict[Direction, NormalPair]:
         read = _read(self.file)
         ones, twos = (read["mean1"], read["cov1"]), (read["mean2"], read["cov2"])
         return dict(zip(WAYS, (pair(*ones, *twos), pair(*twos, *ones)), strict=True))

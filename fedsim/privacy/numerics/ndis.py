@@ -32,7 +32,7 @@ _CERTAIN = 1e-10
 
 
 @dataclass(frozen=True)
-class Pair:
+class NormalPair:
     """Two normal distributions as a log-likelihood ratio, for `quadratic`.
 
     The exponent is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c, Z standard normal. `apart` says that the two
@@ -76,7 +76,7 @@ class Pair:
         return np.asarray(-(z**2 @ self.a / 2 + z @ np.sqrt(self.shift) + constant))
 
 
-def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -> Pair:
+def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -> NormalPair:
     """N(mean1, cov1) against N(mean2, cov2); means (d,), covariances (d, d), positive semidefinite.
 
     Directions in which neither varies are left out, if the means agree there. Where one varies and
@@ -101,7 +101,7 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
         return _apart()
     kept = spread > 0
     if not kept.any():
-        return Pair(np.zeros(1), np.ones(1), np.zeros(1))
+        return NormalPair(np.zeros(1), np.ones(1), np.zeros(1))
     scale = 1 / spread[kept]
     gap = gap[kept] * scale
     covs = [cov[np.ix_(kept, kept)] * np.outer(scale, scale) for cov in covs]
@@ -126,11 +126,11 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
     root = np.linalg.solve(second, first).T @ vectors
     rest = (root**2).sum(0)
     shift = rest * (vectors.T @ np.linalg.solve(second, gap)) ** 2
-    return Pair(a, rest, shift)
+    return NormalPair(a, rest, shift)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class MonteCarloDelta:
     """A Monte-Carlo estimate of δ with its guarantee."""
 
     delta: float
@@ -141,8 +141,8 @@ class Estimate:
 
 
 def estimate(
-    pair: Pair, epsilon: float, *, error: float, confidence: float, rng: np.random.Generator
-) -> Estimate:
+    pair: NormalPair, epsilon: float, *, error: float, confidence: float, rng: np.random.Generator
+) -> MonteCarloDelta:
     """The paper's estimator: the mean of (1 - exp(ε - L))+ over log(2 / γ) / (2 α²) draws.
 
     By Hoeffding's inequality it is within `error` = α of δ with probability `confidence` = 1 - γ.
@@ -166,7 +166,7 @@ def estimate(
             total += float(-np.expm1(np.minimum(eps - ratio, 0.0)).sum())
             done += part
         mean = total / draws
-    return Estimate(
+    return MonteCarloDelta(
         delta=mean,
         interval=(max(0.0, mean - error), min(1.0, mean + error)),
         confidence=confidence,
@@ -174,9 +174,9 @@ def estimate(
     )
 
 
-def _apart() -> Pair:
+def _apart() -> NormalPair:
     none = np.empty(0)
-    return Pair(none, none, none, apart=True)
+    return NormalPair(none, none, none, apart=True)
 
 
 def _array(name: str, value: Any, dimensions: int) -> Array:

@@ -14,7 +14,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_release
 from fedsim.testing.cases import example_rows
 from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood
-from fedsim_attacks.closed_form.row_reconstruction import Posterior, Prior, prior
+from fedsim_attacks.closed_form.row_reconstruction import Prior, RowPosterior, prior
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Normal:
         return -((rows[:, 0] - self.seen) / self.std).square() / 2
 
 
-def posterior(seen: float, std: float, targets: tuple[float, ...], row_norm: float) -> Posterior:
+def posterior(seen: float, std: float, targets: tuple[float, ...], row_norm: float) -> RowPosterior:
     """Of (value, constant 1, target) rows; value and target are correlated before any release."""
     precision = torch.linalg.inv(
         torch.tensor([[0.4, 0.0, 0.3], [0.0, 1.0, 0.0], [0.3, 0.0, 0.5]], dtype=torch.float64)
@@ -41,7 +41,7 @@ def posterior(seen: float, std: float, targets: tuple[float, ...], row_norm: flo
         row_norm=row_norm,
         targets=targets,
     )
-    return Posterior(likelihood=cast(ReleaseLikelihood, Normal(seen, std)), prior=prior)
+    return RowPosterior(likelihood=cast(ReleaseLikelihood, Normal(seen, std)), prior=prior)
 
 
 @pytest.mark.parametrize("row_norm", [2.0, 1.1])

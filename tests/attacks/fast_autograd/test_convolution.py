@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from fedsim_attacks.fast_autograd import _convolution, _second_order
 from fedsim_attacks.fast_autograd._convolution import (
     Algorithm,
+    ConvolutionShape,
     Direct,
     Geometry,
     Patches,
-    Problem,
     Winograd,
 )
 
@@ -32,7 +32,7 @@ SIZES = [(1, 4, 4), (2, 6, 9), (3, 8, 5), (1, 11, 3)]
 
 
 def operands(
-    problem: Problem, dtype: torch.dtype = torch.float64
+    problem: ConvolutionShape, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stream = torch.Generator().manual_seed(0)
     shapes = problem.images, problem.weights, problem.weights[:1]
@@ -51,7 +51,9 @@ def test_the_three_products_are_pytorchs(
     kind: type[Algorithm], geometry: tuple[Geometry, tuple[int, int]], size: tuple[int, int, int]
 ) -> None:
     moves, kernel = geometry
-    problem = Problem(torch.Size((size[0], 5, *size[1:])), torch.Size((7, 5, *kernel)), moves)
+    problem = ConvolutionShape(
+        torch.Size((size[0], 5, *size[1:])), torch.Size((7, 5, *kernel)), moves
+    )
     if min(problem.outputs) < 1:
         pytest.skip("the kernel does not fit into the image")
     if kind is Winograd and not Winograd.applies(problem):
@@ -80,7 +82,7 @@ def test_the_three_products_are_pytorchs(
 
 
 def test_winograd_rounds_little_in_single_precision() -> None:
-    problem = Problem(torch.Size((1, 256, 16, 16)), torch.Size((256, 256, 3, 3)), PLAIN)
+    problem = ConvolutionShape(torch.Size((1, 256, 16, 16)), torch.Size((256, 256, 3, 3)), PLAIN)
     x, w, _, _ = operands(problem, torch.float32)
     algorithm = Winograd(problem)
     found = algorithm.output(algorithm.images(x), algorithm.weights(w))
@@ -89,7 +91,7 @@ def test_winograd_rounds_little_in_single_precision() -> None:
 
 
 def test_weights_to_keep_survive_the_next_call() -> None:
-    problem = Problem(torch.Size((1, 5, 8, 8)), torch.Size((7, 5, 3, 3)), PLAIN)
+    problem = ConvolutionShape(torch.Size((1, 5, 8, 8)), torch.Size((7, 5, 3, 3)), PLAIN)
     algorithm = Winograd(problem)
     _, w, _, _ = operands(problem)
     kept = algorithm.weights(w)

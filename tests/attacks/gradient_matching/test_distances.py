@@ -9,7 +9,7 @@ from torch import Tensor
 from fedsim.rng import generator
 from fedsim_attacks.gradient_matching._matching import (
     Distance,
-    Target,
+    MatchedUpdate,
     cosine_distance,
     reweighted_cosine,
 )
@@ -21,9 +21,9 @@ def drawn(seed: int, *sizes: float) -> list[Tensor]:
     return [size * torch.randn(4, 5, generator=stream) for size in sizes]
 
 
-def target_of(tensors: list[Tensor]) -> Target:
+def target_of(tensors: list[Tensor]) -> MatchedUpdate:
     square = torch.stack([t.square().sum() for t in tensors]).sum()
-    return Target(tensors, square, torch.zeros(()))
+    return MatchedUpdate(tensors, square, torch.zeros(()))
 
 
 @pytest.mark.parametrize("distance", [cosine_distance, reweighted_cosine([1.0, 2.0])])

@@ -28,7 +28,7 @@ from fedsim.types import FedsimError, Observation
 from fedsim_attacks.gradient_matching.generative_prior import (
     GenerativePrior,
     Generator,
-    Search,
+    GeneratorSearch,
     over_parameterized,
     pack_generator,
     read_generator,
@@ -66,7 +66,7 @@ def of_its_range(count: int) -> tuple[Observation, Knowledge, Tensor]:
     return *hand_over(observation, truth, Grant(labels="known")), images
 
 
-def begin(attack: GenerativePrior, count: int) -> Search:
+def begin(attack: GenerativePrior, count: int) -> GeneratorSearch:
     return attack.init(*of_its_range(count)[:2], rng.generator(0, "attack"))
 
 

@@ -19,7 +19,7 @@ from fedsim.testing.cases import example_batch, same
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.fast_autograd._smooth_slopes import max_pool, relu
 from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
-from fedsim_attacks.gradient_matching._matching import Target
+from fedsim_attacks.gradient_matching._matching import MatchedUpdate
 from fedsim_attacks.images_from_features._body_gradient import (
     BodyGradient,
     Misfit,
@@ -137,7 +137,7 @@ def test_body_and_head_count_alike_whatever_their_size() -> None:
 
     def at(factor: float) -> tuple[Tensor, list[Tensor]]:
         scaled = [update[0], factor * update[1]]
-        goal = Target([target[0], factor * target[1]], square=zero, outside=zero)
+        goal = MatchedUpdate([target[0], factor * target[1]], square=zero, outside=zero)
         loss, direction, scale = distance_by_part(names)(scaled, goal)
         return loss, [scale * each for each in direction]
 
@@ -156,13 +156,13 @@ def test_a_clipped_update_of_several_steps_has_no_scale() -> None:
     zero = torch.zeros(())
 
     def loss(step: float, factor: float = 1.0) -> Tensor:
-        goal = Target([factor * t for t in target], square=zero, outside=zero)
+        goal = MatchedUpdate([factor * t for t in target], square=zero, outside=zero)
         moved = [u + step * v for u, v in zip(at, along, strict=True)]
         return distance_by_part(names, clipped=True)(moved, goal)[0].double()
 
     assert float(loss(0.0, 1e-3)) == pytest.approx(float(loss(0.0)), rel=1e-4)
     _, direction, scale = distance_by_part(names, clipped=True)(
-        at, Target(target, square=zero, outside=zero)
+        at, MatchedUpdate(target, square=zero, outside=zero)
     )
     slope = scale * sum((d * v).sum() for d, v in zip(direction, along, strict=True))
     assert float(slope) == pytest.approx(float(loss(0.01) - loss(-0.01)) / 0.02, rel=1e-2)

@@ -16,7 +16,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching._drawing import UNet
-from fedsim_attacks.gradient_matching._image_priors import Features, ForwardPrior
+from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, KnownFeatures
 from fedsim_attacks.gradient_matching._matching import Matching, reweighted_cosine
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
@@ -60,7 +60,7 @@ def test_the_features_term_is_zero_at_the_truth(
 ) -> None:
     observation, truth = observe()
     assert truth.features is not None
-    prior = ForwardPrior(observation, Knowledge(), Features(truth.features, measure))
+    prior = ForwardPrior(observation, Knowledge(), KnownFeatures(truth.features, measure))
     assert float(prior(normalize(truth.images, observation.model))[0]) < 1e-6
     assert float(prior(normalize(1 - truth.images, observation.model))[0]) > 1e-4
     value, slope = ForwardPrior(observation, Knowledge(), None)(truth.images)
@@ -70,10 +70,10 @@ def test_the_features_term_is_zero_at_the_truth(
 
 def test_equation_2_does_not_see_signs_or_norms() -> None:
     found, known = torch.randn(2, 4, 6).unbind()
-    cosine = Features(known, "squared_cosine").misfit(found)
-    assert torch.isclose(Features(-3 * known, "squared_cosine").misfit(found), cosine)
-    relative = Features(known, "relative").misfit(found)
-    assert not torch.isclose(Features(-3 * known, "relative").misfit(found), relative)
+    cosine = KnownFeatures(known, "squared_cosine").misfit(found)
+    assert torch.isclose(KnownFeatures(-3 * known, "squared_cosine").misfit(found), cosine)
+    relative = KnownFeatures(known, "relative").misfit(found)
+    assert not torch.isclose(KnownFeatures(-3 * known, "relative").misfit(found), relative)
 
 
 @pytest.mark.parametrize("bn", ["exact", "inferred"])

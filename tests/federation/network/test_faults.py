@@ -30,7 +30,7 @@ from fedsim.federation.network import flower
 from fedsim.federation.network.keys import make_node_key
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.node import _JOIN_SECONDS
-from fedsim.federation.network.up import Federation, federation
+from fedsim.federation.network.up import RunningFederation, federation
 from fedsim.types import FedsimError, RunFailed
 
 slow = pytest.mark.slow
@@ -94,7 +94,7 @@ def test_kills_and_stops_of_nodes_and_gate(tmp_path: Path) -> None:
     assert not report.processes and not report.temporary
 
 
-def forget(there: Federation) -> None:
+def forget(there: RunningFederation) -> None:
     """Kill the SuperLink and remove its database."""
     assert there.link.roots
     for path in there.link.roots.parent.glob("superlink.db*"):
@@ -203,13 +203,13 @@ def joined(
 
 
 @contextmanager
-def bare_federation(folder: Path, nodes: int = 0) -> Iterator[Federation]:
+def bare_federation(folder: Path, nodes: int = 0) -> Iterator[RunningFederation]:
     """SuperLink and gate; what nodes there are beside `nodes` is the test's."""
     with federation(folder / "link", nodes, data=SCENARIO, paths=[], shared_seed=True) as there:
         yield there
 
 
-def keyed(there: Federation, folder: Path, name: str, *, registered: bool = True) -> Path:
+def keyed(there: RunningFederation, folder: Path, name: str, *, registered: bool = True) -> Path:
     """The key of a node, made when it is first asked for."""
     key = folder / "keys" / name
     if not key.exists():
@@ -220,7 +220,7 @@ def keyed(there: Federation, folder: Path, name: str, *, registered: bool = True
 
 
 def node_command(
-    there: Federation, folder: Path, name: str, client: int, home: Path | None = None
+    there: RunningFederation, folder: Path, name: str, client: int, home: Path | None = None
 ) -> list[str]:
     return [
         *(*FEDSIM, "node", "--superlink", there.gate),
@@ -230,7 +230,7 @@ def node_command(
     ]
 
 
-def liar_command(there: Federation, folder: Path, kind: str, client: int) -> list[str]:
+def liar_command(there: RunningFederation, folder: Path, kind: str, client: int) -> list[str]:
     key = keyed(there, folder, kind)
     return [
         *(sys.executable, "-c", textwrap.dedent(LIAR)),

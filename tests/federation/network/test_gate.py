@@ -34,7 +34,7 @@ from network_support import NEVER, free_port, until
 from fedsim.federation.network import gate as gate_module
 from fedsim.federation.network import link, passage
 from fedsim.federation.network import log as log_module
-from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.gate import Gate, GateSettings
 from fedsim.federation.network.keys import Authority, make_authority
 from fedsim.federation.network.superlink import Child
 from fedsim.types import FedsimError
@@ -97,8 +97,8 @@ def inside(authority: Authority) -> Iterator[str]:
     server.server_close()
 
 
-def settings(authority: Authority, superlink: str, **more: Any) -> Settings:
-    return Settings(
+def settings(authority: Authority, superlink: str, **more: Any) -> GateSettings:
+    return GateSettings(
         superlink=superlink,
         certificate=authority.server_certificate,
         key=authority.server_key,
@@ -480,7 +480,7 @@ def test_a_superlink_of_another_authority_gets_nothing(
     other = make_authority(tmp_path / "other", ["127.0.0.1"])
     context = ssl.create_default_context(cafile=authority.certificate)
     asked = len(Inside.asked)
-    trusting = Settings(
+    trusting = GateSettings(
         superlink=inside,
         certificate=authority.server_certificate,
         key=authority.server_key,
@@ -518,7 +518,7 @@ def test_the_process_ends_with_the_block(authority: Authority, inside: str) -> N
 def test_the_process_ends_with_its_parent(authority: Authority, inside: str) -> None:
     script = f"""\
 from pathlib import PosixPath
-from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.gate import Gate, GateSettings
 with Gate("127.0.0.1:0", {settings(authority, inside)!r}) as gate:
     print(gate.pid, flush=True)
     input()
@@ -544,7 +544,7 @@ def test_what_cannot_start_says_why(authority: Authority, inside: str, tmp_path:
     ):
         pass
     other = make_authority(tmp_path / "other", ["127.0.0.1"])
-    mismatched = Settings(
+    mismatched = GateSettings(
         superlink=inside,
         certificate=authority.server_certificate,
         key=other.server_key,

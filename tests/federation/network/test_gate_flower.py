@@ -31,7 +31,7 @@ from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.primitives.asymmetric import sign_message
 from network_support import SuperLink, free_port, node_key, process, superlink, until
 
-from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.gate import Gate, GateSettings
 from fedsim.federation.network.keys import make_authority, make_node_key
 
 
@@ -59,7 +59,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     secret.write_text("s" * 64)
     with superlink(folder, authority, secret) as link:
         nodes = {key: link.register(public) for key, public in zip(keys, publics, strict=True)}
-        settings = Settings(
+        settings = GateSettings(
             superlink=link.address,
             certificate=authority.server_certificate,
             key=authority.server_key,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsim.federation.secure_aggregation.client import Client
+from fedsim.federation.secure_aggregation.client import SumClient
 from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import Identity
-from fedsim.federation.secure_aggregation.server import Server
+from fedsim.federation.secure_aggregation.server import SumServer
 from fedsim.federation.secure_aggregation.terms import Terms
 
 MODEL = b"the model that all were shown"
@@ -54,8 +54,8 @@ class Sum:
 
     def __post_init__(self) -> None:
         everyone = identities(len(self.terms.participants))
-        self.clients = {n: Client(self.terms, n, everyone[n]) for n in self.terms.participants}
-        self.server = Server(self.terms)
+        self.clients = {n: SumClient(self.terms, n, everyone[n]) for n in self.terms.participants}
+        self.server = SumServer(self.terms)
 
     def keys(self, gone: Collection[int] = NOBODY) -> None:
         here = [one for one in self.clients if one not in gone]

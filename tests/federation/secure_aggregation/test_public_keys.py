@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from sum_support import MODEL, Sum, fresh, identities, of, vectors
 
 from fedsim.federation.secure_aggregation import secrets
-from fedsim.federation.secure_aggregation.client import Client
+from fedsim.federation.secure_aggregation.client import SumClient
 from fedsim.federation.secure_aggregation.secrets import Published
 from fedsim.federation.secure_aggregation.terms import AbortedError
 
@@ -149,8 +149,8 @@ def test_keys_of_another_session_are_nobodys() -> None:
     everyone = identities(4)
     terms = of(4, session=b"one run")
     again = replace(terms, session=b"another")
-    client, other = Client(terms, 0, everyone[0]), Client(again, 1, everyone[1])
-    rest = {n: Client(terms, n, everyone[n]).keys(fresh) for n in (2, 3)}
+    client, other = SumClient(terms, 0, everyone[0]), SumClient(again, 1, everyone[1])
+    rest = {n: SumClient(terms, n, everyone[n]).keys(fresh) for n in (2, 3)}
     directory = {0: client.keys(fresh), 1: other.keys(fresh), **rest}
     with pytest.raises(AbortedError, match="client 1 are not signed by it"):
         client.shares(directory)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sum_support import MODEL, Sum, added, fresh, identities, of, vectors
 
-from fedsim.federation.secure_aggregation.client import STAGES, Client, Memory
+from fedsim.federation.secure_aggregation.client import STAGES, Memory, SumClient
 from fedsim.federation.secure_aggregation.secrets import BOX, Published
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 from fedsim.types import FedsimError
@@ -35,7 +35,7 @@ def _at(stage: int, count: int = 4) -> Sum:
 )
 @pytest.mark.parametrize("done", range(6))
 def test_a_stage_is_answered_once_and_in_its_turn(
-    name: str, ask: Callable[[Sum, Client], object], done: int
+    name: str, ask: Callable[[Sum, SumClient], object], done: int
 ) -> None:
     sum = _at(4)
     if done == 5:
@@ -56,7 +56,7 @@ def test_a_stage_counts_as_answered_before_it_is() -> None:
     """A process that is killed in the middle of a stage does not answer it a second time."""
     kept: list[int] = []
     own = identities(3)[0]
-    client = Client(of(3), 0, own, keep=lambda memory: kept.append(memory.done))
+    client = SumClient(of(3), 0, own, keep=lambda memory: kept.append(memory.done))
 
     def killed(purpose: str) -> bytes:
         raise KeyboardInterrupt
@@ -65,7 +65,7 @@ def test_a_stage_counts_as_answered_before_it_is() -> None:
         client.keys(killed)
     assert set(kept) == {1}
     with pytest.raises(AbortedError, match="shares is next"):
-        Client(of(3), 0, own, Memory(done=1)).keys(fresh)
+        SumClient(of(3), 0, own, Memory(done=1)).keys(fresh)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_what_fails_is_forgotten_and_what_is_out_of_turn_is_not(stage: int) -> N
     assert client.memory == Memory(done=stage + 1)
 
 
-def _fails(client: Client, stage: int) -> None:
+def _fails(client: SumClient, stage: int) -> None:
     """A stage that is refused."""
     if stage == 1:
         client.shares({})
@@ -210,7 +210,7 @@ def test_a_model_that_is_not_everyones_is_not_opened() -> None:
 def test_two_directories_are_not_opened() -> None:
     """The server puts a key of its own in the place of client 3's, for client 0 alone."""
     sum = _at(1)
-    forged = Published.from_bytes(Client(of(4), 3, identities(4)[3]).keys(fresh).to_bytes())
+    forged = Published.from_bytes(SumClient(of(4), 3, identities(4)[3]).keys(fresh).to_bytes())
     with pytest.raises(AbortedError, match="keys of client 3 are not signed by it"):
         sum.clients[0].shares({**sum.directory, 3: forged})
 
@@ -218,12 +218,12 @@ def test_two_directories_are_not_opened() -> None:
 def test_a_signature_is_of_one_client_and_one_session() -> None:
     everyone = identities(3)
     terms, later = of(3), of(3, session=b"later")
-    old = {n: Client(terms, n, everyone[n]).keys(fresh) for n in range(3)}
-    client = Client(later, 0, everyone[0])
+    old = {n: SumClient(terms, n, everyone[n]).keys(fresh) for n in range(3)}
+    client = SumClient(later, 0, everyone[0])
     own = client.keys(fresh)
     with pytest.raises(AbortedError, match="keys of client 1 are not signed"):
         client.shares({0: own, 1: old[1], 2: old[2]})
-    swapped = Client(terms, 0, everyone[0])
+    swapped = SumClient(terms, 0, everyone[0])
     own = swapped.keys(fresh)
     with pytest.raises(AbortedError, match=r"keys of client [12] are not signed"):
         swapped.shares({0: own, 1: old[2], 2: old[1]})
@@ -311,7 +311,7 @@ def test_the_server_adds_each_client_once_and_equal_lengths() -> None:
 
 def test_a_stranger_has_no_part() -> None:
     with pytest.raises(AbortedError, match="client 7 does not take part"):
-        Client(of(3), 7, identities(8)[7])
+        SumClient(of(3), 7, identities(8)[7])
 
 
 def test_a_sum_of_one_is_none() -> None:
@@ -332,7 +332,7 @@ def test_what_a_client_remembers_survives_a_process_for_each_message() -> None:
     def reborn() -> None:
         for number, client in sum.clients.items():
             memory = Memory(**client.memory.to_json())
-            sum.clients[number] = Client(sum.terms, number, everyone[number], memory)
+            sum.clients[number] = SumClient(sum.terms, number, everyone[number], memory)
 
     sum.keys()
     reborn()
