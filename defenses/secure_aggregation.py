@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, final
 
 from pydantic import Field, model_validator
 
-from fedsim.contracts.defense import SecureAggregation as Protocol
-from fedsim.contracts.defense import ServerRound, SumTerms, add_gaussian
+from fedsim.contracts.defense import MaskedAggregation, ServerRound, SumTerms, add_gaussian
 from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.types import Effect, FedsimError, Noise, Tensors, Update
 from fedsim_defenses.aggregate import Aggregate, summed
@@ -20,7 +19,7 @@ _ROUNDING = 1e-9
 
 
 @final
-class SecureAggregation(Protocol):
+class SecureAggregation(MaskedAggregation):
     """Adds up masked vectors modulo 2^32 or 2^64; the server opens their sum and nothing else.
 
     Each client clips entries to [-`range`, `range`] and multiplies them by its number of examples

@@ -311,7 +311,7 @@ class SumTerms:
         return self.noise / math.sqrt(participants * (self.threshold - self.colluding))
 
 
-class SecureAggregation(NoisyAggregation):
+class MaskedAggregation(NoisyAggregation):
     """An aggregation that clients carry out with the server, who sees masked vectors and their sum.
 
     The federation runs the protocol (`fedsim.federation.secure_aggregation`), on the terms that the

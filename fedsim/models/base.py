@@ -59,7 +59,7 @@ class HeadConfig(BaseModel):
         return self
 
 
-class Dropout(nn.Module):
+class HeadDropout(nn.Module):
     """Drops hidden neurons in train mode; `rate` is set per run by the local training."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Classifier(nn.Module):
         self.body = body
         self.head = head
         self._unit_features = unit_features
-        self._dropouts = [part for part in self.modules() if isinstance(part, Dropout)]
+        self._dropouts = [part for part in self.modules() if isinstance(part, HeadDropout)]
 
     def features(self, images: Tensor) -> Tensor:
         """Computes features: (B, C, H, W) -> (B, d), flattened."""

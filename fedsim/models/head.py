@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from fedsim.models.base import Classifier, Dropout, HeadConfig
+from fedsim.models.base import Classifier, HeadConfig, HeadDropout
 from fedsim.models.layers import activation
 
 
@@ -30,7 +30,7 @@ class TwoLayerHead(nn.Module):
         """W (width, d) and b (width,)."""
         self.activation = activation(config.activation)
         self.config = config
-        self.dropout = Dropout()
+        self.dropout = HeadDropout()
         self.output = nn.Linear(config.width, num_classes, bias=False)
         """A (K, width)."""
         if config.planted:
@@ -66,7 +66,7 @@ def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> 
     if config is not None:
         return TwoLayerHead(config, in_features, num_classes)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    layers["dropout"] = Dropout()
+    layers["dropout"] = HeadDropout()
     layers["output"] = nn.Linear(in_features, num_classes)
     return nn.Sequential(layers)
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from fedsim import rng
-from fedsim.models.base import Classifier, Dropout, ModelPlugin
+from fedsim.models.base import Classifier, HeadDropout, ModelPlugin
 from fedsim.models.head import make_head
 from fedsim.models.layers import activation
 from fedsim.models.splines import basis_size, spline_basis
@@ -74,7 +74,7 @@ class KAN(ModelPlugin):
             return Classifier(body, _FixedReadout(self.init_scale * fixed))
         output = nn.Linear(width, num_classes, bias=False)
         nn.init.normal_(output.weight, std=self.init_scale)
-        return Classifier(body, nn.Sequential(OrderedDict(dropout=Dropout(), output=output)))
+        return Classifier(body, nn.Sequential(OrderedDict(dropout=HeadDropout(), output=output)))
 
 
 class _Basis(nn.Module):

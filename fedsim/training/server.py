@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.defense import NoisyAggregation, SecureAggregation, ServerRound, SumTerms
+from fedsim.contracts.defense import MaskedAggregation, NoisyAggregation, ServerRound, SumTerms
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Computation, Evaluation, Learner
 from fedsim.contracts.stack import Stack
@@ -161,10 +161,10 @@ class Server:
         return any(held.mechanism for held in self.stack.guarantees(self.declared, self.release))
 
     @cached_property
-    def protocol(self) -> SecureAggregation | None:
+    def protocol(self) -> MaskedAggregation | None:
         """The secure aggregation by which clients answer, if the stack has one."""
         aggregation = self.stack.aggregation
-        return aggregation if isinstance(aggregation, SecureAggregation) else None
+        return aggregation if isinstance(aggregation, MaskedAggregation) else None
 
     def sum_terms(self, probe: Probe | None) -> SumTerms:
         """What a secure sum of the answers to `probe`, or (None) of training, is made of.

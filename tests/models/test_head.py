@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 
-from fedsim.models.base import Dropout, HeadConfig
+from fedsim.models.base import HeadConfig, HeadDropout
 from fedsim.models.head import TwoLayerHead, assemble, feature_size, make_head
 
 WIDTH, PLANTED, IN, CLASSES = 600, 500, 64, 4
@@ -73,7 +73,7 @@ def test_dropout_acts_on_the_input_of_the_output_layer_in_train_mode(config):
     head = make_head(config, IN, CLASSES)
     inputs_of_output = []
     head.output.register_forward_pre_hook(lambda _, inputs: inputs_of_output.append(inputs[0]))
-    (dropout,) = (module for module in head.modules() if isinstance(module, Dropout))
+    (dropout,) = (module for module in head.modules() if isinstance(module, HeadDropout))
     features = torch.rand(50, IN, generator=torch.Generator().manual_seed(2)) + 0.5
     head.eval()
     head(features)
