@@ -6,7 +6,7 @@ Plans are made from a scenario or from the folder of a run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -199,33 +199,26 @@ def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
             f"{root}: no recording of a server below observations/; run the scenario, or name its "
             "file instead"
         )
-    observations = {
-        key: tuple(load_observation(path) for path in paths) for key, paths in recorded.items()
-    }
-    first = next(iter(observations.values()))[0]
-    images = _found_stand_ins(scenario, first)
+    observations = [
+        (stack, tuple(load_observation(path) for path in paths))
+        for (stack, _), paths in recorded.items()
+    ]
+    first = observations[0][1][0]
+    observations.sort(key=lambda each: each[1][0].training.batch_size)
+    declared, images = declared_training(scenario), _found_stand_ins(scenario, first)
     return [
         UpdatePlan(
             stack_name=stack,
             observations=seen,
             stack=build_stack(scenario.defenses[stack]),
-            declared=_declared(scenario, seen[0]),
+            declared=replace(declared, batch_size=seen[0].training.batch_size),
             grant=scenario.knowledge,
             stand_ins=images,
         )
         for stack in scenario.defenses
-        for seen in sorted(_of(observations, stack), key=lambda each: each[0].training.batch_size)
+        for name, seen in observations
+        if name == stack
     ]
-
-
-def _of(
-    observations: Mapping[tuple[str, str], tuple[Observation, ...]], stack: str
-) -> list[tuple[Observation, ...]]:
-    return [seen for (name, _), seen in observations.items() if name == stack]
-
-
-def _declared(scenario: Scenario, observation: Observation) -> LocalTraining:
-    return replace(declared_training(scenario), batch_size=observation.training.batch_size)
 
 
 def _only(document: Document, origin: str | Path) -> Scenario:
