@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.contracts.attack import Attack, unreadable
-from fedsim.contracts.defense import AggregationDefense, SecureAggregation
+from fedsim.contracts.defense import AggregationDefense, MaskedAggregation
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.learner import Learner
 from fedsim.contracts.plugins import installed
@@ -301,7 +301,7 @@ def _vantages(
     if "eavesdropper" in observe.vantages and federation and not federation.tls:
         for name, refs in stacks.items():
             aggregation = _aggregation(refs)
-            if aggregation and not isinstance(aggregation, SecureAggregation):
+            if aggregation and not isinstance(aggregation, MaskedAggregation):
                 yield (
                     ("defenses", name),
                     f"{refs[-1].name} is an ideal, which says what the server sees and not what "
