@@ -358,10 +358,8 @@ def test_stripping_works() -> None:
 
 
 def test_every_package_is_installed() -> None:
-    """An editable installation finds a package that is not declared; others do not."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    found = {name for name, path in MODULES.items() if path.name == "__init__.py"}
-    assert set(declared["tool"]["setuptools"]["packages"]) == found
+    """setup.py finds folders with an `__init__.py`; an editable installation finds others, too."""
+    assert [path for path in MODULES.values() if not (path.parent / "__init__.py").exists()] == []
 
 
 def test_tests_import_their_helpers_as_pytest_finds_them() -> None:

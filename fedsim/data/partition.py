@@ -1,17 +1,14 @@
-"""Divides the training set among clients, by Flower's own partitioners."""
+"""Divides the training set among clients, by label, at random or as a file says."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
-import os
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,17 +18,11 @@ from fedsim.types import Dataset, FedsimError, Table
 from fedsim.words import number_of
 
 if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner
-
     from fedsim.scenario.model import Partition
 
 _PARAMETERS = {"dirichlet": "alpha", "shards": "shards_per_client", "file": "path"}
-_OFFLINE = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-}
+_DRAWS = 11
+"""How often `dirichlet` draws before it gives up."""
 
 
 def partition(
@@ -64,9 +55,9 @@ def partition(
             f"{dataset.name} has {count}: lower data.clients or use a larger source"
         )
     if config.path is not None:
-        parts = _by_owner(_read_owners(paths.from_home(config.path), count, clients), clients)
+        parts = _by_owner(_read_owners(paths.from_home(config.path), count, clients))
     elif config.name == "natural":
-        parts = _by_owner(_natural_owners(dataset, clients), clients)
+        parts = _by_owner(_natural_owners(dataset, clients))
     else:
         parts = _drawn(dataset.train_labels, config, clients, seed, min_images)
     smallest = min(range(clients), key=lambda client: len(parts[client]))
@@ -94,46 +85,44 @@ def _check_parameters(config: Partition) -> None:
 def _drawn(
     labels: Tensor, config: Partition, clients: int, seed: int, min_images: int
 ) -> list[Tensor]:
-    # Rows are shuffled first: the sources are in class order, and Flower's IidPartitioner cuts
-    # contiguous parts.
+    # Rows are shuffled first, since sources are in class order and `iid` cuts contiguous parts.
     rows = torch.randperm(len(labels), generator=rng.generator(seed, "rows"))
-    draw_seed = rng.derive(seed, "draw")
-    with _quiet_and_offline():
-        from flwr_datasets.partitioner import (
-            DirichletPartitioner,
-            IidPartitioner,
-            ShardPartitioner,
-        )
+    draws = np.random.default_rng(rng.derive(seed, "draw"))
+    if config.name == "iid":
+        parts = list(torch.tensor_split(rows, clients))
+    elif config.name == "shards":
+        shards = clients * _whole_shards(len(labels), clients, config.shards_per_client or 0)
+        by_class = rows[labels[rows].argsort(stable=True)].view(shards, -1)
+        parts = list(by_class[torch.from_numpy(draws.permutation(shards))].view(clients, -1))
+    else:
+        parts = _dirichlet(labels, rows, float(config.alpha or 0), clients, draws, min_images)
+    return [part.sort().values for part in parts]
 
-        if config.name == "iid":
-            return _parts(IidPartitioner(num_partitions=clients), rows, labels[rows], clients)
-        if config.name == "shards":
-            per_client = _whole_shards(len(labels), clients, config.shards_per_client or 0)
-            sharder = ShardPartitioner(
-                num_partitions=clients,
-                partition_by="label",
-                num_shards_per_partition=per_client,
-                shuffle=False,
-                seed=draw_seed,
-            )
-            return _parts(sharder, rows, labels[rows], clients)
-        sampler = DirichletPartitioner(
-            num_partitions=clients,
-            partition_by="label",
-            alpha=float(config.alpha or 0),
-            min_partition_size=min_images,
-            shuffle=False,
-            seed=draw_seed,
-        )
-        try:
-            return _parts(sampler, rows, labels[rows], clients)
-        except ValueError as error:
-            raise FedsimError(
-                f"ten draws from Dir({config.alpha}) all left some of "
-                f"{number_of(clients, 'client')} with fewer than {min_images} of "
-                f"{number_of(len(labels), 'image')}: raise data.partition.alpha or lower "
-                "data.clients"
-            ) from error
+
+def _dirichlet(
+    labels: Tensor,
+    rows: Tensor,
+    alpha: float,
+    clients: int,
+    draws: np.random.Generator,
+    min_images: int,
+) -> list[Tensor]:
+    """Divides each class in proportions from Dir(alpha), anew until all parts are large enough."""
+    members = [rows[labels[rows] == label] for label in labels.unique()]
+    for _ in range(_DRAWS):
+        pieces = []
+        for of_class in members:
+            shares = np.cumsum(draws.dirichlet(np.full(clients, alpha)))
+            cuts = (shares * len(of_class)).astype(int)[:-1]
+            pieces.append(torch.tensor_split(of_class, cuts.tolist()))
+        parts = [torch.cat(of_client) for of_client in zip(*pieces, strict=True)]
+        if min(map(len, parts)) >= min_images:
+            return parts
+    raise FedsimError(
+        f"{_DRAWS} draws from Dir({alpha}) all left some of {number_of(clients, 'client')} with "
+        f"fewer than {min_images} of {number_of(len(labels), 'image')}: raise "
+        "data.partition.alpha or lower data.clients"
+    )
 
 
 def _whole_shards(count: int, clients: int, per_client: int) -> int:
@@ -154,40 +143,10 @@ def _whole_shards(count: int, clients: int, per_client: int) -> int:
     )
 
 
-def _by_owner(owners: Tensor, clients: int) -> list[Tensor]:
-    with _quiet_and_offline():
-        from flwr_datasets.partitioner import NaturalIdPartitioner
-
-        rows = torch.arange(len(owners))
-        return _parts(NaturalIdPartitioner(partition_by="label"), rows, owners, clients)
-
-
-def _parts(partitioner: Partitioner, rows: Tensor, labels: Tensor, clients: int) -> list[Tensor]:
-    """Lets `partitioner` divide the rows, whose images and labels are given."""
-    from datasets import Dataset as Arrow
-
-    partitioner.dataset = Arrow.from_dict({"row": rows.tolist(), "label": labels.tolist()})
-    return [
-        torch.tensor(partitioner.load_partition(client)["row"], dtype=torch.int64).sort().values
-        for client in range(clients)
-    ]
-
-
-@contextlib.contextmanager
-def _quiet_and_offline() -> Iterator[None]:
-    """Silences Flower: no telemetry, no look-up on a hub, no progress bars or warnings."""
-    before = {name: os.environ.get(name) for name in _OFFLINE}
-    os.environ.update(_OFFLINE)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _by_owner(owners: Tensor) -> list[Tensor]:
+    """Returns the indices of each owner, in the order of their numbers."""
+    counts = owners.unique(return_counts=True)[1]
+    return list(owners.argsort(stable=True).split(counts.tolist()))
 
 
 def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:

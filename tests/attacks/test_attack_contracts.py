@@ -1,4 +1,7 @@
-"""Every bundled attack keeps to the contract, and the contract catches attacks that do not."""
+"""Every installed attack keeps to the contract: attacks are found by their entry points.
+
+One that `CASES` does not name is tried on a small network of convolutions, with few iterations.
+"""
 
 from __future__ import annotations
 
@@ -10,65 +13,21 @@ import pytest
 import torch
 
 from fedsim.attacking.knowledge import hand_over_row
+from fedsim.contracts.attack import Attack
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.contracts.plugins import load, names
+from fedsim.contracts.plugins import load_as, names
 from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
+from fedsim.testing.attack import AnyAttackContract
 from fedsim.testing.cases import example_batch
 from fedsim.types import Observation
-from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
-from fedsim_attacks.closed_form.membership_inference import MembershipInference
-from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
-from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
 from fedsim_attacks.gradient_matching.generative_prior import (
     GenerativePrior,
     over_parameterized,
     pack_generator,
 )
-from fedsim_attacks.gradient_matching.grad_inversion import GradInversion
-from fedsim_attacks.gradient_matching.idlg import IDLG
-from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
-from fedsim_attacks.gradient_matching.prior_only import PriorOnly
-from fedsim_attacks.head_features.activation_features import ActivationFeatures
-from fedsim_attacks.head_features.best_features import BestFeatures
-from fedsim_attacks.head_features.head_fit import HeadFit
-from fedsim_attacks.head_features.spectral_features import SpectralFeatures
-from fedsim_attacks.head_features.tensor_features import TensorFeatures
-from fedsim_attacks.head_features.unrolled_features import UnrolledFeatures
-from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
-from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
-from fedsim_attacks.images_from_features.feature_regression import FeatureRegression
-from fedsim_attacks.imprint.imprint import ImprintAttack
-from fedsim_attacks.kan.spline_inversion import SplineInversion
-from fedsim_attacks.labels.label_inference import LabelInference
-from fedsim_attacks.layer_inputs.cocktail_party import CocktailParty
-from fedsim_attacks.layer_inputs.extreme_rays import ExtremeRays
-from fedsim_attacks.layer_inputs.spear import Spear
-from fedsim_attacks.patch_embedding.patch_inversion import PatchInversion
 
 
-class TestDeepLeakage(AttackContract):
-    def make(self) -> DeepLeakage:
-        return DeepLeakage(iterations=7)
-
-
-class TestIDLG(AttackContract):
-    def make(self) -> IDLG:
-        return IDLG(iterations=7)
-
-
-class TestInvertingGradients(AttackContract):
-    def make(self) -> InvertingGradients:
-        return InvertingGradients(iterations=7)
-
-
-class TestInvertingGradientsOnConvolutions(AttackContract):
-    model = "convnet"
-
-    def make(self) -> InvertingGradients:
-        return InvertingGradients(iterations=3)
-
-
-class OfATwoLayerHead(AttackContract):
+class OnATwoLayerHead(AttackContract):
     model = "mlp"
     model_parameters: ClassVar[dict[str, Any]] = {
         "hidden": [12],
@@ -76,203 +35,44 @@ class OfATwoLayerHead(AttackContract):
     }
 
 
-class TestSpectralFeatures(OfATwoLayerHead):
-    def make(self) -> SpectralFeatures:
-        return SpectralFeatures()
-
-
-class TestSplineInversion(AttackContract):
-    model = "kan"
-
-    def make(self) -> SplineInversion:
-        return SplineInversion(iterations=3)
-
-
-class TestActivationFeatures(OfATwoLayerHead):
-    def make(self) -> ActivationFeatures:
-        return ActivationFeatures()
-
-
-class TestTensorFeatures(OfATwoLayerHead):
-    def make(self) -> TensorFeatures:
-        return TensorFeatures()
-
-
-class TestHeadFit(OfATwoLayerHead):
-    def make(self) -> HeadFit:
-        return HeadFit(iterations=100, starts=2)
-
-
-class TestBestFeatures(OfATwoLayerHead):
-    def make(self) -> BestFeatures:
-        return BestFeatures(iterations=100, starts=2, trials=1)
-
-
-class TestClassifierFit(AttackContract):
-    def make(self) -> ClassifierFit:
-        return ClassifierFit(iterations=20, starts=2, exchanges=2)
-
-
-class OfAFullyConnectedNetwork(AttackContract):
+class OnAFullyConnectedNetwork(AttackContract):
     model = "mlp"
     model_parameters: ClassVar[dict[str, Any]] = {"hidden": [48, 24]}
 
 
-class TestExtremeRays(OfAFullyConnectedNetwork):
-    def make(self) -> ExtremeRays:
-        return ExtremeRays()
-
-
-class TestSpear(OfAFullyConnectedNetwork):
-    def make(self) -> Spear:
-        return Spear(iterations=2)
-
-
-class TestSpearByDescent(OfAFullyConnectedNetwork):
-    def make(self) -> Spear:
-        return Spear(iterations=2, search="descent")
-
-
-class TestCocktailParty(OfAFullyConnectedNetwork):
-    def make(self) -> CocktailParty:
-        return CocktailParty(iterations=5)
-
-
-class TestFactoredInversionOfAnOrdinaryClassifier(AttackContract):
+class OnConvolutions(AttackContract):
     model = "convnet"
 
-    def make(self) -> FactoredInversion:
-        return FactoredInversion(iterations=3)
 
-
-class TestFeatureRegression(OfATwoLayerHead):
-    def make(self) -> FeatureRegression:
-        return FeatureRegression()
-
-
-class TestFeatureInversion(OfATwoLayerHead):
-    def make(self) -> FeatureInversion:
-        return FeatureInversion(iterations=3, width=8)
-
-
-class TestFeatureInversionOfPixels(AttackContract):
+class OnBatchNorm(AttackContract):
     model = "convnet"
     model_parameters: ClassVar[dict[str, Any]] = {"width": 4, "norm": "batch"}
 
-    def make(self) -> FeatureInversion:
-        return FeatureInversion(iterations=3, prior="pixel", features_from="none")
+
+class OnAKAN(AttackContract):
+    model = "kan"
 
 
-class TestGradInversion(AttackContract):
-    def make(self) -> GradInversion:
-        return GradInversion(iterations=4, seeds=2)
-
-
-class TestGradInversionWithBatchNorm(AttackContract):
-    model = "convnet"
-    model_parameters: ClassVar[dict[str, Any]] = {"width": 4, "norm": "batch"}
-
-    def make(self) -> GradInversion:
-        return GradInversion(iterations=3, seeds=2)
-
-
-class TestImprint(AttackContract):
-    model_parameters: ClassVar[dict[str, Any]] = {"imprint": {"bins": 64}}
-
-    def make(self) -> ImprintAttack:
-        return ImprintAttack()
-
-
-class TestInvertingGradientsBehindAnImprint(AttackContract):
-    model_parameters: ClassVar[dict[str, Any]] = {"imprint": {"bins": 16}}
-
-    def make(self) -> InvertingGradients:
-        return InvertingGradients(iterations=3)
-
-
-class TestGenerativePrior(AttackContract):
-    def make(self) -> GenerativePrior:
-        return GenerativePrior(iterations=3)
-
-
-class TestGenerativePriorOfAFile(AttackContract):
-    file = Path("unwritten")
-
-    @pytest.fixture(autouse=True)
-    def _written(self, tmp_path: Path) -> None:
-        self.file = tmp_path / "generator.safetensors"
-        self.file.write_bytes(pack_generator(over_parameterized(1, (1, 16, 16)), "nothing"))
-
-    def make(self) -> GenerativePrior:
-        return GenerativePrior(
-            weights=str(self.file), public="nothing", iterations=4, latent_iterations=2
-        )
-
-
-class TestPriorOnly(AttackContract):
-    def make(self) -> PriorOnly:
-        return PriorOnly(iterations=3, width=8)
-
-
-class TestFactoredInversion(OfATwoLayerHead):
-    def make(self) -> FactoredInversion:
-        return FactoredInversion(iterations=5)
-
-
-class TestUnrolledFeatures(OfATwoLayerHead):
-    def make(self) -> UnrolledFeatures:
-        return UnrolledFeatures(iterations=100, trials=1)
-
-
-class TestLabelInference(AttackContract):
-    def make(self) -> LabelInference:
-        return LabelInference()
-
-
-class TestPatchInversion(AttackContract):
-    model = "vit"
-    model_parameters: ClassVar[dict[str, Any]] = {"width": 32}
-    batch_sizes = (1,)
-
-    def make(self) -> PatchInversion:
-        return PatchInversion()
-
-
-class TestInvertingGradientsOnATransformer(AttackContract):
+class OnATransformer(AttackContract):
     model = "vit"
     model_parameters: ClassVar[dict[str, Any]] = {"width": 16}
 
-    def make(self) -> InvertingGradients:
-        return InvertingGradients(iterations=3)
+
+class OnATransformerAlone(OnATransformer):
+    model_parameters: ClassVar[dict[str, Any]] = {"width": 32}
+    batch_sizes = (1,)
 
 
-class TestRowReconstruction(RowAttackContract):
-    def make(self) -> RowReconstruction:
-        return RowReconstruction(iterations=20, starts=2)
+class BehindAnImprint(AttackContract):
+    model_parameters: ClassVar[dict[str, Any]] = {"imprint": {"bins": 64}}
 
 
-class TestRowReconstructionFromCoefficients(RowAttackContract):
+class OfCoefficients(RowAttackContract):
     learner = "least_squares"
     learner_parameters: ClassVar[dict[str, Any]] = {"method": "als", "columns": 40}
 
-    def make(self) -> RowReconstruction:
-        return RowReconstruction(iterations=20, starts=2, prior="ranges")
 
-
-class TestMembershipInference(RowAttackContract):
-    def make(self) -> MembershipInference:
-        return MembershipInference()
-
-
-class TestMembershipInferenceFromCoefficients(RowAttackContract):
-    learner = "least_squares"
-    learner_parameters: ClassVar[dict[str, Any]] = {"method": "ls", "columns": 40}
-
-    def make(self) -> MembershipInference:
-        return MembershipInference()
-
-
-class _OfKernels(RowAttackContract):
+class OfKernels(RowAttackContract):
     """On the predictors of so many clients, of six images each."""
 
     parameters: ClassVar[Mapping[str, Any]] = {"kernel": "continuous"}
@@ -295,29 +95,92 @@ class _OfKernels(RowAttackContract):
         return observation, hand_over_row(truth, target, granted, self.make().asked_of_candidates)
 
 
-class TestRowReconstructionOfKernels(_OfKernels):
-    def make(self) -> RowReconstruction:
-        return RowReconstruction(samples=5)
-
-
-class TestMembershipInferenceOfKernels(_OfKernels):
-    def make(self) -> MembershipInference:
-        return MembershipInference()
-
-
-class TestMembershipInferenceOfAKernelModel(_OfKernels):
+class OfAKernelModel(OfKernels):
     parameters: ClassVar[Mapping[str, Any]] = {"release": "model"}
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Of one client, whatever the size."""
         return super().case(1, most)
 
-    def make(self) -> MembershipInference:
-        return MembershipInference()
+
+Case = tuple[type[AnyAttackContract], dict[str, Any]]
+
+CASES: dict[str, list[Case]] = {
+    "activation_features": [(OnATwoLayerHead, {})],
+    "best_features": [(OnATwoLayerHead, {})],
+    "classifier_fit": [(AttackContract, {"iterations": 20, "exchanges": 2})],
+    "cocktail_party": [(OnAFullyConnectedNetwork, {})],
+    "extreme_rays": [(OnAFullyConnectedNetwork, {})],
+    "factored_inversion": [(OnATwoLayerHead, {}), (OnConvolutions, {})],
+    "feature_inversion": [
+        (OnATwoLayerHead, {}),
+        (OnBatchNorm, {"prior": "pixel", "features_from": "none"}),
+    ],
+    "feature_regression": [(OnATwoLayerHead, {})],
+    "grad_inversion": [(AttackContract, {}), (OnBatchNorm, {})],
+    "head_fit": [(OnATwoLayerHead, {})],
+    "imprint": [(BehindAnImprint, {})],
+    "inverting_gradients": [
+        (AttackContract, {}),
+        (OnConvolutions, {}),
+        (BehindAnImprint, {}),
+        (OnATransformer, {}),
+    ],
+    "membership_inference": [
+        (RowAttackContract, {}),
+        (OfCoefficients, {}),
+        (OfKernels, {}),
+        (OfAKernelModel, {}),
+    ],
+    "patch_inversion": [(OnATransformerAlone, {})],
+    "row_reconstruction": [
+        (RowAttackContract, {"iterations": 20}),
+        (OfCoefficients, {"iterations": 20, "prior": "ranges"}),
+        (OfKernels, {}),
+    ],
+    "spear": [(OnAFullyConnectedNetwork, {}), (OnAFullyConnectedNetwork, {"search": "descent"})],
+    "spectral_features": [(OnATwoLayerHead, {})],
+    "spline_inversion": [(OnAKAN, {})],
+    "tensor_features": [(OnATwoLayerHead, {})],
+    "unrolled_features": [(OnATwoLayerHead, {})],
+}
+"""What an attack is tried on, with parameters beside `SMALL`; else on the contract's network."""
+
+SMALL = {"iterations": 4, "starts": 2, "trials": 1, "samples": 5, "seeds": 2, "width": 8}
+"""Makes an attack fast that has such parameters, as far as their ranges allow it."""
 
 
-def test_no_bundled_attack_is_left_out() -> None:
-    suites = [value for name, value in globals().items() if name.startswith("Test")]
-    tested = {type(suite().make()).__module__ for suite in suites}
-    bundled = {load("fedsim.attacks", name).__module__ for name in names("fedsim.attacks")}
-    assert {module for module in tested if module.startswith("fedsim_attacks.")} == bundled
+def _suite(name: str, case: Case, number: int) -> type[AnyAttackContract]:
+    base, parameters = case
+    cls = load_as("fedsim.attacks", name, (Attack,))
+    least = {
+        key: max([value, *(bound.ge for bound in field.metadata if hasattr(bound, "ge"))])
+        for key, value in SMALL.items()
+        if (field := cls.model_fields.get(key))
+    }
+    made = cls(**least | parameters)
+    title = f"Test{cls.__name__}" + base.__name__ * bool(number)
+    return type(title, (base,), {"make": lambda self: made})
+
+
+SUITES = {
+    suite.__name__: suite
+    for name in names("fedsim.attacks")
+    for number, case in enumerate(CASES.get(name, [(AttackContract, {})]))
+    for suite in [_suite(name, case, number)]
+}
+globals().update(SUITES)  # where pytest looks for them
+
+
+class TestGenerativePriorOfAFile(AttackContract):
+    file = Path("unwritten")
+
+    @pytest.fixture(autouse=True)
+    def _written(self, tmp_path: Path) -> None:
+        self.file = tmp_path / "generator.safetensors"
+        self.file.write_bytes(pack_generator(over_parameterized(1, (1, 16, 16)), "nothing"))
+
+    def make(self) -> GenerativePrior:
+        return GenerativePrior(
+            weights=str(self.file), public="nothing", iterations=4, latent_iterations=2
+        )

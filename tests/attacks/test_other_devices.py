@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import test_attack_contracts
 import torch
 from deep_victims import observe
 from pretended_device import DEVICE, here_only, pretended
+from test_attack_contracts import SUITES
 
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
@@ -24,14 +24,7 @@ from fedsim_attacks.images_from_features.factored_inversion import FactoredInver
 
 _OTHERS_ROWS = ("other_rows", "candidate")
 """What of an attacker's knowledge stays in CPU memory."""
-_SUITES = [
-    suite
-    for name, suite in vars(test_attack_contracts).items()
-    if name.startswith("Test") and issubclass(suite, AnyAttackContract)
-    # That suite writes the file which its attack reads, in a fixture.
-    if name != "TestGenerativePriorOfAFile"
-]
-over_suites = pytest.mark.parametrize("suite", _SUITES, ids=lambda suite: suite.__name__)
+over_suites = pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 
 
 @pytest.fixture
@@ -68,16 +61,15 @@ def test_graphs_of_an_attack_on_a_gpu(
 @pytest.mark.parametrize(
     "suite",
     [
-        test_attack_contracts.TestInvertingGradients,
-        test_attack_contracts.TestInvertingGradientsOnConvolutions,
-        test_attack_contracts.TestFactoredInversionOfAnOrdinaryClassifier,
-        test_attack_contracts.TestDeepLeakage,
-        test_attack_contracts.TestGradInversion,
+        "TestInvertingGradients",
+        "TestInvertingGradientsOnConvolutions",
+        "TestFactoredInversionOnConvolutions",
+        "TestDeepLeakage",
+        "TestGradInversion",
     ],
-    ids=lambda suite: suite.__name__,
 )
 def test_what_becomes_a_graph_reads_no_value(
-    suite: type[AnyAttackContract], elsewhere: str, monkeypatch: pytest.MonkeyPatch
+    suite: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor a number that lies on the processor, which a graph would keep as it was."""
     recorded = []
@@ -90,7 +82,7 @@ def test_what_becomes_a_graph_reads_no_value(
     monkeypatch.setattr(_tape, "_record", record)
     monkeypatch.setattr(_tape, "PAYS", 1)
     _plain_on_the_processor(monkeypatch)
-    _attack_there(suite, elsewhere)
+    _attack_there(SUITES[suite], elsewhere)
     assert recorded
 
 
@@ -124,7 +116,7 @@ def test_a_process_that_attacks_computes_float32(monkeypatch: pytest.MonkeyPatch
     compute_exactly("cpu")
     assert torch.backends.cudnn.allow_tf32
     with pretended(monkeypatch):
-        _attack_there(test_attack_contracts.TestInvertingGradients, DEVICE)
+        _attack_there(SUITES["TestInvertingGradients"], DEVICE)
     assert not torch.backends.cudnn.allow_tf32
     assert torch.backends.cudnn.deterministic
 
