@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedsim.federation import RoundRecord, federate
+from fedsim.federation import federate
+from fedsim.federation.records import RoundRecord
 from fedsim.scenario import Scenario
 
 

@@ -24,6 +24,7 @@ from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, 
 from fedsim.cli.outcome import TableFormat, say_what_lacks, show
 from fedsim.cli.outcome import leaderboard as written_leaderboard
 from fedsim.cli.privacy import app as privacy_app
+from fedsim.cli.stand_ins import described
 
 if TYPE_CHECKING:
     from fedsim.types import Reconstruction
@@ -386,21 +387,32 @@ def list_plugins(
     with exits():
         from shutil import get_terminal_size
 
-        from fedsim.contracts import listing
-
-        rows = listing.rows([kind.value] if kind else [member.value for member in Kind])
-        as_json = format is ListFormat.json
+        kinds = [kind.value] if kind else [member.value for member in Kind]
         width = get_terminal_size((80, 24)).columns
-        typer.echo(json.dumps(rows, indent=2) if as_json else listing.render(rows, width))
+
+        def read() -> str:
+            from fedsim.contracts import listing
+
+            rows = listing.rows(kinds)
+            as_json = format is ListFormat.json
+            return json.dumps(rows, indent=2) if as_json else listing.render(rows, width)
+
+        typer.echo(described(read, *(f"fedsim.{each}" for each in kinds)))
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of scenario files, for completion in editors."""
     with exits():
-        from fedsim.scenario import json_schema
 
-        typer.echo(json.dumps(json_schema(), indent=2))
+        def read() -> object:
+            from fedsim.scenario import json_schema
+
+            return json_schema()
+
+        kinds = ("attacks", "data", "defenses", "learners", "models")
+        found = described(read, *(f"fedsim.{each}" for each in kinds))
+        typer.echo(json.dumps(found, indent=2))
 
 
 @app.command()

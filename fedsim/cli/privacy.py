@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsim.cli.exits import exits
+from fedsim.cli.stand_ins import described
 from fedsim.progress import report_work
 
 
@@ -237,8 +238,12 @@ def _refuse_unwritable(plot: Path | None) -> None:
 def _list(as_json: bool) -> None:
     from shutil import get_terminal_size
 
-    from fedsim.privacy import calculator
+    width = get_terminal_size((80, 24)).columns
 
-    rows = calculator.listing()
-    text = calculator.render(rows, get_terminal_size((80, 24)).columns)
-    typer.echo(json.dumps(rows, indent=2) if as_json else text, nl=as_json)
+    def read() -> str:
+        from fedsim.privacy import calculator
+
+        rows = calculator.listing()
+        return json.dumps(rows, indent=2) if as_json else calculator.render(rows, width)
+
+    typer.echo(described(read, "fedsim.mechanisms"), nl=as_json)

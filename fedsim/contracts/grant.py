@@ -41,9 +41,7 @@ class Grant(BaseModel):
     """What the attacker is granted beyond the observation."""
 
     # Values of a field: from least to most.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     labels: Annotated[
         Literal["none", "inferred", "known"],

@@ -7,16 +7,20 @@ scenario. A plugin that fails to import stops only the scenario that names it.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
+from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
 
 from fedsim.types import FedsimError
 
@@ -44,9 +48,7 @@ class Plugin(BaseModel, ABC):
     The docstring below a field describes the parameter wherever it is listed.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     paper: ClassVar[str] = ""
     """The source: authors, title, venue and year, equation. Shown by `fedsim list`."""
@@ -174,12 +176,12 @@ def installed(group: str) -> list[Installed]:
     rows = []
     for name in names(group):
         point = _entry_points(group)[name][0]
-        version = point.dist.version if point.dist else "?"
+        package, version = _package(point), _version(point.dist) if point.dist else "?"
         try:
             cls = load(group, name)
-            row = Installed(group, name, _package(point), version, cls, parameters(cls), None)
+            row = Installed(group, name, package, version, cls, parameters(cls), None)
         except PluginError as error:
-            row = Installed(group, name, _package(point), version, None, (), str(error))
+            row = Installed(group, name, package, version, None, (), str(error))
         rows.append(row)
     return rows
 
@@ -191,7 +193,7 @@ def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[
         PluginError: a field's type has no JSON Schema, so no scenario can set it.
     """
     try:
-        return cls.model_json_schema(ref_template=ref_template)
+        return cls.model_json_schema(ref_template=ref_template, schema_generator=Described)
     except Exception as error:  # pydantic has no common base for what may go wrong here
         raise PluginError(
             f"the parameters of {cls.__module__}.{cls.__qualname__} cannot be written in a "
@@ -252,4 +254,75 @@ def _resolved(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mappin
 
 
 def _package(point: EntryPoint) -> str:
-    return point.dist.name if point.dist else point.module
+    return _name(point.dist) if point.dist else point.module
+
+
+@cache
+def _name(package: Distribution) -> str:
+    """Returns a package's name, for which its metadata are parsed."""
+    return package.name
+
+
+@cache
+def _version(package: Distribution) -> str:
+    return package.version
+
+
+class Described(GenerateJsonSchema):
+    """Says of each field in a JSON Schema what stands below it in its class.
+
+    Pydantic can do the same, by `use_attribute_docstrings`: for each class when it is made, which
+    takes every process a second.
+    """
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:
+        """Returns the schema of one model."""
+        made = super().model_schema(schema)
+        texts = descriptions(schema["cls"])
+        for name, item in made.get("properties", {}).items():
+            if name in texts:
+                item.setdefault("description", texts[name])
+        return made
+
+
+def descriptions(cls: type) -> Mapping[str, str]:
+    """Returns what stands below the fields of a class and of those that it derives from."""
+    return {name: text for each in reversed(cls.__mro__) for name, text in _own(each).items()}
+
+
+@cache
+def _own(cls: type) -> Mapping[str, str]:
+    if not issubclass(cls, BaseModel) or cls is BaseModel:
+        return {}
+    try:
+        lines, _ = inspect.findsource(inspect.getmodule(cls) or cls)
+    except (OSError, TypeError):  # nobody wrote it into a file
+        return {}
+    body = _classes("".join(lines)).get(cls.__qualname__, [])
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+@cache
+def _classes(source: str) -> Mapping[str, list[ast.stmt]]:
+    """Returns the statements of each class in a file, by the class's qualified name."""
+    found: dict[str, list[ast.stmt]] = {}
+
+    def look(node: ast.AST, place: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = f"{place}{getattr(child, 'name', '')}"
+            if isinstance(child, ast.ClassDef):
+                found[name] = child.body
+                look(child, f"{name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                look(child, f"{name}.<locals>.")
+
+    look(ast.parse(source), "")
+    return found

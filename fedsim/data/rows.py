@@ -22,9 +22,7 @@ _ROUNDING = 1 - 2**-48
 class Column(BaseModel):
     """A column of numbers and the range that is declared for it: public, not read from the data."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     low: float

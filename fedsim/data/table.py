@@ -31,7 +31,7 @@ _MAX_DIGITS = 18
 class ClassColumn(BaseModel):
     """A target of two classes, as the file writes them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=2)]

@@ -1,7 +1,7 @@
 """The federation: the only part of fedsim that imports Flower.
 
 `federate` trains one defense stack as a Flower ServerApp and ClientApps and records what the server
-sees. Importing this package sets Flower's environment and imports nothing of Flower itself.
+sees. Importing this package sets Flower's environment and imports neither Flower nor torch.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedsim.federation.records import RoundRecord
-from fedsim.types import FedsimError
-
 if TYPE_CHECKING:
     from fedsim.federation.engine import FlowerEngine
     from fedsim.federation.network.link import Link
+    from fedsim.federation.records import RoundRecord
     from fedsim.scenario import Scenario
     from fedsim.training.server import Server
 
-__all__ = ["RoundRecord", "build_engine", "federate"]
+__all__ = ["build_engine", "federate"]
 
 # Flower reads these when it is imported: it must not phone home, nor touch the user's own
 # configuration, nor print its progress between ours.
@@ -62,6 +60,7 @@ def federate(
     from fedsim.federation.refusals import check_scenario
     from fedsim.system import threads
     from fedsim.training.workload import Workload
+    from fedsim.types import FedsimError
 
     check_scenario(scenario, [stack])
     checkpoints = Checkpoints(out, scenario, stack, server.census.held if server else None)
@@ -91,6 +90,7 @@ def build_engine(scenario: Scenario) -> FlowerEngine:
     """
     from fedsim.federation.engine import FlowerEngine
     from fedsim.scenario.build import build_engine as build
+    from fedsim.types import FedsimError
 
     engine = build(scenario.federation.engine)
     if not isinstance(engine, FlowerEngine):

@@ -245,7 +245,7 @@ def _number(text: str) -> Any:
 
 
 def _describe(cls: type[BaseModel], key: str) -> str:
-    return " ".join((cls.model_fields[key].description or "required").split()).rstrip(".")
+    return " ".join(plugins.descriptions(cls).get(key, "required").split()).rstrip(".")
 
 
 def _epsilon(value: float) -> float:

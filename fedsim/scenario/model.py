@@ -44,7 +44,6 @@ class Section(BaseModel):
         extra="forbid",
         allow_inf_nan=False,
         strict=True,
-        use_attribute_docstrings=True,
     )
 
 

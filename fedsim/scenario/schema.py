@@ -20,7 +20,7 @@ def json_schema() -> dict[str, Any]:
 
     Plugins that cannot be loaded are left out.
     """
-    whole = Scenario.model_json_schema()
+    whole = Scenario.model_json_schema(schema_generator=plugins.Described)
     definitions: dict[str, Any] = whole["$defs"]
     entry = definitions.pop("AttackEntry")["properties"]
     definitions.pop("PluginRef")

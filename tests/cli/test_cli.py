@@ -414,6 +414,24 @@ def test_schema_is_json() -> None:
     assert json.loads(invoke("schema").stdout)["title"] == "fedsim scenario"
 
 
+@pytest.mark.parametrize(
+    "words", [["list", "--format", "json"], ["schema"], ["privacy", "--json"]], ids=" ".join
+)
+def test_plugins_are_described_without_their_libraries(words: list[str]) -> None:
+    """Torch takes seconds to import; what is said of plugins is the same without it."""
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from fedsim.cli.commands import app\n"
+        "app()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True)
+    assert json.loads(done.stdout) == json.loads(invoke(*words).stdout)
+
+
 def test_validate(path: Path) -> None:
     first, *facts = invoke("validate", path).stdout.splitlines()
     assert first == f"{path}: valid" and facts[0].startswith("  data: ")

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from federation_support import contents, results, scenario, train, workload
 
-from fedsim.federation import RoundRecord, federate, strategies
+from fedsim.federation import federate, strategies
 from fedsim.federation.checkpoint import Checkpoints
+from fedsim.federation.records import RoundRecord
 from fedsim.recording import files
 from fedsim.scenario import Scenario
 from fedsim.training.source import load_dataset

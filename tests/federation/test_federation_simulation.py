@@ -13,8 +13,9 @@ from typing import Any, get_args
 import pytest
 from federation_support import contents, results, scenario, train
 
-from fedsim.federation import RoundRecord, federate
+from fedsim.federation import federate
 from fedsim.federation.client_state import ClientState
+from fedsim.federation.records import RoundRecord
 from fedsim.federation.refusals import check_scenario
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import Federation
