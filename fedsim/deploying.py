@@ -13,7 +13,7 @@ from fedsim.results import earlier
 from fedsim.results.record import Run
 from fedsim.scenario import dump, expand, open_document
 from fedsim.system import paths
-from fedsim.training.source import data_source
+from fedsim.training.source import build_source
 from fedsim.types import FedsimError
 
 
@@ -53,7 +53,7 @@ def up(
     paths.writable_folder(root, "--out")
     earlier.refuse_other_run(root, dump(wanted), resume)
     check_scenario(wanted)
-    source = data_source(wanted).place
+    source = build_source(wanted.data.source).place
     named = [path for path in (source, wanted.data.partition.path, wanted.training.weights) if path]
     with federation(
         root, wanted.data.clients, data=SCENARIO, paths=named, shared_seed=shared_seed

@@ -397,7 +397,7 @@ class _Execution:
             [_job(entries[label], path) for label, path in asked],
             replace(self._setting(), root=folder),
             lambda job, result: None,
-            progress.Quiet(),
+            progress.Display(),
             workers=self.workers,
         )
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -22,8 +21,8 @@ from rich.progress import (
 )
 
 
-class Display(Protocol):
-    """Shows what the pipeline reports while it works."""
+class Display:
+    """Shows what the pipeline reports while it works; this one shows nothing."""
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
         """Begins a stage of `total` steps, of which `done` were finished before (a resumed run)."""
@@ -38,23 +37,7 @@ class Display(Protocol):
         """Shows a line that stays: which variant of a sweep is at work, and where."""
 
 
-class Quiet:
-    """Shows nothing."""
-
-    def stage(self, title: str, total: int, done: int = 0) -> None:
-        """See `Display`."""
-
-    def advance(self, detail: str) -> None:
-        """See `Display`."""
-
-    def detail(self, key: str, text: str) -> None:
-        """See `Display`."""
-
-    def note(self, text: str) -> None:
-        """See `Display`."""
-
-
-class Live:
+class Live(Display):
     """Shows bars on a terminal; lines for stages and notes, and now and then one of how far it is,
     where the output is no terminal."""
 
@@ -132,7 +115,7 @@ _PATIENCE, _EVERY = 1.0, 5.0
 def display(quiet: bool) -> Iterator[Display]:
     """Yields what shows progress on the terminal's standard error, or nothing if `quiet`."""
     if quiet:
-        yield Quiet()
+        yield Display()
     else:
         with Live(Console(stderr=True)) as live:
             yield live

@@ -51,15 +51,6 @@ def load_source(chosen: PluginRef) -> Dataset | Table:
         return build_source(chosen).load()
 
 
-def data_source(scenario: Scenario) -> DataSource:
-    """The scenario's data source.
-
-    Raises:
-        FedsimError: it is not installed, or its parameters do not fit.
-    """
-    return build_source(scenario.data.source)
-
-
 def build_source(chosen: PluginRef) -> DataSource:
     """A data source that a scenario names, or could name.
 

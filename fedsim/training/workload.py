@@ -20,7 +20,7 @@ from fedsim.scenario.document import blaming
 from fedsim.training.client import Client, ClientResult
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Census, Server
-from fedsim.training.source import data_source, load_dataset, private_statistics
+from fedsim.training.source import build_source, load_dataset, private_statistics
 from fedsim.types import Dataset, FedsimError, Table, Tensors
 from fedsim.words import number_of
 
@@ -96,7 +96,7 @@ class Workload(Server):
 
         The source prepares the data again, and the partition is drawn again.
         """
-        prepared = data_source(self.scenario).prepared(dataset)
+        prepared = build_source(self.scenario.data.source).prepared(dataset)
         return Workload(self.scenario, self.stack_name, prepared)
 
     def client_update(

@@ -83,25 +83,6 @@ def test_help_needs_nothing_heavy() -> None:
     assert not loaded & {"torch", "numpy", "pydantic", "flwr", "ray", "yaml", "matplotlib"}
 
 
-@pytest.mark.parametrize(
-    ("command", "argument", "phrase"),
-    [
-        ("run", "SCENARIO", "is a YAML file"),
-        ("validate", "SCENARIO", "is a YAML file"),
-        ("attack", "OBSERVATION", "observations/ of a run's folder"),
-        ("leaderboard", "DIR", "is the folder of a run"),
-        ("report", "DIR", "is the folder of a run"),
-        ("list", "KIND", "attacks, defenses, learners, models, data, engines and mechanisms"),
-        ("privacy epsilon", "MECHANISM", "fedsim privacy` lists the mechanisms"),
-    ],
-)
-def test_help_says_what_an_argument_is(command: str, argument: str, phrase: str) -> None:
-    shown = " ".join(invoke(*command.split(), "--help").output.split())
-    assert argument in shown
-    assert phrase in shown
-    assert "attacks|defenses" not in shown
-
-
 def test_version() -> None:
     assert invoke("--version").stdout == f"fedsim {__version__}\n"
 

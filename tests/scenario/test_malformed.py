@@ -72,27 +72,12 @@ CASES = {
     "unknown key in a section": Case(
         "  rounds: 3", "  round: 3 # <-", "training.round", "did you mean 'rounds'?"
     ),
-    "unknown key two levels down": Case(
-        "  local: {steps: 1,",
-        "  local: {stepz: 1, # <-\n   ",
-        "training.local.stepz",
-        "did you mean 'steps'?",
-    ),
     "wrong case": Case("seed: 7", "Seed: 7 # <-", "Seed", "did you mean 'seed'?"),
     "unknown key of an attack": Case(
         "iterations: 5}", "iteratons: 5} # <-", "attacks[0].iteratons", "did you mean 'iterations'?"
     ),
     "unknown key of an attack that the scenario knows": Case(
         "iterations: 5}", "restart: 5} # <-", "attacks[0].restart", "did you mean 'restarts'?"
-    ),
-    "unknown key of a defense": Case(
-        "multiplier: 1.1}",
-        "multiplyer: 1.1} # <-",
-        "defenses.dp[1].multiplyer",
-        "did you mean 'multiplier'?",
-    ),
-    "unknown key of a data source": Case(
-        "size: 16}", "siz: 16} # <-", "data.source.siz", "did you mean 'size'?"
     ),
     "unknown key below a model": Case(
         "{width: 64, planted: 32}}",
@@ -121,9 +106,6 @@ CASES = {
         "data:\n  source: {name: faces, size: 16}", "data: # <-", "data.source", "missing; add"
     ),
     "key written twice": Case("device: cpu", "seed: 8 # <-", "", "written twice (first in line 2)"),
-    "key written twice, nested": Case(
-        "clients: 4\n", "clients: 4\n  clients: 5 # <-\n", "", "written twice (first in line 6)"
-    ),
     "a list as key": Case("seed: 7", "? [seed]\n: 7", "", "a key has to be plain text"),
     # Plugins
     "unknown attack": Case(
@@ -141,35 +123,17 @@ CASES = {
         "attacks[1].name",
         "(installed: activation_features",
     ),
-    "unknown defense": Case(
-        "{name: clip, norm: 1.0}",
-        "{name: clipp, norm: 1.0} # <-",
-        "defenses.dp[0].name",
-        "did you mean 'clip'?",
-    ),
     "an attack among the defenses": Case(
         "{name: clip, norm: 1.0}",
         "idlg # <-",
         "defenses.dp[0]",
         "named 'idlg' in defenses",
     ),
-    "unknown model": Case(
-        "{name: mlp,", "{name: mpl, # <-\n  ", "model.name", "did you mean 'mlp'?"
-    ),
-    "unknown data source": Case(
-        "name: faces,", "name: faecs, # <-\n   ", "data.source.name", "did you mean 'faces'?"
-    ),
     "a plugin without a name": Case(
         "{name: clip, norm: 1.0}", "{norm: 1.0} # <-", "defenses.dp[0].name", "missing; add `name"
     ),
     "a plugin named by a number": Case(
         "{name: clip, norm: 1.0}", "{name: 3} # <-", "defenses.dp[0].name", "expected text, got 3"
-    ),
-    "a number for a plugin": Case(
-        "{name: clip, norm: 1.0}",
-        "3 # <-",
-        "defenses.dp[0]",
-        "a name or {name: ...}, got 3",
     ),
     "nothing for a plugin": Case(
         "{name: clip, norm: 1.0}", " # <-", "defenses.dp[0]", "expected a name or {name: ...}"
@@ -199,12 +163,6 @@ CASES = {
     "a boolean for a count": Case(
         "rounds: 3", "rounds: true # <-", "training.rounds", "expected a whole number, got true"
     ),
-    "a boolean for a number": Case(
-        "lr: 0.1}", "lr: true} # <-", "training.local.lr", "expected a number, got true"
-    ),
-    "a boolean for a plugin's count": Case(
-        "iterations: 5}", "iterations: true} # <-", "attacks[0].iterations", "got true"
-    ),
     "a date for a number": Case(
         "rounds: 3", "rounds: 2024-01-01 # <-", "training.rounds", "got '2024-01-01'"
     ),
@@ -218,20 +176,11 @@ CASES = {
         "rounds: 3", "rounds: 1_000 # <-", "training.rounds", "expected a whole number, got '1_000'"
     ),
     "a number for text": Case("name: base", "name: 5 # <-", "name", "expected text, got 5; put it"),
-    "a mapping for text": Case(
-        "name: base", "name: {a: 1} # <-", "name", "expected text, got a mapping"
-    ),
     "a list for a section": Case(
         "federation: {engine: local, participation: 1.0}",
         "federation: [local] # <-",
         "federation",
         "expected a mapping (key: value), got a list",
-    ),
-    "text for a section": Case(
-        "knowledge: {labels: inferred, bn: none}",
-        "knowledge: labels # <-",
-        "knowledge",
-        "expected a mapping (key: value), got 'labels'",
     ),
     "a number for a list": Case(
         "batch_sizes: [1, 4]", "batch_sizes: 4 # <-", "observe.batch_sizes", "got 4; write [4]"
@@ -247,9 +196,6 @@ CASES = {
     ),
     "one defense for a stack": Case(
         "  none: []", "  none: clip # <-", "defenses.none", "expected a list, got 'clip'"
-    ),
-    "text among clients": Case(
-        "clients: [0]", "clients: [0, one] # <-", "observe.clients[1]", "expected a whole number"
     ),
     "a wrong word for clients": Case(
         "clients: [0]", "clients: al # <-", "observe.clients", "a list or 'all', got 'al'; did you"
@@ -270,17 +216,11 @@ CASES = {
         "lr: 0.1}", "lr: 0.1, momentum: 1} # <-", "training.local.momentum", "expected < 1, got 1"
     ),
     "not a number": Case("lr: 0.1", "lr: .nan", "training.local.lr", "a finite number, got nan"),
-    "infinite": Case(
-        "lr: 0.1", "lr: .inf", "training.local.lr", "expected a finite number, got inf"
-    ),
     "beyond double precision": Case(
         "lr: 0.1", "lr: 1e400", "training.local.lr", "expected a finite number, got inf"
     ),
     "a whole number beyond double precision": Case(
         "lr: 0.1", f"lr: {10**400}", "training.local.lr", "(401 characters)"
-    ),
-    "infinite parameter": Case(
-        "norm: 1.0", "norm: .inf", "defenses.dp[0].norm", "expected a finite number, got inf"
     ),
     "10**30 rounds": Case(
         "rounds: 3",
@@ -294,20 +234,12 @@ CASES = {
     "a hexadecimal number of 5000 digits": Case(
         "seed: 7", f"seed: 0x{'f' * 5000} # <-", "", "digits; shorten it"
     ),
-    "an octal number of 5000 digits": Case(
-        "seed: 7", f"seed: 0o{'7' * 5000} # <-", "", "digits; shorten it"
-    ),
-    "a swept hexadecimal number of 5000 digits": Case(
-        "seed: 7", f"sweep: {{seed: [0x{'f' * 5000}]}} # <-", "", "digits; shorten it"
-    ),
-    "negative seed": Case("seed: 7", "seed: -7 # <-", "seed", "expected >= 0, got -7"),
     "seed of 64 bits": Case("seed: 7", f"seed: {2**64} # <-", "seed", "expected < 922337203685477"),
     "unknown engine": Case("engine: local", "engine: locl", "federation.engine", "simulation"),
     "unknown knowledge": Case("bn: none", "bn: exakt", "knowledge.bn", "did you mean 'exact'?"),
     "unknown device": Case(
         "device: cpu", "device: gpu # <-", "device", "expected auto, cpu, cuda or"
     ),
-    "unknown partition": Case("name: iid", "name: idd", "data.partition.name", "mean 'iid'?"),
     "a path for a name": Case(
         "name: base", "name: ../etc # <-", "name", "letters, digits and _ . + - that could"
     ),
@@ -336,9 +268,6 @@ CASES = {
     "no observed client": Case(
         "clients: [0]", "clients: [] # <-", "observe.clients", "at least 1 item"
     ),
-    "no batch size": Case("[1, 4]", "[]", "observe.batch_sizes", "expected at least 1 item"),
-    "a bad batch size": Case("[1, 4]", "[1, 0]", "observe.batch_sizes[1]", "expected >= 1, got 0"),
-    "client -1": Case("clients: [0]", "clients: [-1]", "observe.clients[0]", ">= 0, got -1"),
     "round 0": Case("[1, last]", "[0, last]", "observe.rounds[0]", ">= 1 or 'last', got 0"),
     # Combinations
     "fedsgd with several steps": Case(
@@ -362,13 +291,6 @@ CASES = {
         "data.partition.alpha",
         "only partition dirichlet has it",
     ),
-    "shards without their number": Case(
-        "{name: iid}",
-        "{name: shards}",
-        "data.partition.shards_per_client",
-        "add `shards_per",
-    ),
-    "file without a path": Case("{name: iid}", "{name: file}", "data.partition.path", "add `path"),
     "a round beyond the last": Case(
         "[1, last]", "[1, 9]", "observe.rounds[1]", "beyond training.rounds (3)"
     ),
@@ -426,14 +348,12 @@ CASES = {
     "an open quote": Case("name: base", 'name: "base', "", "check that every quote is closed"),
     "a tab": Case("  clients: 4", "\tclients: 4 # <-", "", "indent with spaces, not with tabs"),
     "a colon too many": Case("seed: 7", "seed: 7: 8 # <-", "", "not valid YAML: mapping values"),
-    "bad indentation": Case("  clients: 4", "   clients: 4 # <-", "", "not valid YAML"),
     "a tag": Case(
         "seed: 7",
         "seed: !!python/object/apply:os.system [id] # <-",
         "",
         "is not supported; remove it",
     ),
-    "a harmless tag": Case("seed: 7", "seed: !!int 7 # <-", "", "is not supported; remove it"),
     "two documents": Case("seed: 7", "seed: 7\n--- # <-\nname: other", "", "one per file"),
     "an unknown alias": Case("seed: 7", "seed: *x # <-", "", "alias *x has no anchor before it"),
     "an alias of itself": Case("seed: 7", "seed: &x [*x] # <-", "", "alias *x refers to itself"),
@@ -454,12 +374,6 @@ CASES = {
     ),
     "a sweep over no list": Case(
         "seed: 7", "sweep: {training.rounds: 3} # <-", 'sweep["training.rounds"]', "expected a list"
-    ),
-    "a sweep over nothing": Case(
-        "seed: 7",
-        "sweep: {training.rounds: []} # <-",
-        'sweep["training.rounds"]',
-        "expected a list",
     ),
     "a sweep over an unknown section": Case(
         "seed: 7", "sweep: {trainin.rounds: [1]} # <-", 'sweep["trainin.rounds"]', "cannot be swept"

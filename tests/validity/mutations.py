@@ -98,7 +98,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "an audit's worlds share their statistics": swap(
             "fedsim/training/workload.py:Workload.of_neighbours",
-            "data_source(self.scenario).prepared(dataset)",
+            "build_source(self.scenario.data.source).prepared(dataset)",
             "dataset",
             SENSITIVITY,
         ),
