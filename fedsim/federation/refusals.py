@@ -45,11 +45,11 @@ def check(server: Server) -> None:
     Raises:
         FedsimError: it cannot work; the message starts with the scenario's key.
     """
+    for ask in OF_STACK:
+        ask(server)
     if isinstance(server, Workload):
         for ask_clients in OF_CLIENTS:
             ask_clients(server)
-    for ask in OF_STACK:
-        ask(server)
 
 
 def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
@@ -100,6 +100,99 @@ OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [
     engine_runs_here,
     strategy_exists,
     strategy_fits_stacks,
+]
+
+
+# Of a stack, whoever computes its clients.
+
+
+def neurons_to_plant(server: Server) -> None:
+    """A server plants neurons for probes, in a model that has some for it."""
+    observe = server.scenario.observe
+    if observe.plant and not observe.batch_sizes:
+        raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
+    if observe.plant and not (server.model and plants(server.model)):
+        raise FedsimError(
+            "observe.plant: the model has no neurons for the server to plant; set "
+            "model.head.planted or model.imprint"
+        )
+
+
+def somebody_is_observed(server: Server) -> None:
+    """Each observed round has an observed client in it."""
+    scenario = server.scenario
+    if not server.trains and not scenario.observe.batch_sizes:
+        return
+    if scenario.observe.vantages == ["client"]:
+        return
+    for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
+        if not server.plan(round).observed:
+            raise FedsimError(
+                f"observe.clients: none of them takes part in round {round} "
+                f"(participation {scenario.federation.participation}, seed "
+                f"{scenario.seed}); observe 'all' or set observe.batch_sizes"
+            )
+
+
+def somebody_looks(server: Server) -> None:
+    """Somebody has to look, at others, and the global models have to tell."""
+    scenario = server.scenario
+    if "client" not in scenario.observe.vantages:
+        return
+    for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
+        if len(server.plan(round).participants) < 2:
+            raise FedsimError(
+                "observe.vantages: one client takes part in a round, and client sees the others; "
+                "raise data.clients or federation.participation"
+            )
+        if not server.plan(round).lookers:
+            raise FedsimError(
+                f"observe.clients: to look at round {round} (observe.vantages: client), a client "
+                f"has to take part in rounds {round} and {round + 1}, and none of them does "
+                f"(participation {scenario.federation.participation}, seed {scenario.seed}); "
+                "observe 'all', or raise federation.participation"
+            )
+    parameters, _ = server.initial()
+    with blaming("observe.vantages"):
+        for value in parameters.values():
+            server.computation.told_update(value, value, server.training)
+
+
+def enough_share_the_noise(server: Server) -> None:
+    """Clients that share their noise have to take part together."""
+    least, sampled = server.stack.least_clients, len(server.plan(1).participants)
+    if sampled < least:
+        raise FedsimError(
+            f"defenses.{server.stack_name}: the noise is shared among "
+            f"{number_of(least, 'client')}, and "
+            f"{sampled} take part in a round; share it among those, or raise data.clients or "
+            "federation.participation"
+        )
+    if 1 < least < sampled and server.protocol and server.sum_terms(None).colluding:
+        raise FedsimError(
+            f"defenses.{server.stack_name}: the noise is shared among {least} of the "
+            f"{number_of(sampled, 'client')} that take part in a round, of whom a share may "
+            "collude, as many as add it; share it among all"
+        )
+
+
+def sums_work(server: Server) -> None:
+    """A secure sum needs ranges, and noise that rounding leaves."""
+    plan.check(server)
+
+
+def promise_is_kept(server: Server) -> None:
+    """A stack that asks for an ε gets no larger one by the ledger."""
+    accounting.check_promise(server)
+
+
+OF_STACK: list[Callable[[Server], None]] = [
+    neurons_to_plant,
+    somebody_is_observed,
+    somebody_looks,
+    enough_share_the_noise,
+    sums_work,
+    promise_is_kept,
 ]
 
 
@@ -197,99 +290,6 @@ OF_CLIENTS: list[Callable[[Workload], None]] = [
     data_keep_to_the_claim,
     batches_fit_memory,
     a_client_can_train,
-]
-
-
-# Of a stack, whoever computes its clients.
-
-
-def neurons_to_plant(server: Server) -> None:
-    """A server plants neurons for probes, in a model that has some for it."""
-    observe = server.scenario.observe
-    if observe.plant and not observe.batch_sizes:
-        raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
-    if observe.plant and not (server.model and plants(server.model)):
-        raise FedsimError(
-            "observe.plant: the model has no neurons for the server to plant; set "
-            "model.head.planted or model.imprint"
-        )
-
-
-def somebody_is_observed(server: Server) -> None:
-    """Each observed round has an observed client in it."""
-    scenario = server.scenario
-    if not server.trains and not scenario.observe.batch_sizes:
-        return
-    if scenario.observe.vantages == ["client"]:
-        return
-    for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
-        if not server.plan(round).observed:
-            raise FedsimError(
-                f"observe.clients: none of them takes part in round {round} "
-                f"(participation {scenario.federation.participation}, seed "
-                f"{scenario.seed}); observe 'all' or set observe.batch_sizes"
-            )
-
-
-def somebody_looks(server: Server) -> None:
-    """Somebody has to look, at others, and the global models have to tell."""
-    scenario = server.scenario
-    if "client" not in scenario.observe.vantages:
-        return
-    for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
-        if len(server.plan(round).participants) < 2:
-            raise FedsimError(
-                "observe.vantages: one client takes part in a round, and client sees the others; "
-                "raise data.clients or federation.participation"
-            )
-        if not server.plan(round).lookers:
-            raise FedsimError(
-                f"observe.clients: to look at round {round} (observe.vantages: client), a client "
-                f"has to take part in rounds {round} and {round + 1}, and none of them does "
-                f"(participation {scenario.federation.participation}, seed {scenario.seed}); "
-                "observe 'all', or raise federation.participation"
-            )
-    parameters, _ = server.initial()
-    with blaming("observe.vantages"):
-        for value in parameters.values():
-            server.computation.told_update(value, value, server.training)
-
-
-def enough_share_the_noise(server: Server) -> None:
-    """Clients that share their noise have to take part together."""
-    least, sampled = server.stack.least_clients, len(server.plan(1).participants)
-    if sampled < least:
-        raise FedsimError(
-            f"defenses.{server.stack_name}: the noise is shared among "
-            f"{number_of(least, 'client')}, and "
-            f"{sampled} take part in a round; share it among those, or raise data.clients or "
-            "federation.participation"
-        )
-    if 1 < least < sampled and server.protocol and server.sum_terms(None).colluding:
-        raise FedsimError(
-            f"defenses.{server.stack_name}: the noise is shared among {least} of the "
-            f"{number_of(sampled, 'client')} that take part in a round, of whom a share may "
-            "collude, as many as add it; share it among all"
-        )
-
-
-def sums_work(server: Server) -> None:
-    """A secure sum needs ranges, and noise that rounding leaves."""
-    plan.check(server)
-
-
-def promise_is_kept(server: Server) -> None:
-    """A stack that asks for an ε gets no larger one by the ledger."""
-    accounting.check_promise(server)
-
-
-OF_STACK: list[Callable[[Server], None]] = [
-    neurons_to_plant,
-    somebody_is_observed,
-    somebody_looks,
-    enough_share_the_noise,
-    sums_work,
-    promise_is_kept,
 ]
 
 
