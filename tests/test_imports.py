@@ -54,7 +54,6 @@ ROOMS: dict[str, set[str]] = {
         *("scoring", "targets", "training"),
     },
     "report": {*BASE, "contracts", "recording", "results", "scoring", "targets"},
-    "board": {*BASE, "contracts", "recording", "report", "results", "scoring"},
     "testing": {
         *BASE,
         *("attacking", "contracts", "learners", "models", "privacy", "recording", "scenario"),

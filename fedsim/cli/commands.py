@@ -229,10 +229,10 @@ def leaderboard(
         from fedsim.system.paths import writable_file
 
         if html:
-            from fedsim.board import write_board
+            from fedsim.report import write_page
 
             writable_file(html, "--html")
-            typer.echo(write_board(folders, html))
+            typer.echo(write_page(folders, html))
         runs = load_runs(folders)
         if not html:
             typer.echo(written_leaderboard(runs, format), nl=False)
@@ -255,10 +255,10 @@ def serve(
     DIR is the folder of a run, or one that holds folders of runs. Ctrl-C ends it.
     """
     with exits():
-        from fedsim.board import BoardServer, is_loopback
-        from fedsim.board import serve as serve_board
+        from fedsim.report.serving import PageServer, is_loopback
+        from fedsim.report.serving import serve as serve_page
 
-        def on_ready(server: BoardServer) -> None:
+        def on_ready(server: PageServer) -> None:
             typer.echo(f"leaderboard: {server.address}")
             if not is_loopback(host):
                 typer.echo(
@@ -267,7 +267,7 @@ def serve(
                     err=True,
                 )
 
-        serve_board(folders, host=host, port=port, demand_token=token, on_ready=on_ready)
+        serve_page(folders, host=host, port=port, demand_token=token, on_ready=on_ready)
 
 
 @app.command()

@@ -1,11 +1,11 @@
-"""What a run leaves for people: the leaderboard, the report, and pictures."""
+"""What a run leaves for people: the leaderboard as table and page, pictures, and the dossier."""
 
 from fedsim.report.control import invalid_reasons, positive_controls
 from fedsim.report.facts import awaited, standing_still, undeclared, unfinished, unseen
 from fedsim.report.figures import describe_variant
 from fedsim.report.leaderboard import aggregate, leaderboard_rows
 from fedsim.report.overview import save_overview
-from fedsim.report.page import write_report
+from fedsim.report.page import write_page, write_report
 from fedsim.report.pictures import save_grid, save_grids
 from fedsim.report.render import render
 from fedsim.report.row import LeaderboardRow
@@ -33,5 +33,6 @@ __all__ = [
     "unfinished",
     "unseen",
     "utility",
+    "write_page",
     "write_report",
 ]

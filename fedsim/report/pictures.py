@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedsim.recording.files import read_tensors, write_bytes
+from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow
-from fedsim.results.reading import ReportError
+from fedsim.results.reading import ReportError, Run
 from fedsim.results.record import files_of
-from fedsim.scoring import check_pixels
+from fedsim.scoring import check_pixels, psnr
+from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,6 +28,20 @@ _SHOWN_SIDE = 64
 
 _GAP = 2
 """Pixels between two images."""
+
+PIXELS = 1 << 20
+"""The images of a page have at most so many pixels (about 3 MB as PNG)."""
+
+_PAIRS = 4
+"""A page shows at most so many images of a batch."""
+
+_LONGEST = 300
+"""Why a picture cannot be read is cut behind so many characters."""
+
+_Value = TypeVar("_Value")
+
+Trial = tuple[Path, ResultRow]
+"""A row of results.jsonl, and the folder of its run."""
 
 
 def enlargement(height: int, width: int, side: int = _SHOWN_SIDE) -> int:
@@ -91,6 +109,129 @@ def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
         return path if inside and path.is_file() else None
     except (OSError, ValueError):  # a name that no file can have
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Holds a true image and what an attack made of it, as `data:` addresses."""
+
+    truth: str
+    reconstruction: str
+    psnr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plate:
+    """Shows one trial of an attack on a defense, an image of its batch beside what became of it."""
+
+    pairs: list[Pair]
+    hidden: int = 0
+    """Number of images of the batch that are not shown."""
+    width: int = 0
+    height: int = 0
+    """Size of an image on the page, in CSS pixels: a whole multiple of its own."""
+    pixels: int = 0
+    """Number of pixels that the pairs hold."""
+    problem: str = ""
+    """Why the pictures cannot be read; empty if they can."""
+
+
+def plates_of(rows: Sequence[LeaderboardRow], runs: Iterable[Run]) -> tuple[dict[str, Plate], int]:
+    """Returns the plates of a page by the cell of their row, and how many it has no room for.
+
+    All rows of one comparison, batch size and round show the same image first, so that defenses
+    can be compared: of the first of these rows, which is undefended where one is, the median image
+    of the median trial. A row that did not attack it shows its own median trial. The strongest
+    attacks come first; others have none once the images are as many as `PIXELS` allows.
+    """
+    trials: dict[str, list[Trial]] = {}
+    for run in runs:
+        for result in run.rows:
+            trials.setdefault(result.cell, []).append((run.folder, result))
+    scored = {row.cell: _scored(trials.get(row.cell, [])) for row in rows}
+    victims: dict[tuple[object, ...], str | None] = {}
+    for row in rows:
+        if scored[row.cell]:
+            victims.setdefault(_place(row), _median_victim(scored[row.cell]))
+    plates: dict[str, Plate] = {}
+    pixels, omitted = 0, 0
+    for row in sorted(rows, key=lambda row: not row.strongest):
+        if not scored[row.cell]:
+            continue
+        if pixels >= PIXELS:
+            omitted += 1
+            continue
+        try:
+            plate = _plate(scored[row.cell], victims[_place(row)])
+        except FedsimError as error:
+            plate = Plate(pairs=[], problem=str(error)[:_LONGEST])
+        if pixels and pixels + plate.pixels > PIXELS:
+            omitted += 1
+            continue
+        pixels += plate.pixels
+        plates[row.cell] = plate
+    return plates, omitted
+
+
+def _place(row: LeaderboardRow) -> tuple[object, ...]:
+    return (row.comparison, row.batch_size, row.round)
+
+
+def _scored(trials: Iterable[Trial]) -> list[tuple[ResultRow, Path]]:
+    """Returns the trials with a scored reconstruction of images, by their PSNR."""
+    scored = [
+        (row.metrics["psnr"], row, path)
+        for folder, row in trials
+        if row.subject == "images" and row.ok and row.metrics
+        if row.metrics["psnr"] is not None and (path := reconstruction_file(folder, row))
+    ]
+    return [(row, path) for _, row, path in sorted(scored, key=lambda entry: entry[0])]
+
+
+def _median(values: Sequence[_Value]) -> _Value:
+    return values[(len(values) - 1) // 2]
+
+
+def _median_victim(scored: Sequence[tuple[ResultRow, Path]]) -> str | None:
+    """Returns the digest of the median image of the median trial; None if its row states none."""
+    row, _ = _median(scored)
+    values = (row.per_image or {}).get("psnr") or []
+    if not row.victims or len(values) != len(row.victims):
+        return row.victims[0] if row.victims else None
+    order = sorted(range(len(values)), key=lambda at: values[at])
+    return row.victims[_median(order)]
+
+
+def _plate(scored: Sequence[tuple[ResultRow, Path]], victim: str | None) -> Plate:
+    """Returns the plate of the trial that attacked `victim`, or of the median one.
+
+    Raises:
+        FedsimError: the reconstruction is damaged.
+    """
+    with_victim = [entry for entry in scored if victim in (entry[0].victims or [])]
+    row, path = _median(with_victim or scored)
+    tensors = read_tensors(path)
+    if not {"truth", "reconstruction"} <= tensors.keys():
+        raise ReportError(f"{path}: holds no pair of truth and reconstruction")
+    truth, reconstruction = tensors["truth"], tensors["reconstruction"]
+    first = (row.victims or []).index(victim) if with_victim and victim else 0
+    if first >= len(truth):
+        raise ReportError(f"{path}: holds {len(truth)} images where its row names {first + 1}")
+    order = [first, *(at for at in range(len(truth)) if at != first)][:_PAIRS]
+    addresses = data_uris(truth[order], reconstruction[order])
+    values = psnr(reconstruction[order], truth[order]).tolist()
+    height, width = truth.shape[-2:]
+    factor = enlargement(height, width)
+    return Plate(
+        pairs=[
+            Pair(truth=a, reconstruction=b, psnr=value)
+            for (a, b), value in zip(addresses, values, strict=True)
+        ],
+        hidden=len(truth) - len(order),
+        width=width * factor,
+        height=height * factor,
+        pixels=2 * len(order) * width * height,
+    )
 
 
 def _as_bytes(truth: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Reads what the report draws of attacks on rows: recovered values, and who was accused."""
+"""Reads what a page draws of attacks on rows: recovered values, and who was accused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedsim.recording.files import read_tensors
+from fedsim.report.charts import Series
 from fedsim.report.pictures import reconstruction_file
-from fedsim.report.plots import Accused, Cloud
 from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run
@@ -24,23 +24,26 @@ _PANELS = 12
 
 
 def clouds(
-    lines: Sequence[LeaderboardRow], runs: Sequence[Run], series: Mapping[str, int]
-) -> list[Cloud]:
+    lines: Sequence[LeaderboardRow], runs: Sequence[Run], colors: Mapping[str, int]
+) -> list[Series]:
     """Returns recovered beside true entries of rows, one cloud per line that recovers rows.
 
     It shows the median trial by PSNR: neither the luckiest nor the worst.
+
+    Args:
+        lines: Of one comparison.
+        runs: That the lines are from.
+        colors: Defense -> number of its color.
 
     Raises:
         FedsimError: a reconstruction is damaged.
     """
     recovering = [line for line in lines if line.subject == "rows" and line.metrics["row_error"]]
-    attacks = {line.attack for line in recovering}
     panels = []
     for line in recovering[:_PANELS]:
-        files = _files(line, runs)
         scored = sorted(
             (row.metrics["psnr"], path)
-            for row, path in files
+            for row, path in _files(line, runs)
             if row.metrics and row.metrics["psnr"] is not None
         )
         if not scored:
@@ -48,11 +51,10 @@ def clouds(
         tensors = read_tensors(scored[(len(scored) - 1) // 2][1])
         pairs = torch.stack([tensors["truth_rows"], tensors["rows"]])[:, :, tensors["scored"]]
         truth, recovered = pairs.flatten(1)[:, :: max(1, -(-pairs[0].numel() // _POINTS))].tolist()
-        label = f"{line.defense}, B = {line.batch_size}"
         panels.append(
-            Cloud(
-                label=f"{label}, {line.attack}" if len(attacks) > 1 else label,
-                series=series[line.defense],
+            Series(
+                label=f"{line.attack} on {line.defense}, B = {line.batch_size}",
+                color=colors[line.defense],
                 points=list(zip(truth, recovered, strict=True)),
             )
         )
@@ -60,9 +62,12 @@ def clouds(
 
 
 def accused(
-    lines: Sequence[LeaderboardRow], runs: Sequence[Run], series: Mapping[str, int]
-) -> list[Accused]:
+    lines: Sequence[LeaderboardRow], runs: Sequence[Run], colors: Mapping[str, int]
+) -> list[Series]:
     """Returns the rates at which the best attack on each defense accuses, over all trials.
+
+    A ring is the largest rate that the claim of the defense allows. Arguments are those of
+    `clouds`.
 
     Raises:
         FedsimError: a reconstruction is damaged.
@@ -81,14 +86,15 @@ def accused(
         members = torch.cat([part["members"] for part in parts])
         limit = line.limits.get("membership_tpr")
         curves.append(
-            Accused(
+            Series(
                 label=line.defense,
-                series=series[line.defense],
-                rates=_rates(scores, members),
-                limit=None if limit is None else (FALSE_POSITIVES, limit),
+                color=colors[line.defense],
+                shape="steps",
+                points=_rates(scores, members),
+                rings=[] if limit is None else [(FALSE_POSITIVES, limit)],
             )
         )
-    return sorted(curves, key=lambda curve: curve.series)
+    return sorted(curves, key=lambda curve: curve.color)
 
 
 def _rates(scores: Tensor, members: Tensor) -> list[tuple[float, float]]:

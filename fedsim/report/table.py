@@ -1,9 +1,9 @@
-"""Lays the leaderboard out as a terminal table, with as many columns as its width allows."""
+"""Lays the leaderboard out as a terminal table of a fixed set of columns."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,196 +16,132 @@ from fedsim.report.control import (
     positive_controls,
     warnings,
 )
-from fedsim.report.figures import (
-    format_accuracy,
-    format_claim,
-    format_epsilon,
-    format_metric,
-    format_number,
-    format_signed,
-)
+from fedsim.report.figures import format_accuracy, format_claim, format_epsilon, format_number
+from fedsim.report.measured import ABSENT, heading_of, measured
 from fedsim.report.row import LeaderboardRow, population_of
-from fedsim.results.lines import Subject
-from fedsim.scoring import METRICS, Metric, Share, Summary
+from fedsim.scoring import METRICS
 from fedsim.words import number_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-
-Cell = Callable[[LeaderboardRow], str]
-
 _CLAIM = "ε (δ, unit, neighbours)"
-
-_EPSILON = "ε"
-"""Heading of the claim without its terms, which then stand in a line below the table."""
-
-
-_INTERVAL = "[low, high]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Column:
-    """A column of the table; without a value in any row it is left out."""
+    """A column of the table."""
 
     heading: str
-    cell: Cell
-    short: Cell | None = None
-    """A narrower cell; only columns with one are in every table, however narrow."""
-    short_heading: str = ""
-    """Heading of the narrower cells, if it is another."""
-    of_attack: bool = False
-    """Whether it says what an attack recovered: a dash where every trial failed."""
-
-    def text(self, row: LeaderboardRow, *, short: bool = False) -> str:
-        """Returns the cell of `row`."""
-        if self.of_attack and not row.n_ok:
-            return "–"
-        return (self.short if short and self.short else self.cell)(row)
-
-    def laid_out(self, rows: Sequence[LeaderboardRow], *, short: bool) -> list[str]:
-        """Returns a heading, then a cell for each row."""
-        heading = (short and self.short_heading) or self.heading
-        return [heading, *(self.text(row, short=short) for row in rows)]
+    cell: Callable[[LeaderboardRow], str]
+    meaning: str = ""
+    short: Callable[[LeaderboardRow], str] | None = None
+    """A narrower cell."""
+    left_out: int = 0
+    """Order in which columns leave a table that is too wide; 0: never."""
 
 
-def _metric_column(metric: Metric, heading: str) -> _Column:
-    def cell(row: LeaderboardRow) -> str:
-        return format_metric(row.metrics[metric.name], metric)
-
-    def mean(row: LeaderboardRow) -> str:
-        summary = row.metrics[metric.name]
-        return format_number(summary.mean if summary else None, metric.digits)
-
-    short = mean if metric.narrow == "kept" else None
-    return _Column(heading=heading, cell=cell, short=short, of_attack=True)
+def _value(row: LeaderboardRow) -> str:
+    found = measured(row, row.ranked_by)
+    return ABSENT if found.value == ABSENT else found.words
 
 
-_METRICS = [(metric, metric.heading) for metric in METRICS.values() if metric.heading]
+def _mean(row: LeaderboardRow) -> str:
+    metric, summary = METRICS[row.ranked_by], row.metrics[row.ranked_by]
+    if not row.n_ok or summary is None:
+        return ABSENT
+    return f"{heading_of(metric)} {format_number(summary.mean, metric.digits)}"
 
-_PSNR, *_OTHERS = [_metric_column(metric, heading) for metric, heading in _METRICS]
 
-_COLUMNS: list[_Column] = [
-    _Column(heading="images", cell=lambda row: "–" if row.images is None else str(row.images)),
-    _PSNR,
-    _Column(heading="max", cell=lambda row: format_number(row.worst["psnr"], 1), of_attack=True),
+def _above(row: LeaderboardRow) -> str:
+    return measured(row, row.ranked_by).above.partition(" ")[0]
+
+
+def _above_other(row: LeaderboardRow) -> str:
+    """Words in short why there is no other update (`one trial`, `not yet`), or what is above it."""
+    if row.no_control:
+        reason = row.no_control.removeprefix("no control: ")
+        return reason.removesuffix(" compared with another update")
+    return measured(row, row.ranked_by).above_other.partition(" ")[0]
+
+
+def _share(row: LeaderboardRow) -> str:
+    """Formats as `1/10 (0–45)`: trials of all, and the interval of their chance in percent."""
+    share = row.leaking
+    if share is None or not row.n_ok:
+        return ABSENT
+    return f"{share.count}/{share.n} ({100 * share.low:.0f}–{100 * share.high:.0f})"
+
+
+def _certified(row: LeaderboardRow) -> str:
+    stated = row.certificates
+    if stated is None or stated.certified is None:
+        return ABSENT
+    return f"{stated.certified}/{stated.images}" + (f" !{stated.false}" if stated.false else "")
+
+
+def _accuracy(row: LeaderboardRow) -> str:
+    return format_accuracy(row.test_accuracy, row.accuracy)
+
+
+_COLUMNS = (
+    _Column(heading="B", cell=lambda row: str(row.batch_size), meaning="batch size"),
+    _Column(
+        heading="ok",
+        cell=lambda row: f"{row.n_ok}/{row.n}",
+        meaning="trials that succeeded of all; failed ones count as guessing",
+    ),
+    _Column(
+        heading="found",
+        cell=_value,
+        short=_mean,
+        meaning="the metric that ranks the attack",
+        left_out=4,
+    ),
     _Column(
         heading="gain",
-        cell=lambda row: _signed(row.gain),
-        short=lambda row: _signed(row.gain),
-        of_attack=True,
+        cell=_above,
+        meaning="beyond the best guess of someone who saw no update (of PSNR: dB)",
     ),
-    _Column(heading="≥3 dB", cell=lambda row: _share(row.leaking), of_attack=True),
     _Column(
         heading="other",
-        cell=lambda row: "–" if row.other_update is None else f"{row.other_update.mean:.1f}",
-        of_attack=True,
+        cell=_above_other,
+        meaning="beyond the same attack on another update, or why there is no control",
+        left_out=3,
     ),
-    *_OTHERS,
-    _Column(heading="certified", cell=lambda row: _certified(row)),
-    _Column(heading="AUC ≤", cell=lambda row: format_number(row.limit("membership_auc"), 2)),
     _Column(
-        heading="no control",
-        cell=lambda row: _no_control(row),
+        heading="≥3 dB",
+        cell=_share,
+        meaning="trials that gain so much, with the exact interval of that chance, of this attack "
+        "alone",
+        left_out=2,
+    ),
+    _Column(
+        heading="certified",
+        cell=_certified,
+        meaning="images of which the attacker knows, without any truth, that they are right; ! "
+        "with those that are wrong",
     ),
     _Column(
         heading="acc",
-        cell=lambda row: format_accuracy(row.test_accuracy, row.accuracy),
-        short=lambda row: format_accuracy(row.test_accuracy, row.accuracy).partition(" ")[0],
+        cell=_accuracy,
+        short=lambda row: _accuracy(row).partition(" ")[0],
+        meaning="test accuracy and Wilson's interval, ! if no better than chance",
+        left_out=5,
     ),
     _Column(
-        heading=_CLAIM,
-        cell=lambda row: _claim(row),
-        short=lambda row: format_epsilon(row.epsilon),
-        short_heading=_EPSILON,
+        heading="ε",
+        cell=lambda row: format_epsilon(row.epsilon),
+        meaning="guaranteed of all releases of the run, ∞ where nothing is",
     ),
-    _Column(heading="sec", cell=lambda row: format_number(row.seconds, 1)),
-]
-
-
-def _left_out(when: str) -> list[str]:
-    return [heading for metric, heading in _METRICS if metric.narrow == when]
-
-
-_OPTIONAL = (
-    *_left_out("kept"),
-    *("AUC ≤", "certified", "no control", "≥3 dB", *_left_out("late"), _CLAIM, "acc"),
-    *(*_left_out("early"), "other", "max", "images", "sec"),
+    _Column(
+        heading="sec",
+        cell=lambda row: format_number(row.seconds, 1),
+        meaning="seconds of a trial",
+        left_out=1,
+    ),
 )
-"""Columns that a narrow table lacks, or holds in short, the most important first."""
-
-_LEGEND: dict[str, str] = {
-    # Column -> what it holds.
-    "images": "different ones in all trials",
-    "max": "the worst trial or image",
-    "gain": "dB above the best guess of someone who saw no update",
-    "≥3 dB": "trials that gain so much, and over another update, with the exact interval of that "
-    "chance, of this attack alone (an answer's is wider: it allows for the choice of the best)",
-    "other": "PSNR of the same attack on another update",
-    **{heading: metric.meaning for metric, heading in _METRICS},
-    "certified": "images of which the attacker knows, without any truth, that they are right, of "
-    "all that it answered with; ! with those of them that are wrong",
-    "AUC ≤": "the most AUC that ε and δ allow",
-    "no control": "why there is no other update to compare with",
-    "acc": "test accuracy and Wilson's interval, ! if no better than chance",
-    _CLAIM: "guaranteed of all releases of the run, ∞ where nothing is",
-    "sec": "seconds of a trial",
-}
-
-_LEGEND_OF_ROWS = {
-    "images": "different rows in all trials",
-    "max": "the worst trial",
-    "gain": "dB above guessing the mean of the other rows",
-}
-
-
-def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[str]) -> str:
-    """Explains the columns `shown` in a table of attacks on `subject`."""
-    of_images = subject == "images"
-    size = "batch size" if of_images else "rows in a release, on average"
-    sentences = [
-        "▸: strongest attack on a defense (undefended first), of those that do better than on "
-        f"another {'update' if of_images else 'release'}",
-        f"B: {size}",
-        "ok: trials that succeeded of all; failed ones count as guessing",
-    ]
-    if any(row.masked for row in rows):
-        sentences.append(
-            "masked: on a client's part of a secure sum, as if it were an update; aggregate: on "
-            "the sum"
-        )
-    if any(not row.n_ok for row in rows):
-        sentences.append("–: where all trials failed, their figures are the guess's")
-    meanings = _LEGEND if of_images else _LEGEND | _LEGEND_OF_ROWS
-    explained = {_CLAIM if heading == _EPSILON else heading for heading in shown}
-    sentences += [
-        f"{'ε' if column.heading == _CLAIM else column.heading}: {meanings[column.heading]}"
-        for column in _COLUMNS
-        if column.heading in explained
-    ]
-    if _INTERVAL in shown:
-        sentences.append(
-            f"{_INTERVAL}: Student's interval (three trials or more, not all equal), "
-            f"{population_of(rows)}"
-        )
-    text = ". ".join(sentences) + "."
-    hidden = [column.heading for column in _filled(rows) if column.heading not in explained]
-    if hidden:
-        text += (
-            f" {number_of(len(hidden), 'column')} left out ({', '.join(hidden)}): widen the "
-            f"terminal to {_whole_width(rows)}, or see report.html, or --format json or csv."
-        )
-    return text
-
-
-def _whole_width(rows: Sequence[LeaderboardRow]) -> int:
-    """Returns the width at which no table of `rows` lacks a column, in whole tens."""
-    widths = []
-    for comparison in dict.fromkeys(row.comparison for row in rows):
-        members = [row for row in rows if row.comparison == comparison]
-        columns = [column.laid_out(members, short=False) for column in _filled(members)]
-        widths.append(_width(_fixed(members) + columns))
-    return -(-max(widths) // 10) * 10
 
 
 def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
@@ -226,7 +162,6 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
     marks = {control.comparison: control.mark for control in positive_controls(rows)}
     if not rows:
         console.print(Text(f"INVALID: {' '.join(invalid_reasons(rows))}", "bold red"))
-    shown: dict[Subject, set[str]] = {}
     comparisons = list(dict.fromkeys(row.comparison for row in rows))
     for comparison in comparisons:
         members = [row for row in rows if row.comparison == comparison]
@@ -242,18 +177,75 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
         for problem in warnings(members):
             console.print(Text(f"WARNING: {_printable(problem)}", "yellow"))
         console.print(Text(_printable(", ".join(filter(None, _shared(members)))), "dim"))
-        columns = _columns_of(members, width)
-        headings = shown.setdefault(members[0].subject, set())
-        headings.update(heading for heading, *_ in columns)
-        if any(" [" in cell for _, *cells in columns for cell in cells):
-            headings.add(_INTERVAL)
-        console.print(_grid(members, columns))
-        if _EPSILON in [heading for heading, *_ in columns] and (claims := _claims(members)):
+        console.print(_fitting(members, console))
+        if claims := _claims(members):
             console.print(Text(_printable(f"{_CLAIM}: {claims}"), "dim"))
-    for subject, headings in shown.items():
-        members = [row for row in rows if row.subject == subject]
-        console.print(Text(_legend(subject, members, headings), "dim"))
+    if rows:
+        console.print(Text(_legend(rows), "dim"))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _legend(rows: Sequence[LeaderboardRow]) -> str:
+    sentences = [
+        "▸: strongest attack on a defense (undefended first), of those that do better than on "
+        "another update",
+        *(f"{column.heading}: {column.meaning}" for column in _filled(rows)),
+        f"[low, high]: Student's interval (three trials or more, not all equal), "
+        f"{population_of(rows)}",
+    ]
+    if any(row.masked for row in rows):
+        sentences.append(
+            "masked: on a client's part of a secure sum, as if it were an update; aggregate: on "
+            "the sum"
+        )
+    if any(not row.n_ok for row in rows):
+        sentences.append("–: where all trials failed, their figures are the guess's")
+    return f"{'. '.join(sentences)}. More columns: report.html, or --format json or csv."
+
+
+def _filled(rows: Sequence[LeaderboardRow]) -> list[_Column]:
+    """Returns the columns that have a value in some row."""
+    return [column for column in _COLUMNS if any(column.cell(row) != ABSENT for row in rows)]
+
+
+def _fitting(rows: Sequence[LeaderboardRow], console: Console) -> Table:
+    """Returns the table with all columns or, of a narrow terminal, with those that have room."""
+    from rich.measure import Measurement
+
+    whole = console.options.update(width=1 << 12)
+    for step in sorted({column.left_out for column in _COLUMNS}):
+        table = _grid(rows, step)
+        if Measurement.get(console, whole, table).maximum <= console.width:
+            break
+    return table
+
+
+def _grid(rows: Sequence[LeaderboardRow], step: int) -> Table:
+    """Returns the table of `rows` without the columns that leave it up to `step`."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
+    cells: list[Callable[[LeaderboardRow], str]] = []
+    for heading in ("defense", "attack"):
+        grid.add_column(heading, overflow="fold")
+    for column in _filled(rows):
+        short = 0 < column.left_out <= step
+        if short and column.short is None:
+            continue
+        grid.add_column(column.heading, justify="right", no_wrap=True)
+        cells.append(column.short if short and column.short else column.cell)
+    varying = _varying(rows)
+    for index, row in enumerate(rows):
+        first = index == 0 or row.defense != rows[index - 1].defense
+        if first and index:
+            grid.add_section()
+        mark = "▸" if row.strongest else " "
+        attack = " ".join([mark, row.attack, *_malicious(row), *_own_cases(row, varying)])
+        texts = [row.defense if first else "", attack, *(cell(row) for cell in cells)]
+        grid.add_row(*(Text(_printable(each), "bold" if row.strongest else "") for each in texts))
+    return grid
 
 
 def _from_here(folder: str) -> str:
@@ -271,92 +263,16 @@ def _shared(rows: Sequence[LeaderboardRow]) -> list[str]:
         f"accuracy on {number_of(n, 'test example')} (chance {chance:.0%})"
         for n, chance in sorted(tests)
     ]
-    return [_common(rows), *accuracies]
-
-
-def _columns_of(rows: Sequence[LeaderboardRow], width: int) -> list[list[str]]:
-    """Returns the columns that `width` allows: a heading, then a cell for each row."""
-    fixed = _fixed(rows)
-    return fixed + _fitting(rows, width - _width(fixed))
-
-
-def _fixed(rows: Sequence[LeaderboardRow]) -> list[list[str]]:
-    """Returns the columns that say what a row is about."""
-    varying = _varying(rows)
-    attacks = [
-        f"{'▸' if row.strongest else ' '} "
-        f"{' '.join([row.attack, *_malicious(row), *_own_cases(row, varying)])}"
-        for row in rows
-    ]
-    return [
-        ["defense", *(row.defense for row in rows)],
-        ["attack", *attacks],
-        ["B", *(str(row.batch_size) for row in rows)],
-        ["ok", *(f"{row.n_ok}/{row.n}" for row in rows)],
-    ]
-
-
-def _grid(rows: Sequence[LeaderboardRow], columns: Sequence[Sequence[str]]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
-    for position, (heading, *_) in enumerate(columns):
-        figures = position > 1
-        grid.add_column(
-            heading,
-            justify="right" if figures else "left",
-            overflow="fold",
-            no_wrap=figures,
-        )
-    for index, row in enumerate(rows):
-        first = index == 0 or row.defense != rows[index - 1].defense
-        if first and index:
-            grid.add_section()
-        cells = [column[index + 1] for column in columns]
-        cells[0] = cells[0] if first else ""
-        style = "bold" if row.strongest else ""
-        grid.add_row(*(Text(_printable(cell), style) for cell in cells))
-    return grid
-
-
-def _fitting(rows: Sequence[LeaderboardRow], width: int) -> list[list[str]]:
-    """Returns the filled columns, as many as `width` allows: a heading, then a cell per row.
-
-    Those that answer what leaks, at which price and guarantee are always there, at least in short.
-    """
-    filled = {column.heading: column for column in _filled(rows)}
-    laid_out = {
-        heading: column.laid_out(rows, short=True)
-        for heading, column in filled.items()
-        if column.short
-    }
-    for heading in _OPTIONAL:
-        if heading in filled:
-            whole = laid_out | {heading: filled[heading].laid_out(rows, short=False)}
-            if _width([*whole.values()]) <= width:
-                laid_out = whole
-    return [laid_out[heading] for heading in filled if heading in laid_out]
-
-
-def _filled(rows: Sequence[LeaderboardRow]) -> list[_Column]:
-    """Returns the columns that have a value in some row."""
-    return [column for column in _COLUMNS if any(column.text(row) != "–" for row in rows)]
+    same = [name for name in _cases_of(rows) if name not in _varying(rows)]
+    return [", ".join(_cases(rows[0], same)).replace("=", " "), *accuracies]
 
 
 def _claims(rows: Sequence[LeaderboardRow]) -> str:
-    """Words each defense's claim, for a table too narrow for their column; empty without any."""
-    claims = {row.defense: _claim(row) for row in rows}
-    return "; ".join(f"{defense} {claim}" for defense, claim in claims.items() if claim != "–")
-
-
-def _claim(row: LeaderboardRow) -> str:
-    return format_claim(row.epsilon, row.delta, row.unit, row.relation)
-
-
-def _width(columns: list[list[str]]) -> int:
-    return sum(max(map(len, column)) + 1 for column in columns)
+    """Words each defense's claim; empty without any."""
+    claims = {
+        row.defense: format_claim(row.epsilon, row.delta, row.unit, row.relation) for row in rows
+    }
+    return "; ".join(f"{defense} {claim}" for defense, claim in claims.items() if claim != ABSENT)
 
 
 def _varying(rows: Sequence[LeaderboardRow]) -> list[str]:
@@ -373,12 +289,6 @@ def _case(row: LeaderboardRow, name: str) -> Any:
     return getattr(row.knowledge if name in Grant.model_fields else row, name)
 
 
-def _common(rows: Sequence[LeaderboardRow]) -> str:
-    """Words what all rows share, so that it needs no column."""
-    same = [name for name in _cases_of(rows) if name not in _varying(rows)]
-    return ", ".join(_cases(rows[0], same)).replace("=", " ")
-
-
 def _cases(row: LeaderboardRow, names: Sequence[str]) -> list[str]:
     return [f"{name}={_case(row, name)}" for name in names]
 
@@ -392,31 +302,6 @@ def _own_cases(row: LeaderboardRow, varying: Sequence[str]) -> list[str]:
 def _malicious(row: LeaderboardRow) -> list[str]:
     """Words what a malicious server has done, in each of its rows: none may be quoted without."""
     return [] if row.server == "honest" else [f"({row.server})"]
-
-
-def _share(share: Share | None) -> str:
-    """Formats as `1/10 (0–45)`: trials of all, and the interval of their chance in percent."""
-    if share is None:
-        return "–"
-    return f"{share.count}/{share.n} ({100 * share.low:.0f}–{100 * share.high:.0f})"
-
-
-def _no_control(row: LeaderboardRow) -> str:
-    """Words in short why there is no other update: `one trial`, or `not yet`."""
-    reason = row.no_control or "–"
-    return reason.removeprefix("no control: ").removesuffix(" compared with another update")
-
-
-def _certified(row: LeaderboardRow) -> str:
-    stated = row.certificates
-    if stated is None or stated.certified is None:
-        return "–"
-    wrong = f" !{stated.false}" if stated.false else ""
-    return f"{stated.certified}/{stated.images}{wrong}"
-
-
-def _signed(summary: Summary | None) -> str:
-    return "–" if summary is None else format_signed(summary.mean)
 
 
 def _printable(text: str) -> str:

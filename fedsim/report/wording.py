@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 
 from markupsafe import Markup, escape
-
-from fedsim.report.glossary import terms
 
 _NUMBER = r"[+−-]?\d+(?:[.,]\d+)*(?:e-?\d+)?"
 
 _TOKEN = re.compile(
-    rf"\(?[εδσ] [=<>≤≥] (?:{_NUMBER}|∞)|n = \d+(?: trials?)?"
-    rf"|{_NUMBER} (?:dB|s\b|trials?|points?|images?)|{_NUMBER}%? to {_NUMBER}%?(?: dB)?|{_NUMBER}%"
+    rf"[εδσ] [=<>≤≥] (?:{_NUMBER}|∞)|n = \d+(?: trials?)?"
+    rf"|{_NUMBER} (?:dB|s\b|trials?|points?|images?)|{_NUMBER}%? to {_NUMBER}%?(?: dB)?"
 )
 """Figures with their units, which no line may end within."""
 
@@ -23,7 +21,6 @@ _TERMS = {
     "guess": "guess",
     "chance": "chance",
     "interval": "interval",
-    "n": "n",
     "ε": "epsilon",
     "δ": "delta",
     "audit": "audit",
@@ -37,16 +34,23 @@ _TERMS = {
 }
 """Words of an answer that are explained where they stand -> key of the glossary's term."""
 
-_WORD = re.compile(rf"(\(?)(?<!\w)({'|'.join(re.escape(word) for word in _TERMS)})(?!\w)([).,:;]*)")
-"""A term, with the punctuation that no line may end before or after: a button is no letter."""
+_WORD = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, _TERMS))})(?!\w)")
 
 
-def unbroken(text: str) -> Markup:
-    """Returns `text`, escaped, with each figure and its unit kept on one line.
+_LONGEST = 1000
+"""A text of more characters is cut on a page; the run's files have all of it."""
 
-    A name of several words may end a line after each `_`, and nowhere else.
-    """
-    return _between(_TOKEN, text, lambda token: _kept(escape(token.group())), _names)
+
+def shortened(text: str) -> str:
+    """Returns `text`, cut behind `_LONGEST` characters with a note of its length."""
+    long = len(text) > _LONGEST
+    return f"{text[:_LONGEST]}… ({len(text):,} characters)" if long else text
+
+
+def unbroken(text: str) -> str:
+    """Returns `text`, cut if it is very long, with each figure and its unit kept on one line."""
+    kept = _TOKEN.sub(lambda token: token.group().replace(" ", "\N{NO-BREAK SPACE}"), text)
+    return shortened(kept)
 
 
 def explained(text: str, shown: Collection[str] | None = None) -> Markup:
@@ -54,26 +58,16 @@ def explained(text: str, shown: Collection[str] | None = None) -> Markup:
 
     `shown` are the keys of those that the page explains, by default all; others stay words.
     """
-    seen: set[str] = set()
-
-    def bare(found: re.Match[str]) -> Markup:
-        before, word, after = found.groups()
-        key = _TERMS[word]
-        if key in seen or (shown is not None and key not in shown):
-            return _names(found.group())
-        seen.add(key)
-        return escape(before) + tip(key, word) + escape(after)
-
-    def kept(found: re.Match[str]) -> Markup:
-        return _kept(bare(found)) if found[1] or found[3] else bare(found)
-
-    def words(part: str) -> Markup:
-        return _between(_WORD, part, kept, _names)
-
-    def figure(token: re.Match[str]) -> Markup:
-        return _kept(_between(_WORD, token.group(), bare, escape))
-
-    return _between(_TOKEN, text, figure, words)
+    explained_keys: set[str] = set()
+    text, parts, end = unbroken(text), [], 0
+    for word in _WORD.finditer(text):
+        key = _TERMS[word.group()]
+        if key in explained_keys or (shown is not None and key not in shown):
+            continue
+        explained_keys.add(key)
+        parts += [escape(text[end : word.start()]), tip(key, word.group())]
+        end = word.end()
+    return Markup("").join([*parts, escape(text[end:])])
 
 
 _TURNS = dict.fromkeys(
@@ -88,29 +82,44 @@ def straight(page: str) -> str:
 
 
 def tip(key: str, text: str) -> Markup:
-    """Returns a button with `text` that shows the glossary's term `key`, by tap, key or hover."""
-    return Markup(
-        '<button type="button" class="tip" popovertarget="tip-{}" title="{}">{}</button>'
-    ).format(key, terms()[key].meaning, text)
+    """Returns a button with `text` that shows the glossary's term `key`, by tap or key."""
+    return Markup('<button type="button" class="tip" popovertarget="tip-{}">{}</button>').format(
+        key, text
+    )
 
 
-def _names(text: str) -> Markup:
-    return Markup("_<wbr>").join(text.split("_"))
+def sentence_of(text: str) -> str:
+    """Makes a sentence of `text`: a capital at its beginning, a stop at its end, no backticks."""
+    text = text.replace("`", "")
+    # Greek letters stay: a capital ε is another symbol.
+    first = text[:1].upper() if text[:1].isascii() else text[:1]
+    return f"{first}{text[1:]}" + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def _between(
-    pattern: re.Pattern[str],
-    text: str,
-    match: Callable[[re.Match[str]], Markup],
-    rest: Callable[[str], Markup],
-) -> Markup:
-    """Joins what `match` makes of each match of `pattern`, and `rest` of what lies between."""
-    parts, end = [], 0
-    for found in pattern.finditer(text):
-        parts += [rest(text[end : found.start()]), match(found)]
-        end = found.end()
-    return Markup("").join([*parts, rest(text[end:])])
+_WIDTH = 100
+"""A line of a command has at most so many characters, if its words allow it."""
 
 
-def _kept(token: Markup) -> Markup:
-    return Markup('<span class="token">{}</span>').format(token)
+def command_lines(words: Sequence[str]) -> list[str]:
+    r"""Breaks a command between words, with a backslash at the end of each line but the last.
+
+    An option stays with its value.
+
+    >>> print(*command_lines(("fedsim", "run", "a" * 50, "--set", "b" * 40)), sep="\n")
+    fedsim run aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa \
+      --set bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
+    """
+    lines = [""]
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1].startswith("--") and not word.startswith("--"):
+            joined[-1] += f" {word}"
+        else:
+            joined.append(word)
+    for word in joined:
+        if lines[-1] and len(lines[-1]) + len(word) + 3 > _WIDTH:
+            lines[-1] += " \\"
+            lines.append(f"  {word}")
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+    return lines

@@ -193,7 +193,7 @@ def test_control_leaderboard_and_report(finished: Run) -> None:
     lines = leaderboard_rows([finished.out])
     assert {line.subject for line in lines} == {"rows"} and lines[0].model == "least_squares"
     text = render(lines, width=200)
-    assert "AUC" in text and "row err" in text and "rows others" in text and "INVALID" not in text
+    assert "AUC" in text and "rows others" in text and "INVALID" not in text
     document = json.loads(render(lines, "json"))
     assert document["rows"][0]["membership_gain"] or document["rows"][0]["gain"]
     page = (finished.out / "report.html").read_text()

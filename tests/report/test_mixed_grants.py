@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from answer_rows import WORKS, answered, trials
 
-from fedsim.board.data import board_data
 from fedsim.cli import outcome
 from fedsim.cli.outcome import TableFormat
 from fedsim.report import leaderboard_rows, load_runs, render, write_report
 from fedsim.report.answers import answers_of
+from fedsim.report.content import Content
 from fedsim.report.dossier import write_dossier
 from fedsim.report.limits import broken_limits, grown
 from fedsim.report.loggers.entries import entries
@@ -92,11 +92,9 @@ def test_terminal_report_and_page_show_them_apart(mixed: Path) -> None:
     for page in (write_report(mixed), write_dossier(mixed)[0]):
         text = page.read_text()
         assert title in text and "s, faces, lenet, honest server" in text
-    views = board_data([mixed])
-    texts = views["texts"]
-    assert {texts[view["threat"]] for view in views["views"]} == {row.threat.title for row in rows}
-    for view in views["views"]:
-        assert len({texts[views["rows"][i]["attack"]] for i in view["rows"]}) == 1
+    for section in Content(runs).sections:
+        assert len({line.row.threat for line in section.lines}) == 1
+        assert len({line.row.attack for line in section.lines}) == 1
 
 
 def test_limits_name_the_threat_model(mixed: Path) -> None:
@@ -166,8 +164,7 @@ def test_a_dossier_says_beside_each_figure_what_was_had(
     row = leaderboard_rows([tmp_path / "run"])[0]
     (page,) = write_dossier(tmp_path / "run")
     text = page.read_text()
-    table = text[text.index("Batch / round") :]
-    assert f"strong ({', '.join(row.threat.beyond) or row.server})" in table
+    assert f"strong <small>{', '.join(row.threat.beyond) or row.server}</small>" in text
 
 
 def test_figures_of_two_threat_models_have_two_names(mixed: Path) -> None:

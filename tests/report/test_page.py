@@ -1,31 +1,41 @@
-"""The report: whole, self-contained, escaped, and saying what the figures say."""
+"""The page of runs: whole, self-contained, escaped, and showing what the rows say."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 from synthetic_run import STACKS, Stack, write_run
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
 from fedsim.report import (
-    ReportError,
     describe,
     leaderboard_rows,
     load_runs,
     positive_controls,
     unfinished,
     utility,
+    write_page,
     write_report,
 )
+from fedsim.report.content import Content
+from fedsim.report.measured import excess
 from fedsim.report.verdict import Verdict, verdicts
+from fedsim.types import FedsimError
+
+VOID = {"meta", "img", "br", "link", "wbr", "input"}
 
 
 class Page(HTMLParser):
@@ -33,6 +43,7 @@ class Page(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
+        self.html = html
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
         self.text = ""
@@ -40,19 +51,23 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        if tag not in {"meta", "img", "br", "link", "wbr"}:
+        if tag not in VOID:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if not {"style", "script"} & set(self.open):
             self.text += data
 
     @property
     def flat(self) -> str:
         return re.sub(r"\s+", " ", self.text)
+
+    def values(self, name: str) -> list[str]:
+        """All values of an attribute."""
+        return [value for _, found in self.elements if (value := found.get(name)) is not None]
 
 
 Edit = Callable[[dict[str, Any]], None]
@@ -69,107 +84,137 @@ def edited(source: Path, target: Path, edit: Edit) -> Path:
     return target
 
 
+def page_of(folder: Path) -> Page:
+    return Page(write_report(folder).read_text())
+
+
 @pytest.fixture(scope="session")
 def page(run_folder: Path) -> Page:
-    return Page(write_report(run_folder).read_text())
+    return page_of(run_folder)
 
 
-def test_it_is_written_where_asked(run_folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def content(run_folder: Path) -> Content:
+    return Content(load_runs([run_folder]))
+
+
+def test_it_is_written_where_asked_and_is_the_leaderboard_of_one_run(
+    run_folder: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "deep" / "page.html"
     assert write_report(run_folder, out) == out
-    assert out.read_text() == write_report(run_folder).read_text()
     assert write_report(run_folder) == run_folder / "report.html"
+    assert write_page([run_folder], tmp_path / "board.html").read_text() == out.read_text()
+    assert out.read_text() == (run_folder / "report.html").read_text()
 
 
-def test_nothing_is_fetched(page: Page) -> None:
-    policy = next(a for t, a in page.elements if a.get("http-equiv"))
-    assert policy["content"] == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+def test_nothing_is_fetched_and_one_script_may_run(page: Page) -> None:
+    policy = next(a for _, a in page.elements if a.get("http-equiv"))["content"] or ""
+    (script,) = re.findall(r"<script>(.*?)</script>", page.html, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'") and "connect-src 'none'" in policy
+    assert page.open == []
     for tag, attributes in page.elements:
-        assert tag not in {"script", "link", "iframe", "object", "embed", "base", "form"}
+        assert tag not in {"iframe", "object", "embed", "base", "form"}
         for name, value in attributes.items():
             assert not name.startswith("on")
             if name in {"src", "href", "xlink:href", "srcset", "action", "data"}:
-                assert (value or "").startswith(("data:image/png;base64,", "#")), (tag, name)
-    assert page.open == []
+                assert (value or "").startswith(("data:image/png;base64,", "data:,", "#"))
 
 
-def test_elements_close_and_every_image_is_pixelated_at_a_whole_factor(
-    page: Page, run_folder: Path
+def test_every_cell_opens_its_details_and_every_button_has_a_target(
+    page: Page, content: Content
 ) -> None:
-    images = [a for t, a in page.elements if t == "img"]
-    assert images
-    assert {(a["width"], a["height"]) for a in images} == {("64", "64"), ("96", "96")}
-    assert all(a["alt"] for a in images)
-    assert "image-rendering: pixelated" in (run_folder / "report.html").read_text()
-
-
-def test_it_says_what_was_run_against_whom_and_what_came_of_it(page: Page) -> None:
-    text = page.flat
-    assert (
-        "convnet was trained on photos by 10 clients over 3 rounds, without a defense and" in text
+    assert max(Counter(page.values("id")).values()) == 1
+    assert set(page.values("popovertarget")) <= set(page.values("id"))
+    assert {href[1:] for href in page.values("href") if href.startswith("#")} <= set(
+        page.values("id")
     )
-    assert "54 attack runs, 2 of which failed" in text
-    assert "Each client’s update on its own, after that client’s defenses" in text
-    assert "No labels, but may infer them from the update" in text
-    assert "inverting_gradients reconstructs images better than guessing by" in text
-    assert "clip(norm=1.0) → gaussian_noise(multiplier=1.1)" in text
-    assert "ε = 7.82 at δ = 1e-05 per client (zero out, gaussian); an audit found at least" in text
-    assert "no guarantee (ε = ∞: no noise is added)" in text
-    assert "13.1 points below no defense" in text
-    assert "no restart ended at a finite loss (losses: (nan,))" in text
-    assert "client 3 did not answer within 600 s" in text
-    assert "torchvision's cache has no alexnet-owt-7be5be79.pth" in text
-    assert "0123456789abcdef0123456789abcdef01234567" in text
-    assert "fedsim run scenario.yaml" in text
-    assert "Positive control passed" in text
-    assert "INVALID" not in text
+    (section,) = content.sections
+    assert [row.answer.defense for row in section.defenses] == ["none", "pruning", "dp"]
+    cells = [line for row in section.defenses for lines in row.cells for line in lines]
+    assert sorted(line.row.cell for line in cells) == sorted(row.cell for row in content.rows)
+    assert all(len(row.cells) == len(section.columns) == 6 for row in section.defenses)
+    assert {line.id for line in cells} <= set(page.values("popovertarget"))
 
 
-def test_the_page_explains_no_column_that_it_does_not_show(
-    page: Page, run_folder: Path, tmp_path: Path
+def test_a_column_mixes_no_two_views(content: Content) -> None:
+    one = content.rows[0]
+    others = [
+        replace(one, cell="a", round=one.round + 1),
+        replace(one, cell="b", batch_size=one.batch_size + 1),
+        replace(one, cell="c", attack="another"),
+    ]
+    several = Content(content.runs)
+    several.rows = [one, *others]  # type: ignore[misc]
+    (section,) = several.sections
+    assert len(section.columns) == 4
+    assert all(len(lines) == 1 for lines in section.defenses[0].cells)
+
+
+def sizes(page: Page, name: str) -> set[str | None]:
+    return {attributes[name] for tag, attributes in page.elements if tag == "img"}
+
+
+def test_a_column_shows_the_same_image_behind_every_defense(page: Page, content: Content) -> None:
+    (section,) = content.sections
+    shown: dict[tuple[int, int], set[str]] = {}
+    for line in section.lines:
+        if line.plate and line.row.attack == "inverting_gradients":
+            place = (line.row.batch_size, line.row.round)
+            shown.setdefault(place, set()).add(line.plate.pairs[0].truth)
+            assert line.plate.width == line.plate.height == 64
+    assert shown and all(len(images) == 1 for images in shown.values())
+    assert {size for name in ("width", "height") for size in sizes(page, name)} == {"64"}
+    assert all(a["alt"] for tag, a in page.elements if tag == "img")
+
+
+def test_a_page_of_too_many_pixels_says_how_many_pictures_it_lacks(
+    run_folder: Path, content: Content, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without(row: dict[str, Any]) -> None:
-        row["control"] = None
-
-    bare = Page(write_report(edited(run_folder, tmp_path / "bare", without)).read_text())
-    for made, there in ((page, True), (bare, False)):
-        assert ("The same attack’s picture of another update" in made.flat) is there
-        assert ("tip-other" in [a.get("popovertarget") for _, a in made.elements]) is there
-        assert "LPIPS (" not in made.flat
-    single = write_run(tmp_path / "single", trials=1, rounds=1, batch_sizes=(1,))
-    assert "Small figures" not in Page(write_report(single).read_text()).flat
-    assert "Small figures: 95% Student’s intervals" in page.flat
+    monkeypatch.setattr("fedsim.report.pictures.PIXELS", 5000)
+    few = Content(load_runs([run_folder]))
+    assert few.without_pictures > content.without_pictures == 0
+    assert any(line.plate for line in few.sections[0].lines)
 
 
-def test_counts_of_one_are_singular(tmp_path: Path) -> None:
-    stacks = {name: STACKS[name] for name in ("none", "pruning")}
-    one = write_run(tmp_path, stacks=stacks, trials=1, rounds=1, batch_sizes=(1,))
-    text = Page(write_report(one).read_text()).flat
-    assert "1/1 trial mean" in re.sub(r"1/1 trial(?=mean)", "1/1 trial ", text)
-    assert "1/1 trials" not in text
-    assert "behind 1 defense;" in text
+@pytest.mark.parametrize("damage", ["empty", "no tensors", "missing"])
+def test_a_picture_that_cannot_be_read_is_said(
+    damage: str, run_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    for path in folder.rglob("inverting_gradients/*/*.safetensors"):
+        if damage == "missing":
+            path.unlink()
+        elif damage == "empty":
+            save_file({}, path)
+        else:
+            path.write_bytes(b"no tensors")
+    assert ("picture cannot be read" in page_of(folder).flat) is (damage != "missing")
 
 
-def test_pictures_of_every_attack_on_every_defense(page: Page) -> None:
-    alts = [a["alt"] or "" for t, a in page.elements if t == "img"]
-    pictures = [alt for alt in alts if alt.startswith("What inverting_gradients")]
-    same = [alt for alt in alts if alt.startswith("The same image as")]
-    assert [alt.rpartition(" ")[2] for alt in same] == ["none", "pruning", "dp"]
-    assert len(pictures) == 3 * (1 + 3)
-    assert not any("label_inference" in alt for alt in alts)
+@pytest.mark.parametrize("name", ["../../../x", "/etc/passwd", "a\0b", "x" * 5000, ""])
+def test_a_recording_of_a_strange_name_has_no_picture(
+    name: str, run_folder: Path, tmp_path: Path
+) -> None:
+    folder = edited(run_folder, tmp_path / "run", lambda row: row.update(observation=name))
+    assert not any(line.plate for line in Content(load_runs([folder])).sections[0].lines)
 
 
 NASTY = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>${{7*7}}"
 
 
-def test_no_name_or_reason_becomes_markup(run_folder: Path, tmp_path: Path) -> None:
+def test_no_name_or_reason_becomes_markup_and_long_ones_are_cut(
+    run_folder: Path, tmp_path: Path
+) -> None:
     def poison(row: dict[str, Any]) -> None:
         row |= {"scenario": NASTY, "dataset": NASTY, "variant": {NASTY: NASTY}}
         row["model"]["name"] = row["attack"]["label"] = row["vantage"] = NASTY
         row["defense"] = {"name": NASTY + row["defense"]["name"], "stack": [{"name": NASTY}]}
         row["privacy"] |= {"epsilon": 1.0, "accountant": NASTY, "unit": NASTY, "relation": NASTY}
         if row["status"] == "failed":
-            row["reason"] = NASTY
+            row["reason"] = NASTY + "x" * (1 << 20)
 
     folder = edited(run_folder, tmp_path / "run", poison)
     (folder / "scenario.yaml").write_text(f"name: x\ndescription: {json.dumps(NASTY)}\n")
@@ -179,83 +224,94 @@ def test_no_name_or_reason_becomes_markup(run_folder: Path, tmp_path: Path) -> N
     rounds = (folder / "rounds.jsonl").read_text().splitlines()
     poisoned = [{**json.loads(line), "details": [NASTY]} for line in rounds]
     (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in poisoned))
-    html = write_report(folder).read_text()
-    page = Page(html)
-    assert "<script" not in html
-    assert "<img src=x" not in html
-    assert all(tag not in {"script"} for tag, _ in page.elements)
+    page = page_of(folder)
+    assert page.html.count("<script") == 1 and "<img src=x" not in page.html
     assert all(not name.startswith("on") for _, a in page.elements for name in a)
-    assert page.text.count("alert(1)") > 20
-    assert "{{7*7}}" in page.text
+    assert page.text.count("alert(1)") > 20 and "{{7*7}}" in page.text
+    assert "x" * 2000 not in page.html and "characters)" in page.text
 
 
-def test_a_failed_positive_control_marks_the_page(tmp_path: Path) -> None:
-    stacks = {name: STACKS[name] for name in ("none", "dp")}
-    write_run(tmp_path, stacks=stacks, trials=1, rounds=1, batch_sizes=(1,), undefended=0.3)
-    html = write_report(tmp_path).read_text()
-    page = Page(html)
-    assert html.count("<strong>INVALID</strong>") == 2
-    assert "<title>INVALID: " in html
-    assert "where 3 dB are required" in page.flat
-    assert "No conclusion" in page.flat
+def test_it_says_what_was_run_and_what_it_took(page: Page) -> None:
+    for words in (
+        "54 attack runs, 2 of which failed",
+        "ε = 7.82 at δ = 1e-05 per client (zero out, gaussian)",
+        "no restart ended at a finite loss (losses: (nan,))",
+        "client 3 did not answer within 600 s",
+        "torchvision's cache has no alexnet-owt-7be5be79.pth",
+        "0123456789abcdef0123456789abcdef01234567",
+        "fedsim run scenario.yaml",
+        "Not tried here: who took part (membership)",
+    ):
+        assert words in page.flat.replace("\N{NO-BREAK SPACE}", " "), words
+    assert "INVALID" not in page.flat
 
 
-def test_sweeps_make_one_page_with_a_part_per_variant(tmp_path: Path) -> None:
+def test_intervals_name_their_population(page: Page, content: Content) -> None:
+    (section,) = content.sections
+    assert section.population in page.flat
+    leakage = next(f for f in section.figures if f.title == "Leakage against accuracy")
+    assert section.population in leakage.note and "95%" in leakage.note
+    assert [name for name, _ in leakage.legend] == ["1 none", "2 pruning", "3 dp"]
+
+
+@pytest.mark.parametrize(
+    ("gains", "mark"),
+    [((0.3,), "INVALID"), ((0.3, 0.3), "INVALID"), ((1.0, 0.3), "INVALID in part"), ((1.0,), "")],
+)
+def test_a_failed_positive_control_marks_the_page(
+    gains: tuple[float, ...], mark: str, tmp_path: Path
+) -> None:
+    for number, gain in enumerate(gains):
+        write_run(
+            tmp_path / str(number),
+            stacks={name: STACKS[name] for name in ("none", "dp")},
+            trials=1,
+            rounds=1,
+            batch_sizes=(1,),
+            undefended=gain,
+            variant={"x": number} if len(gains) > 1 else {},
+        )
+    content = Content(load_runs([tmp_path]))
+    assert content.mark == content.invalid_mark == mark
+    failed = [section for section in content.sections if section.control.mark]
+    assert len(failed) == sum(gain < 1 for gain in gains)
+    for section in failed:
+        assert not any(line.tint for line in section.lines)
+        assert not [f for f in section.figures if f.title == "Leakage against accuracy"]
+        assert {row.answer.finding for row in section.defenses} == {"no answer"}
+    page = page_of(tmp_path)
+    title = page.html[page.html.index("<title>") :]
+    assert title.startswith(f"<title>{mark}: " if mark else "<title>photos-demo")
+    assert page.html.count("<strong>INVALID") == (1 + len(failed) if mark else 0)
+
+
+def test_a_sweep_has_a_section_for_each_variant_and_a_line_above_all(tmp_path: Path) -> None:
     for mode in ("train", "eval"):
         write_run(
             tmp_path / mode,
-            stacks={"none": STACKS["none"]},
+            stacks={name: STACKS[name] for name in ("none", "dp")},
             trials=1,
             rounds=1,
             batch_sizes=(1,),
             variant={"training.local.mode": mode},
         )
-    text = Page(write_report(tmp_path).read_text()).flat
-    assert "photos-demo (training.local.mode=train), photos, convnet" in text
-    assert "photos-demo (training.local.mode=eval), photos, convnet" in text
-    assert text.count("What was recovered") == 2
-
-
-def test_several_models_were_trained_and_invalid_in_part_is_not_all(tmp_path: Path) -> None:
-    def named(model: str, gain: bool) -> Edit:
-        def edit(row: dict[str, Any]) -> None:
-            row["model"] = {**row["model"], "name": model}
-            row["variant"] = {"model": model}
-            if not gain:
-                row["baseline"] = {**row["baseline"], "psnr": 60.0}
-
-        return edit
-
-    source = write_run(
-        tmp_path / "source",
-        stacks={"none": STACKS["none"]},
-        trials=1,
-        rounds=1,
-        batch_sizes=(1,),
-    )
-    edited(source, tmp_path / "some" / "a", named("lenet", gain=True))
-    edited(source, tmp_path / "some" / "b", named("convnet", gain=False))
-    edited(source, tmp_path / "all" / "a", named("lenet", gain=False))
-    edited(source, tmp_path / "all" / "b", named("convnet", gain=False))
-    some = Page(write_report(tmp_path / "some").read_text()).flat
-    every = Page(write_report(tmp_path / "all").read_text()).flat
-    assert "lenet and convnet were trained on" in some
-    assert "INVALID in part" in some
-    assert "INVALID" in every
-    assert "in part" not in every
+    page = page_of(tmp_path)
+    glance = page.html[page.html.index('class="glance"') : page.html.index('id="c1"')]
+    assert re.findall(r'href="#(c\d)"', glance) == ["c1", "c2"]
+    assert glance.count('class="pill') == 4
+    for mode in ("train", "eval"):
+        assert f"photos-demo (training.local.mode={mode}), photos, convnet" in page.flat
 
 
 def test_a_run_without_results_or_extras_still_has_a_page(run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("")
-    text = Page(write_report(tmp_path).read_text()).flat
-    assert "This run has no results" in text
-    assert "INVALID" in text
+    assert "INVALID" in page_of(tmp_path).flat
     lonely = tmp_path / "lonely"
     lonely.mkdir()
     shutil.copy(run_folder / "results.jsonl", lonely)
-    page = Page(write_report(lonely).read_text())
+    page = page_of(lonely)
     assert not [a for t, a in page.elements if t == "img"]
-    assert "How sure the answers are" in page.flat
+    assert "inverting_gradients" in page.flat
 
 
 def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> None:
@@ -279,13 +335,13 @@ def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> 
             },
         ]
         (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = Page(write_report(tmp_path).read_text())
+    page = page_of(tmp_path)
     assert "Nothing is attacked in this run" in page.flat
     assert "INVALID" not in page.flat and "PSNR" not in page.flat
-    assert "learner.columns=1none2∞–0.600–" in page.flat
+    assert "learner.columns=1none2∞––0.600–" in page.flat
     unknown = "(δ unknown, unit unknown, neighbours unknown)"
-    assert f"learner.columns=1own22 {unknown}4.000–60.0" in page.flat
-    assert "learner.columns=10none2∞–0.200–" in page.flat
+    assert f"learner.columns=1own22 {unknown}–4.000–60.0" in page.flat
+    assert "learner.columns=10none2∞––0.200–" in page.flat
     lines = describe(utility(load_runs([tmp_path]))).splitlines()
     assert lines[0] == "learner.columns=1, none: ε ∞, test loss 0.600"
     own = f"learner.columns=1, own: ε 2 {unknown}, σ 4.000, accuracy 60.0%"
@@ -293,47 +349,58 @@ def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> 
     assert len(lines) == 4
 
 
-def test_what_was_not_measured_is_not_plotted(run_folder: Path, tmp_path: Path) -> None:
+def test_what_was_not_measured_is_not_drawn(run_folder: Path, tmp_path: Path) -> None:
     def strip(row: dict[str, Any]) -> None:
         row |= {"utility": None, "privacy": None, "cost": None, "control": None}
 
     folder = edited(run_folder, tmp_path / "run", strip)
-    (folder / "rounds.jsonl").unlink()
-    text = Page(write_report(folder).read_text()).flat
-    assert "Leakage against utility" not in text
-    assert "test accuracy not measured" in text
-    assert "privacy not accounted" in text
-    assert "No control: no other images" in text
+    first = [
+        text for text in (folder / "rounds.jsonl").read_text().splitlines() if '"round": 1' in text
+    ]
+    titles = ["Leakage against accuracy", "Training"]
+    (section,) = Content(load_runs([run_folder])).sections
+    assert [figure.title for figure in section.figures] == titles
+    (folder / "rounds.jsonl").write_text("\n".join(first) + "\n")  # a point is no curve
+    (section,) = Content(load_runs([folder])).sections
+    assert not section.figures
+    assert "privacy not accounted" in page_of(folder).flat
 
 
-def test_errors_of_features_are_drawn_where_there_are_any(run_folder: Path, tmp_path: Path) -> None:
-    def recovered(row: dict[str, Any]) -> None:
-        if row["metrics"] and row["attack"]["label"] == "inverting_gradients":
-            row["metrics"]["subspace_error"] = 0.25
-
-    drawn = write_report(edited(run_folder, tmp_path / "run", recovered)).read_text()
-    assert "Recovered features" in Page(drawn).flat
-    assert drawn.count("Error of recovered features, a line per defense") == 2  # wide and narrow
-    assert "Recovered features" not in Page(write_report(run_folder).read_text()).flat
+def test_a_metric_that_shrinks_leaks_more_below_the_guess(content: Content) -> None:
+    row = next(row for row in content.rows if row.metrics["rmse"])
+    value, guess = row.metrics["rmse"], row.baseline["rmse"]
+    assert value is not None and guess is not None
+    assert excess(row, "rmse") == pytest.approx(guess - value.mean)
 
 
-def test_a_single_round_is_no_curve(run_folder: Path, tmp_path: Path) -> None:
-    folder = edited(run_folder, tmp_path / "run", lambda row: None)
-    lines = (folder / "rounds.jsonl").read_text().splitlines()
-    assert "training loss" in Page(write_report(folder).read_text()).flat
-    first = [line for line in lines if json.loads(line)["round"] == 1]
-    (folder / "rounds.jsonl").write_text("\n".join(first) + "\n")
-    assert "training loss" not in Page(write_report(folder).read_text()).flat
-
-
-def test_damaged_reconstructions_are_refused(run_folder: Path, tmp_path: Path) -> None:
+def test_an_audit_above_the_claim_is_red_beside_it(run_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run_folder, tmp_path / "run")
-    from safetensors.torch import save_file
+    audit = {"defense": "dp", "method": "one_run", "audited_epsilon": 9.5, "holds": False}
+    (folder / "audit.jsonl").write_text(json.dumps(audit) + "\n")
+    assert '<td class="bad">at least 9.5: refutes the claim</td>' in page_of(folder).html
 
-    for path in folder.rglob("inverting_gradients/*/*.safetensors"):
-        save_file({}, path)
-    with pytest.raises(ReportError, match="no pair of truth"):
-        write_report(folder)
+
+def test_what_is_claimed_is_never_rounded_down(tmp_path: Path) -> None:
+    stacks = {"none": STACKS["none"], "dp": replace(STACKS["dp"], epsilon=20.1402)}
+    run = write_run(tmp_path / "run", stacks=stacks, trials=1, batch_sizes=(1,), rounds=1)
+    assert "20.2 (" in page_of(run).flat and "20.1 (" not in page_of(run).flat
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308])
+def test_a_figure_beyond_all_sums_is_refused_in_words(
+    value: float, run_folder: Path, tmp_path: Path
+) -> None:
+    def enlarge(row: dict[str, Any]) -> None:
+        if row["metrics"]:
+            row["metrics"]["psnr"] = value
+
+    with pytest.raises(FedsimError, match=r"expected at most 1e\+100 in size"):
+        write_report(edited(run_folder, tmp_path / "run", enlarge))
+
+
+def test_rows_without_a_model_are_reported(run_folder: Path, tmp_path: Path) -> None:
+    folder = edited(run_folder, tmp_path / "run", lambda row: row.update(model=None))
+    assert write_report(folder).exists()
 
 
 def judged(folder: Path) -> dict[str, Verdict]:
@@ -399,14 +466,6 @@ def test_local_training_that_diverges_is_said_aloud(run_folder: Path, tmp_path: 
     assert not any("diverges" in text for text in judgements["none"].cautions)
 
 
-def test_an_audit_above_the_claim_is_said_aloud(run_folder: Path, tmp_path: Path) -> None:
-    def refute(row: dict[str, Any]) -> None:
-        row["privacy"]["audited_epsilon"] = 9.0
-
-    text = Page(write_report(edited(run_folder, tmp_path / "run", refute)).read_text()).flat
-    assert text.count("The audit refutes the privacy claim") == 1
-
-
 def test_a_claim_that_means_nothing_is_called_so(run_folder: Path, tmp_path: Path) -> None:
     def weaken(row: dict[str, Any]) -> None:
         if row["privacy"]["epsilon"] != "inf":
@@ -429,45 +488,3 @@ def test_a_run_that_has_not_ended_says_so(run_folder: Path, tmp_path: Path) -> N
     assert "UNFINISHED" in write_report(folder).read_text()
     result = CliRunner().invoke(app, ["leaderboard", str(folder), "--format", "json"])
     assert "UNFINISHED" in result.stderr
-
-
-def test_the_answers_stand_before_everything_else(page: Page) -> None:
-    text = page.flat
-    first = text.index("Without a defense, the server gets recognizable pictures")
-    picture = text.index("The same image behind every defense")
-    assert text.index("What do the clients’ updates show") < first < picture
-    for later in ("What was run", "Who is attacking", "How sure the answers are", "Glossary"):
-        assert picture < text.index(later), later
-    assert "Not tried here: who took part (membership)" in text
-
-
-def test_a_sweep_has_a_line_for_each_variant_above_its_answers(tmp_path: Path) -> None:
-    for mode in ("train", "eval"):
-        write_run(
-            tmp_path / mode,
-            stacks={name: STACKS[name] for name in ("none", "dp")},
-            trials=1,
-            rounds=1,
-            batch_sizes=(1,),
-            variant={"training.local.mode": mode},
-        )
-    html = write_report(tmp_path).read_text()
-    glance = html[html.index("At a glance") : html.index('id="answers-1"')]
-    assert re.findall(r'href="#(answers-\d)"', glance) == ["answers-1", "answers-2"]
-    assert glance.count('data-label="dp"') == glance.count('data-label="none"') == 2
-    assert glance.count(">Do not rely<") == 2
-    assert 'id="answers-2"' in html
-
-
-def test_the_table_holds_chance_and_cost(run_folder: Path, tmp_path: Path) -> None:
-    def tested(row: dict[str, Any]) -> None:
-        row["utility"] |= {"test_examples": 100, "test_chance": 0.25}
-
-    html = write_report(edited(run_folder, tmp_path / "run", tested)).read_text()
-    for heading, figure in (
-        ("Chance", "25%"),
-        ("s a round", "1.20"),
-        ("ε (δ, unit, neighbours)", "7.82 (1e-05, client, zero out)"),
-    ):
-        assert f'<td data-label="{heading}">{figure}</td>' in html, heading
-    assert re.search(r'<td data-label="Label">\d+% <small>guess \d+%</small></td>', html)

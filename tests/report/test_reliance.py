@@ -11,7 +11,7 @@ from answer_rows import FAILS, PROVEN, WORKS, answered, behind, trial, trials
 
 from fedsim.report import load_runs, write_report
 from fedsim.report.answers import Answer, answers_of
-from fedsim.report.dossier.evidence import Evidence
+from fedsim.report.content import Content
 
 
 def defended(folder: Path, lines: list[dict[str, Any]]) -> Answer:
@@ -347,6 +347,6 @@ def test_an_audit_refutes_the_claim_of_its_own_variant_alone(tmp_path: Path) -> 
     (tmp_path / "0.1" / "audit.jsonl").write_text(json.dumps(audit) + "\n")
     runs = load_runs([tmp_path])
     assert [found[1].verdict for _, found in answers_of(runs)] == ["do not rely", "rely"]
-    evidence = Evidence(runs=runs, root=tmp_path)
-    shown = [answer for control in evidence.controls for answer in evidence.answers(control)]
+    content = Content(runs)
+    shown = [row.answer for section in content.sections for row in section.defenses]
     assert [answer.verdict for answer in shown if not answer.undefended] == ["do not rely", "rely"]

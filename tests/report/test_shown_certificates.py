@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from answer_rows import trial
 
-from fedsim.board.data import board_data
-from fedsim.report import leaderboard_rows, render
-from fedsim.report.cells import columns
+from fedsim.report import leaderboard_rows, load_runs, render
+from fedsim.report.content import Content
 from fedsim.report.sentences import certificate_sentence
 
 EIGHT = {"images": 4, "determined": 4, "certified": 4, "false": 0, "per_image": {}}
@@ -53,14 +52,10 @@ def test_it_is_in_table_page_and_words(
     assert sentence in (certificate_sentence(rows) or "")
     wrong = bool(second and second["false"])
     assert f"{figure} !1" in render(rows, width=240) if wrong else figure in render(rows, width=240)
-    (column,) = (each for each in columns(rows, {}) if each.heading == "Certified")
-    beside = dict(column.cells)
-    assert ("1 false!" in beside[figure]) == wrong
-    assert "–" in beside, "an attack that certifies nothing has no figure"
-    shown = [row["certified"] for row in board_data([folder])["rows"]]
-    assert sorted(map(str, shown)) == sorted(
-        [str([*map(int, figure.split("/")), int(wrong)]), "None"]
-    )
+    (section,) = Content(load_runs([folder])).sections
+    shown = [dict(line.facts).get("certified") for line in section.lines]
+    words = f"{figure.replace('/', ' of ')} images" + ", 1 of them false" * wrong
+    assert sorted(map(str, shown)) == sorted([words, "None"])
 
 
 def test_json_and_csv_have_the_sums(tmp_path: Path) -> None:

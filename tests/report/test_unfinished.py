@@ -16,9 +16,8 @@ from fedsim import pipeline
 from fedsim.cli.commands import app
 from fedsim.contracts import plugins
 from fedsim.report import load_runs, unfinished, write_report
+from fedsim.report.dossier import dossier_of
 from fedsim.report.dossier.attempts import untried
-from fedsim.report.dossier.content import dossier_of
-from fedsim.report.dossier.writing import html_of
 from fedsim.results.plan import PLAN, Plan
 from fedsim.system.lock import is_locked, locked
 from fedsim.types import FedsimError, RunFailed
@@ -69,7 +68,7 @@ def test_every_page_says_once_and_alike_how_far_the_run_is(half: Path) -> None:
     (line,) = unfinished(load_runs([half]))
     assert line == f"UNFINISHED: {half} has {FAR}, and {GOES_ON}"
     report = write_report(half).read_text(encoding="utf-8")
-    dossier = words_of(html_of(dossier_of(load_runs([half]), half)))
+    dossier = words_of(dossier_of(load_runs([half]), half))
     assert words_of(report).count(FAR) == dossier.count(FAR) == 1
     assert report.count("<strong>UNFINISHED</strong>") == 1 and "<title>UNFINISHED" in report
     for page in (words_of(report), dossier):
@@ -96,7 +95,7 @@ def test_nothing_is_said_of_its_end(half: Path) -> None:
     assert "▸ " not in invoked("leaderboard", str(half)).stdout.partition("▸: ")[0]
     assert "Not tried here" not in page and "observe.trials" not in page
     assert "Positive control passed so far" in page and uncompared in page
-    dossier = words_of(html_of(dossier_of(load_runs([half]), half)))
+    dossier = words_of(dossier_of(load_runs([half]), half))
     assert "The attacks so far work without a defense" in dossier and uncompared in dossier
     assert "no control" not in page + dossier
     runs = load_runs([half])

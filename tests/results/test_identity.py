@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.board.data import board_data
 from fedsim.report import leaderboard_rows
+from fedsim.report.content import Content
+from fedsim.report.page import html_of
 from fedsim.report.row import LeaderboardRow
 from fedsim.results.reading import load_runs, measurements
 from fedsim.scenario import expand
@@ -70,7 +71,7 @@ def shown(folders: Sequence[Path]) -> list[LeaderboardRow]:
     """The rows, which no order of the folders changes."""
     orders = [leaderboard_rows(order) for order in permutations(folders)]
     assert all(each == orders[0] for each in orders)
-    pages = [json.dumps(board_data(order)) for order in permutations(folders)]
+    pages = [html_of(Content(load_runs(order))) for order in permutations(folders)]
     assert len(set(pages)) == 1
     return orders[0]
 
@@ -191,8 +192,8 @@ def test_a_run_without_rows_keeps_its_own_setting(tmp_path: Path) -> None:
         folder = written(tmp_path / name, [], origin=origin, attacks=[])
         rounds = {"defense": "none", "round": 1, "test_accuracy": 0.5 + int(name) / 10}
         (folder / "rounds.jsonl").write_text(json.dumps(rounds) + "\n")
-    titles = [entry["title"] for entry in board_data([tmp_path])["settings"]]
-    assert len(set(titles)) == 2
+    (scenario,) = Content(load_runs([tmp_path])).scenarios
+    assert len({row.variant for row in scenario.utility}) == 2
 
 
 SCENARIO: Row = {

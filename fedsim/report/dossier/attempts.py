@@ -13,6 +13,7 @@ from fedsim.report.figures import describe_stack
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run
 from fedsim.types import Payload
+from fedsim.words import number_of
 
 _GROUP = "fedsim.attacks"
 
@@ -132,3 +133,29 @@ def _reason(plugin: plugins.Installed, released: set[Payload], grants: Sequence[
             "user can give"
         )
     return "the scenario does not name it; whether it fits this system was not checked"
+
+
+def unobserved(rows: Sequence[ResultRow], runs: Sequence[Run]) -> list[str]:
+    """Words which vantages, clients and rounds nobody looked at."""
+    lines = []
+    vantages = {row.vantage for row in rows}
+    for vantage, who in (
+        ("client", "What another participant sees"),
+        ("eavesdropper", "What somebody on the wire sees"),
+    ):
+        if vantage not in vantages:
+            lines.append(f"{who} was not attacked.")
+    for run in runs[:1]:
+        clients, rounds = run.setting("data", "clients"), run.setting("training", "rounds")
+        attacked = {row.client for row in rows if row.client >= 0}
+        if isinstance(clients, int) and attacked:
+            lines.append(
+                f"{len(attacked)} of {number_of(clients, 'client')} were attacked on their own."
+            )
+        looked = sorted({row.round for row in rows})
+        if isinstance(rounds, int):
+            lines.append(
+                f"Updates of {len(looked)} of {number_of(rounds, 'round')} were attacked "
+                f"({', '.join(map(str, looked))})."
+            )
+    return lines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from fedsim.report.dossier.document import Block, Paragraph, Points, Table
 from fedsim.report.figures import (
     NO_DIFFERENTIAL_PRIVACY,
     format_bound,
@@ -31,39 +31,37 @@ _RELATIONS = {
 }
 
 
-def guarantees(runs: Sequence[Run]) -> tuple[Block, ...]:
-    """Returns the blocks of the chapter on guarantees."""
+@dataclass(frozen=True, kw_only=True)
+class Guarantees:
+    """What is proven of the defenses, and what that rests on."""
+
+    table: list[tuple[str, ...]]
+    """Defense, ε, δ, unit, neighbours, how it was found, and what audits say."""
+    sentences: list[str]
+    """One for each defense, and one on audits."""
+    assumptions: list[str]
+
+
+def guarantees(runs: Sequence[Run]) -> Guarantees | None:
+    """Returns what is proven of each defense; None where no round of training is recorded."""
     rows = utility(runs)
     if not rows:
-        return (Paragraph("No round of training is recorded, so nothing is accounted."),)
-    swept = any(row.variant for row in rows)
-    audits = [audit for run in runs for audit in run.audits]
-    return (
-        Paragraph(
-            "Attacks show what was possible. Only a proof says what is impossible. The proof used "
-            "here is differential privacy: ε bounds how much anybody can learn of one unit, "
-            "whatever the attack. A smaller ε is a stronger guarantee. An infinite ε (∞) is none."
-        ),
-        Table(
-            columns=("Defense", "ε", "δ", "Unit", "Neighbours", "How it was found", "Audit"),
-            rows=tuple(
-                (
-                    f"{row.defense} ({row.variant})" if swept and row.variant else row.defense,
-                    format_epsilon(row.epsilon) if row.epsilon is not None else "not accounted",
-                    "–" if row.delta is None else format_delta(row.delta),
-                    row.unit or "–",
-                    (row.relation or "–").replace("_", " "),
-                    _found(runs, row),
-                    _audited(row),
-                )
-                for row in rows
-            ),
-            widths=(2.2, 1.1, 1.1, 1.2, 1.5, 4, 3),
-            note="ε and δ are rounded up, what an audit found is rounded down.",
-        ),
-        Points(tuple(_sentences(rows, audits))),
-        Paragraph("Each guarantee rests on these assumptions."),
-        Points(tuple(_assumptions(runs, rows))),
+        return None
+    return Guarantees(
+        table=[
+            (
+                f"{row.defense} ({row.variant})" if row.variant else row.defense,
+                format_epsilon(row.epsilon) if row.epsilon is not None else "not accounted",
+                "–" if row.delta is None else format_delta(row.delta),
+                row.unit or "–",
+                (row.relation or "–").replace("_", " "),
+                _found(runs, row),
+                _audited(row),
+            )
+            for row in rows
+        ],
+        sentences=_sentences(rows, [audit for run in runs for audit in run.audits]),
+        assumptions=_assumptions(runs, rows),
     )
 
 

@@ -11,12 +11,10 @@ import math
 from collections.abc import Sequence
 
 from fedsim.report.dossier.attempts import Tried, Untried, tried, untried
-from fedsim.report.dossier.document import Block, Paragraph, Table
-from fedsim.report.dossier.evidence import Evidence
 from fedsim.report.figures import format_epsilon
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import utility
-from fedsim.results.lines import nested
+from fedsim.results.lines import ResultRow, nested
 from fedsim.results.reading import Run
 from fedsim.types import watcher_of
 from fedsim.words import number_of
@@ -28,41 +26,29 @@ _WATCHERS = {
 }
 
 
-def criteria(evidence: Evidence) -> tuple[Block, ...]:
-    """Returns the blocks of the chapter on the opinion."""
-    runs, lines = evidence.runs, evidence.lines
-    attacks, left_out = tried(evidence.results), untried(evidence.results, runs)
-    return (
-        Paragraph(
-            "The European Data Protection Board’s Opinion 28/2024 asks whether personal data can "
-            "be extracted from a trained model with means that are reasonably likely to be used. "
-            "It also asks whether queries to the model give them away. This dossier is about what "
-            "travels while a federation trains. It is evidence for a part of that question, and "
-            "it draws no legal conclusion."
-        ),
-        Table(
-            columns=("Criterion", "What was measured here", "What this cannot show"),
-            rows=(
-                _means(attacks, left_out),
-                _context(lines),
-                _information(lines),
-                _cost(runs, attacks),
-                _data(runs),
-                _design(runs),
-                _membership(lines),
-                _reconstruction(lines),
-                _OTHER_ATTACKS,
-                _QUERIES,
-                _persons(lines),
-                _DOCUMENTATION,
-            ),
-            widths=(2.2, 4, 4),
-            note="The criteria are worded here in short. The opinion itself is what counts.",
-        ),
-    )
-
-
 Row = tuple[str, str, str]
+"""A criterion, what was measured of it, and what that cannot show."""
+
+
+def criteria(
+    runs: Sequence[Run], results: Sequence[ResultRow], lines: Sequence[LeaderboardRow]
+) -> list[Row]:
+    """Returns the criteria of the opinion, with what `runs` say to each."""
+    attacks, left_out = tried(results), untried(results, runs)
+    return [
+        _means(attacks, left_out),
+        _context(lines),
+        _information(lines),
+        _cost(runs, attacks),
+        _data(runs),
+        _design(runs),
+        _membership(lines),
+        _reconstruction(lines),
+        _OTHER_ATTACKS,
+        _QUERIES,
+        _persons(lines),
+        _DOCUMENTATION,
+    ]
 
 
 def _means(attacks: Sequence[Tried], left_out: Sequence[Untried]) -> Row:

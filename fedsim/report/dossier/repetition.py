@@ -35,10 +35,6 @@ class Numbered:
         """Says what it repeats."""
         return f"{self.number}: {self.attack} on {self.defense}"
 
-    def repeats(self, line: LeaderboardRow) -> bool:
-        """Whether it repeats `line`."""
-        return (self.defense, self.attack) == (line.defense, line.attack)
-
 
 def numbered(lines: Sequence[LeaderboardRow], runs: Sequence[Run], root: Path) -> list[Numbered]:
     """Returns each command that repeats some of `lines` once, numbered C1, C2 and so on."""

@@ -1,54 +1,41 @@
-"""Words the system that was measured: data, model, clients, training, engine, defenses."""
+"""Names what was measured: data, model, clients, training, engine and defenses."""
 
 from __future__ import annotations
 
-from fedsim.report.dossier.document import Block, Facts, Heading, Paragraph, Table
-from fedsim.report.dossier.evidence import Evidence
-from fedsim.report.figures import describe_stack, describe_variant
+from collections.abc import Sequence
+
+from fedsim.report.figures import describe_stack
+from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run
 
 
-def system(evidence: Evidence) -> tuple[Block, ...]:
-    """Returns the blocks of the chapter."""
-    blocks: list[Block] = [Paragraph(evidence.summary)]
-    for run in evidence.runs:
-        if len(evidence.runs) > 1:
-            variant = describe_variant(run.variant)
-            blocks.append(Heading(variant or run.folder.name))
-        blocks.append(Facts(tuple(_system_facts(run))))
-    stacks = {
+def stacks_of(runs: Sequence[Run], rows: Sequence[ResultRow]) -> dict[str, str]:
+    """Returns the members of each defense in words, as scenarios or else rows state them."""
+    return {
         name: describe_stack(stack)
-        for run in evidence.runs
+        for run in runs
         for name, stack in (run.setting("defenses") or {}).items()
-    } or {row.defense.name: describe_stack(row.defense.stack) for row in evidence.results}
-    if stacks:
-        blocks += [
-            Heading("Defenses"),
-            Table(
-                columns=("Name", "What it consists of, in the order in which it is applied"),
-                rows=tuple((name, stack or "no defense") for name, stack in stacks.items()),
-                widths=(1, 4),
-            ),
-        ]
-    return tuple(blocks)
+    } or {row.defense.name: describe_stack(row.defense.stack) for row in rows}
 
 
-def _system_facts(run: Run) -> list[tuple[str, str]]:
+def system_facts(run: Run) -> list[tuple[str, str]]:
+    """Returns names and values of what the scenario of `run` sets."""
+
     def setting(*path: str) -> str:
         value = run.setting(*path)
         return "" if value is None else str(value)
 
-    source = run.setting("data", "source") or {}
-    partition = run.setting("data", "partition") or {}
-    model = run.setting("model") or {}
+    def plugin(*path: str) -> str:
+        entry = run.setting(*path)
+        return describe_stack([entry]) if entry else ""
+
     local = run.setting("training", "local") or {}
-    learner = run.setting("learner") or {}
     named = {
-        "data": describe_stack([source]) if source else "",
-        "partition": describe_stack([partition]) if partition else "",
+        "data": plugin("data", "source"),
+        "partition": plugin("data", "partition"),
         "clients": setting("data", "clients"),
-        "model": describe_stack([model]) if model else "",
-        "learner": describe_stack([learner]) if learner else "",
+        "model": plugin("model"),
+        "learner": plugin("learner"),
         "algorithm": setting("training", "algorithm"),
         "rounds": setting("training", "rounds"),
         "local training": ", ".join(f"{key}={value}" for key, value in local.items()),

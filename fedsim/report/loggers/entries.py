@@ -8,14 +8,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fedsim.report.content import Content
 from fedsim.report.figures import describe_stack, describe_variant, format_epsilon
-from fedsim.report.gallery import Plate, gallery
-from fedsim.report.leaderboard import aggregate
-from fedsim.report.page import confidence_of
-from fedsim.report.pictures import NEAREST, from_png
+from fedsim.report.pictures import NEAREST, Plate, from_png
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import utility
-from fedsim.results.reading import Run, measurements
+from fedsim.results.reading import Run
 from fedsim.scoring import Summary
 
 _METRICS = ("psnr", "ssim", "label_accuracy", "subspace_error", "membership_auc")
@@ -54,16 +52,20 @@ class Entries:
 def entries(run: Run) -> Entries:
     """Returns what is copied of `run`.
 
-    Raises:
-        FedsimError: a reconstruction of the run is damaged.
+    A reconstruction that is damaged has no picture.
     """
-    lines = aggregate(measurements([run]), confidence=confidence_of([run]))
+    content = Content([run])
+    lines = content.rows
     return Entries(
         scenario=str(run.setting("name") or run.record.get("scenario") or run.folder.name),
         variant=describe_variant(run.record.get("variant") or {}),
         parameters=_parameters(run),
         figures=[*_of_rounds(run), *(figure for line in lines for figure in _of_line(line))],
-        pictures=[_picture(plate) for plate in gallery(lines, [run]).plates if plate.pairs],
+        pictures=[
+            _picture(line, plate)
+            for line in lines
+            if (plate := content.plates.get(line.cell)) and plate.pairs
+        ],
     )
 
 
@@ -132,11 +134,11 @@ def _parts(summary: Summary | None) -> list[tuple[str, float]]:
     return [(part, value) for part, value in parts if value is not None and math.isfinite(value)]
 
 
-def _picture(plate: Plate) -> Picture:
+def _picture(line: LeaderboardRow, plate: Plate) -> Picture:
     rows = [[p.truth for p in plate.pairs], [p.reconstruction for p in plate.pairs]]
     return Picture(
-        name=f"reconstructions/{_name(plate.line)}",
-        round=plate.line.round,
+        name=f"reconstructions/{_name(line)}",
+        round=line.round,
         png=_grid(rows, (plate.width, plate.height)),
     )
 

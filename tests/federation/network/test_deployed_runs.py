@@ -184,7 +184,7 @@ def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
     assert "still with the nodes" in capsys.readouterr().err
     page = (out / "report.html").read_text()
     assert "INVALID" not in page and "<strong>UNSCORED</strong>" in page
-    assert f"fedsim collect {out}" in page and "Utility and privacy" in page
+    assert f"fedsim collect {out}" in page and "What each defense costs" in page
     assert "INVALID" not in outcome(out) and "accuracy" in outcome(out)
     assert leaderboard(load_runs([out]), TableFormat.table) == "UNSCORED: no attack is scored yet\n"
     written = json.loads(leaderboard(load_runs([out]), TableFormat.json))
@@ -192,7 +192,7 @@ def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
 
     pipeline.collect(out, homes=sorted(homes.iterdir()), workers=1)
     page = (out / "report.html").read_text()
-    assert "UNSCORED" not in page and "All attacks on all defenses" in page
+    assert "UNSCORED" not in page and "All attacks in figures" in page
 
 
 @pytest.mark.parametrize(

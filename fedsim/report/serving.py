@@ -1,11 +1,12 @@
-"""Serves the leaderboard to browsers while runs go on.
+"""Serves the page of runs to browsers while they go on.
 
-Two paths are answered, `/` and `/data`; no part of a request names a file. Off the loopback
-interface a token is needed, which only the terminal shows.
+One path is answered, `/`; no part of a request names a file. Off the loopback interface a token is
+needed, which only the terminal shows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import secrets
@@ -13,19 +14,29 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from fedsim.board.page import html
-from fedsim.board.watch import Watched
+from fedsim.report.content import Content
+from fedsim.report.page import html_of
+from fedsim.results.plan import PLAN
+from fedsim.results.reading import RESULTS, load_runs
+from fedsim.system.lock import is_locked
 from fedsim.types import FedsimError, RunFailed
 
 PORT = 8321
 
-_COOKIE = "fedsim_board"
+_FILES = (PLAN, RESULTS, "rounds.jsonl", "audit.jsonl", "record.json", "scenario.yaml")
+"""Files of a run that the page depends on."""
+
+_LONGEST = 1000
+"""Why runs cannot be read is cut behind so many characters."""
+
+_COOKIE = "fedsim_page"
 
 _SILENCE = 10.0
 """A browser whose request is not here after so many seconds, or that takes none of the answer for
@@ -43,8 +54,73 @@ _HEADERS = {
 }
 
 
-class BoardServer(ThreadingHTTPServer):
-    """Answers with the leaderboard of some run folders."""
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """The page at one time, and a name that another time's page does not have."""
+
+    body: bytes
+    tag: str
+
+
+class WatchedPage:
+    """The page of some run folders, built again only if they changed; safe for several threads."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Reads nothing yet.
+
+        Args:
+            folders: of runs, or that hold folders of runs.
+        """
+        self._folders = folders
+        self._lock = threading.Lock()
+        self._signature: tuple[tuple[str, int, int], ...] | None = None
+        self._content = Content([])
+        self._version = _version(self._content)
+
+    def current(self) -> Version:
+        """Returns the page of the folders as they are now.
+
+        While they cannot be read, as before the first result, it is that of the last time and says
+        why.
+        """
+        with self._lock:
+            signature = self._sign()
+            if signature != self._signature:
+                try:
+                    content = Content(load_runs(self._folders))
+                    self._version, self._content = _version(content), content
+                except Exception as error:  # else the page would stand still, and nobody be told
+                    problem = str(error)
+                    if not isinstance(error, FedsimError | OSError):
+                        problem = f"{type(error).__name__}: {error}"
+                    problem = problem.encode(errors="backslashreplace").decode()
+                    self._version = _version(self._content, problem[:_LONGEST])
+                self._signature = signature
+            return self._version
+
+    def _sign(self) -> tuple[tuple[str, int, int], ...]:
+        """Returns size and time of every file that the page depends on."""
+        entries = []
+        for folder in self._folders:
+            found = [*folder.rglob(RESULTS), *folder.rglob(PLAN)]
+            for run in sorted({path.parent for path in found}):
+                entries.append((str(run), int(is_locked(run)), 0))  # a kill changes no file
+                for path in (run / name for name in _FILES):
+                    try:
+                        status = path.stat()
+                    except OSError:
+                        continue
+                    entries.append((str(path), status.st_mtime_ns, status.st_size))
+        return tuple(entries)
+
+
+def _version(content: Content, problem: str = "") -> Version:
+    body = html_of(content, live=True, problem=problem).encode()
+    return Version(body=body, tag=f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+class PageServer(ThreadingHTTPServer):
+    """Answers with the page of some run folders."""
 
     daemon_threads = True
 
@@ -68,7 +144,7 @@ class BoardServer(ThreadingHTTPServer):
             raise FedsimError(
                 f"--host {host}: whoever reaches this machine could read the page; give a token"
             )
-        self.watched = Watched(folders)
+        self.page = WatchedPage(folders)
         self.token = token
         self.host = host
         self._places = threading.BoundedSemaphore(_AT_ONCE)
@@ -103,9 +179,9 @@ def serve(
     host: str = "127.0.0.1",
     port: int = PORT,
     demand_token: bool = False,
-    on_ready: Callable[[BoardServer], None],
+    on_ready: Callable[[PageServer], None],
 ) -> None:
-    """Serves the leaderboard until it is interrupted.
+    """Serves the page until it is interrupted.
 
     Args:
         folders: of runs, or that hold folders of runs.
@@ -120,7 +196,7 @@ def serve(
     """
     needed = demand_token or not is_loopback(host)
     token = secrets.token_urlsafe(24) if needed else None
-    with BoardServer(folders, host, port, token) as server:
+    with PageServer(folders, host, port, token) as server:
         on_ready(server)
         server.serve_forever()
 
@@ -140,7 +216,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: BoardServer
+    server: PageServer
     timeout = _SILENCE
     server_version = "fedsim"
     sys_version = ""
@@ -176,28 +252,25 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._names_this_host():
             # Another site's name that was made to point here must not read the page.
             self._send(HTTPStatus.FORBIDDEN, "text/plain", b"no such host here\n", with_body)
-        elif url.path not in ("/", "/data"):
+        elif url.path != "/":
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"no such page\n", with_body)
         elif self.server.token is not None and self._is_token(parse_qs(url.query).get("token")):
             cookie = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Lax; Path=/"
-            headers = {"Set-Cookie": cookie, "Location": url.path}
+            headers = {"Set-Cookie": cookie, "Location": "/"}
             self._send(HTTPStatus.SEE_OTHER, "text/plain", b"", with_body, headers)
         elif self.server.token is not None and not self._is_token([self._cookie()]):
             text = b"open the address that the terminal of `fedsim serve` shows, with its token\n"
             self._send(HTTPStatus.FORBIDDEN, "text/plain", text, with_body)
         else:
-            self._show(url.path, with_body)
+            self._show(with_body)
 
-    def _show(self, path: str, with_body: bool) -> None:
-        version = self.server.watched.current()
-        tag = {"ETag": version.tag}
-        if path == "/":
-            page = html(version.data, live=True).encode()
-            self._send(HTTPStatus.OK, "text/html; charset=utf-8", page, with_body)
-        elif self.headers.get("If-None-Match") == version.tag:
-            self._send(HTTPStatus.NOT_MODIFIED, "application/json", b"", False, tag)
+    def _show(self, with_body: bool) -> None:
+        version = self.server.page.current()
+        tag, kind = {"ETag": version.tag}, "text/html; charset=utf-8"
+        if self.headers.get("If-None-Match") == version.tag:
+            self._send(HTTPStatus.NOT_MODIFIED, kind, b"", False, tag)
         else:
-            self._send(HTTPStatus.OK, "application/json", version.body, with_body, tag)
+            self._send(HTTPStatus.OK, kind, version.body, with_body, tag)
 
     def _names_this_host(self) -> bool:
         """Whether the request is for a name of this server; behind a token any name will do."""

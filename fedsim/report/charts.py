@@ -1,0 +1,175 @@
+"""Draws charts as SVG for a page: text stays text, and colors are the page's own, light or dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from markupsafe import Markup
+
+_WIDTH, _HEIGHT = 460, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 24, 14, 42
+_LABEL = 15
+"""Labels of points stand at least so many pixels apart."""
+
+COLORS = 8
+"""The page has so many colors for series, `--c0` (undefended) to `--c7`."""
+
+Point = tuple[float, float]
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One defense in a chart."""
+
+    color: int
+    """Number of its color, which further defenses share."""
+    points: Sequence[Point]
+    shape: Literal["dots", "line", "steps"] = "dots"
+    label: str = ""
+    """Stands beside the last point."""
+    bars: Sequence[tuple[Span | None, Span | None]] = ()
+    """Intervals of each point, across and up."""
+    hollow: bool = False
+    """Whether its dots are rings."""
+    rings: Sequence[Point] = ()
+    """Further points, each as a ring."""
+
+
+def chart(
+    series: Sequence[Series],
+    *,
+    across: str,
+    up: str,
+    description: str,
+    x_range: Span | None = None,
+    y_range: Span | None = None,
+    diagonal: bool = False,
+    least: tuple[float, float] = (0.0, 0.0),
+) -> Markup:
+    """Returns a chart as SVG.
+
+    Args:
+        series: What is drawn.
+        across: Name of the horizontal axis.
+        up: Name of the vertical axis.
+        description: For those who cannot see it.
+        x_range: Ends of the horizontal axis; by default those of the points.
+        y_range: Likewise of the vertical axis.
+        diagonal: Whether a dashed line marks equal values; else it marks zero of the vertical axis.
+        least: Lengths that both axes have at least, so that noise does not look like a difference.
+    """
+    points = [point for one in series for point in (*one.points, *one.rings)]
+    bars = [bar for one in series for bar in one.bars]
+    xs = [x for x, _ in points] + [end for bar, _ in bars for end in bar or ()]
+    ys = [y for _, y in points] + [end for _, bar in bars for end in bar or ()]
+    x_low, x_high = x_range or _padded(xs, least[0])
+    y_low, y_high = y_range or _padded(ys, least[1])
+
+    def x(value: float) -> float:
+        share = (value - x_low) / (x_high - x_low)
+        return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(value: float) -> float:
+        share = (value - y_low) / (y_high - y_low)
+        return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+    right, base = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    parts = []
+    for tick in _ticks(y_low, y_high):
+        parts.append(_line(_LEFT, y(tick), right, y(tick), "grid"))
+        parts.append(_text(_LEFT - 6, y(tick) + 4, f"{tick:g}", "end"))
+    parts += [_text(x(tick), base + 16, f"{tick:g}", "middle") for tick in _ticks(x_low, x_high)]
+    if diagonal:
+        parts.append(_line(x(x_low), y(y_low), x(x_high), y(y_high), "guide"))
+    elif y_low < 0 < y_high:
+        parts.append(_line(_LEFT, y(0), right, y(0), "guide"))
+    labels = []
+    for one in series:
+        drawn = [(x(a), y(b)) for a, b in one.points]
+        parts.append(_drawn(one, drawn, [(x(a), y(b)) for a, b in one.rings]))
+        for (a, b), (wide, high) in zip(drawn, one.bars, strict=False):
+            color = f"s{_color(one.color)}"
+            parts.append(_line(x(wide[0]), b, x(wide[1]), b, color) if wide else Markup(""))
+            parts.append(_line(a, y(high[0]), a, y(high[1]), color) if high else Markup(""))
+        if one.label and drawn:
+            labels.append((*drawn[-1], one.label))
+    parts += [_text(a + 8, b, label, "start", "label") for a, b, label in _apart(labels)]
+    parts.append(_text((_LEFT + right) / 2, _HEIGHT - 6, across, "middle"))
+    middle = (_TOP + base) / 2
+    parts.append(
+        Markup('<text class="axis" transform="translate(12 {}) rotate(-90)" {}>{}</text>').format(
+            middle, Markup('text-anchor="middle"'), up
+        )
+    )
+    return Markup(
+        '<svg class="chart" role="img" aria-label="{}" viewBox="0 0 {} {}">{}</svg>'
+    ).format(description, _WIDTH, _HEIGHT, Markup("").join(parts))
+
+
+def _color(number: int) -> int:
+    return number if number < COLORS else 1 + (number - 1) % (COLORS - 1)
+
+
+def _drawn(one: Series, points: Sequence[Point], rings: Sequence[Point]) -> Markup:
+    """Returns the marks of one series at positions in the chart."""
+    marks = []
+    if one.shape == "dots":
+        radius = 5 if len(points) == 1 else 2
+        marks = [_circle(*point, radius, hollow=one.hollow) for point in points]
+    elif points:
+        path = f"M{points[0][0]} {points[0][1]}"
+        for a, b in points[1:]:
+            path += f"H{a}V{b}" if one.shape == "steps" else f"L{a} {b}"
+        dashed = ' stroke-dasharray="6 3"' if one.color >= COLORS else ""
+        marks.append(Markup(f'<path d="{path}" fill="none"{dashed}/>'))  # noqa: S704 - numbers
+    marks += [_circle(*point, 5, hollow=True) for point in rings]
+    return Markup('<g class="s{}">{}</g>').format(_color(one.color), Markup("").join(marks))
+
+
+def _circle(x: float, y: float, radius: int, *, hollow: bool) -> Markup:
+    return Markup('<circle cx="{}" cy="{}" r="{}"{}/>').format(
+        x, y, radius, Markup(' class="hollow"') if hollow else ""
+    )
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
+    return Markup('<line x1="{}" y1="{}" x2="{}" y2="{}" class="{}"/>').format(x1, y1, x2, y2, kind)
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "axis") -> Markup:
+    return Markup('<text x="{}" y="{}" text-anchor="{}" class="{}">{}</text>').format(
+        x, y, anchor, kind, text
+    )
+
+
+def _padded(values: Sequence[float], least: float) -> Span:
+    """Returns a span around `values`, at least as long as `least` and never empty."""
+    low, high = min(values), max(values)
+    missing = max(0.0, (least or 1e-9) - (high - low)) / 2
+    margin = 0.08 * max(high - low, least or 1.0)
+    return low - missing - margin, high + missing + margin
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Returns up to eight round numbers between `low` and `high`."""
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(number * step, 10) + 0.0 for number in range(first, last + 1)]
+
+
+def _apart(labels: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+    """Returns labels (x, y, text) moved down until none covers another, from the top on."""
+    placed: list[tuple[float, float, str]] = []
+    for x, y, text in sorted(labels, key=lambda label: label[1]):
+        for other_x, other_y, other in placed:
+            near = abs(x - other_x) < 8 * max(len(text), len(other)) + _LABEL
+            if near and abs(y - other_y) < _LABEL:
+                y = other_y + _LABEL
+        placed.append((x, y, text))
+    return placed

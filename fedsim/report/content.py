@@ -1,0 +1,694 @@
+"""Gathers what runs show: one object, from which report, leaderboard, server and dossier are set.
+
+A comparison becomes a `Section`: a matrix of attacks and defenses, an answer for each defense, and
+charts. Everything else belongs to the page as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from markupsafe import Markup
+
+from fedsim.report import facts
+from fedsim.report.answers import Answer, answers, runs_of
+from fedsim.report.charts import Series, chart
+from fedsim.report.control import (
+    Control,
+    describe_comparison,
+    invalid_reasons,
+    positive_controls,
+    warnings,
+)
+from fedsim.report.figures import (
+    describe_variant,
+    format_accuracy,
+    format_bound,
+    format_claim,
+    format_number,
+)
+from fedsim.report.glossary import Term, terms_of
+from fedsim.report.leaderboard import aggregate
+from fedsim.report.level import level_of
+from fedsim.report.measured import ABSENT, Measured, measured, metrics_of
+from fedsim.report.pictures import Plate, plates_of
+from fedsim.report.recovered import accused, clouds
+from fedsim.report.row import LeaderboardRow, population_of
+from fedsim.report.threat import threat_model
+from fedsim.report.utility import UtilityRow, attacks_nothing, utility
+from fedsim.results.lines import ResultRow
+from fedsim.results.reading import Run, measurements
+from fedsim.scoring import Summary
+
+_QUESTION = "What do the clients’ updates show of their data, and which defense is worth its price?"
+
+_DETAILED = 1000
+"""At most so many attacks on a defense open their details: a page has to stay quick."""
+
+_NAMED = 3
+"""At most so many scenarios are named in a title."""
+
+Tint = Literal["", "bad", "some", "good"]
+"""Class of what is colored: a leak, a part of one or a doubt, and what may be relied on."""
+
+_TINTS: Mapping[str, Tint] = {
+    "leak": "bad",
+    "features": "bad",
+    "partial": "some",
+    "undecided": "some",
+}
+"""Level of a leak -> class of its cell. Where nothing is certain it has no color."""
+
+_STATES = {
+    "blind": "no better than on another update",
+    "failed": "every trial failed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """An attack at one batch size and round: a column of the matrix."""
+
+    attack: str
+    batch_size: int
+    round: int
+    case: str
+    """What sets the column apart from others of the same attack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One attack on one defense: a cell of the matrix, and a row of the table."""
+
+    id: str
+    row: LeaderboardRow
+    best: Measured
+    """Figures of the metric that ranks the attack."""
+    tint: Tint
+    state: str
+    """Why the attack is not ranked, in words; empty if it is."""
+    plate: Plate | None
+    detailed: bool
+    """Whether the page has room for its details."""
+    setting: str
+    """What of the attacker is not usual: a malicious server, a grant, who looks."""
+
+    @property
+    def gain(self) -> str:
+        """What leaks beyond the guess, or the value where there is no guess; with its unit."""
+        above = self.best.above if self.best.above != ABSENT else self.best.value
+        return above.partition(" ")[0] + (" dB" if self.best.metric.unit == "dB" else "")
+
+    @property
+    def interval(self) -> str:
+        """The interval of `gain`; empty without one."""
+        return self.best.above.partition(" ")[2]
+
+    @property
+    def metrics(self) -> list[Measured]:
+        """Figures of all its metrics."""
+        return metrics_of(self.row)
+
+    @property
+    def trials(self) -> str:
+        """Words how many trials succeeded of all."""
+        apart = f" ({self.row.independent} independent)" * (self.row.independent != self.row.n)
+        return f"{self.row.n_ok}/{self.row.n}{apart}"
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values of what is not a metric."""
+        row, stated = self.row, self.row.certificates
+        certified = ""
+        if stated and stated.certified is not None:
+            certified = f"{stated.certified} of {stated.images} images"
+            certified += f", {stated.false} of them false" if stated.false else ""
+        values = {
+            "defense": row.stack or "no defense",
+            "attacker": self.setting or row.threat.title,
+            "at": f"batch size {row.batch_size}, round {row.round}",
+            "trials": self.trials,
+            "different images" if row.subject == "images" else "different rows": row.images,
+            "gain 3 dB or more": row.leaking,
+            "certified": certified,
+            "error that theory predicts, up to a constant": row.tensor_rate
+            and f"{row.tensor_rate:.3g}",
+            "accuracy": format_accuracy(row.test_accuracy, row.accuracy),
+            "ε (δ, unit, neighbours)": format_claim(row.epsilon, row.delta, row.unit, row.relation),
+            "audited ε": None
+            if row.audited_epsilon is None
+            else f"at least {format_bound(row.audited_epsilon)}",
+            "seconds of a trial": row.seconds and format_number(row.seconds, 1),
+            "intervals": row.population,
+            "warnings": "; ".join(row.warnings),
+            "failed trials": "; ".join(f"{n} × {why}" for why, n in row.failures.items()),
+            "pictures": self.plate.problem if self.plate else "",
+            "runs": ", ".join(row.folders),
+        }
+        return [(name, str(value)) for name, value in values.items() if value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefenseRow:
+    """A defense of a comparison: its answer, and a cell for each column."""
+
+    number: int
+    answer: Answer
+    cells: list[list[Line]]
+    color: int
+
+    @property
+    def name(self) -> str:
+        """Name of the defense."""
+        return self.answer.defense
+
+    @property
+    def stack(self) -> str:
+        """Its members in words."""
+        return self.answer.stack or "no defense"
+
+    @property
+    def verdict(self) -> str:
+        """Whether to rely on it."""
+        return self.answer.verdict
+
+    @property
+    def tint(self) -> Tint:
+        """Class of the verdict."""
+        tints: dict[str, Tint] = {"rely": "good", "do not rely": "bad"}
+        return tints.get(self.verdict, "some")
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether anything can be said of it."""
+        return self.answer.finding != "no answer"
+
+    @property
+    def gain(self) -> Summary | None:
+        """What the strongest attack gains over guessing, dB; None without an answer."""
+        return self.answer.gain if self.is_answered else None
+
+    @property
+    def brief(self) -> str:
+        """The answer in one sentence."""
+        return self.answer.brief
+
+    @property
+    def grounds(self) -> Sequence[tuple[str, str]]:
+        """Names and words of what the answer rests on."""
+        return self.answer.grounds
+
+    @property
+    def remarks(self) -> list[str]:
+        """What else is known of it, in sentences."""
+        judged = self.answer.judgement
+        told = [judged.sentence, judged.membership, judged.labels]
+        return [text for text in told if text]
+
+    @property
+    def cautions(self) -> list[str]:
+        """What to know before the answer is believed."""
+        return self.answer.judgement.cautions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """Charts below one heading."""
+
+    title: str
+    note: str
+    charts: list[tuple[str, Markup]]
+    """(caption, SVG)."""
+    legend: list[tuple[str, int]]
+    """(defense, number of its color)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Holds one comparison: what may be ranked together."""
+
+    id: str
+    title: str
+    folders: list[str]
+    """Names of the folders of a variant's runs; empty for a run that is no variant."""
+    control: Control
+    lines: list[Line]
+    columns: list[Column]
+    shared: str
+    """Batch size and round, where all columns share them."""
+    defenses: list[DefenseRow]
+    threats: list[tuple[str, str]]
+    untried: list[str]
+    """What no attack on any defense tried."""
+    cautions: list[str]
+    """Cautions that apply to every verdict."""
+    warnings: list[str]
+    figures: list[Figure]
+    population: str
+    """Says of what the intervals are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Holds the runs of one scenario: what was run, what it cost, how to repeat it."""
+
+    name: str
+    runs: list[Run]
+    summary: str
+    utility: list[UtilityRow]
+    again: facts.Again
+
+
+class Content:
+    """Holds all that pages show of runs. Each part is worked out once, when it is asked for."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        """Shows `runs`, which are not read again."""
+        self.runs = runs
+
+    @cached_property
+    def results(self) -> list[ResultRow]:
+        """The rows that count, each measurement once."""
+        return measurements(self.runs)
+
+    @cached_property
+    def confidence(self) -> float:
+        """Confidence of intervals: what the scenarios agree on, by default 95%."""
+        stated = {run.setting("scoring", "confidence") for run in self.runs} - {None}
+        value = stated.pop() if len(stated) == 1 else None
+        return value if isinstance(value, float) and 0 < value < 1 else 0.95
+
+    @cached_property
+    def rows(self) -> list[LeaderboardRow]:
+        """The leaderboard."""
+        return aggregate(self.results, confidence=self.confidence)
+
+    @cached_property
+    def controls(self) -> list[Control]:
+        """The positive control of each comparison."""
+        return positive_controls(self.rows)
+
+    @property
+    def valid(self) -> list[Control]:
+        """Controls of the comparisons from which something follows."""
+        return [control for control in self.controls if control.status == "passed"]
+
+    @cached_property
+    def awaited(self) -> facts.Awaited | None:
+        """Why no attack is scored yet, if none is."""
+        return facts.awaited(self.runs)
+
+    @property
+    def unattacked(self) -> bool:
+        """Whether nothing was to be attacked."""
+        return not self.results and attacks_nothing(self.runs)
+
+    @cached_property
+    def late(self) -> list[tuple[str, str]]:
+        """(mark, words) of each run that has not ended, or is not scored to its end."""
+        if self.awaited:
+            return [(self.awaited.mark, self.awaited.reason)]
+        pairs = [line.partition(": ") for line in facts.unfinished(self.runs)]
+        return [(mark, words) for mark, _, words in pairs]
+
+    @cached_property
+    def invalid(self) -> list[str]:
+        """Why comparisons prove nothing."""
+        if self.unattacked or self.awaited or (self.late and not self.rows):
+            return []
+        return invalid_reasons(self.rows, unended=False)
+
+    @property
+    def invalid_mark(self) -> str:
+        """The word over a page of which some comparison proves nothing."""
+        if not self.invalid:
+            return ""
+        return "INVALID in part" if len(self.invalid) < len(self.controls) else "INVALID"
+
+    @property
+    def mark(self) -> str:
+        """The word before the title of a page from which not everything follows."""
+        return self.late[0][0] if self.late else self.invalid_mark
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the scenarios, each once."""
+        stated = [row.scenario for row in self.results]
+        stated = stated or [run.setting("name") for run in self.runs]
+        return list(dict.fromkeys(name for name in stated if name))
+
+    @property
+    def title(self) -> str:
+        """Names the scenarios."""
+        first, others = self.names[:_NAMED], self.names[_NAMED:]
+        return (", ".join(first) or "no results") + (f" and {len(others)} more" if others else "")
+
+    @property
+    def question(self) -> str:
+        """What the runs are to answer: a scenario's own description, if it has one."""
+        own = [text for run in self.runs if (text := run.setting("description"))]
+        return own[0] if own and len(self.names) < 2 else _QUESTION
+
+    @cached_property
+    def terms(self) -> list[Term]:
+        """The terms that the page uses."""
+        unscored = any(mark == "UNSCORED" for mark, _ in self.late)
+        return terms_of(self.rows, invalid=bool(self.invalid), unscored=unscored)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the runs note, and what went wrong in their rounds."""
+        return [*facts.client_failures(self.runs), *facts.notes(self.runs)]
+
+    @property
+    def failures(self) -> list[tuple[str, str, str, int]]:
+        """(defense, attack, reason, count) of failed trials."""
+        return facts.failures(self.results)
+
+    @cached_property
+    def _album(self) -> tuple[dict[str, Plate], int]:
+        return plates_of(self.rows, self.runs)
+
+    @property
+    def plates(self) -> dict[str, Plate]:
+        """Pictures of each row that has some, by its cell."""
+        return self._album[0]
+
+    @property
+    def without_pictures(self) -> int:
+        """Number of rows whose pictures the page has no room for."""
+        return self._album[1]
+
+    @cached_property
+    def scenarios(self) -> list[Scenario]:
+        """The runs by the name of their scenario."""
+        by_name: dict[str, list[Run]] = {}
+        for run in self.runs:
+            by_name.setdefault(run.name, []).append(run)
+        return [
+            Scenario(
+                name=name,
+                runs=runs,
+                summary=_summary(runs),
+                utility=utility(runs),
+                again=facts.again(runs),
+            )
+            for name, runs in by_name.items()
+        ]
+
+    @cached_property
+    def sections(self) -> list[Section]:
+        """The comparisons, in the order of the leaderboard."""
+        order = sorted(range(len(self.rows)), key=lambda at: not self.rows[at].strongest)
+        detailed = {self.rows[at].cell for at in order[:_DETAILED]}
+        ids = {row.cell: f"r{number}" for number, row in enumerate(self.rows, start=1)}
+        return [
+            self._section(f"c{number}", control, ids, detailed)
+            for number, control in enumerate(self.controls, start=1)
+        ]
+
+    def of(self, control: Control) -> list[LeaderboardRow]:
+        """Returns the rows of the comparison that `control` judges."""
+        return [row for row in self.rows if row.comparison == control.comparison]
+
+    def title_of(self, control: Control) -> str:
+        """Names the comparison that `control` judges, beside the others here."""
+        return describe_comparison(control.comparison, [each.comparison for each in self.controls])
+
+    def _section(
+        self, id: str, control: Control, ids: Mapping[str, str], detailed: set[str]
+    ) -> Section:
+        rows = self.of(control)
+        runs = runs_of(rows, self.runs)
+        answered = answers(rows, control, runs)
+        colors = _colors(rows)
+        varying = [name for name in _PLACES if len({getattr(row, name) for row in rows}) > 1]
+        attacks = list(dict.fromkeys(row.attack for row in rows))
+        columns = sorted(
+            {_column(row, varying) for row in rows},
+            key=lambda column: (column.batch_size, -column.round, attacks.index(column.attack)),
+        )
+        lines = [
+            self._line(ids[row.cell], row, rows, control, row.cell in detailed) for row in rows
+        ]
+        cells: dict[tuple[str, Column], list[Line]] = {}
+        for line in lines:
+            cells.setdefault((line.row.defense, _column(line.row, varying)), []).append(line)
+        defenses = [
+            DefenseRow(
+                number=number,
+                answer=answer,
+                cells=[cells.get((answer.defense, column), []) for column in columns],
+                color=colors[answer.defense],
+            )
+            for number, answer in enumerate(answered, start=1)
+        ]
+        seen = {row.cell for row in rows}
+        results = [row for row in self.results if row.cell in seen]
+        cautions = [answer.judgement.cautions for answer in answered]
+        return Section(
+            id=id,
+            title=self.title_of(control),
+            folders=[run.folder.name for run in runs] if rows[0].variant else [],
+            control=control,
+            lines=lines,
+            columns=columns,
+            shared=", ".join(
+                f"{words} {getattr(rows[0], name)}"
+                for name, words in _PLACES.items()
+                if name not in varying
+            ),
+            defenses=defenses,
+            threats=threat_model(results),
+            untried=[
+                kind
+                for kind in answered[0].untried
+                if all(kind in answer.untried for answer in answered)
+            ],
+            cautions=[text for text in cautions[0] if all(text in other for other in cautions)],
+            warnings=warnings(rows),
+            figures=_figures(rows, runs, defenses, colors, self.confidence),
+            population=population_of(rows),
+        )
+
+    def _line(
+        self,
+        id: str,
+        row: LeaderboardRow,
+        rows: Sequence[LeaderboardRow],
+        control: Control,
+        detailed: bool,
+    ) -> Line:
+        state = "failed" if not row.n_ok else "blind" if row.blind else ""
+        return Line(
+            id=id,
+            row=row,
+            best=measured(row, row.ranked_by),
+            tint=_tint(row, rows) if control.status == "passed" else "",
+            state=_STATES.get(state, ""),
+            plate=self.plates.get(row.cell),
+            detailed=detailed,
+            setting=_setting(row),
+        )
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    """Words what was run; empty where the page says already that nothing is scored yet."""
+    rows = measurements(runs)
+    if not rows and attacks_nothing(runs):
+        return facts.UNATTACKED
+    return facts.sentence(runs, rows) if rows or not facts.unfinished(runs) else ""
+
+
+_PLACES = {"batch_size": "batch size", "round": "round"}
+
+
+def _column(row: LeaderboardRow, varying: Sequence[str]) -> Column:
+    words = [f"{words} {getattr(row, name)}" for name, words in _PLACES.items() if name in varying]
+    return Column(
+        attack=row.attack,
+        batch_size=row.batch_size,
+        round=row.round,
+        case=", ".join(words),
+    )
+
+
+def _tint(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Tint:
+    """Returns how badly a row leaks, among those on the same defense at the same place."""
+    own = (row.defense, row.batch_size, row.round, row.sight)
+    rivals = [r for r in rows if (r.defense, r.batch_size, r.round, r.sight) == own]
+    return _TINTS.get(level_of(row, rivals), "")
+
+
+def _setting(row: LeaderboardRow) -> str:
+    """Words what sets the row's attacker apart from an honest server without any grant."""
+    words = [row.server if row.threat.malicious else "", *row.threat.beyond, row.sight]
+    return ", ".join(word for word in words if word)
+
+
+def _colors(rows: Sequence[LeaderboardRow]) -> dict[str, int]:
+    """Numbers the colors of defenses: 0 is the undefended stack, the others follow in order."""
+    undefended = {row.defense for row in rows if row.undefended}
+    others = [name for name in dict.fromkeys(row.defense for row in rows) if name not in undefended]
+    return dict.fromkeys(undefended, 0) | {name: i for i, name in enumerate(others, start=1)}
+
+
+def _figures(
+    rows: Sequence[LeaderboardRow],
+    runs: Sequence[Run],
+    defenses: Sequence[DefenseRow],
+    colors: Mapping[str, int],
+    confidence: float,
+) -> list[Figure]:
+    """Returns the charts of one comparison, those that have something to show."""
+    figures = [
+        _leakage(rows, defenses, confidence),
+        _recovered(clouds(rows, runs, colors)),
+        _membership(accused(rows, runs, colors)),
+        _training(runs, colors),
+    ]
+    return [figure for figure in figures if figure is not None]
+
+
+def _leakage(
+    rows: Sequence[LeaderboardRow], defenses: Sequence[DefenseRow], confidence: float
+) -> Figure | None:
+    series = []
+    for defense in defenses:
+        gain, row = defense.gain, defense.answer.judgement.strongest
+        if not gain or row.test_accuracy is None:
+            continue
+        accuracy = row.accuracy
+        wide = (100 * accuracy.low, 100 * accuracy.high) if accuracy else None
+        high = None if gain.low is None or gain.high is None else (gain.low, gain.high)
+        series.append(
+            Series(
+                label=str(defense.number),
+                color=defense.color,
+                points=[(100 * row.test_accuracy, gain.mean)],
+                bars=[(wide, high)],
+                hollow=row.blind,
+            )
+        )
+    if not series:
+        return None
+    drawn = chart(
+        series,
+        across="test accuracy, % → better model",
+        up="gain over guessing, dB → worse",
+        description="Leakage against accuracy, a dot for each defense",
+        least=(4.0, 2.0),
+    )
+    note = (
+        "Each dot is a defense, by its number in the matrix: what its strongest attack gains over "
+        "guessing, against the accuracy of the model. Right and low is better. A bar up or down is "
+        f"the {confidence:.0%} interval of the mean gain, {population_of(rows)}. A bar across is "
+        "the interval of the accuracy, of the test examples."
+    )
+    if any(one.hollow for one in series):
+        note += " A ring is an attack that does no better than on another update."
+    legend = [(f"{d.number} {d.name}", d.color) for d in defenses]
+    return Figure(title="Leakage against accuracy", note=note, charts=[("", drawn)], legend=legend)
+
+
+def _recovered(panels: Sequence[Series]) -> Figure | None:
+    if not panels:
+        return None
+    return Figure(
+        title="Recovered rows",
+        note="Each dot is an entry of a row: across what the client has, up what the attack made "
+        "of it. On the dashed diagonal it is exact. A level band is what somebody answers who saw "
+        "nothing. The constant feature is left out. The median trial is shown.",
+        charts=[
+            (
+                panel.label,
+                chart(
+                    [Series(color=panel.color, points=panel.points)],
+                    across="true value",
+                    up="recovered value",
+                    description=f"Recovered against true values, {panel.label}",
+                    x_range=(-1.08, 1.08),
+                    y_range=(-1.08, 1.08),
+                    diagonal=True,
+                ),
+            )
+            for panel in panels
+        ],
+        legend=[],
+    )
+
+
+def _membership(lines: Sequence[Series]) -> Figure | None:
+    if not lines:
+        return None
+    drawn = chart(
+        [
+            Series(color=line.color, points=line.points, shape=line.shape, rings=line.rings)
+            for line in lines
+        ],
+        across="share of other rows that are accused",
+        up="share of members found → worse",
+        description="True against false positive rate, a line for each defense",
+        x_range=(0, 1),
+        y_range=(0, 1),
+        diagonal=True,
+    )
+    return Figure(
+        title="Who took part",
+        note="The strongest attack on membership accuses rows one after the other, over all "
+        "trials. A line shows which share of the members it has found by then. Dashed is a coin. A "
+        "ring is the most that ε and δ of that defense allow at 5% false accusations. The line of "
+        "a few trials may exceed it by chance.",
+        charts=[("", drawn)],
+        legend=[(line.label, line.color) for line in lines],
+    )
+
+
+def _training(runs: Sequence[Run], colors: Mapping[str, int]) -> Figure | None:
+    """Returns the curves of each defense, from the first run of its stack; a point is no curve."""
+    curves: dict[str, dict[str, Series]] = {"test_accuracy": {}, "train_loss": {}}
+    for run in runs:
+        for name in dict.fromkeys(row.defense for row in run.rounds):
+            for field, of_field in curves.items():
+                if name in of_field or name not in colors:
+                    continue
+                rounds = [row for row in run.rounds if row.defense == name]
+                values = [(row.round, getattr(row, field)) for row in rounds]
+                points = [
+                    (float(at), float(value))
+                    for at, value in values
+                    if value is not None and math.isfinite(value)
+                ]
+                of_field[name] = Series(color=colors[name], points=points, shape="line")
+    if all(len(curve.points) < 2 for curve in curves["test_accuracy"].values()):
+        return None
+    captions = {"test_accuracy": "test accuracy", "train_loss": "training loss"}
+    return Figure(
+        title="Training",
+        note="Test accuracy and training loss by round, of the first run of each defense.",
+        charts=[
+            (
+                captions[field],
+                chart(
+                    list(of_field.values()),
+                    across="round",
+                    up=captions[field],
+                    description=f"{captions[field]} by round, a line for each defense",
+                ),
+            )
+            for field, of_field in curves.items()
+            if any(curve.points for curve in of_field.values())
+        ],
+        legend=sorted(
+            ((name, colors[name]) for name in curves["test_accuracy"]), key=lambda entry: entry[1]
+        ),
+    )
+
+
+def described(run: Run) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Returns the folder's name of a run, its variant in words, and what it was made with."""
+    return run.folder.name, describe_variant(run.variant), facts.made_with(run.record)

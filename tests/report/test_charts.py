@@ -1,0 +1,64 @@
+"""Charts: what they draw lies where it belongs, is described, and becomes no markup."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+
+import pytest
+
+from fedsim.report.charts import Series, _apart, _ticks, chart
+
+
+def drawn(*series: Series, **options: object) -> ElementTree.Element:
+    text = chart(series, across="x", up="y", description="of <b>", **options)  # type: ignore[arg-type]
+    return ElementTree.fromstring(text)  # noqa: S314 - our own
+
+
+def test_a_chart_is_described_and_labels_stay_text() -> None:
+    root = drawn(Series(color=0, points=[(1.0, 2.0)], label="<b>&"))
+    assert root.get("role") == "img" and root.get("aria-label") == "of <b>"
+    assert "<b>&" in [text.text for text in root.iter("text")]
+    assert not [part for part in root.iter() if part.tag == "b"]
+
+
+def test_larger_is_further_right_and_up_and_nothing_leaves_the_frame() -> None:
+    points = [(0.0, -3.0), (50.0, 10.0), (100.0, 60.0)]
+    series = [
+        Series(color=i, points=[p], bars=[((p[0] - 1, p[0] + 1), (p[1] - 9, p[1] + 9))])
+        for i, p in enumerate(points)
+    ]
+    root = drawn(*series)
+    width, height = map(float, (root.get("viewBox") or "").split()[2:])
+    at = [(float(c.get("cx") or 0), float(c.get("cy") or 0)) for c in root.iter("circle")]
+    assert at == sorted(at) and [y for _, y in at] == sorted((y for _, y in at), reverse=True)
+    for line in root.iter("line"):
+        assert 0 <= float(line.get("x1") or -1) <= width
+        assert 0 <= float(line.get("y1") or -1) <= height
+
+
+@pytest.mark.parametrize("shape", ["line", "steps"])
+def test_a_line_passes_through_its_points(shape: str) -> None:
+    root = drawn(Series(color=9, points=[(0, 0), (1, 1), (2, 0)], shape=shape))  # type: ignore[arg-type]
+    (path,) = root.iter("path")
+    assert len(re.findall(r"[MLHV]", path.get("d") or "")) == (3 if shape == "line" else 5)
+    assert path.get("stroke-dasharray"), "a color that comes again is dashed"
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-3.2, 41), (0.001, 0.002), (-1e6, 1e7), (3, 3.1)]
+)
+def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
+    ticks = _ticks(low, high)
+    assert 2 <= len(ticks) <= 8
+    assert low <= ticks[0] and ticks[-1] <= high
+    assert all(len(f"{tick:g}".strip("-")) <= 8 for tick in ticks)
+
+
+def test_no_label_covers_another() -> None:
+    labels = [(10.0, 50.0, str(i)) for i in range(12)] + [(400.0, 50.0, "far")]
+    placed = _apart(labels)
+    heights = sorted(y for x, y, _ in placed if x == 10.0)
+    assert all(b - a >= 15 for a, b in pairwise(heights))
+    assert ("far", 50.0) in [(text, y) for _, y, text in placed]
