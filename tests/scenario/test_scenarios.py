@@ -23,7 +23,7 @@ def test_a_shipped_scenario_is_valid(path: Path, tmp_path: Path) -> None:
 def test_the_quickstart_shows_what_it_promises() -> None:
     quickstart = load(Path(__file__).parents[2] / "scenarios" / "quickstart.yaml")
     assert len(quickstart.defenses) >= 4 and len(quickstart.attacks) >= 2
-    assert quickstart.data.source.name == "faces" and quickstart.observe.rounds == [1, "last"]
+    assert quickstart.data.source.name == "faces" and quickstart.observe.trials >= 3
     assert quickstart.model.name == "convnet" and not quickstart.model.parameters.get("head")
     assert "factored_inversion" in {entry.name for entry in quickstart.attacks}
 

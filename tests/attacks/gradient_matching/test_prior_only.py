@@ -49,7 +49,7 @@ def test_by_default_it_has_the_variation_of_feature_inversion() -> None:
     assert PriorOnly().stretched == InvertingGradients().stretched is False
 
 
-@pytest.mark.parametrize("prior", ["unet", "pixel"])
+@pytest.mark.parametrize("prior", [pytest.param("unet", marks=pytest.mark.slow), "pixel"])
 def test_variation_falls_by_its_weight(prior: str) -> None:
     spec = observed().model
 

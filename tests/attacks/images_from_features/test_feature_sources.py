@@ -165,6 +165,7 @@ def test_a_sum_of_cosines_is_their_mean_times_the_weights() -> None:
         assert torch.allclose(sum(weights) * one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_network_learns_to_draw_pixels_before_it_goes_on() -> None:
     observation, _ = make_observation(*example_batch(1, (3, 16, 16)), model="mlp")
     drawing = Drawing(
@@ -195,6 +196,7 @@ def disc() -> Tensor:
     return torch.where((x - 0.2).square() + y.square() < 0.3, 0.9, ground)[None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pixels_first", [0.0, 0.3])
 def test_the_network_draws_an_image_well_above_its_guess(pixels_first: float) -> None:
     """The guess has the true mean color of the image, which no attacker has."""
