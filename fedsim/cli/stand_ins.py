@@ -43,8 +43,6 @@ class _StandIn(metaclass=_Kind):
 class _Module(ModuleType):
     """Stands for a module, and has whatever is imported from it."""
 
-    __path__: Sequence[str] = ()
-
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
