@@ -35,6 +35,7 @@ from fedsim.learners.sgd import as_pixels
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import loss_function
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCalibration
+from fedsim.testing.cases import local_step
 from fedsim.types import Dataset, LocalTraining, ModelSpec
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 
@@ -75,7 +76,7 @@ class Bench:
         training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=size, lr=rate)
         loss = loss_function(model, {}, training)
         defense = CorrelatedNoise(norm=NORM, noise_multiplier=noise, correlation=correlation)
-        direction = defense.gradient(loss, _unused, size)
+        direction = defense.gradient(local_step(loss, _unused, size))
         weights = {name: value.detach() for name, value in model.named_parameters()}
         stream = rng.generator(seed, "noise")
         for batch in self._batches(sampling, seed):

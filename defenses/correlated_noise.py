@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.contracts.defense import (
     GradientFn,
-    LossFn,
+    LocalStep,
     StatefulTrainingDefense,
     add_gaussian,
     add_noise,
@@ -49,9 +49,7 @@ class CorrelatedNoise(StatefulTrainingDefense):
     correlation: Annotated[float, Field(ge=0, lt=1)]
     """λ."""
 
-    def gradient_with_memory(
-        self, loss: LossFn, gradient: GradientFn, batch_size: int, memory: dict[str, Tensor]
-    ) -> GradientFn:
+    def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
         """The noisy mean of clipped gradients; `memory` holds z_(t-1) in units of its deviation.
 
         Raises:
@@ -61,8 +59,8 @@ class CorrelatedNoise(StatefulTrainingDefense):
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
         ) -> Tensors:
-            mean = clipped_mean(loss, parameters, images, labels, self.norm, batch_size)
-            std = self.noise_multiplier * self.norm / batch_size
+            mean = clipped_mean(step.loss, parameters, images, labels, self.norm, step.batch_size)
+            std = self.noise_multiplier * self.norm / step.batch_size
             if self.correlation == 0 or std == 0:
                 return in_types_of(parameters, add_gaussian(mean, std, rng))
             fresh = standard_normal(mean, rng)

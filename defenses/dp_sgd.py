@@ -8,7 +8,13 @@ import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
-from fedsim.contracts.defense import GradientFn, LossFn, Target, TrainingDefense, add_gaussian
+from fedsim.contracts.defense import (
+    AskedEpsilon,
+    GradientFn,
+    LocalStep,
+    TrainingDefense,
+    add_gaussian,
+)
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, FedsimError, LocalTraining, Tensors
 from fedsim_defenses.per_example import clipped_mean, in_types_of, noise_on_steps, noisy_steps
@@ -65,15 +71,15 @@ class DPSGD(TrainingDefense):
         return {key: value for key, value in written.items() if value is not None}
 
     @property
-    def target(self) -> Target | None:
+    def target(self) -> AskedEpsilon | None:
         """The ε that is asked for."""
-        return Target(epsilon=self.epsilon, delta=self.delta) if self.epsilon else None
+        return AskedEpsilon(epsilon=self.epsilon, delta=self.delta) if self.epsilon else None
 
     def with_noise(self, multiplier: float) -> DPSGD:
         """The same with that noise multiplier."""
         return self.model_copy(update={"noise_multiplier": multiplier})
 
-    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
+    def gradient(self, step: LocalStep) -> GradientFn:
         """The noisy mean of clipped gradients of the examples' own losses.
 
         Raises:
@@ -91,8 +97,8 @@ class DPSGD(TrainingDefense):
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
         ) -> Tensors:
-            mean = clipped_mean(loss, parameters, images, labels, self.norm, batch_size)
-            noisy = add_gaussian(mean, multiplier * self.norm / batch_size, rng)
+            mean = clipped_mean(step.loss, parameters, images, labels, self.norm, step.batch_size)
+            noisy = add_gaussian(mean, multiplier * self.norm / step.batch_size, rng)
             return in_types_of(parameters, noisy)
 
         return direction

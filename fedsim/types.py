@@ -205,6 +205,14 @@ class ReleaseSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Named:
+    """A plugin as a scenario names it: its entry point's name and its parameters."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Noise:
     """Describes noise of one variance around zero, added to every entry independently."""
 
@@ -248,11 +256,17 @@ class Effect:
     signs. Noise and removal that follow destroy that."""
     mixed: bool = False
     """Whether an entry depends on those at other positions (a projection, a transform)."""
+    model: tuple[Named, ...] = ()
+    """The defenses that alter the model, in order. Whoever has them installed builds the same
+    model (`fedsim.models.victim.rebuild`), however little else is known."""
+    drawn: bool = False
+    """Whether the altered model draws chance when it computes, so that the same batch has another
+    update each time."""
 
     @property
     def noisy(self) -> bool:
-        """Whether noise is added, or may be because the effect is unknown."""
-        return bool(self.noise) or not self.known
+        """Whether noise is added or drawn, or may be because the effect is unknown."""
+        return bool(self.noise) or self.drawn or not self.known
 
     @property
     def exact(self) -> bool:
@@ -273,6 +287,8 @@ class Effect:
             scaled_examples=self.scaled_examples or after.scaled_examples,
             rounded=self.rounded or after.rounded,
             mixed=self.mixed or after.mixed,
+            model=self.model + after.model,
+            drawn=self.drawn or after.drawn,
         )
 
 

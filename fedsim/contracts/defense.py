@@ -8,13 +8,13 @@ Each states what it does to the *guarantee* proven so far (`fedsim.contracts.gua
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.contracts.guarantee import CurveMechanism, Guarantee, Release, Statistic
 from fedsim.contracts.plugins import Plugin
@@ -25,8 +25,27 @@ from fedsim.types import UNKNOWN, Effect, LocalTraining, Tensors, Update
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
 """(parameters, normalized images (B, C, H, W), labels (B,)) -> mean loss, 0-d. Pure."""
 
+FeaturesFn = Callable[[Tensors, Tensor], Tensor]
+"""(parameters, normalized images) -> what enters the classifier (B, d). Differentiable in both."""
+
 GradientFn = Callable[[Tensors, Tensor, Tensor, torch.Generator], Tensors]
 """(parameters, images, labels, rng) -> the direction of one local step, named like parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStep:
+    """What a training defense makes the direction of a client's local step from."""
+
+    model: nn.Module
+    """The network. Its layers have the names of the parameters; its own weights mean nothing: the
+    client's are handed to the functions below."""
+    loss: LossFn
+    features: FeaturesFn
+    gradient: GradientFn
+    """The direction so far; that of the plain loss before any defense."""
+    batch_size: int
+    """What sums over a batch are divided by: the number of its examples, or its mean where that
+    varies with the step. A batch may then be empty."""
 
 
 class DataDefense(Plugin):
@@ -171,7 +190,7 @@ class UpdateDefense(Plugin):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class AskedEpsilon:
     """An ε that is asked for in place of a noise."""
 
     epsilon: float
@@ -184,7 +203,7 @@ class TrainingDefense(Plugin):
     """Changes how the client trains."""
 
     @property
-    def target(self) -> Target | None:
+    def target(self) -> AskedEpsilon | None:
         """The ε that this defense's noise is to be found for; None where it is declared.
 
         One that has a target proves an ε of ∞, and gives no direction, until `with_noise`.
@@ -199,13 +218,9 @@ class TrainingDefense(Plugin):
         """Returns the local training that this defense makes of `declared`; by default the same."""
         return declared
 
-    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
-        """Returns the direction of a local step, given the loss and the direction so far.
-
-        By default the one so far. `batch_size` is what sums over a batch are divided by: the number
-        of its examples, or its mean where that varies with the step. A batch may then be empty.
-        """
-        return gradient
+    def gradient(self, step: LocalStep) -> GradientFn:
+        """Returns the direction of a local `step`; by default the one so far."""
+        return step.gradient
 
     @abstractmethod
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
@@ -223,17 +238,55 @@ class StatefulTrainingDefense(TrainingDefense):
     """A training defense whose steps depend on the client's earlier ones, over all its rounds."""
 
     @abstractmethod
-    def gradient_with_memory(
-        self, loss: LossFn, gradient: GradientFn, batch_size: int, memory: dict[str, Tensor]
-    ) -> GradientFn:
+    def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
         """Returns what `gradient` does, for steps that read and replace the client's `memory`.
 
         It is empty before a client's first step, and is kept between rounds as it was left.
         """
 
-    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
-        """The direction of the first step and of those that follow it."""
-        return self.gradient_with_memory(loss, gradient, batch_size, {})
+    def gradient(self, step: LocalStep) -> GradientFn:
+        """Returns the direction of the first step and of those that follow it."""
+        return self.gradient_with_memory(step, {})
+
+
+class LossTerm(nn.Module, ABC):
+    """A layer that adds a term to the loss of the model that it is part of."""
+
+    @abstractmethod
+    def loss_term(self) -> Tensor:
+        """Returns the term, 0-d, for the batch of the last call of `forward`.
+
+        It is a mean over the examples of what each of them adds. So the loss of one example has
+        the example's own term, as defenses need that clip each example's gradient.
+        """
+
+
+class ModelDefense(Plugin):
+    """Alters the model that clients train, and with a `LossTerm` in it also its loss.
+
+    Nothing is proven by it, and what other defenses prove stays: they act on the altered model.
+    """
+
+    @abstractmethod
+    def wrap(self, body: nn.Module, head: nn.Module, features: int) -> tuple[nn.Module, nn.Module]:
+        """Returns the altered (body, head) of a model that was just built.
+
+        New weights are drawn from torch's global stream. Parameters keep their names where the
+        parts that hold them stay in place, and attacks on the classifier look for the last
+        parameters `head.output.weight` and `head.output.bias`.
+
+        Args:
+            body: Computes the features of (B, C, H, W), which are then flattened.
+            head: Computes logits (B, K) of features (B, d).
+            features: Number d of features that `body` computes.
+        """
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """Returns what the defense does to an update besides altering the model.
+
+        That it alters it is declared by the stack. UNKNOWN, if the defense does not say.
+        """
+        return UNKNOWN
 
 
 class AggregationDefense(Plugin):
@@ -330,7 +383,14 @@ class MaskedAggregation(NoisyAggregation):
         """
 
 
-Defense = DataDefense | StatisticDefense | UpdateDefense | TrainingDefense | AggregationDefense
+Defense = (
+    DataDefense
+    | StatisticDefense
+    | UpdateDefense
+    | TrainingDefense
+    | ModelDefense
+    | AggregationDefense
+)
 
 
 def global_norm(update: Tensors) -> Tensor:

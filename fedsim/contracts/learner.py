@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.contracts.guarantee import Release
-from fedsim.contracts.plugins import Named, Plugin
+from fedsim.contracts.plugins import Plugin
 from fedsim.contracts.stack import Stack
 from fedsim.types import (
     Dataset,
@@ -23,6 +23,7 @@ from fedsim.types import (
     GroundTruth,
     LocalTraining,
     ModelSpec,
+    Named,
     Payload,
     ReleaseSpec,
     RowTruth,

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, Named
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
@@ -55,14 +55,6 @@ class Plugin(BaseModel, ABC):
 
 
 Role = TypeVar("Role", bound=Plugin)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Named:
-    """A plugin as a scenario names it: its entry point's name and its parameters."""
-
-    name: str
-    parameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +144,23 @@ def load(group: str, name: str) -> type[Plugin]:
             f"{missing}"
         )
     return cls
+
+
+def reference(group: str, plugin: Plugin) -> Named:
+    """Returns the entry point's name and the parameters that build `plugin` again.
+
+    Raises:
+        PluginError: the class of `plugin` is registered in `group` under no name.
+    """
+    kind = type(plugin)
+    value = f"{kind.__module__}:{kind.__qualname__}"
+    for name, points in _entry_points(group).items():
+        if any(point.value == value for point in points):
+            return Named(name=name, parameters=plugin.model_dump(mode="json"))
+    raise PluginError(
+        f"{value} is registered under no name in {group.removeprefix('fedsim.')}, so that nobody "
+        "else can build it; add its entry point and install its package"
+    )
 
 
 def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:

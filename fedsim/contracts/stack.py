@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fedsim.contracts import plugins
 from fedsim.contracts.defense import (
     AggregationDefense,
     DataDefense,
     Defense,
     GradientFn,
-    LossFn,
+    LocalStep,
+    ModelDefense,
     StatefulTrainingDefense,
     StatisticDefense,
     TrainingDefense,
@@ -31,14 +33,15 @@ from fedsim.types import Effect, FedsimError, LocalTraining, Tensors, Vantage
 
 @dataclass(frozen=True)
 class Stack:
-    """A chain of defenses: those of data, training and statistics act first, then update ones, then
-    the aggregation."""
+    """A chain of defenses: those of the model, data, training and statistics act first, then update
+    ones, then the aggregation."""
 
     training_defenses: tuple[TrainingDefense, ...] = ()
     update_defenses: tuple[UpdateDefense, ...] = ()
     aggregation: AggregationDefense | None = None
     data_defense: DataDefense | None = None
     statistic_defenses: tuple[StatisticDefense, ...] = ()
+    model_defenses: tuple[ModelDefense, ...] = ()
 
     _memories: dict[int, dict[str, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -104,6 +107,9 @@ class Stack:
         proven = self.guarantees(declared, release)
         training = self.training(declared)
         whole = Effect()
+        for alteration in self.model_defenses:
+            named = plugins.reference("fedsim.defenses", alteration)
+            whole = whole.then(replace(alteration.effect(training), model=(named,)))
         for defense in self.training_defenses:
             whole = whole.then(defense.effect(training))
         for member, held in zip(self.update_defenses, proven, strict=False):
@@ -123,16 +129,17 @@ class Stack:
             declared = defense.training(declared)
         return declared
 
-    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
-        """The direction of a local step after every training defense."""
+    def gradient(self, step: LocalStep) -> GradientFn:
+        """Returns the direction of a local `step` after every training defense."""
         for index, defense in enumerate(self.training_defenses):
             self._directed.add(index)
             if isinstance(defense, StatefulTrainingDefense):
                 memory = self._memories.get(index, {})
-                gradient = defense.gradient_with_memory(loss, gradient, batch_size, memory)
+                direction = defense.gradient_with_memory(step, memory)
             else:
-                gradient = defense.gradient(loss, gradient, batch_size)
-        return gradient
+                direction = defense.gradient(step)
+            step = replace(step, gradient=direction)
+        return step.gradient
 
     @property
     def remembers(self) -> bool:
@@ -173,11 +180,15 @@ class Stack:
         """
         held = Guarantee()
         training = self.training(declared)
-        if self.training_defenses and release:
-            raise FedsimError(
-                f"{_name(self.training_defenses[0])} changes local training, and this learner does "
-                "not train; drop it, or choose learner sgd"
-            )
+        for members, what in (
+            (self.training_defenses, "local training"),
+            (self.model_defenses, "the model that clients train"),
+        ):
+            if members and release:
+                raise FedsimError(
+                    f"{_name(members[0])} changes {what}, and this learner does not train; drop "
+                    "it, or choose learner sgd"
+                )
         for defense in self.training_defenses:
             held = defense.guarantee(held, training)
         if self.data_defense:
@@ -288,6 +299,7 @@ def chain(*defenses: Defense) -> Stack:
         last if isinstance(last, AggregationDefense) else None,
         first if isinstance(first, DataDefense) else None,
         tuple(d for d in defenses if isinstance(d, StatisticDefense)),
+        tuple(d for d in defenses if isinstance(d, ModelDefense)),
     )
 
 

@@ -251,7 +251,7 @@ def batches_fit_memory(workload: Workload) -> None:
     spec, observe = workload.spec, workload.scenario.observe
     if spec is None or not workload.trains:
         return
-    counted = size_of(spec)
+    counted = size_of(spec, workload.stack.model_defenses)
     training = workload.training
     check_batch(counted, "training.local.batch_size", training.batch_size, workload.device)
     for number in observe.batch_sizes or []:

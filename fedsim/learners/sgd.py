@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedsim import rng
-from fedsim.contracts.defense import global_norm
+from fedsim.contracts.defense import LocalStep, global_norm
 from fedsim.contracts.learner import (
     Computation,
     Computed,
@@ -25,7 +25,13 @@ from fedsim.contracts.learner import (
 )
 from fedsim.contracts.stack import Stack
 from fedsim.models.base import Classifier, build, normalize
-from fedsim.models.local import features_of, gradient, local_update, loss_function
+from fedsim.models.local import (
+    features_function,
+    features_of,
+    gradient,
+    local_update,
+    loss_function,
+)
 from fedsim.models.planting import honest, planted
 from fedsim.models.weights import read_weights
 from fedsim.system.device import compute_exactly
@@ -71,10 +77,15 @@ class _Training(Computation):
         self._device = problem.device
         compute_exactly(self._device)
         self.spec = model_spec(problem)
-        self.model = build(self.spec, rng.derive(problem.seed, "model")).to(self._device)
+        self._altering = problem.stack.model_defenses
+        self.model = build(self.spec, self._seed, self._altering).to(self._device)
         self.releases_statistics = any(
             buffer.is_floating_point() for buffer in self.model.buffers()
         )
+
+    @property
+    def _seed(self) -> int:
+        return rng.derive(self._problem.seed, "model")
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns the global parameters and buffers before the first round.
@@ -87,7 +98,7 @@ class _Training(Computation):
         # Training computes with weights that are put in its place: the model keeps those it has.
         fresh: Classifier = self.model
         if self._problem.plants:
-            fresh = honest(self.spec, rng.derive(self._problem.seed, "model"))
+            fresh = honest(self.spec, self._seed, self._altering)
         return (
             {name: value.detach().clone().cpu() for name, value in fresh.named_parameters()},
             {name: value.clone().cpu() for name, value in fresh.named_buffers()},
@@ -108,7 +119,7 @@ class _Training(Computation):
             update=trained.update,
             buffers=trained.buffers,
             num_examples=request.training.num_images,
-            truth=self._truth(request, batches, parameters, buffers, trained.update),
+            truth=self._truth(request, batches, parameters, buffers, trained),
             loss=trained.loss,
         )
 
@@ -176,22 +187,26 @@ class _Training(Computation):
         batches: Sequence[tuple[Tensor, Tensor]],
         parameters: Tensors,
         buffers: Tensors,
-        update: Tensors,
+        trained: Trained,
     ) -> GroundTruth:
         training = request.training
         distinct = training.num_images // training.batch_size
         used = batches[:distinct]
         features = losses = None
         if request.recorded:
-            parts = [
-                features_of(self.model, parameters, buffers, images, training) for images, _ in used
-            ]
-            features = torch.cat(parts).cpu()
-            if training.algorithm == "fedavg" and any(len(labels) for _, labels in used):
-                after = {name: value + update[name] for name, value in parameters.items()}
-                losses = torch.stack(
-                    [self._mean_loss(at, buffers, used, training) for at in (parameters, after)]
-                )
+            # Chance that the model draws is that of the first step.
+            with rng.global_stream(trained.seed):
+                parts = [
+                    features_of(self.model, parameters, buffers, images, training)
+                    for images, _ in used
+                ]
+                features = torch.cat(parts).cpu()
+                if training.algorithm == "fedavg" and any(len(labels) for _, labels in used):
+                    moved = trained.update
+                    after = {name: value + moved[name] for name, value in parameters.items()}
+                    losses = torch.stack(
+                        [self._mean_loss(at, buffers, used, training) for at in (parameters, after)]
+                    )
         return GroundTruth(
             images=torch.cat([pixels for pixels, _ in request.batches[:distinct]]),
             labels=torch.cat([labels for _, labels in request.batches[:distinct]]),
@@ -227,6 +242,8 @@ class Trained:
     update: Tensors
     buffers: Tensors
     """New floating-point buffers (batch-norm statistics)."""
+    seed: int
+    """Seed of torch's global stream, from which the model drew."""
     loss: float
     """Loss of the first batch under the global weights: the sum over its examples, over
     `batch_size`."""
@@ -267,8 +284,19 @@ def train(
         )
         return grads if share == 1 else {name: share * grad for name, grad in grads.items()}
 
-    direction = stack.gradient(loss, plain, training.batch_size)
-    with rng.global_stream(int(torch.randint(2**62, (), generator=generator))):
+    scratch = {name: value.clone() for name, value in buffers.items()}
+    direction = stack.gradient(
+        LocalStep(
+            model=model,
+            loss=loss,
+            # What a defense looks at leaves batch-norm statistics as they are.
+            features=features_function(model, scratch, training),
+            gradient=plain,
+            batch_size=training.batch_size,
+        )
+    )
+    seed = int(torch.randint(2**62, (), generator=generator))
+    with rng.global_stream(seed):
         update = local_update(
             lambda at, images, labels: direction(at, images, labels, generator),
             parameters,
@@ -278,11 +306,11 @@ def train(
         share = len(batches[0][0]) / training.batch_size
         if not losses and share:  # a training defense computes gradients of its own
             with torch.no_grad():
-                scratch = {name: value.clone() for name, value in buffers.items()}
                 measured = loss_function(model, scratch, training)
                 losses.append(share * measured(parameters, *batches[0]))
     return Trained(
         update={name: value.detach() for name, value in update.items()},
         buffers={name: value for name, value in updated.items() if value.is_floating_point()},
+        seed=seed,
         loss=float(losses[0]) if losses else 0.0,
     )

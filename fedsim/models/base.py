@@ -7,6 +7,7 @@ module, if there is one, comes before the body and is part of `features`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from fedsim import rng
 from fedsim.contracts import plugins
+from fedsim.contracts.defense import LossTerm, ModelDefense
 from fedsim.contracts.plugins import Plugin
 from fedsim.models import size
 from fedsim.models.imprint import Imprint, ImprintConfig
@@ -78,10 +80,20 @@ class Classifier(nn.Module):
         """Joins body and head; with `unit_features`, features get unit length before the head."""
         super().__init__()
         self.imprint: Imprint | None = None
+        self._unit_features = unit_features
+        self.install(body, head)
+
+    def install(self, body: nn.Module, head: nn.Module) -> None:
+        """Puts `body` and `head` in the place of those that were there."""
         self.body = body
         self.head = head
-        self._unit_features = unit_features
         self._dropouts = [part for part in self.modules() if isinstance(part, HeadDropout)]
+        self._terms = [part for part in self.modules() if isinstance(part, LossTerm)]
+
+    def loss_term(self) -> Tensor | None:
+        """Returns what the layers add to the loss of the last batch; None if none of them does."""
+        terms = [layer.loss_term() for layer in self._terms]
+        return torch.stack(terms).sum() if terms else None
 
     def features(self, images: Tensor) -> Tensor:
         """Computes features: (B, C, H, W) -> (B, d), flattened."""
@@ -116,8 +128,10 @@ class ModelPlugin(Plugin):
         """
 
 
-def build(spec: ModelSpec, seed: int) -> Classifier:
-    """Builds the model that `spec` names; its weights are a function of `seed`.
+def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
+    """Builds the model that `spec` names, as `defenses` alter it.
+
+    Its weights are a function of `seed`; those that it has without defenses stay the same.
 
     Raises:
         PluginError: the model is not installed.
@@ -127,32 +141,51 @@ def build(spec: ModelSpec, seed: int) -> Classifier:
     if not issubclass(cls, ModelPlugin):
         raise plugins.PluginError(f"model plugin {spec.name!r} does not derive from ModelPlugin")
     plugin = cls.model_validate(dict(spec.parameters))
-    size.check(_count_size(plugin, spec.input_shape, spec.num_classes))
+    size.check(_count_size(plugin, spec, defenses))
     with rng.global_stream(seed):
-        return _construct(plugin, spec.input_shape, spec.num_classes)
+        return _construct(plugin, spec, defenses)
 
 
-def size_of(spec: ModelSpec) -> size.Size | None:
-    """Returns the memory that the model of `spec` takes; None if it cannot be counted."""
+def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size | None:
+    """Returns the memory that the model of `spec` takes as `defenses` alter it.
+
+    None if it cannot be counted.
+    """
     plugin = plugins.load("fedsim.models", spec.name).model_validate(dict(spec.parameters))
     assert isinstance(plugin, ModelPlugin)
-    return _count_size(plugin, spec.input_shape, spec.num_classes)
+    return _count_size(plugin, spec, defenses)
+
+
+def feature_size(body: nn.Module, input_shape: tuple[int, int, int]) -> int:
+    """Returns how many features a new `body` computes from one image of (C, H, W).
+
+    It runs the body once in eval mode, which draws nothing and leaves batch-norm statistics as they
+    are.
+    """
+    body.eval()
+    with torch.no_grad():
+        size = body(torch.zeros(1, *input_shape)).flatten(1).shape[1]
+    body.train()
+    return int(size)
 
 
 def _construct(
-    plugin: ModelPlugin, input_shape: tuple[int, int, int], num_classes: int
+    plugin: ModelPlugin, spec: ModelSpec, defenses: Sequence[ModelDefense]
 ) -> Classifier:
-    model = plugin.build(input_shape, num_classes)
+    model = plugin.build(spec.input_shape, spec.num_classes)
     if plugin.imprint:
-        model.imprint = Imprint(plugin.imprint, input_shape)
+        model.imprint = Imprint(plugin.imprint, spec.input_shape)
+    for defense in defenses:
+        features = feature_size(model.body, spec.input_shape)
+        model.install(*defense.wrap(model.body, model.head, features))
     return model
 
 
 def _count_size(
-    plugin: ModelPlugin, input_shape: tuple[int, int, int], num_classes: int
+    plugin: ModelPlugin, spec: ModelSpec, defenses: Sequence[ModelDefense]
 ) -> size.Size | None:
     with rng.global_stream(0):
-        return size.counted(lambda: _construct(plugin, input_shape, num_classes), input_shape)
+        return size.counted(lambda: _construct(plugin, spec, defenses), spec.input_shape)
 
 
 def normalize(pixels: Tensor, spec: ModelSpec) -> Tensor:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from fedsim.models.base import Classifier, HeadConfig, HeadDropout
+from fedsim.models.base import Classifier, HeadConfig, HeadDropout, feature_size
 from fedsim.models.layers import activation
 
 
@@ -69,19 +69,6 @@ def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> 
     layers["dropout"] = HeadDropout()
     layers["output"] = nn.Linear(in_features, num_classes)
     return nn.Sequential(layers)
-
-
-def feature_size(body: nn.Module, input_shape: tuple[int, int, int]) -> int:
-    """Returns how many features a new `body` computes from one image of (C, H, W).
-
-    It runs the body once in eval mode, which draws nothing and leaves batch-norm statistics as they
-    are.
-    """
-    body.eval()
-    with torch.no_grad():
-        size = body(torch.zeros(1, *input_shape)).flatten(1).shape[1]
-    body.train()
-    return int(size)
 
 
 def assemble(

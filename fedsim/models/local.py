@@ -27,7 +27,8 @@ DirectionFn = Callable[[Tensors, Tensor, Tensor], Tensors]
 def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> LossFn:
     """Returns the mean cross-entropy as a pure function of (parameters, images, labels).
 
-    A `StepRule` may weight classes and smooth labels.
+    A `StepRule` may weight classes and smooth labels. Layers of the model may add terms
+    (`fedsim.contracts.defense.LossTerm`).
 
     Labels are (B,) int64 or (B, K) probabilities. In train mode batch norm writes its running
     statistics into `buffers`, in place: hand over a copy and read the new statistics there. The
@@ -43,9 +44,11 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
         weights = next(model.parameters()).detach().new_tensor(rule.class_weights)
 
     def loss(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(
+        value = F.cross_entropy(
             logits(parameters, images), labels, weight=weights, label_smoothing=smoothing
         )
+        added = model.loss_term()
+        return value if added is None else value + added
 
     return loss
 

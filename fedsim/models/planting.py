@@ -6,12 +6,14 @@ probe: what trains is `honest`, what is probed with is `planted`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.contracts.defense import ModelDefense
 from fedsim.models.base import Classifier, build
 from fedsim.models.head import TwoLayerHead
 from fedsim.models.imprint import Imprint
@@ -24,12 +26,12 @@ def plants(model: Classifier) -> bool:
     return model.imprint is not None or (isinstance(head, TwoLayerHead) and head.config.planted > 0)
 
 
-def honest(spec: ModelSpec, seed: int) -> Classifier:
-    """Builds the model of `spec` with nothing planted."""
+def honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
+    """Builds the model of `spec`, as `defenses` alter it, with nothing planted."""
     if spec.parameters.get("head"):
         head = {**spec.parameters["head"], "planted": 0}
         spec = replace(spec, parameters={**spec.parameters, "head": head})
-    model = build(spec, seed)
+    model = build(spec, seed, defenses)
     if model.imprint is not None:
         model.imprint.unplant()
     return model

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from fedsim.contracts import plugins
+from fedsim.contracts.defense import ModelDefense
 from fedsim.models import live
 from fedsim.models.base import Classifier, build
-from fedsim.types import FedsimError, Observation
+from fedsim.types import FedsimError, Named, Observation
 
 
 def rebuild(observation: Observation) -> Classifier:
     """Returns the victim's model with the global weights of the observed round, on their device.
 
+    It is altered as the defenses alter it that the observation's effect names.
+
     Raises:
-        PluginError: the model is not installed here.
+        PluginError: the model, or a defense that alters it, is not installed here.
         FedsimError: the weights are those of another model.
     """
     try:
         name = observation.model.name
-        model = live.again(name) if live.is_live(name) else build(observation.model, seed=0)
+        defenses = [_alteration(each) for each in observation.effect.model]
+        model = live.again(name) if live.is_live(name) else build(observation.model, 0, defenses)
         state = {**observation.parameters, **observation.buffers}
         lost, extra = model.load_state_dict(state, strict=False)
     except (RuntimeError, ValidationError) as error:
@@ -26,3 +31,8 @@ def rebuild(observation: Observation) -> Classifier:
     for name in (*lost, *extra):
         raise FedsimError(f"{observation.id}: its weights are not its model's: {name} is in one")
     return model.to(next(iter(observation.parameters.values())).device)
+
+
+def _alteration(named: Named) -> ModelDefense:
+    cls = plugins.load_as("fedsim.defenses", named.name, (ModelDefense,))
+    return cls.model_validate(dict(named.parameters))

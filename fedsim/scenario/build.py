@@ -13,6 +13,7 @@ from fedsim.contracts.defense import (
     AggregationDefense,
     DataDefense,
     Defense,
+    ModelDefense,
     StatisticDefense,
     TrainingDefense,
     UpdateDefense,
@@ -20,17 +21,18 @@ from fedsim.contracts.defense import (
 from fedsim.contracts.engine import Engine
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Learner, Problem
-from fedsim.contracts.plugins import Named, Plugin
+from fedsim.contracts.plugins import Plugin
 from fedsim.contracts.stack import Stack, chain
 from fedsim.models.base import ModelPlugin
 from fedsim.scenario.model import PluginRef, Scenario, Training
-from fedsim.types import Algorithm, Dataset, LocalTraining, Table
+from fedsim.types import Algorithm, Dataset, LocalTraining, Named, Table
 
 ROLES: dict[str, tuple[type[Plugin], ...]] = {
     "fedsim.attacks": (Attack,),
     "fedsim.defenses": (
         UpdateDefense,
         TrainingDefense,
+        ModelDefense,
         AggregationDefense,
         DataDefense,
         StatisticDefense,

@@ -5,6 +5,7 @@ from fedsim.testing.cases import make_kernel_release, make_observation, make_rel
 from fedsim.testing.defense import (
     AggregationDefenseContract,
     DataDefenseContract,
+    ModelDefenseContract,
     StatisticDefenseContract,
     TrainingDefenseContract,
     UpdateDefenseContract,
@@ -14,6 +15,7 @@ __all__ = [
     "AggregationDefenseContract",
     "AttackContract",
     "DataDefenseContract",
+    "ModelDefenseContract",
     "RowAttackContract",
     "StatisticDefenseContract",
     "TrainingDefenseContract",

@@ -18,14 +18,20 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.defense import NoisyAggregation, ServerRound
+from fedsim.contracts.defense import (
+    GradientFn,
+    LocalStep,
+    LossFn,
+    NoisyAggregation,
+    ServerRound,
+)
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Request
 from fedsim.contracts.plugins import Plugin
 from fedsim.contracts.stack import Stack
 from fedsim.learners.sgd import as_pixels, train
 from fedsim.models.base import build, normalize
-from fedsim.models.local import features_of
+from fedsim.models.local import features_function, features_of
 from fedsim.recording.files import observation_id
 from fedsim.scenario.build import (
     announced,
@@ -81,6 +87,42 @@ def example_training(**changes: object) -> LocalTraining:
     """Returns a declared training of one step on three images, with `changes`."""
     fields: dict[str, object] = {"algorithm": "fedsgd", "steps": 1, "batch_size": 3, "lr": 0.1}
     return LocalTraining(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def local_step(
+    loss: LossFn,
+    gradient: GradientFn,
+    batch_size: int,
+    shape: tuple[int, int, int] = (1, 2, 2),
+    classes: int = 5,
+) -> LocalStep:
+    """Returns a step of softmax regression, whose features are the flattened images.
+
+    Args:
+        loss: Of a batch; it need not be that of the model.
+        gradient: The direction so far.
+        batch_size: What sums over a batch are divided by.
+        shape: (C, H, W) of an image.
+        classes: Number of classes.
+    """
+    model = build(example_spec(shape, classes, hidden=[]), seed=0)
+    features = features_function(model, {}, example_training())
+    return LocalStep(
+        model=model, loss=loss, features=features, gradient=gradient, batch_size=batch_size
+    )
+
+
+def example_spec(shape: tuple[int, int, int], classes: int, **parameters: Any) -> ModelSpec:
+    """Returns the description of an `mlp` with `parameters`, whose images are not normalized."""
+    channels = shape[0]
+    return ModelSpec(
+        name="mlp",
+        parameters=parameters,
+        input_shape=shape,
+        num_classes=classes,
+        mean=(0.0,) * channels,
+        std=(1.0,) * channels,
+    )
 
 
 def stream(seed: int = 1) -> torch.Generator:
@@ -199,7 +241,7 @@ def make_observation(
         raise ValueError("several clients' updates need an aggregation defense to combine them")
 
     spec = _spec_of(images, model, model_parameters, num_classes)
-    network = build(spec, rng.derive(seed, "model"))
+    network = build(spec, rng.derive(seed, "model"), stack.model_defenses)
     if weights is not None:
         network.load_state_dict(dict(weights))
     parameters = {name: value.detach().clone() for name, value in network.named_parameters()}

@@ -20,9 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedsim import rng
 from fedsim.contracts.defense import (
     AggregationDefense,
     DataDefense,
+    LossTerm,
+    ModelDefense,
     NoisyAggregation,
     ServerRound,
     StatisticDefense,
@@ -33,13 +36,17 @@ from fedsim.contracts.defense import (
 )
 from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Mechanism, Release
 from fedsim.contracts.stack import chain
+from fedsim.models.base import Classifier, build
+from fedsim.models.local import gradient, loss_function
 from fedsim.privacy.composition.curves import of_mechanisms
 from fedsim.testing.cases import (
     BOUND,
     UPDATES,
     PluginContract,
     copy,
+    example_spec,
     example_training,
+    local_step,
     mixed,
     non_finite,
     same,
@@ -323,7 +330,7 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
     def test_names_shapes_and_types_are_kept(self) -> None:
         """The direction of a step is shaped like the parameters, and finite."""
         parameters, images, labels = _example()
-        direction = self.make().gradient(_cross_entropy, _plain, 3)
+        direction = self.make().gradient(local_step(_cross_entropy, _plain, 3))
         step = direction(parameters, images, labels, stream())
         assert shapes(step) == shapes(parameters)
         assert {t.dtype for t in step.values()} == {t.dtype for t in parameters.values()}
@@ -333,14 +340,18 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         """Neither parameters, nor images, nor labels change."""
         parameters, images, labels = _example()
         before = copy(parameters), images.clone(), labels.clone()
-        self.make().gradient(_cross_entropy, _plain, 3)(parameters, images, labels, stream())
+        self.make().gradient(local_step(_cross_entropy, _plain, 3))(
+            parameters, images, labels, stream()
+        )
         assert same(parameters, before[0])
         assert torch.equal(images, before[1])
         assert torch.equal(labels, before[2])
 
     def test_same_stream_same_result(self) -> None:
         """The stream that is handed in is the only source of randomness."""
-        first, second = (self.make().gradient(_cross_entropy, _plain, 3) for _ in range(2))
+        first, second = (
+            self.make().gradient(local_step(_cross_entropy, _plain, 3)) for _ in range(2)
+        )
         direction = first(*_example(), stream())
         torch.manual_seed(12345)
         assert same(direction, second(*_example(), stream()))
@@ -351,10 +362,10 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         effect = defense.effect(defense.training(example_training()))
         assert effect != UNKNOWN, "override `effect`: say what the defense does to an update"
         assert {noise.on for noise in effect.noise} <= {"step"}, "what is noised is a step"
-        parameters = {"weight": torch.zeros(2, 15_000)}
+        parameters = {_WEIGHT: torch.zeros(2, 15_000)}
         images, labels = torch.randn(3, 1, 100, 150, generator=stream(0)), torch.tensor([0, 1, 0])
-        still = defense.gradient(lambda at, *_: at["weight"].sum() * 0, _still, 3)
-        noise = still(parameters, images, labels, stream())["weight"].double()
+        still = defense.gradient(local_step(_flat, _still, 3, *_WIDE))
+        noise = still(parameters, images, labels, stream())[_WEIGHT].double()
         declared = math.sqrt(sum(noise.variance for noise in effect.noise))
         assert float(noise.std()) == pytest.approx(declared, rel=0.02)
 
@@ -365,7 +376,7 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         if effect.noise or effect.scaled_examples or not effect.exact:
             return
         parameters, images, labels = _example()
-        direction = defense.gradient(_cross_entropy, _plain, 3)
+        direction = defense.gradient(local_step(_cross_entropy, _plain, 3))
         step = direction(parameters, images, labels, stream())
         expected = _plain(parameters, images, labels, stream())
         ratios = torch.cat([(step[n] / expected[n]).flatten() for n in expected])
@@ -381,38 +392,49 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         mechanism = defense.guarantee(Guarantee(), defense.training(example_training())).mechanism
         if not isinstance(mechanism, Mechanism) or mechanism.unit != "example":
             return
-        parameters = {"weight": torch.zeros(2, 15_000)}
+        parameters = {_WEIGHT: torch.zeros(2, 15_000)}
         images = torch.randn(3, 1, 100, 150, generator=stream(0))
         labels = torch.tensor([0, 1, 0])
-        still = defense.gradient(lambda at, *_: at["weight"].sum() * 0, _plain, 3)
-        noise = float(still(parameters, images, labels, stream())["weight"].double().std())
-        first = defense.gradient(_steep, _plain, 3)(parameters, images, labels, stream())["weight"]
+        still = defense.gradient(local_step(_flat, _plain, 3, *_WIDE))
+        noise = float(still(parameters, images, labels, stream())[_WEIGHT].double().std())
+        first = defense.gradient(local_step(_steep, _plain, 3, *_WIDE))(
+            parameters, images, labels, stream()
+        )[_WEIGHT]
         example = images[:1] * (0 if mechanism.relation == "zero_out" else -1)
         exchanged = torch.cat([example, images[1:]])
-        second = defense.gradient(_steep, _plain, 3)(parameters, exchanged, labels, stream())[
-            "weight"
-        ]
+        second = defense.gradient(local_step(_steep, _plain, 3, *_WIDE))(
+            parameters, exchanged, labels, stream()
+        )[_WEIGHT]
         reach = float((first.double() - second.double()).norm())
         sensitivity = reach / (2 if mechanism.relation == "replace_one" else 1)
         assert noise / sensitivity > 0.98 * mechanism.noise_multiplier
 
 
+_WEIGHT, _BIAS = "head.output.weight", "head.output.bias"
+_WIDE = ((1, 100, 150), 2)
+"""Shape of an image and number of classes of a step with 30,000 weights."""
+
+
+def _flat(parameters: Tensors, *_: object) -> Tensor:
+    return parameters[_WEIGHT].sum() * 0
+
+
 def _example() -> tuple[dict[str, Tensor], Tensor, Tensor]:
     draw = stream(0)
     parameters = {
-        "weight": torch.randn(5, 4, generator=draw),
-        "bias": torch.randn(5, generator=draw),
+        _WEIGHT: torch.randn(5, 4, generator=draw),
+        _BIAS: torch.randn(5, generator=draw),
     }
     return parameters, torch.randn(3, 1, 2, 2, generator=draw), torch.tensor([0, 3, 3])
 
 
 def _cross_entropy(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
-    logits = images.flatten(1) @ parameters["weight"].T + parameters["bias"]
+    logits = images.flatten(1) @ parameters[_WEIGHT].T + parameters[_BIAS]
     return torch.nn.functional.cross_entropy(logits, labels)
 
 
 def _steep(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
-    scores = (images.flatten(1) * parameters["weight"][labels]).sum(1)
+    scores = (images.flatten(1) * parameters[_WEIGHT][labels]).sum(1)
     return 1e6 * scores.mean()
 
 
@@ -623,3 +645,82 @@ def _updates() -> list[Update]:
 
 def _assert_close(a: Tensors, b: Tensors) -> None:
     torch.testing.assert_close(dict(a), dict(b), rtol=1e-5, atol=1e-6)
+
+
+_CLASSES = 5
+_ALTERED = example_spec((1, 4, 4), _CLASSES, hidden=[8])
+
+
+class ModelDefenseContract(PluginContract[ModelDefense]):
+    """Tests what every `ModelDefense` keeps to."""
+
+    def test_the_altered_model_classifies(self) -> None:
+        """Logits are finite and shaped as before, in either mode, and images do not change."""
+        images, _ = _images()
+        before = images.clone()
+        for training in (True, False):
+            model = self._build().train(training)
+            logits = model(images)
+            assert logits.shape == (len(images), _CLASSES)
+            assert bool(logits.isfinite().all())
+            assert model.features(images).dim() == 2
+        assert torch.equal(images, before)
+
+    def test_an_attacker_builds_the_same_model(self) -> None:
+        """The plugin's parameters and a seed tell the model, with the weights from before in it."""
+        defense = self.make()
+        again = type(defense).model_validate(defense.model_dump(mode="json"))
+        first, second = self._build().state_dict(), build(_ALTERED, 1, [again]).state_dict()
+        assert same(first, second)
+        for value in build(_ALTERED, 1).body.state_dict().values():
+            assert any(torch.equal(value, other) for other in first.values())
+
+    def test_every_weight_is_trained(self) -> None:
+        """The loss has a finite gradient in each parameter, shaped as it is."""
+        model = self._build()
+        parameters = dict(model.named_parameters())
+        loss = loss_function(model, dict(model.named_buffers()), example_training())
+        with rng.global_stream(2):
+            grads = gradient(loss, parameters, *_images())
+        assert all(grad.shape == parameters[name].shape for name, grad in grads.items())
+        assert all(bool(grad.isfinite().all()) for grad in grads.values())
+
+    def test_loss_terms_are_means_over_examples(self) -> None:
+        """The term of a batch is the mean of those of its examples, in evaluation mode."""
+        model = self._build().eval()
+        images, _ = _images()
+        for layer in model.modules():
+            if isinstance(layer, LossTerm):
+                model(images)
+                whole = layer.loss_term()
+                assert whole.shape == ()
+                assert bool(whole.isfinite())
+                parts = []
+                for image in images:
+                    model(image[None])
+                    parts.append(layer.loss_term())
+                torch.testing.assert_close(whole, torch.stack(parts).mean())
+
+    def test_the_effect_is_declared(self) -> None:
+        """An altered model says whether it draws chance, and draws none in evaluation mode."""
+        effect = self.make().effect(example_training())
+        assert effect != UNKNOWN, "override `effect`: say what the defense does to an update"
+        assert effect.drawn == self._differs(training=True)
+        assert not self._differs(training=False)
+
+    def _differs(self, training: bool) -> bool:
+        """Returns whether logits depend on torch's global stream, and on nothing else."""
+        model, (images, _) = self._build().train(training), _images()
+        logits = []
+        for seed in (2, 2, 3):
+            with rng.global_stream(seed):
+                logits.append(model(images).detach())
+        assert torch.equal(logits[0], logits[1])
+        return not torch.equal(logits[0], logits[2])
+
+    def _build(self) -> Classifier:
+        return build(_ALTERED, 1, [self.make()])
+
+
+def _images() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, 1, 4, 4, generator=stream(0)), torch.tensor([0, 3, 3])

@@ -359,7 +359,7 @@ class Server:
             spec=spec,
             training=training,
             defense=defense,
-            effect=UNKNOWN if masked else effect,
+            effect=replace(UNKNOWN, model=effect.model) if masked else effect,
             vantage=vantage,
             round=round,
             client=client,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fedsim.contracts.defense import NoisyAggregation, Target
+from fedsim.contracts.defense import AskedEpsilon, NoisyAggregation
 from fedsim.contracts.stack import Stack
 from fedsim.privacy.ledger import Entry, Probed, claim, worst_off
 from fedsim.privacy.numerics.search import least_noise
@@ -21,12 +21,12 @@ from fedsim.types import FedsimError, LocalTraining
 from fedsim.words import number_of
 
 
-def targets(stack: Stack) -> list[Target]:
+def targets(stack: Stack) -> list[AskedEpsilon]:
     """Each ε that a defense of `stack` asks for in place of a noise."""
     return [one.target for one in stack.training_defenses if one.target]
 
 
-def noises(stack: Stack) -> list[tuple[Target, float]]:
+def noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
     """Each ε that a defense of a calibrated `stack` asks for, and the noise multiplier found."""
     return [
         (one.target, float(one.model_dump()["noise_multiplier"]))

@@ -20,6 +20,7 @@ from fedsim.contracts import listing, plugins
 from fedsim.federation import build_engine
 from fedsim.federation.network.link import Link
 from fedsim.privacy import calculator
+from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.scenario import ScenarioError, json_schema, resolve
 from fedsim.types import FedsimError
 
@@ -178,7 +179,8 @@ training: {rounds: 2, local: {batch_size: 4}}
 defenses:
   none: []
   sign: [{name: sign, scale: 0.01}]
-attacks: [{name: first_layer, neurons: 3}]
+  bottleneck: [{name: bottleneck, size: 4}]
+attacks: [{name: first_layer, neurons: 3}, {name: inverting_gradients, iterations: 20}]
 observe: {rounds: [1], clients: [0], batch_sizes: [1, 2]}
 federation: {engine: backwards}
 """
@@ -187,9 +189,11 @@ federation: {engine: backwards}
 def test_a_third_partys_attack_defense_and_engine_run_in_a_scenario(
     site: Path, tmp_path: Path
 ) -> None:
-    """Exact without defense, defeated by the third party's; two images are a failure with a reason.
+    """Exact without defense, defeated by one of the third party's, and not by its other one.
 
-    In a process of its own, as a user would run it.
+    Two images are a failure with a reason. It runs in a process of its own, as for a user. The
+    defense that alters the model stands in one comparison with the others, and an attack that
+    simulates the client builds its model again.
     """
     path = tmp_path / "x.yaml"
     path.write_text(SCENARIO, encoding="utf-8")
@@ -202,14 +206,25 @@ def test_a_third_partys_attack_defense_and_engine_run_in_a_scenario(
     )
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = {(row["defense"]["name"], row["batch_size"]): row for row in map(json.loads, lines)}
-    assert len(rows) == 4
+    written = list(map(json.loads, lines))
+    rows = {
+        (row["defense"]["name"], row["batch_size"]): row
+        for row in written
+        if row["attack"]["name"] == "first_layer"
+    }
+    assert len(rows) == 6
     assert rows["none", 1]["attack"]["parameters"] == {"neurons": 3}
     assert rows["none", 1]["metrics"]["psnr"] > 50
     assert rows["sign", 1]["metrics"]["psnr"] < 20
     assert rows["sign", 1]["defense"]["stack"] == [{"name": "sign", "scale": 0.01}]
     assert rows["none", 2]["status"] == "failed"
     assert "only one image can be divided out, not 2" in rows["none", 2]["reason"]
+    assert rows["bottleneck", 1]["metrics"]["psnr"] > 50
+    simulated = [row for row in written if row["attack"]["name"] == "inverting_gradients"]
+    assert [row["status"] for row in simulated] == ["ok"] * 6
+    ranked = leaderboard_rows([tmp_path / "out"])
+    assert {row.stack for row in ranked} == {"none", "sign", "bottleneck"}
+    assert len({row.comparison for row in ranked}) == 1
 
 
 ATTACK = """

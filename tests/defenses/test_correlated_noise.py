@@ -15,7 +15,7 @@ from fedsim.models.local import local_update
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.scenario.resolve import resolve
-from fedsim.testing.cases import same, stream
+from fedsim.testing.cases import local_step, same, stream
 from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
 from fedsim.types import LocalTraining, PrivacyClaim, Tensors
@@ -53,7 +53,7 @@ def releases(stack: Stack, count: int, entries: int = 4000) -> list[Tensor]:
     at, state, found = {"w": torch.zeros(entries, 4)}, {}, []
     for round in range(count):
         with stack.memory_of(state) as left:
-            direction = stack.gradient(still, _never, 4)
+            direction = stack.gradient(local_step(still, _never, 4))
             found.append(direction(at, IMAGES, LABELS, stream(round))["w"].flatten())
         state = dict(left)
     return found
@@ -66,8 +66,8 @@ def test_without_correlation_it_proves_what_dp_sgd_does() -> None:
 
 
 def test_without_noise_it_is_clipped_sgd() -> None:
-    direction = noisy(0.7, 0.0).gradient(loss, _never, 4)
-    plain = DPSGD(norm=0.8, noise_multiplier=0.0).gradient(loss, _never, 4)
+    direction = noisy(0.7, 0.0).gradient(local_step(loss, _never, 4))
+    plain = DPSGD(norm=0.8, noise_multiplier=0.0).gradient(local_step(loss, _never, 4))
     for _ in range(2):
         assert same(
             direction(weights(), IMAGES, LABELS, stream(2)),
@@ -99,7 +99,7 @@ def test_local_steps_are_steps_as_rounds_are() -> None:
     for steps in ([0, 1, 2], [3, 4]):
         training = LocalTraining(algorithm="fedavg", steps=len(steps), batch_size=4, lr=0.1)
         with stack.memory_of(state) as left:
-            direction = stack.gradient(still, _never, 4)
+            direction = stack.gradient(local_step(still, _never, 4))
             seeds = iter(steps)
             update = local_update(
                 lambda p, x, y, d=direction, s=seeds: d(p, x, y, stream(next(s))),  # type: ignore[misc]
@@ -116,17 +116,23 @@ def test_local_steps_are_steps_as_rounds_are() -> None:
 def test_a_client_that_failed_in_between_forgets_nothing_and_leaks_nothing() -> None:
     stack = chain(noisy(0.6))
     with stack.memory_of({}) as left:
-        stack.gradient(still, _never, 4)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(0))
+        stack.gradient(local_step(still, _never, 4))(
+            {"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(0)
+        )
     kept = dict(left)
     with pytest.raises(RuntimeError), stack.memory_of(kept):
-        stack.gradient(still, _never, 4)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(1))
+        stack.gradient(local_step(still, _never, 4))(
+            {"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(1)
+        )
         raise RuntimeError
     with stack.memory_of({}) as another:
-        first = stack.gradient(still, _never, 4)
+        first = stack.gradient(local_step(still, _never, 4))
         found = first({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5))
     assert same(
         found,
-        noisy(0.0).gradient(still, _never, 4)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5)),
+        noisy(0.0).gradient(local_step(still, _never, 4))(
+            {"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5)
+        ),
     )
     assert not same(another, kept)
 
@@ -134,7 +140,8 @@ def test_a_client_that_failed_in_between_forgets_nothing_and_leaks_nothing() -> 
 def test_a_stack_remembers_nothing_by_itself() -> None:
     stack, at = chain(noisy(0.6)), {"w": torch.zeros(2, 4)}
     first, again = (
-        stack.gradient(still, _never, 4)(at, IMAGES, LABELS, stream(0)) for _ in range(2)
+        stack.gradient(local_step(still, _never, 4))(at, IMAGES, LABELS, stream(0))
+        for _ in range(2)
     )
     assert same(first, again)
 

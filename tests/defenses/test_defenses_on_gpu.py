@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.defense import UpdateDefense
-from fedsim.testing.cases import mixed, stream
+from fedsim.testing.cases import local_step, mixed, stream
 from fedsim.types import Tensors
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dp_sgd import DPSGD
@@ -44,7 +44,7 @@ def test_dp_sgd_on_the_device() -> None:
     def loss(at: Tensors, images: Tensor, labels: Tensor) -> Tensor:
         return (images.flatten(1) @ at["a"] - labels).square().mean()
 
-    direction = defense.gradient(loss, lambda *_: {}, 3)
+    direction = defense.gradient(local_step(loss, lambda *_: {}, 3))
     at, x, y = torch.ones(4), torch.randn(3, 1, 2, 2, generator=stream()), torch.arange(3.0)
     here = direction({"a": at}, x, y, stream())["a"]
     there = direction({"a": at.cuda()}, x.cuda(), y.cuda(), stream())["a"]

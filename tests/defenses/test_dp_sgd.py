@@ -15,7 +15,7 @@ from fedsim.models.base import Classifier
 from fedsim.models.local import LossFn, gradient, loss_function
 from fedsim.models.mlp import MLP
 from fedsim.models.resnet import ResNet18
-from fedsim.testing.cases import same, stream
+from fedsim.testing.cases import local_step, same, stream
 from fedsim.types import FedsimError, LocalTraining, Relation, Sampling, Tensors
 from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.dropout import Dropout
@@ -46,7 +46,7 @@ def mlp() -> Classifier:
 
 
 def step(defense: DPSGD, loss: LossFn, at: Tensors, data: Batch, seed: int = 1) -> Tensors:
-    return defense.gradient(loss, _never, len(data[0]))(at, *data, stream(seed))
+    return defense.gradient(local_step(loss, _never, len(data[0])))(at, *data, stream(seed))
 
 
 def _never(*_: object) -> Tensors:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.defense import ServerRound, add_gaussian
-from fedsim.testing.cases import stream
+from fedsim.testing.cases import local_step, stream
 from fedsim.types import Tensors, Update
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 from fedsim_defenses.dp_ftrl import DPFTRL
@@ -36,7 +36,7 @@ def noisy_step(defense: Any, value: float) -> Tensor:
     def loss(at: Tensors, image: Tensor, label: Tensor) -> Tensor:
         return value * at["w"].sum() + 0 * image.sum()
 
-    step = defense.gradient(loss, None, 1)
+    step = defense.gradient(local_step(loss, None, 1))
     parameters = {"w": torch.zeros(ENTRIES)}
     images, labels = torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)
     found: Tensor = step(parameters, images, labels, stream(1))["w"]

@@ -13,7 +13,7 @@ from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import chain
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.mlp import MLP
-from fedsim.testing.cases import same, stream
+from fedsim.testing.cases import local_step, same, stream
 from fedsim.types import LocalTraining
 from fedsim_defenses.dropout import Dropout
 from fedsim_defenses.local_aggregation import LocalAggregation
@@ -53,7 +53,9 @@ def test_dropout_reaches_the_gradient_of_a_real_model() -> None:
     def rows_without_gradient(rate: float) -> int:
         stack = chain(Dropout(rate=rate))
         loss = loss_function(model, {}, stack.training(DECLARED))
-        direction = stack.gradient(loss, lambda at, x, y, _: gradient(loss, at, x, y), 2)
+        direction = stack.gradient(
+            local_step(loss, lambda at, x, y, _: gradient(loss, at, x, y), 2)
+        )
         with rng.global_stream(3):
             found = direction(parameters, images, labels, stream())["head.output.weight"]
         return int((found == 0).all(0).sum())

@@ -23,6 +23,7 @@ from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.numerics import work
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario, expand
+from fedsim.testing.cases import local_step
 from fedsim.training import accounting, spending
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Census
@@ -334,4 +335,4 @@ def test_without_its_noise_it_claims_nothing_and_does_not_train() -> None:
     found = claim(chain(bare), declared, Entry(rounds=1, num_examples=300, delta=1e-5))
     assert found.epsilon == float("inf")
     with pytest.raises(FedsimError, match="give noise_multiplier elsewhere"):
-        bare.gradient(lambda *_: None, lambda *_: {}, 4)  # type: ignore[arg-type,return-value]
+        bare.gradient(local_step(lambda *_: None, lambda *_: {}, 4))  # type: ignore[arg-type,return-value]

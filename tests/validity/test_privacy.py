@@ -20,7 +20,7 @@ from fedsim.contracts.defense import UpdateDefense, global_norm
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import Stack, chain
 from fedsim.privacy.ledger import Entry, claim
-from fedsim.testing.cases import stream
+from fedsim.testing.cases import local_step, stream
 from fedsim.types import LocalTraining, Tensors, Update
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
@@ -165,7 +165,7 @@ def test_replacing_an_example_moves_dp_sgd_by_twice_the_bound() -> None:
 
     images = torch.randn(4, 1, 100, 200, generator=stream())
     labels = torch.zeros(4, dtype=torch.int64)
-    direction = defense.gradient(loss, lambda *_: {}, 4)
+    direction = defense.gradient(local_step(loss, lambda *_: {}, 4))
     here = direction(at, images, labels, stream())["a"]
     there = direction(at, torch.cat([-images[:1], images[1:]]), labels, stream())["a"]
     distance = float((here - there).norm())
