@@ -223,7 +223,7 @@ def test_a_third_partys_attack_defense_and_engine_run_in_a_scenario(
     simulated = [row for row in written if row["attack"]["name"] == "inverting_gradients"]
     assert [row["status"] for row in simulated] == ["ok"] * 6
     ranked = leaderboard_rows([tmp_path / "out"])
-    assert {row.stack for row in ranked} == {"none", "sign", "bottleneck"}
+    assert {row.defense for row in ranked} == {"none", "sign", "bottleneck"}
     assert len({row.comparison for row in ranked}) == 1
 
 
