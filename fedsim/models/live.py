@@ -125,7 +125,10 @@ def taken_apart(
         )
     whole.seeded = _is_random(whole, probe)
     if head is not None and not _is_head(own, head, classes):
-        raise FedsimError(f"head: {head} is no linear layer with {classes} outputs of the model")
+        raise FedsimError(
+            f"head: {head} is no linear layer with {classes} outputs of the model, or its weight "
+            "is made of others (weight_norm); name one that is, or none"
+        )
     with _moved(own), torch.no_grad():
         expected = whole.eval()(probe)
         for layer in [head] if head else _head_candidates(own, called, classes):
@@ -163,7 +166,7 @@ def unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> 
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     named = [(name, p.requires_grad_()) for name, p in model.named_parameters()]
     wanted = [images, *(p for _, p in named)]
-    logits = model(images.clone())  # no leaf, so that they may be written to
+    logits = _answer(model, images.clone())  # no leaf, so that they may be written to
     if not logits.requires_grad:
         raise FedsimError("model: its own code cuts all gradients, so that it has no update")
     of_images, *found = torch.autograd.grad(logits.sum(), wanted, allow_unused=True)
@@ -341,12 +344,7 @@ def _traced(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
     model.adding = True
     try:
         with torch.no_grad():
-            logits = model.eval()(images)
-    except Exception as error:  # somebody else's code, of any kind
-        raise FedsimError(
-            f"model: it does not take images of shape {tuple(images.shape)}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+            logits: Any = _answer(model.eval(), images)
     finally:
         model.adding = False
         for hook in hooks:
@@ -356,6 +354,24 @@ def _traced(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
             f"model: expected logits, or something that has `logits`, got {type(logits).__name__}"
         )
     return logits, called
+
+
+def _answer(model: nn.Module, images: Tensor) -> Any:
+    """Returns what somebody's model makes of `images`.
+
+    Raises:
+        FedsimError: its own code fails, or it is made for batches of one size.
+    """
+    try:
+        return model(images)
+    except FedsimError:
+        raise
+    except Exception as error:  # somebody else's code, of any kind
+        raise FedsimError(
+            f"model: it does not take images of shape {tuple(images.shape)}: "
+            f"{type(error).__name__}: {error}; a model is tried with {_TRIED} images and has to "
+            "take batches of any size"
+        ) from error
 
 
 @contextmanager
@@ -429,7 +445,9 @@ def _is_head(model: nn.Module, name: str, classes: int) -> bool:
         part = model.get_submodule(name)
     except AttributeError:
         return False
-    return bool(name) and isinstance(part, nn.Linear) and part.out_features == classes
+    # Of a weight that others make, as under weight norm, the update does not tell the gradient.
+    own = isinstance(part, nn.Linear) and "weight" in dict(part.named_parameters(recurse=False))
+    return bool(name) and own and part.out_features == classes
 
 
 def _renamed(model: nn.Module, head: str | None) -> dict[str, str]:

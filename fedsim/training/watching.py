@@ -80,12 +80,16 @@ class Steps:
     """Why the watch gave up; then nothing else here is whole."""
     _known: dict[bytes, int] = field(default_factory=dict)
 
-    def add(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Adds a step on `batches` of (images, labels)."""
+    def add(self, batches: list[tuple[Tensor, Tensor]]) -> bool:
+        """Adds a step on `batches` of (images, labels); whether an image is twice in one."""
         self.sizes.append(sum(len(images) for images, _ in batches))
+        is_repeated = False
         for images, labels in batches:
+            own = set()
             for image, label in zip(images, labels.tolist(), strict=True):
                 key = hashlib.sha256(image.numpy().tobytes() + bytes(str(label), "ascii")).digest()
+                is_repeated |= key in own
+                own.add(key)
                 if key not in self._known:
                     if len(self.images) >= self.max_images:
                         self.left_out += 1
@@ -94,6 +98,7 @@ class Steps:
                     self.images.append(image)
                     self.labels.append(label)
                 self.order.append(self._known[key])
+        return is_repeated
 
 
 @contextmanager
@@ -115,6 +120,23 @@ def watched(max_images: int) -> Iterator[Steps]:
         watch.attempt(watch.end)
 
 
+@dataclass
+class _Loss:
+    """A loss that was computed, of which it is not yet known whether a step learns from it."""
+
+    images: Tensor
+    labels: Tensor
+    mean: float
+    """Mean loss of the batch."""
+    factors: tuple[float, ...]
+    """By what a sum of losses, or their plain mean, exceeds it."""
+    differentiated: bool = False
+
+    def mark(self, _: Tensor) -> None:
+        """Notes that the loss is differentiated."""
+        self.differentiated = True
+
+
 class _Watch:
     """What the hooks share."""
 
@@ -126,12 +148,8 @@ class _Watch:
         """What the model was called with last."""
         self._caught = False
         """Whether the call that is going on has had its images."""
-        self._batches: list[tuple[Tensor, Tensor]] = []
-        """Of the step that is coming."""
-        self._means: list[float] = []
-        """Mean loss of each of them."""
-        self._known: list[float] = []
-        """By what a sum of losses, or their plain mean, exceeds each of these."""
+        self._losses: list[_Loss] = []
+        """Those of the step that is coming."""
         self._differentiated: list[float] = []
         """Values that were differentiated for it."""
         self._scale = 1.0
@@ -152,7 +170,7 @@ class _Watch:
             act(*arguments)
         except Exception as error:
             self.steps.failure = f"{type(error).__name__}: {error}"
-            self._batches.clear()
+            self._losses.clear()
             self.steps.images.clear()
 
     def called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -185,6 +203,8 @@ class _Watch:
         given = {**dict(zip(_ARGUMENTS, arguments, strict=False)), **named}
         labels = given["target"]
         images, self._inputs = self._inputs, None
+        if images is None and self._losses and value.requires_grad:
+            self._note("several losses are taken of one batch")
         if images is None or not isinstance(labels, Tensor):
             return
         if labels.dtype == torch.int64 and labels.shape == images.shape[:1]:
@@ -192,15 +212,19 @@ class _Watch:
             if not counted.any():
                 return
             labels = labels.detach().cpu()[counted]
-            copies = images.to("cpu", torch.float32, copy=True)[counted], labels
-            self._batches.append(copies)
+            copies = images.to("cpu", torch.float32, copy=True)[counted]
             weights, loss = given.get("weight"), dict[str, Any]()
             total = float(len(labels) if weights is None else weights[labels].sum())
             mean = value.detach().double().sum()
-            self._means.append(
-                float(mean if given.get("reduction", "mean") == "mean" else mean / total)
+            summed = _Loss(
+                images=copies,
+                labels=labels,
+                mean=float(mean if given.get("reduction", "mean") == "mean" else mean / total),
+                factors=(total, total / len(images)),
             )
-            self._known += [total, total / len(images)]
+            if value.requires_grad:
+                value.register_hook(summed.mark)
+            self._losses.append(summed)
             if smoothing := given.get("label_smoothing"):
                 loss["label_smoothing"] = float(smoothing)
             if isinstance(weights, Tensor):
@@ -229,7 +253,8 @@ class _Watch:
 
     def stepped(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
         """Before an optimizer steps."""
-        if not self._batches:
+        self._drop_unlearned()
+        if not self._losses:
             self._clear()
             return
         if isinstance(scale := getattr(optimizer, "grad_scale", None), Tensor):
@@ -257,12 +282,14 @@ class _Watch:
         term, which is in proportion to how far `weights` have moved, squared. What is neither (a
         penalty, a focal loss) is noted.
         """
-        count = len(self._batches)
-        means, values = self._means, [each / self._scale for each in self._differentiated]
+        count = len(self._losses)
+        means = [loss.mean for loss in self._losses]
+        values = [each / self._scale for each in self._differentiated]
         if len(means) != len(values):
             means, values = [math.fsum(means)], [math.fsum(values)]
         factors = [value / mean if mean else 1.0 for mean, value in zip(means, values, strict=True)]
-        known = [1.0, *self._known, *(1 / n for n in range(2, _MOST_ACCUMULATED))]
+        summed = [factor for loss in self._losses for factor in loss.factors]
+        known = [1.0, *summed, *(1 / n for n in range(2, _MOST_ACCUMULATED))]
         for factor in known:
             if all(math.isclose(each, factor, rel_tol=_ROUNDED) for each in factors):
                 return factor * count
@@ -276,7 +303,8 @@ class _Watch:
 
     def end(self) -> None:
         """At the end: batches that no optimizer stepped with are those of one gradient."""
-        if self._batches and not self.steps.sizes:
+        self._drop_unlearned()
+        if self._losses and not self.steps.sizes:
             self._take()
         first, *others = self._proximal or [0.0]
         # A single estimate fits any term.
@@ -285,12 +313,17 @@ class _Watch:
             self._note("what is differentiated is not the mean cross-entropy alone")
         self.steps.proximal = 0.0 if self.steps.unmodelled else first
 
+    def _drop_unlearned(self) -> None:
+        """Leaves out losses that nobody differentiated, as of a validation without `no_grad`."""
+        self._losses = [loss for loss in self._losses if loss.differentiated]
+
     def _take(self) -> None:
-        self.steps.add(self._batches)
+        if self.steps.add([(loss.images, loss.labels) for loss in self._losses]):
+            self._note("an image is more than once in a batch")
         self._clear()
 
     def _clear(self) -> None:
-        self._batches, self._means, self._known, self._differentiated = [], [], [], []
+        self._losses, self._differentiated = [], []
         self._scale = 1.0
 
 

@@ -70,6 +70,33 @@ def test_evaluation_is_not_seen() -> None:
     assert not steps.sizes
 
 
+def test_a_loss_that_nobody_learns_from_is_no_step() -> None:
+    """A validation without `no_grad`, before each step and after the last one."""
+    model, data = net(), batches(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watched(100) as steps:
+        for images, labels in data[:2]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            F.cross_entropy(model(data[2][0]), data[2][1])
+            optimizer.step()
+        F.cross_entropy(model(data[2][0]), data[2][1])
+    assert torch.equal(torch.stack(steps.images), torch.cat([images for images, _ in data[:2]]))
+    assert (steps.sizes, steps.factors, steps.unmodelled) == ([2, 2], [1.0, 1.0], [])
+
+
+def test_what_no_attack_simulates_of_a_batch_is_noted() -> None:
+    model, ((images, labels),) = net(), batches(1)
+    with watched(100) as steps:
+        logits = model(images)
+        (F.cross_entropy(logits, labels) + F.cross_entropy(logits, 2 - labels)).backward()
+    assert "several losses are taken of one batch" in steps.unmodelled
+    with watched(100) as steps:
+        twice = torch.cat([images[:1], images[:1]])
+        F.cross_entropy(model(twice), labels[:1].repeat(2)).backward()
+    assert steps.unmodelled == ["an image is more than once in a batch"]
+
+
 def test_gradients_that_are_gathered_make_one_step() -> None:
     model, data = net(), batches(2)
     optimizer = torch.optim.Adam(model.parameters())
