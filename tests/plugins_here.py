@@ -1,4 +1,4 @@
-"""Plugins of a test, found as if a package had registered them."""
+"""Plugins of a test: found as if a package had registered them, and an attack to begin with."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 
 import pytest
+import torch
 
 from fedsim.contracts import plugins
+from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.grant import Knowledge
+from fedsim.types import Observation
 
 
 @contextmanager
@@ -26,3 +30,22 @@ def registered(members: Mapping[str, Mapping[str, type]]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugins, "_entry_points", with_own)
         yield
+
+
+class Idle(Attack[AttackState]):
+    """An attack of one iteration, which does nothing."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> AttackState:
+        """Nothing."""
+        return AttackState(loss=torch.zeros(()))
+
+    def step(self, state: AttackState) -> AttackState:
+        """Nothing."""
+        state.iteration += 1
+        return state
+
+    def terminate(self, state: AttackState) -> bool:
+        """At once."""
+        return state.iteration > 0

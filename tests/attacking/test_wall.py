@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from plugins_here import registered
+from plugins_here import Idle, registered
 
 import fedsim
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.results.record import Run
 from fedsim.types import GroundTruth, Observation, Reconstruction, RowTruth
@@ -42,26 +42,11 @@ def searched() -> list[str]:
     return sorted({*found, *(name for name in sys.modules if name == "fedsim.recording.truth")})
 
 
-class Quiet(Attack[AttackState]):
-    """One iteration that does nothing."""
-
-    def init(
-        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> AttackState:
-        """Nothing."""
-        return AttackState(loss=torch.zeros(()))
-
-    def step(self, state: AttackState) -> AttackState:
-        """Nothing."""
-        state.iteration += 1
-        return state
-
-    def terminate(self, state: AttackState) -> bool:
-        """At once."""
-        return state.iteration > 0
+class Quiet(Idle):
+    """Answers pixels of no image that there could be."""
 
     def postprocess(self, state: AttackState) -> Reconstruction:
-        """Pixels of no image that there could be."""
+        """After more iterations than it had."""
         return Reconstruction(images=torch.zeros(1, 9, 9, 9), loss=0.0, iterations=7)
 
 

@@ -22,6 +22,23 @@ from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, Observation
 
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "FedAvgM": {"server_momentum": 0.9, "server_learning_rate": 0.5},
+    "QFedAvg": {"client_learning_rate": 0.1},
+    "DifferentialPrivacyServerSideFixedClipping": {
+        "strategy": {"name": "FedAvgM", "server_momentum": 0.9},
+        "noise_multiplier": 0.1,
+        "clipping_norm": 1.0,
+        "num_sampled_clients": 4,
+    },
+    "DifferentialPrivacyServerSideAdaptiveClipping": {
+        "strategy": {"name": "FedAdam", "eta": 0.01},
+        "noise_multiplier": 0.1,
+        "num_sampled_clients": 4,
+    },
+}
+"""Parameters of the strategies that have any to be given."""
+
 Fault = Callable[[int, Message, Callable[[], Message]], Message]
 """(client, message received, what the honest client would answer) -> the answer."""
 

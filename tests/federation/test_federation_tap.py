@@ -12,6 +12,7 @@ import pytest
 import torch
 from clock import stopped
 from federation_support import (
+    STRATEGIES,
     contents,
     final_model,
     observation,
@@ -34,21 +35,6 @@ from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError
 
 Honest = Callable[[], Message]
-
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "QFedAvg": {"client_learning_rate": 0.1},
-    "DifferentialPrivacyServerSideFixedClipping": {
-        "strategy": "FedAvg",
-        "noise_multiplier": 0.1,
-        "clipping_norm": 1.0,
-        "num_sampled_clients": 4,
-    },
-    "DifferentialPrivacyServerSideAdaptiveClipping": {
-        "strategy": {"name": "FedAdam", "eta": 0.01},
-        "noise_multiplier": 0.1,
-        "num_sampled_clients": 4,
-    },
-}
 
 
 def tensors(message: Message) -> dict[str, torch.Tensor]:
@@ -85,7 +71,7 @@ def test_the_recording_is_what_crossed_the_wire_bit_for_bit(tmp_path: Path) -> N
 def test_every_strategy_trains_through_the_tap(name: str, tmp_path: Path) -> None:
     """And does not change what was seen: the client's own update."""
     wanted = scenario(
-        federation={"strategy": name, "strategy_parameters": PARAMETERS.get(name, {})},
+        federation={"strategy": name, "strategy_parameters": STRATEGIES.get(name, {})},
         training__rounds=2,
     )
     records = train(wanted, tmp_path / "a")
@@ -431,7 +417,7 @@ def test_a_strategy_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         FedsimError, match="num_sampled_clients is 9, but a round samples 4 clients"
     ):
-        parameters = PARAMETERS["DifferentialPrivacyServerSideFixedClipping"]
+        parameters = STRATEGIES["DifferentialPrivacyServerSideFixedClipping"]
         name = "DifferentialPrivacyServerSideFixedClipping"
         changed = {
             "strategy": name,

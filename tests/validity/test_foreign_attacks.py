@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
+from plugins_here import Idle
 
 from fedsim.attacking.targets import question
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_observation
 from fedsim.types import Observation, Reconstruction
 
 
-class Careless(Attack[AttackState]):
+class Careless(Idle):
     """Writes into what it is handed, and draws from torch's global stream."""
 
     def init(
@@ -22,15 +23,7 @@ class Careless(Attack[AttackState]):
             knowledge.true_labels.fill_(0)
         if knowledge.true_features is not None:
             knowledge.true_features.fill_(1.0)
-        return AttackState(loss=torch.zeros(()))
-
-    def step(self, state: AttackState) -> AttackState:
-        """Nothing."""
-        return state
-
-    def terminate(self, state: AttackState) -> bool:
-        """At once."""
-        return True
+        return super().init(observation, knowledge, rng)
 
     def postprocess(self, state: AttackState) -> Reconstruction:
         """Noise."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint
 from itertools import permutations
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from plugins_here import registered
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import fedsim
 from fedsim.attacking.jobs import reconstruction_path, seed_of
 from fedsim.attacking.knowledge import hand_over
-from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack, AttackState, solve
 from fedsim.contracts.data import DataSource
 from fedsim.contracts.defense import UpdateDefense
@@ -200,28 +199,15 @@ SCENARIO: dict[str, Any] = {
 }
 
 MEMBERS = {
-    "fedsim.attacks": {"dice": Dice, "dreams": Dreams, "half": Half, "witness": Witness},
-    "fedsim.defenses": {"breaks": Breaks},
-    "fedsim.data": {"lamps": Lamps},
+    "attacks": {"dice": Dice, "dreams": Dreams, "half": Half, "witness": Witness},
+    "defenses": {"breaks": Breaks},
+    "data": {"lamps": Lamps},
 }
 
 
 @pytest.fixture(scope="module")
 def installed() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        before = plugins._entry_points
-
-        def with_own(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-            own = MEMBERS.get(group, {})
-            return {
-                **before(group),
-                **{
-                    name: (EntryPoint(name, f"{__name__}:{cls.__name__}", group),)
-                    for name, cls in own.items()
-                },
-            }
-
-        patch.setattr(plugins, "_entry_points", with_own)
+    with registered(MEMBERS):
         yield
 
 
@@ -288,7 +274,7 @@ def test_the_restart_that_is_reported_has_the_least_own_loss(finished: Run) -> N
             Dice(), seen, known, seed_of(recorded(finished, row), "dice"), restarts=RESTARTS
         )
         assert row["metrics"]["attack_loss"] == min(solution.losses)
-        saved = read_tensors(reconstruction_path(finished.out, "dice", row["observation"]))
+        saved = read_tensors(_saved(finished, row))
         images = solution.reconstruction.images
         assert images is not None
         assert torch.equal(saved["reconstruction"].sum(0), images[_order(saved, images)].sum(0))
@@ -383,12 +369,7 @@ def test_the_guess_is_a_good_one(installed: None, tmp_path: Path) -> None:
 def test_the_other_update_is_a_reconstruction_of_another_one(finished: Run) -> None:
     """Rule 12: the control is what the same attack made elsewhere, scored on this truth."""
     rows = of(finished, "dice", "none")
-    saved = {
-        row["observation"]: read_tensors(
-            reconstruction_path(finished.out, "dice", row["observation"])
-        )
-        for row in rows
-    }
+    saved = {row["observation"]: read_tensors(_saved(finished, row)) for row in rows}
     for row in rows:
         control = row["control"]["other_update"]
         assert control is not None
@@ -404,12 +385,7 @@ def test_the_other_update_is_a_reconstruction_of_another_one(finished: Run) -> N
 def test_a_saved_label_is_that_of_the_image_it_came_with(finished: Run) -> None:
     """Rule 9: where it is shown. It is scored, as the other update's is, whatever its image."""
     rows = of(finished, "dice", "none")
-    saved = {
-        row["observation"]: read_tensors(
-            reconstruction_path(finished.out, "dice", row["observation"])
-        )
-        for row in rows
-    }
+    saved = {row["observation"]: read_tensors(_saved(finished, row)) for row in rows}
     grant = Grant(labels="inferred", bn="running")
     for row in rows:
         own, seen = saved[row["observation"]], recorded(finished, row)

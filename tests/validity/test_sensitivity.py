@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from plugins_here import registered
 from safetensors.torch import save_file
 
 from fedsim.audit import audited_epsilon
-from fedsim.contracts import plugins
 from fedsim.contracts.data import DataSource
 from fedsim.contracts.defense import global_norm
 from fedsim.data.bundled import Digits
@@ -174,20 +174,9 @@ class Lying(DataSource):
 
 
 @pytest.fixture
-def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import EntryPoint
-
-    before = plugins._entry_points
-
-    def with_own(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-        found = dict(before(group))
-        if group == "fedsim.data":
-            for cls in (Undeclared, Lying):
-                name = cls.__name__.lower()
-                found[name] = (EntryPoint(name, f"{__name__}:{cls.__name__}", group),)
-        return found
-
-    monkeypatch.setattr(plugins, "_entry_points", with_own)
+def foreign() -> Iterator[None]:
+    with registered({"data": {"undeclared": Undeclared, "lying": Lying}}):
+        yield
 
 
 @pytest.mark.usefixtures("foreign")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plugins_here import Idle, registered
 
 import fedsim
 from fedsim.attacking.jobs import reconstruction_path
-from fedsim.contracts import plugins
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.data import DataSource
-from fedsim.contracts.grant import Knowledge
 from fedsim.recording.files import read_tensors
 from fedsim.recording.truth import load_truth
 from fedsim.report.leaderboard import leaderboard_rows
@@ -24,7 +22,7 @@ from fedsim.results import rows
 from fedsim.results.public_control import made_of_public
 from fedsim.results.record import Row, Run
 from fedsim.scoring import Guesser, score
-from fedsim.types import Dataset, FedsimError, GroundTruth, Observation, Reconstruction, Tensors
+from fedsim.types import Dataset, FedsimError, GroundTruth, Reconstruction, Tensors
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
@@ -65,31 +63,13 @@ class Shades(DataSource):
         )
 
 
-class Blank(Attack[AttackState]):
+class Blank(Idle):
     """Answers one black image, however many there are."""
-
-    def init(
-        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> AttackState:
-        """Nothing."""
-        self_shape.append(observation.model.input_shape)
-        return AttackState(loss=torch.zeros(()))
-
-    def step(self, state: AttackState) -> AttackState:
-        """Nothing."""
-        state.iteration += 1
-        return state
-
-    def terminate(self, state: AttackState) -> bool:
-        """At once."""
-        return state.iteration > 0
 
     def postprocess(self, state: AttackState) -> Reconstruction:
         """One black image."""
-        return Reconstruction(images=torch.zeros(1, *self_shape[-1]), loss=0.0, iterations=1)
+        return Reconstruction(images=torch.zeros(1, 1, SIDE, SIDE), loss=0.0, iterations=1)
 
-
-self_shape: list[tuple[int, ...]] = []
 
 SCENARIO: dict[str, Any] = {
     "name": "victims",
@@ -103,22 +83,12 @@ SCENARIO: dict[str, Any] = {
     "knowledge": {"labels": "inferred"},
 }
 
-MEMBERS = {"fedsim.attacks": {"blank": Blank}, "fedsim.data": {"shades": Shades}}
+MEMBERS = {"attacks": {"blank": Blank}, "data": {"shades": Shades}}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        before = plugins._entry_points
-
-        def with_own(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-            own = {
-                name: (EntryPoint(name, f"{__name__}:{cls.__name__}", group),)
-                for name, cls in MEMBERS.get(group, {}).items()
-            }
-            return {**before(group), **own}
-
-        patch.setattr(plugins, "_entry_points", with_own)
+    with registered(MEMBERS):
         yield
 
 
