@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fedsim.report.judge import Judgement
     from fedsim.results import reading
     from fedsim.results.record import Run
 
@@ -70,38 +71,40 @@ def leaderboard(runs: Sequence[reading.Run], format: TableFormat) -> str:
     from shutil import get_terminal_size
 
     from fedsim.report import aggregate, awaited, render, unfinished
+    from fedsim.report.judge import judgements
     from fedsim.results.reading import measurements
 
     width = get_terminal_size((120, 24)).columns
     rows = aggregate(measurements(runs))
-    waiting = awaited(runs)
+    judged = judgements(rows, runs)
     table = render(
         rows,
         format.value,
         width=width,
         color=sys.stdout.isatty(),
-        awaited=waiting,
+        awaited=awaited(runs),
         unfinished=unfinished(runs),
+        judged=judged,
     )
-    return _answers(runs, width) + table if format is TableFormat.table else table
+    return _answers(judged, width) + table if format is TableFormat.table else table
 
 
-def _answers(runs: Sequence[reading.Run], width: int) -> str:
+def _answers(judged: Sequence[Judgement], width: int) -> str:
     """Words in a line or two for each defense what an attacker gets, and if to rely on it."""
     from textwrap import fill
 
-    from fedsim.report.answers import answers_of
-    from fedsim.report.control import describe_comparison
+    from fedsim.report.messages import brief, describe_statement
+    from fedsim.report.threat import describe_comparison
     from fedsim.words import printable
 
     lines = []
-    each = answers_of(runs)
-    shown = [comparison for comparison, _ in each]
-    for comparison, found in each:
-        lines += [f"{printable(describe_comparison(comparison, shown))}:"]
-        defended = [answer for answer in found if not answer.undefended]
-        if defended and all(a.finding == "no answer" and not a.labels for a in found):
-            lines += [f"- nothing can be said of any defense: {defended[0].reason}."]
+    shown = [each.comparison for each in judged]
+    for each in judged:
+        lines += [f"{printable(describe_comparison(each.comparison, shown))}:"]
+        defended = [verdict for verdict in each.verdicts if not verdict.undefended]
+        if defended and all(v.finding == "no answer" and not v.labels_stand for v in each.verdicts):
+            reason = describe_statement(defended[0].reason)
+            lines += [f"- nothing can be said of any defense: {reason}."]
         else:
-            lines += [f"- {printable(answer.brief)}" for answer in found]
+            lines += [f"- {printable(brief(verdict))}" for verdict in each.verdicts]
     return "".join(f"{fill(line, width, subsequent_indent='  ')}\n" for line in lines)

@@ -1,9 +1,10 @@
 """What a run leaves for people: the leaderboard as table and page, pictures, and the dossier."""
 
-from fedsim.report.control import invalid_reasons, positive_controls
 from fedsim.report.facts import awaited, standing_still, undeclared, unfinished, unseen
 from fedsim.report.figures import describe_variant
+from fedsim.report.judge import positive_controls
 from fedsim.report.leaderboard import aggregate, leaderboard_rows
+from fedsim.report.messages import invalid_reasons
 from fedsim.report.overview import save_overview
 from fedsim.report.page import write_page, write_report
 from fedsim.report.pictures import save_grid, save_grids

@@ -15,15 +15,7 @@ from typing import Any, Literal
 from markupsafe import Markup
 
 from fedsim.report import facts
-from fedsim.report.answers import Answer, answers, runs_of
 from fedsim.report.charts import Series, chart
-from fedsim.report.control import (
-    Control,
-    describe_comparison,
-    invalid_reasons,
-    positive_controls,
-    warnings,
-)
 from fedsim.report.figures import (
     describe_variant,
     format_accuracy,
@@ -32,13 +24,23 @@ from fedsim.report.figures import (
     format_number,
 )
 from fedsim.report.glossary import Term, terms_of
+from fedsim.report.judge import Control, Judgement, Verdict, judgements, level_of
 from fedsim.report.leaderboard import aggregate
-from fedsim.report.level import level_of
 from fedsim.report.measured import ABSENT, Measured, measured, metrics_of
+from fedsim.report.messages import (
+    brief,
+    describe_cautions,
+    describe_control,
+    describe_told,
+    describe_untried,
+    grounds,
+    invalid_reasons,
+    warnings,
+)
 from fedsim.report.pictures import Plate, plates_of
 from fedsim.report.recovered import accused, clouds
 from fedsim.report.row import LeaderboardRow, population_of
-from fedsim.report.threat import threat_model
+from fedsim.report.threat import describe_comparison, threat_model
 from fedsim.report.utility import UtilityRow, attacks_nothing, utility
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run, measurements
@@ -154,27 +156,27 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class DefenseRow:
-    """A defense of a comparison: its answer, and a cell for each column."""
+    """A defense of a comparison: its verdict, and a cell for each column."""
 
     number: int
-    answer: Answer
+    judged: Verdict
     cells: list[list[Line]]
     color: int
 
     @property
     def name(self) -> str:
         """Name of the defense."""
-        return self.answer.defense
+        return self.judged.defense
 
     @property
     def stack(self) -> str:
         """Its members in words."""
-        return self.answer.stack or "no defense"
+        return self.judged.stack or "no defense"
 
     @property
     def verdict(self) -> str:
         """Whether to rely on it."""
-        return self.answer.verdict
+        return self.judged.reliance
 
     @property
     def tint(self) -> Tint:
@@ -185,34 +187,37 @@ class DefenseRow:
     @property
     def is_answered(self) -> bool:
         """Whether anything can be said of it."""
-        return self.answer.finding != "no answer"
+        return self.judged.finding != "no answer"
 
     @property
     def gain(self) -> Summary | None:
         """What the strongest attack gains over guessing, dB; None without an answer."""
-        return self.answer.gain if self.is_answered else None
+        return self.judged.gain if self.is_answered else None
 
     @property
     def brief(self) -> str:
         """The answer in one sentence."""
-        return self.answer.brief
+        return brief(self.judged)
 
     @property
     def grounds(self) -> Sequence[tuple[str, str]]:
         """Names and words of what the answer rests on."""
-        return self.answer.grounds
+        return grounds(self.judged)
 
     @property
     def remarks(self) -> list[str]:
         """What else is known of it, in sentences."""
-        judged = self.answer.judgement
-        told = [judged.sentence, judged.membership, judged.labels]
-        return [text for text in told if text]
+        return describe_told(self.judged)
 
     @property
     def cautions(self) -> list[str]:
         """What to know before the answer is believed."""
-        return self.answer.judgement.cautions
+        return describe_cautions(self.judged)
+
+    @property
+    def untried(self) -> list[str]:
+        """What no attack on it has tried."""
+        return describe_untried(self.judged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +241,8 @@ class Section:
     folders: list[str]
     """Names of the folders of a variant's runs; empty for a run that is no variant."""
     control: Control
+    reason: str
+    """What the control shows, in words."""
     lines: list[Line]
     columns: list[Column]
     shared: str
@@ -288,14 +295,14 @@ class Content:
         return aggregate(self.results, confidence=self.confidence)
 
     @cached_property
-    def controls(self) -> list[Control]:
-        """The positive control of each comparison."""
-        return positive_controls(self.rows)
+    def judgements(self) -> list[Judgement]:
+        """The judgement of each comparison."""
+        return judgements(self.rows, self.runs)
 
     @property
-    def valid(self) -> list[Control]:
-        """Controls of the comparisons from which something follows."""
-        return [control for control in self.controls if control.status == "passed"]
+    def valid(self) -> list[Judgement]:
+        """Judgements of the comparisons from which something follows."""
+        return [judged for judged in self.judgements if judged.control.status == "passed"]
 
     @cached_property
     def awaited(self) -> facts.Awaited | None:
@@ -327,7 +334,7 @@ class Content:
         """The word over a page of which some comparison proves nothing."""
         if not self.invalid:
             return ""
-        return "INVALID in part" if len(self.invalid) < len(self.controls) else "INVALID"
+        return "INVALID in part" if len(self.invalid) < len(self.judgements) else "INVALID"
 
     @property
     def mark(self) -> str:
@@ -407,24 +414,24 @@ class Content:
         detailed = {self.rows[at].cell for at in order[:_DETAILED]}
         ids = {row.cell: f"r{number}" for number, row in enumerate(self.rows, start=1)}
         return [
-            self._section(f"c{number}", control, ids, detailed)
-            for number, control in enumerate(self.controls, start=1)
+            self._section(f"c{number}", judged, ids, detailed)
+            for number, judged in enumerate(self.judgements, start=1)
         ]
 
-    def of(self, control: Control) -> list[LeaderboardRow]:
-        """Returns the rows of the comparison that `control` judges."""
-        return [row for row in self.rows if row.comparison == control.comparison]
+    def of(self, judged: Judgement) -> list[LeaderboardRow]:
+        """Returns the rows of the comparison that is `judged`."""
+        return [row for row in self.rows if row.comparison == judged.comparison]
 
-    def title_of(self, control: Control) -> str:
-        """Names the comparison that `control` judges, beside the others here."""
-        return describe_comparison(control.comparison, [each.comparison for each in self.controls])
+    def title_of(self, judged: Judgement) -> str:
+        """Names the comparison that is `judged`, beside the others here."""
+        shown = [each.comparison for each in self.judgements]
+        return describe_comparison(judged.comparison, shown)
 
     def _section(
-        self, id: str, control: Control, ids: Mapping[str, str], detailed: set[str]
+        self, id: str, judged: Judgement, ids: Mapping[str, str], detailed: set[str]
     ) -> Section:
-        rows = self.of(control)
-        runs = runs_of(rows, self.runs)
-        answered = answers(rows, control, runs)
+        control, rows = judged.control, self.of(judged)
+        runs = facts.runs_of(rows, self.runs)
         colors = _colors(rows)
         varying = [name for name in _PLACES if len({getattr(row, name) for row in rows}) > 1]
         attacks = list(dict.fromkeys(row.attack for row in rows))
@@ -441,20 +448,20 @@ class Content:
         defenses = [
             DefenseRow(
                 number=number,
-                answer=answer,
-                cells=[cells.get((answer.defense, column), []) for column in columns],
-                color=colors[answer.defense],
+                judged=verdict,
+                cells=[cells.get((verdict.defense, column), []) for column in columns],
+                color=colors[verdict.defense],
             )
-            for number, answer in enumerate(answered, start=1)
+            for number, verdict in enumerate(judged.verdicts, start=1)
         ]
         seen = {row.cell for row in rows}
         results = [row for row in self.results if row.cell in seen]
-        cautions = [answer.judgement.cautions for answer in answered]
         return Section(
             id=id,
-            title=self.title_of(control),
+            title=self.title_of(judged),
             folders=[run.folder.name for run in runs] if rows[0].variant else [],
             control=control,
+            reason=describe_control(control),
             lines=lines,
             columns=columns,
             shared=", ".join(
@@ -464,12 +471,8 @@ class Content:
             ),
             defenses=defenses,
             threats=threat_model(results),
-            untried=[
-                kind
-                for kind in answered[0].untried
-                if all(kind in answer.untried for answer in answered)
-            ],
-            cautions=[text for text in cautions[0] if all(text in other for other in cautions)],
+            untried=describe_untried(judged),
+            cautions=describe_cautions(judged),
             warnings=warnings(rows),
             figures=_figures(rows, runs, defenses, colors, self.confidence),
             population=population_of(rows),
@@ -559,7 +562,7 @@ def _leakage(
 ) -> Figure | None:
     series = []
     for defense in defenses:
-        gain, row = defense.gain, defense.answer.judgement.strongest
+        gain, row = defense.gain, defense.judged.strongest
         if not gain or row.test_accuracy is None:
             continue
         accuracy = row.accuracy

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
+from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow, canonical, nested
 from fedsim.results.reading import Run
+from fedsim.results.settings import differences
 from fedsim.words import number_of
 
 UNATTACKED = (
@@ -263,3 +266,30 @@ def _was(values: Iterable[object]) -> str:
 def _same(values: Iterable[object]) -> object | None:
     first, *others = values
     return first if all(other == first for other in others) else None
+
+
+def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs that `rows`, of one comparison, are from, or will have more rows from.
+
+    A run without a row yet belongs to them if its scenario has the same name and settings.
+    """
+    cells, scenario = {row.cell for row in rows}, rows[0].scenario
+    own = [run for run in runs if any(row.cell in cells for row in run.rows)]
+
+    def belongs(run: Run) -> bool:
+        if run.rows or run.setting("name") != scenario:
+            return run in own
+        pairs = [differences([each.scenario, run.scenario], [{}, {}]) for each in own]
+        return any(not any(pair) for pair in pairs)
+
+    return [run for run in runs if belongs(run)]
+
+
+def round_seconds(runs: Sequence[Run]) -> dict[str, float]:
+    """Maps each defense to the mean seconds of its rounds, of all runs that state them."""
+    times: dict[str, list[float]] = {}
+    for run in runs:
+        for row in run.rounds:
+            if row.seconds is not None:
+                times.setdefault(row.defense, []).append(row.seconds)
+    return {defense: fmean(values) for defense, values in times.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedsim.report.reliance import LARGEST_DELTA
+from fedsim.report.judge import LARGEST_DELTA, WEAK_EPSILON
 from fedsim.report.row import (
     EXPOSED_GAIN,
     EXPOSED_IMAGE,
@@ -17,7 +17,6 @@ from fedsim.report.row import (
     REQUIRED_GAIN,
     LeaderboardRow,
 )
-from fedsim.report.sentences import WEAK_EPSILON
 from fedsim.scoring import LEAST, METRICS, Term
 from fedsim.words import number_of
 
@@ -61,7 +60,7 @@ _TABLE = (
         meaning="Do not rely: an attack works, or an audit refutes the ε. Rely: no attack works, "
         "each that certainly works without a defense was tried here in the same way, none of its "
         "runs failed, what it does here is certainly less, every interval ends below "
-        f"{REQUIRED_GAIN:g} dB, the model learned, and a "
+        f"{REQUIRED_GAIN:g} dB, the model learned here and without a defense, and a "
         f"differential-privacy guarantee with ε below {WEAK_EPSILON:g} and δ of at most "
         f"{LARGEST_DELTA:g} is proven. "
         "Not shown: anything else. Attacks that fail here are no proof that all do.",

@@ -21,10 +21,10 @@ from fedsim.report.row import (
     Certificates,
     LeaderboardRow,
 )
+from fedsim.report.threat import threat_model_of
 from fedsim.report.victims import images, units
 from fedsim.results.lines import ControlKind, PrivacyOf, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
-from fedsim.results.threat_model import threat_model_of
 from fedsim.scoring import (
     METRICS,
     Accuracy,

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.report.control import describe_comparison, invalid_reasons
 from fedsim.report.facts import unfinished
 from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY, describe_variant, format_metric
+from fedsim.report.judge import LARGEST_DELTA, attempt, level_of, works
 from fedsim.report.leaderboard import aggregate
-from fedsim.report.level import level_of
-from fedsim.report.reliance import LARGEST_DELTA, attempt, works
+from fedsim.report.messages import invalid_reasons
 from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
+from fedsim.report.threat import describe_comparison
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.reading import ReportError, Run, load_runs, measurements, placed
 from fedsim.results.settings import differences, leaves_of
@@ -76,23 +76,26 @@ def broken_limits(
         unattacked = sorted(names - {row.defense for row in chosen})
         lines += [f"{name}: no attack on it was measured" for name in unattacked]
         lines += [f"INVALID: {reason}" for reason in invalid_reasons(rows, unended=False)]
-    lines += _unmeasured(
-        [row for row in chosen if row.ended], max_psnr is not None, max_gain is not None
-    )
-    if max_psnr is not None or max_gain is not None:
-        lines += _untried([row for row in chosen if row.ended], rows)
+        for members in _by_stack(row for row in chosen if row.ended):
+            lines += _unmeasured(members, max_psnr is not None, max_gain is not None)
+            lines += _untried(members, rows)
     for row in chosen:
         lines += _leaks(row, max_psnr, max_gain)
     if max_epsilon is not None:
-        lines += [line for row in chosen for line in _refuted_by_attack(row)]
-        lines += [
-            f"{_named(row)}: {broken}"
-            for row in chosen
-            if row.vantage == "client" and row.epsilon is not None
-            for broken in _unkept(row, max_epsilon)
-        ]
+        for row in chosen:
+            lines += _refuted_by_attack(row)
+            if row.vantage == "client" and row.epsilon is not None:
+                lines += [f"{_named(row)}: {broken}" for broken in _unkept(row, max_epsilon)]
         lines += [line for run in runs for line in _unproven(run, names, max_epsilon)]
     return list(dict.fromkeys(lines))
+
+
+def _by_stack(rows: Iterable[LeaderboardRow]) -> list[list[LeaderboardRow]]:
+    """Returns the rows of each defense of each comparison."""
+    stacks: dict[tuple[Comparison, str], list[LeaderboardRow]] = {}
+    for row in rows:
+        stacks.setdefault((row.comparison, row.defense), []).append(row)
+    return list(stacks.values())
 
 
 def grown(before: Path | str, after: Path | str) -> list[str]:
@@ -141,6 +144,9 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
             lines += _other_setting(run, other)
     for old, new in matched:
         lines += _other_attack(old, new) + _more(old, new, gone)
+        if old.vantage == "client" and old.epsilon is not None:
+            # What a participant learns has an ε of its own, which no line of rounds states.
+            lines += _weaker(_named(new), [old], [new])
     fresh = [new for new in later_rows if all(new is not each or not o.n_ok for o, each in matched)]
     lines += [
         f"{_named(new)}: leaks, and was not measured before"
@@ -299,34 +305,40 @@ def _shows(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
     return bool(known) or works(row, [r for r in rows if (r.comparison, r.defense) == key])
 
 
+_Claim = UtilityRow | LeaderboardRow
+
+
 def _weaker_claims(
     runs: Sequence[Run], later: Sequence[Run], pairs: Collection[tuple[str, str]]
 ) -> list[str]:
-    """Returns a line for each defense whose ε or δ is larger than before, or is of something else.
-
-    Of a guarantee that was there before: where its terms were not stated, none is another.
-    """
+    """Returns a line for each defense of which less is claimed than before."""
     before, after = _claims(runs), _claims(later)
     lines = []
     for one, other in sorted(pairs):
+        of = f"{other}, " if len(after) > 1 else ""
         for name, earlier in before.get(one, {}).items():
-            of = f"{other}, " if len(after) > 1 else ""
-            later_claims = after.get(other, {}).get(name, [])
-            was = max(map(_epsilon, earlier))
-            now = max(map(_epsilon, later_claims), default=math.inf)
-            if now > was * (1 + 1e-9):
-                lines.append(f"{of}{name}: ε {now:.4g}, before {was:.4g}")
-            if math.isinf(max(was, now)):
-                continue
-            for term in ("unit", "relation", "delta"):
-                stated = {value for c in earlier if (value := getattr(c, term)) is not None}
-                for value in {getattr(claim, term): None for claim in later_claims}:
-                    less = term == "delta" and value is not None and value <= max(stated, default=1)
-                    if stated and value not in stated and not less:
-                        lines.append(
-                            f"{of}{name}: claims something else: {term} is {value}, before "
-                            f"{', '.join(map(str, sorted(stated)))}"
-                        )
+            lines += _weaker(f"{of}{name}", earlier, after.get(other, {}).get(name, []))
+    return lines
+
+
+def _weaker(name: str, earlier: Sequence[_Claim], later: Sequence[_Claim]) -> list[str]:
+    """Returns a line if ε or δ is larger than before, and for each term that is another.
+
+    Where a term was not stated, none is another.
+    """
+    was, now = max(map(_epsilon, earlier)), max(map(_epsilon, later), default=math.inf)
+    lines = [f"{name}: ε {now:.4g}, before {was:.4g}"] if now > was * (1 + 1e-9) else []
+    if math.isinf(max(was, now)):
+        return lines
+    for term in ("unit", "relation", "delta"):
+        stated = {value for c in earlier if (value := getattr(c, term)) is not None}
+        for value in dict.fromkeys(getattr(claim, term) for claim in later):
+            less = term == "delta" and value is not None and value <= max(stated, default=1)
+            if stated and value not in stated and not less:
+                was_stated = ", ".join(map(str, sorted(stated)))
+                lines.append(
+                    f"{name}: claims something else: {term} is {value}, before {was_stated}"
+                )
     return lines
 
 
@@ -385,59 +397,54 @@ def _leaks(row: LeaderboardRow, max_psnr: float | None, max_gain: float | None) 
     return lines
 
 
-def _untried(chosen: Sequence[LeaderboardRow], rows: Sequence[LeaderboardRow]) -> list[str]:
+def _untried(members: Sequence[LeaderboardRow], rows: Sequence[LeaderboardRow]) -> list[str]:
     """Returns a line for each attack that works undefended and was not measured on a defense.
 
     It was left out, or most of its trials failed. Defenses without any measured attack have a line
     already.
     """
-    stacks: dict[tuple[Comparison, str], list[LeaderboardRow]] = {}
-    for row in chosen:
-        stacks.setdefault((row.comparison, row.defense), []).append(row)
+    if not any(row.n_ok and row.gain for row in members):
+        return []
+    bare = [row for row in rows if row.comparison == members[0].comparison and row.undefended]
+    summed = any(row.vantage == "aggregate" for row in members)
     lines = []
-    for (comparison, defense), members in stacks.items():
-        bare = [row for row in rows if row.comparison == comparison and row.undefended]
-        summed = any(row.vantage == "aggregate" for row in members)
-        for row in bare:
-            if level_of(row, bare) not in ("leak", "partial"):
-                continue
-            same = [
-                each
-                for each in members
-                if not each.masked and attempt(each, summed) == attempt(row, summed)
-            ]
-            trials, ok = sum(each.n for each in same), sum(each.n_ok for each in same)
-            if 2 * ok < max(trials, 1) and any(each.n_ok and each.gain for each in members):
-                failed = f"failed in {trials - ok} of {number_of(trials, 'trial')}"
-                what = failed if same else "was left out"
-                lines.append(
-                    f"{defense} ({describe_comparison(comparison)}): {row.attack}, batch size "
-                    f"{row.batch_size}, round {row.round}, works undefended and {what}, and what "
-                    "is not measured keeps to no limit"
-                )
+    for row in bare:
+        if level_of(row, bare) not in ("leak", "partial"):
+            continue
+        tried = attempt(row, summed)
+        same = [each for each in members if not each.masked and attempt(each, summed) == tried]
+        trials, ok = sum(each.n for each in same), sum(each.n_ok for each in same)
+        if 2 * ok < max(trials, 1):
+            failed = f"failed in {trials - ok} of {number_of(trials, 'trial')}"
+            lines.append(
+                f"{_named_stack(members)}: {row.attack}, batch size {row.batch_size}, round "
+                f"{row.round}, works undefended and {failed if same else 'was left out'}, and "
+                f"{_KEEPS_NOTHING}"
+            )
     return lines
 
 
-def _unmeasured(rows: Sequence[LeaderboardRow], psnr: bool, gain: bool) -> list[str]:
-    """Returns a line for each defense of a comparison on which no attack yields what is limited."""
-    stacks: dict[tuple[Comparison, str], list[LeaderboardRow]] = {}
-    for row in rows:
-        stacks.setdefault((row.comparison, row.defense), []).append(row)
-    lines = []
-    for (comparison, defense), members in stacks.items():
-        ended = [row for row in members if row.n_ok]
-        missing = {
-            "PSNR": psnr and all(row.worst.get("psnr") is None for row in ended),
-            "gain over guessing and over another update": gain
-            and all(row.own_gain is None for row in ended),
-        }
-        lines += [
-            f"{defense} ({describe_comparison(comparison)}): no attack on it has a {what}, and "
-            "what is not measured keeps to no limit; results.jsonl says what failed"
-            for what, is_missing in missing.items()
-            if is_missing
-        ]
-    return lines
+_KEEPS_NOTHING = "what is not measured keeps to no limit"
+
+
+def _named_stack(members: Sequence[LeaderboardRow]) -> str:
+    return f"{members[0].defense} ({describe_comparison(members[0].comparison)})"
+
+
+def _unmeasured(members: Sequence[LeaderboardRow], psnr: bool, gain: bool) -> list[str]:
+    """Returns a line for each limited figure that no attack on a defense yields."""
+    ended = [row for row in members if row.n_ok]
+    missing = {
+        "PSNR": psnr and all(row.worst.get("psnr") is None for row in ended),
+        "gain over guessing and over another update": gain
+        and all(row.own_gain is None for row in ended),
+    }
+    return [
+        f"{_named_stack(members)}: no attack on it has a {what}, and {_KEEPS_NOTHING}; "
+        "results.jsonl says what failed"
+        for what, is_missing in missing.items()
+        if is_missing
+    ]
 
 
 def _stacks(run: Run) -> dict[str, list[Any]]:
@@ -484,7 +491,7 @@ def _unproven(run: Run, names: Collection[str], limit: float) -> list[str]:
     return lines
 
 
-def _unkept(claim: UtilityRow | LeaderboardRow, limit: float) -> list[str]:
+def _unkept(claim: _Claim, limit: float) -> list[str]:
     """Words why a claim keeps to no limit of ε, or not to this one; empty if it does."""
     epsilon = f"ε is {_epsilon(claim):.4g}"
     if _epsilon(claim) > limit:
@@ -502,5 +509,5 @@ def _unkept(claim: UtilityRow | LeaderboardRow, limit: float) -> list[str]:
     return []
 
 
-def _epsilon(row: UtilityRow | LeaderboardRow) -> float:
+def _epsilon(row: _Claim) -> float:
     return math.inf if row.epsilon is None else row.epsilon

@@ -13,9 +13,9 @@ from fedsim.recording.files import read_tensors
 from fedsim.report.figures import describe_variant
 from fedsim.report.paired import over_other
 from fedsim.report.pictures import reconstruction_file
+from fedsim.report.threat import ThreatModel, threat_model_of
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run
-from fedsim.results.threat_model import ThreatModel, threat_model_of
 from fedsim.scoring import psnr, summarize
 from fedsim.types import watcher_of
 

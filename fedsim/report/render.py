@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.target import ranking_targets
-from fedsim.report.control import (
-    Control,
+from fedsim.report.facts import Awaited
+from fedsim.report.judge import Control, Judgement, dump, judgements
+from fedsim.report.messages import (
+    describe_control,
     invalid_comparisons,
     invalid_reasons,
-    positive_controls,
+    sentence,
     warnings,
 )
-from fedsim.report.facts import Awaited
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.table import terminal_table
 from fedsim.scoring import METRICS, Summary
@@ -38,6 +39,7 @@ def render(
     color: bool = False,
     awaited: Awaited | None = None,
     unfinished: Sequence[str] = (),
+    judged: Sequence[Judgement] | None = None,
 ) -> str:
     """Returns the leaderboard `rows` as text.
 
@@ -48,9 +50,10 @@ def render(
         color: whether a table has ANSI codes.
         awaited: why no row is there yet; None if there are some, or never will be.
         unfinished: of JSON, a line for each run that has not ended, or is not scored to its end.
+        judged: of JSON, the judgement of each comparison; by default of the rows alone.
     """
     if format == "json":
-        return _json(rows, awaited, unfinished)
+        return _json(rows, awaited, unfinished, judgements(rows) if judged is None else judged)
     if format == "csv":
         return _csv(rows, awaited)
     if awaited:
@@ -64,7 +67,10 @@ def _reasons(rows: Sequence[LeaderboardRow], awaited: Awaited | None) -> list[st
 
 
 def _json(
-    rows: Sequence[LeaderboardRow], awaited: Awaited | None, unfinished: Sequence[str]
+    rows: Sequence[LeaderboardRow],
+    awaited: Awaited | None,
+    unfinished: Sequence[str],
+    judged: Sequence[Judgement],
 ) -> str:
     reasons, invalid = _reasons(rows, awaited), invalid_comparisons(rows)
     document = {
@@ -72,7 +78,8 @@ def _json(
         "invalid_reasons": reasons,
         "unfinished": list(unfinished),
         "warnings": warnings(rows),
-        "positive_controls": [_control(control) for control in positive_controls(rows)],
+        "positive_controls": [_control(each.control) for each in judged],
+        "judgements": [_judgement(each) for each in judged],
         "rows": [{**_validity(row, invalid), **_fields(row)} for row in rows],
     }
     return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
@@ -83,8 +90,16 @@ def _control(control: Control) -> dict[str, Any]:
     return {
         "comparison": [*where, threat.title, watcher],
         "status": control.status,
-        "reason": control.reason,
+        "reason": describe_control(control),
     }
+
+
+def _judgement(judged: Judgement) -> dict[str, Any]:
+    """Returns a judgement as plain values, and each verdict in words, too."""
+    document = dump(judged)
+    for plain, verdict in zip(document["verdicts"], judged.verdicts, strict=True):
+        plain["sentence"] = sentence(verdict)
+    return document
 
 
 def _fields(row: LeaderboardRow) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.target import Target, ranking_targets, targets
+from fedsim.report.threat import Comparison as Comparison
+from fedsim.report.threat import ThreatModel
 from fedsim.results.lines import ControlKind, Subject
-from fedsim.results.threat_model import ThreatModel
 from fedsim.scoring import Accuracy, Share, Summary, guess_problem, learning_problem
 from fedsim.targets.images import EXPOSED_IMAGE as EXPOSED_IMAGE
 from fedsim.targets.images import LIKENESS_GAIN as LIKENESS_GAIN
@@ -19,10 +20,6 @@ from fedsim.targets.images import RECOGNIZABLE_SSIM as RECOGNIZABLE_SSIM
 from fedsim.targets.images import Images
 from fedsim.types import Server, watcher_of
 from fedsim.words import number_of
-
-Comparison = tuple[str, str, str, str, ThreatModel, str]
-"""(scenario, variant, data source, model, threat model, who looks): rows of one may be ranked, of
-two never."""
 
 REQUIRED_GAIN = Images.leaks
 """A trial leaks if it gains at least so many dB over the zero-information guess and over another

@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedsim.contracts.grant import Grant
-from fedsim.report.control import (
-    describe_comparison,
-    invalid_comparisons,
-    invalid_reasons,
-    positive_controls,
-    warnings,
-)
 from fedsim.report.figures import format_accuracy, format_claim, format_epsilon, format_number
+from fedsim.report.judge import positive_controls
 from fedsim.report.measured import ABSENT, heading_of, measured
+from fedsim.report.messages import invalid_comparisons, invalid_reasons, warnings
 from fedsim.report.row import LeaderboardRow, population_of
+from fedsim.report.threat import describe_comparison
 from fedsim.scoring import METRICS
 from fedsim.words import number_of
 

@@ -1,15 +1,186 @@
-"""Words the threat model as the rows themselves state it."""
+"""Who attacks: what the server did, what an attacker was granted, and how that is worded.
+
+Rows of one threat model may be ranked, of two never. The honest server, to whom nothing is granted,
+is the default, and comes first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from fedsim.contracts.grant import Grant
 from fedsim.results.lines import ResultRow
-from fedsim.results.threat_model import ThreatModel, threat_model_of
+from fedsim.types import Server
 from fedsim.words import number_of
+
+_DONE: Mapping[Server, str] = {
+    "honest": "",
+    "planted": "planted weights",
+    "modified": "put a module into the model",
+}
+"""What a server did to the model, in the order in which comparisons are shown."""
+
+WATCHERS: Mapping[str, str] = {
+    "server": "the server",
+    "client": "another participant",
+    "eavesdropper": "an eavesdropper on the wire",
+}
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class ThreatModel:
+    """What an attacker did and had. The default is the honest server, to whom nothing is granted.
+
+    They sort by how much they take: the honest server first, then one that has less or the public
+    statistics, then one to whom more is granted, and the malicious servers last.
+    """
+
+    altered: int = 0
+    """What the server has done to the model, as a position in the order of shown servers."""
+    beyond: tuple[str, ...] = ()
+    """What it had that no honest server has by itself, as `labels=known`, and what the attack
+    brought along."""
+    within: tuple[str, ...] = ()
+    """What it had within that of an honest server, where it is other than the default."""
+
+    @property
+    def server(self) -> Server:
+        """What the server has done to the model."""
+        return list(_DONE)[self.altered]
+
+    @property
+    def malicious(self) -> bool:
+        """Whether the server altered the model."""
+        return self.altered > 0
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is the honest server with neither more nor less than the default."""
+        return self == HONEST
+
+    @property
+    def is_honest(self) -> bool:
+        """Whether an honest server can be this attacker: nothing altered, nothing beyond."""
+        return not self.malicious and not self.beyond
+
+    @property
+    def title(self) -> str:
+        """Its name, as `honest server` or `honest server, granted labels=known`."""
+        done = _DONE[self.server]
+        return f"{f'malicious server that {done}' if done else 'honest server'}{self.differs}"
+
+    @property
+    def differs(self) -> str:
+        """What it had, other than the default: `, granted labels=known`; empty if nothing."""
+        parts = [
+            f", with {', '.join(self.within)}" if self.within else "",
+            f", granted {', '.join(self.beyond)}" if self.beyond else "",
+        ]
+        return "".join(parts)
+
+
+HONEST = ThreatModel()
+"""The default: it follows the protocol, nothing is planted, no module is put in, nothing is granted
+but what its own role shows it. Labels are inferred."""
+
+
+Comparison = tuple[str, str, str, str, ThreatModel, str]
+"""(scenario, variant, data source, model, threat model, who looks): rows of one may be ranked, of
+two never."""
+
+
+def threat_model_of(row: ResultRow) -> ThreatModel:
+    """Returns the threat model of a row, from all that the row says was granted.
+
+    What this version does not know, of a later version or of a third party, counts as granted
+    beyond the honest server's.
+    """
+    default = Grant().model_dump()
+    within: list[str] = []
+    beyond = list(row.knowledge.beyond_honest())
+    for name, value in row.knowledge.model_dump().items():
+        entry = f"{_quote(name)}={_quote(value)}"
+        if name not in default or (value != default[name] and entry not in beyond):
+            (within if name in default else beyond).append(entry)
+    return ThreatModel(
+        altered=list(_DONE).index(row.server),
+        beyond=_sorted(beyond + [f"{_OWN}{thing}" for thing in row.attack.brought]),
+        within=_sorted(within),
+    )
+
+
+_OWN = "own "
+
+
+def is_own(entry: str) -> bool:
+    """Whether an entry of what an attacker had is what the attack brought, and was not granted."""
+    return entry.startswith(_OWN)
+
+
+_WORD = re.compile(r"[^\W\d][\w./+-]*")
+_OTHERS = ("True", "False", "None")
+
+
+def _quote(value: object) -> str:
+    """Words what a grant is called or has: quoted if other things would read like it."""
+    plain = not isinstance(value, str) or (_WORD.fullmatch(value) and value not in _OTHERS)
+    return str(value) if plain else json.dumps(value, ensure_ascii=False)
+
+
+def _sorted(entries: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(entries)))
+
+
+def unworded(threat: ThreatModel) -> list[str]:
+    """Returns what a threat model has that the meanings of grants do not word.
+
+    That is what an attack brought along, and grants that this version does not know.
+    """
+    known = Grant.model_fields
+    return [entry for entry in threat.beyond if entry.partition("=")[0] not in known]
+
+
+# Names of an attacker and of a comparison.
+
+
+def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str:
+    """Names who attacks, with all that the threat model adds to what this attacker has.
+
+    A server that altered the model is never called just a server. `masked` says whether it sees a
+    client's part of a secure sum.
+    """
+    done = _DONE[threat.server]
+    if vantage in ("client", "eavesdropper"):
+        apart = f", where a malicious server {done}" if done else ""
+        name, seen = WATCHERS[vantage], threat.differs + apart
+    else:
+        name = f"a malicious server that {done}" if done else WATCHERS["server"]
+        summed = ", which sees sums alone" if vantage == "aggregate" else ""
+        seen = threat.differs + (", which sees masked updates" if masked else summed)
+    return f"{name}{seen}," if seen else name
+
+
+def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = ()) -> str:
+    """Words a comparison, its threat model unless that is the honest server, and who else looks.
+
+    For instance `quickstart (training.mode=eval), faces, convnet`. The honest server is named, too,
+    if the comparison is shown `beside` any of another threat model.
+    """
+    scenario, variant, dataset, model, threat, watcher = comparison
+    done = f", {threat.server} by a malicious server" if threat.malicious else ""
+    if threat.is_default and any(other[-2] != threat for other in beside):
+        done = f", {threat.title}"
+    done += threat.differs
+    done += "" if watcher == "server" else f", seen by {WATCHERS.get(watcher, watcher)}"
+    return f"{scenario}{f' ({variant})' if variant else ''}, {dataset}, {model}{done}"
+
+
+# What the rows themselves state of their attackers, in whole sentences.
 
 VANTAGES = {
     "server": "each client’s update on its own, after that client’s defenses: the attacker is the "
@@ -32,6 +203,10 @@ _MODE = {
     "eval": "clients compute it in evaluation mode, which real clients seldom do and which makes "
     "attacks easier",
 }
+_KERNEL = (
+    "of a kernel regression of the client’s images; of who took part it is asked if this row did, "
+    "or another in its place"
+)
 _RELEASES = {
     "sketch": "a release is the product of the client’s rows with a random matrix that nobody else "
     "knows",
@@ -40,10 +215,8 @@ _RELEASES = {
     "the client’s rows",
     "normal_coefficients": "a release is the coefficients of a regression on the client’s rows, "
     "with the normal randomness of a sketch",
-    "kernel_regression": "a release is the predictor of a kernel regression of the client’s "
-    "images; of who took part it is asked if this row did, or another in its place",
-    "kernel_model": "a release is the features and coefficients of a kernel regression of the "
-    "client’s images; of who took part it is asked if this row did, or another in its place",
+    "kernel_regression": f"a release is the predictor {_KERNEL}",
+    "kernel_model": f"a release is the features and coefficients {_KERNEL}",
 }
 
 
@@ -51,26 +224,38 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     """Returns what the attacker sees, knows, is granted and is refused: (verb, plain words)."""
     if not rows:
         return []
+    views = [_phrase(rows, VANTAGES, _view(rows))]
     if rows[0].subject == "rows":
-        return _row_threat_model(rows)
-    views = [
-        _phrase(rows, VANTAGES, _view(rows)),
-        _phrase(rows, _TRAINING, lambda row: row.training.get("algorithm")),
-        _phrase(rows, _MODE, lambda row: row.training.get("mode")),
-    ]
+        views.append(_phrase(rows, _RELEASES, _kind_of_release))
+        kernel = all(str(_kind_of_release(row)).startswith("kernel_") for row in rows)
+        known = "the columns with their declared ranges, the bound on the norm of a row"
+        hidden = "how many rows took part; the clients’ random matrices"
+        if kernel:
+            known = "the kernel, that features are of unit length, how many rows took part"
+            hidden = "the clients’ noise"
+        knows = (
+            f"The learner and its parameters, {known}, and the declared defenses with their "
+            "noise. It follows the protocol."
+        )
+        never = (
+            f"The row that it is after, unless it is asked whether that row took part; {hidden}."
+        )
+    else:
+        views.append(_phrase(rows, _TRAINING, lambda row: row.training.get("algorithm")))
+        views.append(_phrase(rows, _MODE, lambda row: row.training.get("mode")))
+        knows = (
+            "The model’s code, the global weights that the client started from, the declared "
+            f"training settings, the batch size, and the declared defenses. {_conduct(rows)}"
+        )
+        never = (
+            "An image of a client. Restarts and reconstructions are chosen by the attack’s own "
+            "loss, not by their likeness to the truth."
+        )
     return [
         ("Sees", _sentence(views)),
-        (
-            "Knows",
-            "The model’s code, the global weights that the client started from, the declared "
-            f"training settings, the batch size, and the declared defenses. {_conduct(rows)}",
-        ),
+        ("Knows", knows),
         ("Is granted", _granted(rows)),
-        (
-            "Never sees",
-            "An image of a client. Restarts and reconstructions are chosen by the attack’s own "
-            "loss, not by their likeness to the truth.",
-        ),
+        ("Never sees", never),
     ]
 
 
@@ -85,29 +270,8 @@ def _view(rows: Sequence[ResultRow]) -> Callable[[ResultRow], str]:
     return view
 
 
-def _row_threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
-    views = [
-        _phrase(rows, VANTAGES, _view(rows)),
-        _phrase(rows, _RELEASES, lambda row: (row.release or {}).get("kind")),
-    ]
-    ranges = "the columns with their declared ranges, the bound on the norm of a row"
-    hidden = "how many rows took part; the clients’ random matrices"
-    if all(str((row.release or {}).get("kind")).startswith("kernel_") for row in rows):
-        ranges = "the kernel, that features are of unit length, how many rows took part"
-        hidden = "the clients’ noise"
-    return [
-        ("Sees", _sentence(views)),
-        (
-            "Knows",
-            f"The learner and its parameters, {ranges}, and the declared defenses with their "
-            "noise. It follows the protocol.",
-        ),
-        ("Is granted", _granted(rows)),
-        (
-            "Never sees",
-            f"The row that it is after, unless it is asked whether that row took part; {hidden}.",
-        ),
-    ]
+def _kind_of_release(row: ResultRow) -> Any:
+    return (row.release or {}).get("kind")
 
 
 def _granted(rows: Sequence[ResultRow]) -> str:
@@ -122,47 +286,36 @@ def _granted(rows: Sequence[ResultRow]) -> str:
     return _sentence(parts)
 
 
-def unworded(threat: ThreatModel) -> list[str]:
-    """Returns what a threat model has that the meanings of grants do not word.
-
-    That is what an attack brought along, and grants that this version does not know.
-    """
-    known = Grant.model_fields
-    return [entry for entry in threat.beyond if entry.partition("=")[0] not in known]
-
-
 def _conduct(rows: Sequence[ResultRow]) -> str:
     altered = sum(row.server != "honest" for row in rows)
     if not altered:
         return "It follows the protocol."
-    heads, imprints = (
-        [row.model.parameters.get(part) or {} for row in rows if row.model]
-        for part in ("head", "imprint")
-    )
-    planted = max((int(head.get("planted") or 0) for head in heads), default=0)
-    bins = max((int(imprint.get("bins") or 0) for imprint in imprints), default=0)
+    planted, bins = _most(rows, "head", "planted"), _most(rows, "imprint", "bins")
     servers = {row.server for row in rows}
     changes = []
-    if "planted" in servers and not planted:
+    if planted:
+        hidden = number_of(planted, "hidden neuron")
+        changes.append(f"the weights of {hidden} of the head are of its own choice (planted)")
+    elif "planted" in servers:
         changes.append("it has chosen weights of the head (planted)")
-    elif planted:
-        changes.append(
-            f"the weights of {number_of(planted, 'hidden neuron')} of the head are of its own "
-            "choice (planted)"
-        )
-    if "modified" in servers and not bins:
-        changes.append("it has put a module into the model (imprint)")
-    elif bins:
+    if bins:
         changes.append(
             f"it has put a module of {number_of(bins, 'neuron')} in front of the model, whose "
-            "gradient shows "
-            "images (imprint)"
+            "gradient shows images (imprint)"
         )
+    elif "modified" in servers:
+        changes.append("it has put a module into the model (imprint)")
     honest = len(rows) - altered
     if honest:
         counted = f"In {honest} of {number_of(len(rows), 'run')} it follows the protocol"
         return f"{counted}; in the others it is malicious: {', or '.join(changes)}."
     return f"It follows the protocol, but {', and '.join(changes)}: a malicious server."
+
+
+def _most(rows: Sequence[ResultRow], part: str, count: str) -> int:
+    """Returns the largest `count` that the models of `rows` state of a `part`; 0 without any."""
+    parts = [row.model.parameters.get(part) or {} for row in rows if row.model]
+    return max((int(each.get(count) or 0) for each in parts), default=0)
 
 
 def _sentence(parts: Sequence[str]) -> str:
@@ -181,3 +334,133 @@ def _phrase(
     return "; ".join(
         f"in {values.count(v)} of {number_of(len(rows), 'run')} {phrases[v]}" for v in kinds
     )
+
+
+# The attackers that the literature numbers A to H, and which of them were measured.
+
+SOURCE = (
+    "Carletti, Foggia, Mazzocca, Parrella and Vento, SoK: Gradient Inversion Attacks in Federated "
+    "Learning, USENIX Security 2025"
+)
+
+Letter = Literal["A", "B", "C", "D", "E", "F", "G", "H"]
+"""A to E are passive, F to H active."""
+
+NO_UPDATE = "no update of a model was attacked"
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """Describes one numbered attacker."""
+
+    letter: Letter
+    name: str
+    has: str
+    exceeded_by: str
+    """Letters of those who can do all that it can."""
+    unmeasured: str = NO_UPDATE
+    """Why a run does not measure it."""
+
+
+ATTACKERS = (
+    Attacker("A", "Eavesdropper", "the model’s architecture and the updates", "BCDEFGH"),
+    Attacker(
+        "B",
+        "Informed eavesdropper",
+        "A, and general knowledge such as that pictures are smooth",
+        "CDEFGH",
+    ),
+    Attacker(
+        "C",
+        "Parameter-aware eavesdropper",
+        "B, and how clients train: steps, batch size, learning rate",
+        "DEFGH",
+    ),
+    Attacker(
+        "D",
+        "Data-enhanced eavesdropper",
+        "C, and other data of the same kind",
+        "EGH",
+        "no attacker was granted other data of the same kind (knowledge.public)",
+    ),
+    Attacker(
+        "E",
+        "Statistical-informed eavesdropper",
+        "D, and statistics of the client’s own data, as batch norm shows them",
+        "",
+        "no attacker was granted statistics of a client’s data (knowledge.bn)",
+    ),
+    Attacker(
+        "F",
+        "Active manipulator",
+        "C, and it changes the model that clients train",
+        "GH",
+        "the server changed nothing in the model (model.imprint, model.head.planted)",
+    ),
+    Attacker(
+        "G",
+        "Data-enhanced manipulator",
+        "F, and other data of the same kind",
+        "H",
+        "no server that changes the model was granted other data (knowledge.public)",
+    ),
+    Attacker(
+        "H",
+        "Active client manipulator",
+        "G, and it chooses who takes part, or adds clients of its own",
+        "",
+        "no server here chooses who takes part, or adds clients of its own",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Says whether a run has measured a numbered attacker, and how that is known."""
+
+    attacker: Attacker
+    extent: Literal["measured", "within", "not measured"]
+    """`within`: not measured itself, and a measured attacker can do all that it can."""
+    reason: str
+
+
+def letter_of(row: ResultRow) -> Letter | None:
+    """Returns the numbered attacker of `row`; None for a closed-form release.
+
+    Every attacker here knows how clients train, and is granted the rest by the scenario. Other data
+    of the same kind may also be an attack's own (its parameter `public`, of a generator).
+    """
+    if row.subject == "rows":
+        return None
+    if threat_model_of(row).malicious:
+        return "G" if _has_surrogate(row) else "F"
+    # Global running statistics are part of the model that everybody receives.
+    if row.knowledge.bn in ("inferred", "exact"):
+        return "E"
+    return "D" if _has_surrogate(row) else "C"
+
+
+def _has_surrogate(row: ResultRow) -> bool:
+    return row.knowledge.public != "none" or bool(row.attack.brought)
+
+
+def coverage(rows: Sequence[ResultRow]) -> list[Coverage]:
+    """Returns what the scored `rows` cover of each numbered attacker, in their order."""
+    return [_cover(attacker, rows) for attacker in ATTACKERS]
+
+
+def _cover(attacker: Attacker, rows: Sequence[ResultRow]) -> Coverage:
+    own = [row for row in rows if letter_of(row) == attacker.letter]
+    if own:
+        reason = number_of(len(own), "attack run")
+        if attacker.letter == "E" and not any(map(_has_surrogate, own)):
+            reason += ", none of them with other data of the same kind"
+        return Coverage(attacker=attacker, extent="measured", reason=reason)
+    letters = {letter for row in rows if (letter := letter_of(row))}
+    if stronger := sorted(letters & set(attacker.exceeded_by)):
+        reason = (
+            f"whoever has this can run no attack that {stronger[0]} cannot; how much less it "
+            "recovers was not measured"
+        )
+        return Coverage(attacker=attacker, extent="within", reason=reason)
+    return Coverage(attacker=attacker, extent="not measured", reason=attacker.unmeasured)

@@ -15,6 +15,7 @@ from fedsim.federation import refusals
 from fedsim.privacy.membership import auc_limit
 from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows, positive_controls, render
+from fedsim.report.messages import describe_control
 from fedsim.results.record import Row, Run
 from fedsim.scenario import ScenarioError
 from fedsim.scenario.resolve import resolve
@@ -88,7 +89,7 @@ def test_attacks_work_if_either_rows_or_members_are_told(finished: Run) -> None:
             }
             changed.append(replace(row, metrics=metrics, **gains))
         (control,) = positive_controls(changed)
-        return f"{control.status}: {control.reason}"
+        return f"{control.status}: {describe_control(control)}"
 
     assert "passed: undefended, at batch size 8, row_reconstruction" in with_means(5.0, 0.5)
     assert "passed: undefended, at batch size 8, membership_inference" in with_means(1.0, 0.8)

@@ -13,9 +13,9 @@ import fedsim
 from fedsim.federation import refusals
 from fedsim.recording.files import load_observation
 from fedsim.recording.truth import load_truth
-from fedsim.report.control import positive_controls
+from fedsim.report.judge import judge
 from fedsim.report.leaderboard import leaderboard_rows
-from fedsim.report.verdict import verdicts
+from fedsim.report.messages import describe_control
 from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
@@ -79,9 +79,9 @@ def test_the_truth_holds_the_heads_inputs(finished: Path) -> None:
 
 def test_features_pass_the_positive_control_and_reach_the_verdict(finished: Path) -> None:
     rows = leaderboard_rows([finished])
-    (control,) = positive_controls(rows)
-    assert control.status == "passed" and "span error" in control.reason
-    by_name = {verdict.strongest.defense: verdict for verdict in verdicts(rows, control)}
+    control = judge(rows).control
+    assert control.status == "passed" and "span error" in describe_control(control)
+    by_name = {verdict.defense: verdict for verdict in judge(rows).verdicts}
     assert by_name["none"].level == "features"
     assert by_name["noise"].strongest.attack == "best_features"
     assert "span error" in by_name["none"].sentence

@@ -1,4 +1,4 @@
-"""Results rows by figures that are known, and the answers that follow from them."""
+"""Results rows by figures that are known, and the verdicts that follow from them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.report import leaderboard_rows, load_runs, positive_controls
-from fedsim.report.answers import Answer, answers
+from fedsim.report import load_runs
+from fedsim.report.judge import Judgement, Verdict, judge_runs
+
+Lines = list[dict[str, Any]]
 
 DP = [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 1.1}]
 
@@ -64,9 +66,32 @@ def trial(
     }
 
 
-def trials(values: Sequence[float | None], **case: Any) -> list[dict[str, Any]]:
+def trials(values: Sequence[float | None], **case: Any) -> Lines:
     """One row for each PSNR."""
     return [trial(value, trial=number, **case) for number, value in enumerate(values)]
+
+
+def changed(rows: Lines, **parts: Any) -> Lines:
+    """The same trials with other parts; of a part that is a mapping, those entries alone.
+
+    Numbers in it are a little more in each trial, so that they have an interval.
+    """
+
+    def change(row: dict[str, Any], name: str, part: Any, i: int) -> Any:
+        if not isinstance(part, dict):
+            return part
+        entries = {k: v + i / 1e4 if isinstance(v, float) else v for k, v in part.items()}
+        return (row.get(name) or {}) | entries
+
+    return [
+        row | {name: change(row, name, part, i) for name, part in parts.items()}
+        for i, row in enumerate(rows)
+    ]
+
+
+def controlled(rows: Lines, of: str | None, **other: float) -> Lines:
+    """The same trials, scored against another update of that kind; without any by default."""
+    return [row | {"control": {"of": of, "other_update": other or None}} for row in rows]
 
 
 WORKS = trials([30.0, 31.0, 32.0, 33.0, 34.0], defense="none", ssim=0.9)
@@ -75,20 +100,23 @@ WORKS = trials([30.0, 31.0, 32.0, 33.0, 34.0], defense="none", ssim=0.9)
 FAILS = [12.1, 11.9, 12.0, 11.8, 12.2]
 """PSNR of an attack that guesses: its mean gain is 0."""
 
+SAFE = trials(FAILS, privacy=PROVEN)
+"""Trials behind a defense that is relied on."""
 
-def answered(
-    folder: Path, lines: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]] = ()
-) -> list[Answer]:
-    """The answers of the first comparison among `lines`."""
+
+def save(folder: Path, lines: Lines, rounds: Lines | None = None) -> Path:
+    """Writes these rows as a run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rounds))
-    rows = leaderboard_rows([folder])
-    control = positive_controls(rows)[0]
-    members = [row for row in rows if row.comparison == control.comparison]
-    return answers(members, control, load_runs([folder]))
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rounds or []))
+    return folder
 
 
-def behind(folder: Path, values: Sequence[float | None], **case: Any) -> Answer:
-    """The answer for a defense whose trials have these PSNRs, beside attacks that work."""
-    return next(a for a in answered(folder, [*WORKS, *trials(values, **case)]) if not a.undefended)
+def judged(folder: Path, lines: Lines, rounds: Lines | None = None) -> Judgement:
+    """The judgement of the first comparison among `lines`."""
+    return judge_runs(load_runs([save(folder, lines, rounds)]))[0]
+
+
+def behind(folder: Path, lines: Lines, plain: Lines = WORKS) -> Verdict:
+    """The verdict on the defense, beside attacks without one."""
+    return next(v for v in judged(folder, [*plain, *lines]).verdicts if not v.undefended)

@@ -23,9 +23,9 @@ from fedsim.report.content import Content
 from fedsim.report.dossier import dossier_of, write_dossier
 from fedsim.report.dossier.attempts import tried, untried
 from fedsim.report.dossier.guarantees import guarantees
-from fedsim.report.dossier.literature import coverage
 from fedsim.report.dossier.opinion import criteria
 from fedsim.report.dossier.repetition import check_command, hashes, numbered
+from fedsim.report.threat import coverage
 from fedsim.report.wording import command_lines
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import load_runs
@@ -171,11 +171,11 @@ FACTORED = {"name": "factored_inversion", "label": "f", "parameters": {"public":
 )
 def test_threat_models_that_a_run_covers(rows: list[ResultRow], measured: str, within: str) -> None:
     found = coverage(rows)
-    assert "".join(each.model.letter for each in found) == "ABCDEFGH"
+    assert "".join(each.attacker.letter for each in found) == "ABCDEFGH"
     for word, letters in (("measured", measured), ("within", within)):
-        assert "".join(e.model.letter for e in found if e.coverage == word) == letters
+        assert "".join(e.attacker.letter for e in found if e.extent == word) == letters
     assert all(each.reason for each in found)
-    assert found[-1].coverage == "not measured", "no run lets an attacker choose clients"
+    assert found[-1].extent == "not measured", "no run lets an attacker choose clients"
 
 
 def test_every_installed_attack_is_tried_or_not_with_a_reason() -> None:

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answer_rows import WORKS, answered, trials
+from answer_rows import WORKS, judged, trials
 
 from fedsim.cli import outcome
 from fedsim.cli.outcome import TableFormat
 from fedsim.report import leaderboard_rows, load_runs, render, write_report
-from fedsim.report.answers import answers_of
 from fedsim.report.content import Content
 from fedsim.report.dossier import write_dossier
+from fedsim.report.judge import Verdict, judge_runs
 from fedsim.report.limits import broken_limits, grown
 from fedsim.report.loggers.entries import entries
-from fedsim.report.threat import threat_model
+from fedsim.report.messages import brief
+from fedsim.report.threat import HONEST, describe_attacker, threat_model
 from fedsim.results.reading import measurements
-from fedsim.results.threat_model import HONEST
 
 WEAK, STRONG = [12.1, 11.9, 12.0], [38.0, 39.0, 40.0]
 
@@ -52,7 +52,7 @@ def granted(case: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
 @pytest.fixture(params=GRANTS, ids=str)
 def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A run folder: the strong rows of another threat model first, then an honest server's."""
-    answered(tmp_path / "run", [*granted(request.param), *WORKS, *trials(WEAK)])
+    judged(tmp_path / "run", [*granted(request.param), *WORKS, *trials(WEAK)])
     return tmp_path / "run"
 
 
@@ -72,13 +72,18 @@ def test_no_ranking_mixes_them_and_the_honest_server_is_first(mixed: Path) -> No
     assert [where[-2] for where in controls] == ["honest server", rows[-1].threat.title]
 
 
+def attacker_of(verdict: Verdict) -> str:
+    row = verdict.strongest
+    return describe_attacker(row.threat, row.vantage, masked=row.masked)
+
+
 def test_headlines_are_of_one_threat_model_each(mixed: Path) -> None:
-    (first, honest), (second, other) = answers_of(load_runs([mixed]))
-    assert first[-2] == HONEST != second[-2]
-    of = {answer.defense: answer for answer in honest}
-    assert of["dp"].finding == "nothing"
-    assert {answer.defense: answer for answer in other}["dp"].finding == "recognizable"
-    assert other[0].attacker != honest[0].attacker == "the server"
+    honest, other = judge_runs(load_runs([mixed]))
+    assert honest.comparison[-2] == HONEST != other.comparison[-2]
+    found = [{v.defense: v.finding for v in each.verdicts}["dp"] for each in (honest, other)]
+    assert found == ["nothing", "recognizable"]
+    named = [attacker_of(each.verdicts[0]) for each in (honest, other)]
+    assert named[0] == "the server" != named[1]
 
 
 def test_terminal_report_and_page_show_them_apart(mixed: Path) -> None:
@@ -107,8 +112,8 @@ def test_limits_name_the_threat_model(mixed: Path) -> None:
 def test_runs_of_two_threat_models_have_nothing_to_compare(tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     known = {"knowledge": {"labels": "known"}}
-    answered(before, [*WORKS, *trials(WEAK, attack="strong")])
-    answered(after, [*WORKS, *granted(known)])
+    judged(before, [*WORKS, *trials(WEAK, attack="strong")])
+    judged(after, [*WORKS, *granted(known)])
     lines = grown(before, after)
     assert "dp, strong, batch size 1, round 1: not measured any more" in lines
     assert not any("gain" in line for line in lines if line.startswith("dp"))
@@ -125,17 +130,17 @@ def test_runs_of_two_threat_models_have_nothing_to_compare(tmp_path: Path) -> No
 def test_whoever_looks_the_headline_says_what_else_was_had(
     changes: dict[str, Any], words: str, case: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = answered(tmp_path / "run", granted(case, **changes))
+    found = judged(tmp_path / "run", granted(case, **changes)).verdicts
     title = leaderboard_rows([tmp_path / "run"])[0].threat.differs
-    for answer in found:
-        assert answer.attacker.startswith(words)
-        done = {"planted": "server has planted weights", "modified": "server has put a module"}
-        assert (title or done[case["server"]]) in answer.brief
+    for verdict in found:
+        assert attacker_of(verdict).startswith(words)
+        done = {"planted": "server planted weights", "modified": "server put a module"}
+        assert (title or done[case["server"]]) in brief(verdict)
 
 
 @pytest.mark.parametrize("case", GRANTS, ids=str)
 def test_who_attacks_names_all_that_was_had(case: dict[str, Any], tmp_path: Path) -> None:
-    answered(tmp_path / "run", granted(case))
+    judged(tmp_path / "run", granted(case))
     said = " ".join(text for _, text in threat_model(measurements(load_runs([tmp_path / "run"]))))
     entry = {
         "labels": "true labels",
@@ -151,7 +156,7 @@ def test_who_attacks_names_all_that_was_had(case: dict[str, Any], tmp_path: Path
 
 
 def test_who_attacks_counts_rows_of_a_malicious_server(tmp_path: Path) -> None:
-    answered(tmp_path / "run", [*granted({"server": "planted"}), *WORKS])
+    judged(tmp_path / "run", [*granted({"server": "planted"}), *WORKS])
     knows = dict(threat_model(measurements(load_runs([tmp_path / "run"]))))["Knows"]
     assert "In 5 of 11 runs it follows the protocol" in knows
 
@@ -160,7 +165,7 @@ def test_who_attacks_counts_rows_of_a_malicious_server(tmp_path: Path) -> None:
 def test_a_dossier_says_beside_each_figure_what_was_had(
     case: dict[str, Any], tmp_path: Path
 ) -> None:
-    answered(tmp_path / "run", granted(case))
+    judged(tmp_path / "run", granted(case))
     row = leaderboard_rows([tmp_path / "run"])[0]
     (page,) = write_dossier(tmp_path / "run")
     text = page.read_text()
@@ -172,7 +177,7 @@ def test_figures_of_two_threat_models_have_two_names(mixed: Path) -> None:
         *granted({"knowledge": {"labels": "known"}}),
         *trials(WEAK, attack="strong"),
     ]
-    answered(mixed, lines)
+    judged(mixed, lines)
     (run,) = load_runs([mixed])
     named = [(figure.name, figure.round) for figure in entries(run).figures]
     assert len(set(named)) == len(named)
@@ -181,7 +186,7 @@ def test_figures_of_two_threat_models_have_two_names(mixed: Path) -> None:
 def test_a_trial_without_a_score_hides_no_leak_of_another(tmp_path: Path) -> None:
     leaks, nothing = trials([40.0, 12.0], attack="strong")
     nothing["metrics"] = {"psnr": None}
-    answered(tmp_path / "run", [*WORKS, *trials(WEAK), leaks, nothing])
+    judged(tmp_path / "run", [*WORKS, *trials(WEAK), leaks, nothing])
     (line,) = broken_limits([tmp_path / "run"], max_psnr=20.0)
     assert line.startswith("dp, strong") and "40.0 dB, above 20" in line
 
@@ -189,13 +194,13 @@ def test_a_trial_without_a_score_hides_no_leak_of_another(tmp_path: Path) -> Non
 def test_a_failure_without_a_guess_hides_no_leak_of_another(tmp_path: Path) -> None:
     leaks, failed = trials([40.0, None], attack="strong")
     failed["baseline"] = None
-    answered(tmp_path / "run", [*WORKS, *trials(WEAK), leaks, failed])
+    judged(tmp_path / "run", [*WORKS, *trials(WEAK), leaks, failed])
     (line,) = broken_limits([tmp_path / "run"], max_psnr=20.0)
     assert line.startswith("dp, strong") and "40.0 dB, above 20" in line
 
 
 def test_one_threat_model_alone_is_named_if_it_is_another(tmp_path: Path) -> None:
-    answered(tmp_path / "run", WORKS)
+    judged(tmp_path / "run", WORKS)
     assert "honest server" not in render(leaderboard_rows([tmp_path / "run"]), width=160)
 
 
@@ -204,7 +209,7 @@ def test_a_dossier_mixes_no_threat_models_unsaid(tmp_path: Path) -> None:
     rows = copy.deepcopy([*WORKS, *trials(WEAK), *granted_rows])
     for row in rows:
         row["metrics"]["membership_auc"] = 0.9 if row["attack"]["name"] == "strong" else 0.5
-    answered(tmp_path / "run", rows)
+    judged(tmp_path / "run", rows)
     text = write_dossier(tmp_path / "run")[0].read_text()
     assert "AUC 0.50 to 0.90 (a coin: 0.50), over 2 threat models" in text
     assert "does not know (side_channel=power)" in text

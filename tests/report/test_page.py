@@ -16,15 +16,13 @@ from typing import Any
 
 import pytest
 from safetensors.torch import save_file
-from synthetic_run import STACKS, Stack, write_run
+from synthetic_run import STACKS, write_run
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
 from fedsim.report import (
     describe,
-    leaderboard_rows,
     load_runs,
-    positive_controls,
     unfinished,
     utility,
     write_page,
@@ -32,7 +30,6 @@ from fedsim.report import (
 )
 from fedsim.report.content import Content
 from fedsim.report.measured import excess
-from fedsim.report.verdict import Verdict, verdicts
 from fedsim.types import FedsimError
 
 VOID = {"meta", "img", "br", "link", "wbr", "input"}
@@ -132,7 +129,7 @@ def test_every_cell_opens_its_details_and_every_button_has_a_target(
         page.values("id")
     )
     (section,) = content.sections
-    assert [row.answer.defense for row in section.defenses] == ["none", "pruning", "dp"]
+    assert [row.judged.defense for row in section.defenses] == ["none", "pruning", "dp"]
     cells = [line for row in section.defenses for lines in row.cells for line in lines]
     assert sorted(line.row.cell for line in cells) == sorted(row.cell for row in content.rows)
     assert all(len(row.cells) == len(section.columns) == 6 for row in section.defenses)
@@ -278,7 +275,7 @@ def test_a_failed_positive_control_marks_the_page(
     for section in failed:
         assert not any(line.tint for line in section.lines)
         assert not [f for f in section.figures if f.title == "Leakage against accuracy"]
-        assert {row.answer.finding for row in section.defenses} == {"no answer"}
+        assert {row.judged.finding for row in section.defenses} == {"no answer"}
     page = page_of(tmp_path)
     title = page.html[page.html.index("<title>") :]
     assert title.startswith(f"<title>{mark}: " if mark else "<title>photos-demo")
@@ -401,80 +398,6 @@ def test_a_figure_beyond_all_sums_is_refused_in_words(
 def test_rows_without_a_model_are_reported(run_folder: Path, tmp_path: Path) -> None:
     folder = edited(run_folder, tmp_path / "run", lambda row: row.update(model=None))
     assert write_report(folder).exists()
-
-
-def judged(folder: Path) -> dict[str, Verdict]:
-    rows = leaderboard_rows([folder])
-    (control,) = positive_controls(rows)
-    return {verdict.strongest.defense: verdict for verdict in verdicts(rows, control)}
-
-
-def test_verdicts_follow_the_lower_end_of_the_interval(tmp_path: Path) -> None:
-    stacks = {
-        "none": STACKS["none"],
-        "blur": Stack(({"name": "x"},), 0.68, 0.7),
-        "wall": Stack(({"name": "x"},), 0.1, 0.7),
-    }
-    write_run(tmp_path, stacks=stacks, trials=5, rounds=1, batch_sizes=(1,))
-    judgements = judged(tmp_path)
-    assert [verdict.level for verdict in judgements.values()] == ["leak", "partial", "unseen"]
-    assert "not a proof" in judgements["wall"].sentence
-    assert judgements["none"].cautions == []
-
-
-def test_a_picture_that_any_update_yields_is_no_leak(run_folder: Path, tmp_path: Path) -> None:
-    def plausible(row: dict[str, Any]) -> None:
-        if row["defense"]["name"] == "none" and row["status"] == "ok":
-            row["metrics"]["psnr"] = 30.0 + row["trial"]  # reliably better than guessing
-        row["control"] = {"of": "client", "other_update": row["metrics"]}
-
-    judgement = judged(edited(run_folder, tmp_path / "run", plausible))["none"]
-    assert judgement.level == "unseen" and judgement.strongest.blind
-    assert judgement.gain is not None and judgement.gain.max == 0.0
-    assert judgement.cautions
-
-
-def test_labels_can_leak_where_images_do_not(run_folder: Path, tmp_path: Path) -> None:
-    def only_labels(row: dict[str, Any]) -> None:
-        if row["defense"]["name"] == "dp" and row["attack"]["label"] == "label_inference":
-            row["metrics"]["label_accuracy"] = 1.0
-            # The guess hits by chance, and three trials then show nothing for certain.
-            row["baseline"]["label_accuracy"] = 0.3
-
-    judgements = judged(edited(run_folder, tmp_path / "run", only_labels))
-    assert judgements["dp"].level == "labels"
-    assert "100%" in (judgements["dp"].labels or "")
-
-    def given(row: dict[str, Any]) -> None:
-        only_labels(row)
-        row["knowledge"]["labels"] = "known"
-
-    granted = judged(edited(run_folder, tmp_path / "granted", given))
-    assert granted["dp"].level == "unseen"
-    assert granted["dp"].labels is None
-
-
-def test_local_training_that_diverges_is_said_aloud(run_folder: Path, tmp_path: Path) -> None:
-    def diverge(row: dict[str, Any]) -> None:
-        if row["defense"]["name"] == "dp":
-            row["utility"]["local_losses"] = [0.5, "inf" if row["trial"] else 0.9]
-
-    judgements = judged(edited(run_folder, tmp_path / "run", diverge))
-    trials = judgements["dp"].strongest.n
-    (caution,) = [text for text in judgements["dp"].cautions if "diverges" in text]
-    assert caution.startswith(f"In {trials - 1} of {trials} recordings")
-    assert not any("diverges" in text for text in judgements["none"].cautions)
-
-
-def test_a_claim_that_means_nothing_is_called_so(run_folder: Path, tmp_path: Path) -> None:
-    def weaken(row: dict[str, Any]) -> None:
-        if row["privacy"]["epsilon"] != "inf":
-            row["privacy"]["epsilon"] = 70333.0
-
-    judgements = judged(edited(run_folder, tmp_path / "run", weaken))
-    assert any("next to nothing" in text for text in judgements["dp"].cautions)
-    assert not any("next to nothing" in text for text in judgements["none"].cautions)
-    assert not any("next to nothing" in text for text in judged(run_folder)["dp"].cautions)
 
 
 def test_a_run_that_has_not_ended_says_so(run_folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,16 @@ from answer_rows import trial
 
 from fedsim.report import leaderboard_rows, load_runs, render
 from fedsim.report.content import Content
-from fedsim.report.sentences import certificate_sentence
+from fedsim.report.judge import judge
+from fedsim.report.messages import describe_certificates
+from fedsim.report.row import LeaderboardRow
+
+
+def certificate_sentence(rows: list[LeaderboardRow]) -> str:
+    """What is said of certificates of the only defense."""
+    (verdict,) = judge(rows).verdicts
+    return describe_certificates(verdict.certificates)
+
 
 EIGHT = {"images": 4, "determined": 4, "certified": 4, "false": 0, "per_image": {}}
 
@@ -49,7 +58,7 @@ def test_it_is_in_table_page_and_words(
 ) -> None:
     folder = folder_of(tmp_path / "run", EIGHT, second)
     rows = leaderboard_rows([folder])
-    assert sentence in (certificate_sentence(rows) or "")
+    assert sentence in certificate_sentence(rows)
     wrong = bool(second and second["false"])
     assert f"{figure} !1" in render(rows, width=240) if wrong else figure in render(rows, width=240)
     (section,) = Content(load_runs([folder])).sections
@@ -72,9 +81,9 @@ def test_json_and_csv_have_the_sums(tmp_path: Path) -> None:
 def test_none_certified_is_said_and_none_offered_is_not(tmp_path: Path) -> None:
     nothing = EIGHT | {"certified": 0}
     words = certificate_sentence(leaderboard_rows([folder_of(tmp_path / "a", nothing)]))
-    assert words is not None and "does not know which are right" in words
+    assert "does not know which are right" in words
     silent = EIGHT | {"certified": None, "false": None}
-    assert certificate_sentence(leaderboard_rows([folder_of(tmp_path / "b", silent)])) is None
+    assert certificate_sentence(leaderboard_rows([folder_of(tmp_path / "b", silent)])) == ""
 
 
 def test_features_are_named_before_labels_alone(tmp_path: Path) -> None:
@@ -83,4 +92,4 @@ def test_features_are_named_before_labels_alone(tmp_path: Path) -> None:
     with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(labels | {"certificate": EIGHT | {"determined": None}}) + "\n")
     words = certificate_sentence(leaderboard_rows([folder]))
-    assert words is not None and "certified 3 of 4 images (features) by classifier_fit" in words
+    assert "certified 3 of 4 images (features) by classifier_fit" in words

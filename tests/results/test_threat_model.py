@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from fedsim.contracts.grant import Grant, Meaning
+from fedsim.report.threat import HONEST, ThreatModel, threat_model_of
 from fedsim.results.lines import ResultRow
-from fedsim.results.threat_model import HONEST, ThreatModel, threat_model_of
 from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 

@@ -26,7 +26,6 @@ GUESS = "tests/scoring/test_guess.py"
 HOLDERS = "tests/validity/test_who_holds_the_noise.py"
 IDENTITY = "tests/results/test_identity.py"
 LIMITS = "tests/report/test_limits.py"
-LIMITS_OF_EPSILON = "tests/report/test_limits_of_epsilon.py"
 LOW_BITS = "tests/defenses/test_low_bits.py"
 ONE_ANSWER = "tests/federation/network/test_one_answer.py"
 PATHS = "tests/system/test_paths.py"
@@ -171,13 +170,13 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/report/limits.py:_unkept",
             "claim.relation in NO_DIFFERENTIAL_PRIVACY",
             "claim.relation in ()",
-            LIMITS_OF_EPSILON,
+            LIMITS,
         ),
         "a limit of ε kept by what an attack refutes": swap(
             "fedsim/report/limits.py:_refuted_by_attack",
             "least > most",
             "least > 1",
-            LIMITS_OF_EPSILON,
+            LIMITS,
         ),
         "noise whose low bits are shown": swap(
             "fedsim/contracts/defense.py:_rounded_to", "2.0 ** 52", "0", LOW_BITS
@@ -560,13 +559,13 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/report/row.py:LeaderboardRow.comparison", "self.threat", "ThreatModel()", BOARD
         ),
         "granted labels ranked with an honest server": swap(
-            "fedsim/results/threat_model.py:threat_model_of",
+            "fedsim/report/threat.py:threat_model_of",
             "beyond = list(row.knowledge.beyond_honest())",
             "beyond: list[str] = []",
             THREATS,
         ),
         "what an attack brought along is not told apart": swap(
-            "fedsim/results/threat_model.py:threat_model_of",
+            "fedsim/report/threat.py:threat_model_of",
             "beyond + [f'{_OWN}{thing}' for thing in row.attack.brought]",
             "beyond",
             THREATS,
@@ -618,10 +617,10 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/report/limits.py:_untried", "max(trials, 1)", "trials", LIMITS
         ),
         "an attack that crashed counts as one that does not work": swap(
-            "fedsim/report/control.py:_with_failures",
+            "fedsim/report/judge.py:_control",
             "control.status != 'failed' or not failures",
             "control",
-            "tests/report/test_broken_attacks.py",
+            "tests/report/test_judge.py",
         ),
         "an app of text is told to add the witness that it has": swap(
             "fedsim/recording/witnessed.py:read_witnessed",
@@ -833,19 +832,19 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             CERTIFIED_IMAGES,
         ),
         "a lost trial makes exact pictures unseen": swap(
-            "fedsim/report/level.py:_by_gains",
+            "fedsim/report/judge.py:_level_by_gains",
             "certain > 0 and several or row.exposed",
             "certain > 0 and several",
             BOARD,
         ),
         "features of any update as a leak": swap(
-            "fedsim/report/level.py:leaks_features",
+            "fedsim/report/judge.py:leaks_features",
             "upper <= REQUIRED_SPAN * row.guessed_span and (not blind)",
             "upper <= REQUIRED_SPAN * row.guessed_span",
             BOARD,
         ),
         "a prior as the positive control": swap(
-            "fedsim/report/control.py:_control", "best.blind", "False", BOARD
+            "fedsim/report/judge.py:_judge_control", "best.blind", "False", BOARD
         ),
         "a lost update that hides the other trials": swap(
             "fedsim/report/paired.py:gains", "differences.append(0.0)", "return None", BOARD
@@ -863,7 +862,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             FOREIGN,
         ),
         "some leakage by one trial": swap(
-            "fedsim/report/level.py:_by_gains",
+            "fedsim/report/judge.py:_level_by_gains",
             "min(gain.n, gain.n if over is None else over.n) >= LEAST",
             "True",
             BOARD,
@@ -908,7 +907,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             BOARD,
         ),
         "a prior that lends the verdict its gain": swap(
-            "fedsim/report/verdict.py:_verdict",
+            "fedsim/report/judge.py:_verdict",
             "r.own_gain if strongest.blind else r.gain",
             "r.gain",
             BOARD,
@@ -917,7 +916,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/report/paired.py:own_gains", "min(gain, over)", "gain", BOARD
         ),
         "a rare exact picture hidden by a steady attack": never(
-            "fedsim/report/verdict.py:_strongest", "leaks", BOARD
+            "fedsim/report/judge.py:_strongest", "leaks", BOARD
         ),
         "a single trial without a word on its control": swap(
             "fedsim/report/leaderboard.py:_no_control",
@@ -926,31 +925,31 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             BOARD,
         ),
         "labels of any update as a leak": swap(
-            "fedsim/report/level.py:labels_fit_any_update",
-            "row.label_over_other is None or row.label_over_other.mean < _LABEL_GAIN",
+            "fedsim/report/judge.py:fits_any_update",
+            "over.mean < told.leaks",
             "False",
             BOARD,
         ),
         "memberships of any release as a leak": swap(
-            "fedsim/report/level.py:members_fit_any_release",
-            "over is not None and over.mean < _MEMBERSHIP_GAIN",
-            "False",
+            "fedsim/report/judge.py:leaks_told",
+            "not fits_any_update(row, what)",
+            "True",
             BOARD,
         ),
         "memberships of any release as the control": swap(
-            "fedsim/report/control.py:_is_blind",
+            "fedsim/report/judge.py:_does_no_better",
             "over_other is not None and over_other.certain <= 0",
             "False",
             BOARD,
         ),
         "a verdict that forgets among how many it chose": swap(
-            "fedsim/report/level.py:compared",
+            "fedsim/report/judge.py:count_compared",
             "max(1, sum((row.n_ok > 0 and measure(row) is not None for row in rows)))",
             "1",
             BOARD,
         ),
         "the best of many by one trial": swap(
-            "fedsim/report/level.py:_by_gains",
+            "fedsim/report/judge.py:_level_by_gains",
             "certain >= REQUIRED_GAIN and (several or gain.compared == 1)",
             "certain >= REQUIRED_GAIN",
             BOARD,

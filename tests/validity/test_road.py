@@ -33,6 +33,7 @@ from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, read_tensors
 from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows, positive_controls
+from fedsim.report.messages import describe_control
 from fedsim.results.record import Row, Run
 from fedsim.targets.labels import label_overlap
 from fedsim.types import Dataset, GroundTruth, Observation, Reconstruction, Tensors
@@ -461,7 +462,9 @@ def test_features_are_guessed_from_public_images(installed: None, tmp_path: Path
     lines = leaderboard_rows([run.out])
     (control,) = positive_controls(lines)
     assert control.status == "failed"
-    assert "half of what the guess leaves" in control.reason, row["baseline"]["subspace_error"]
+    assert "half of what the guess leaves" in describe_control(control), row["baseline"][
+        "subspace_error"
+    ]
 
 
 def test_what_a_replay_did_not_reconstruct_is_missing_and_not_scored(finished: Run) -> None:

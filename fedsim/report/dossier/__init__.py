@@ -19,14 +19,12 @@ from fedsim.recording.files import write_bytes, write_text
 from fedsim.report.content import Content
 from fedsim.report.dossier.attempts import tried, unobserved, untried
 from fedsim.report.dossier.guarantees import guarantees
-from fedsim.report.dossier.literature import SOURCE, coverage
 from fedsim.report.dossier.opinion import criteria
 from fedsim.report.dossier.repetition import check_command, hashes, numbered, whole
 from fedsim.report.dossier.system import stacks_of, system_facts
 from fedsim.report.page import read_style, render
-from fedsim.report.threat import unworded
+from fedsim.report.threat import SOURCE, coverage, is_own, unworded
 from fedsim.results.reading import Run, load_runs
-from fedsim.results.threat_model import own
 from fedsim.system import paths
 from fedsim.types import FedsimError
 
@@ -95,7 +93,9 @@ def dossier_of(runs: Sequence[Run], root: Path) -> str:
         source=SOURCE,
         coverage=coverage(content.results),
         secrets=sorted({secret for row in rows for secret in row.knowledge.from_truth()}),
-        unknown=sorted({entry for row in rows for entry in unworded(row.threat) if not own(entry)}),
+        unknown=sorted(
+            {entry for row in rows for entry in unworded(row.threat) if not is_own(entry)}
+        ),
         tried=tried(content.results),
         untried=untried(content.results, runs),
         unobserved=unobserved(content.results, runs),

@@ -12,7 +12,7 @@ from fedsim.report.figures import (
     format_delta,
     format_epsilon,
 )
-from fedsim.report.sentences import WEAK_EPSILON
+from fedsim.report.judge import WEAK_EPSILON
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.lines import AuditRow, nested
 from fedsim.results.reading import Run

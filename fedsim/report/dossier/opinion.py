@@ -13,18 +13,12 @@ from collections.abc import Sequence
 from fedsim.report.dossier.attempts import Tried, Untried, tried, untried
 from fedsim.report.figures import format_epsilon
 from fedsim.report.row import LeaderboardRow
+from fedsim.report.threat import WATCHERS
 from fedsim.report.utility import utility
 from fedsim.results.lines import ResultRow, nested
 from fedsim.results.reading import Run
 from fedsim.types import watcher_of
 from fedsim.words import number_of
-
-_WATCHERS = {
-    "server": "the server",
-    "client": "another participant",
-    "eavesdropper": "somebody on the wire in plaintext",
-}
-
 
 Row = tuple[str, str, str]
 """A criterion, what was measured of it, and what that cannot show."""
@@ -66,9 +60,7 @@ def _means(attacks: Sequence[Tried], left_out: Sequence[Untried]) -> Row:
 
 
 def _context(lines: Sequence[LeaderboardRow]) -> Row:
-    watchers = dict.fromkeys(
-        _WATCHERS.get(watcher_of(line.vantage), line.vantage) for line in lines
-    )
+    watchers = dict.fromkeys(WATCHERS.get(watcher_of(line.vantage), line.vantage) for line in lines)
     return (
         "The context: who gets to see what",
         f"What is seen by {' and by '.join(watchers)}." if watchers else "Nobody’s view.",

@@ -1,0 +1,1136 @@
+"""Judges what follows from the attacks of a comparison: enumerations and numbers, and no words.
+
+A judgement has a positive control and a verdict on each defense. Every output words it by the one
+table of `fedsim.report.messages`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from fedsim.contracts.target import Target, ranking_targets
+from fedsim.report.facts import round_seconds, runs_of, unfinished
+from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY
+from fedsim.report.leaderboard import aggregate
+from fedsim.report.row import (
+    EXPOSED_GAIN,
+    LIKENESS_GAIN,
+    RECOGNIZABLE_LPIPS,
+    RECOGNIZABLE_PSNR,
+    RECOGNIZABLE_SSIM,
+    REQUIRED_GAIN,
+    Comparison,
+    LeaderboardRow,
+)
+from fedsim.results.lines import Subject
+from fedsim.results.reading import Run, measurements
+from fedsim.scoring import LEAST, Accuracy, Share, Summary, chance_of
+
+Level = str
+"""How badly a defense leaks: `leak`, `partial`, `features`, the part of another target (`labels`),
+`undecided`, `unseen`, `unknown` (not attacked), `failed` or `invalid`. `undecided`: an attack gains
+something, and no control tells whether it read that off the update or knew it."""
+
+Finding = str
+"""What an attacker gets, the worst that the attacks on a defense achieved: `recognizable`, `colors
+only`, `features`, the part of another target (`labels`), `some trials`, `undecided`, `nothing`,
+`failed`, `unknown` or `no answer`. `some trials`: nothing that is certain, but `REQUIRED_GAIN` or
+more in a few, or labels or members on average. `undecided`: something that nothing tells from what
+the attack knew. `no answer`: the rows are INVALID, or some of them are still to come."""
+
+Reliance = Literal["rely", "do not rely", "not shown"]
+
+Status = Literal["passed", "failed", "broken", "absent"]
+"""Of a positive control. `broken`: an attack crashed or refused, and no other shows what attacks
+can do."""
+
+Leaking = str
+"""What an attack may work on: `pictures` (images, or rows of a table), or the part of another
+target."""
+
+REQUIRED_SPAN = 0.5
+"""Features leak, and the control passes, at this share of the guess's span error."""
+
+REQUIRED_AUC = 0.75
+"""Where only membership is attacked, the control passes from this area under the curve."""
+
+WEAK_EPSILON = 10.0
+"""From this ε on a finite guarantee promises next to nothing."""
+
+LARGEST_DELTA = 1e-3
+"""Above this δ a guarantee may fail for one person in a thousand, and nothing rests on it."""
+
+LEAST_SKILL = 0.5
+"""A model that reaches less than this share of what it learns without a defense, above chance, has
+updates that may hold little, and costs more than it is worth."""
+
+LEAST_LEARNED = 0.1
+"""A model has learned if the lower end of its accuracy's interval lies this share of the way from
+chance to certainty. Behind a defense of a model that has not, nothing is relied on."""
+
+_COSINE = 0.999
+"""Guessed features of this mean cosine are as good as certified ones, which then say nothing."""
+
+_FALSE = 0.05
+"""A certificate says nothing if more than this share of them is false: luck makes some right."""
+
+_CHANCE = 0.05
+"""A difference between two counts of trials is one if chance makes it less often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """One of a list of things to say, and the values that its message names."""
+
+    kind: str
+    """A key of `messages.STATEMENTS`."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _state(kind: str, **values: Any) -> Statement:
+    return Statement(kind=kind, values=values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An attack that failed for one reason, on the stacks of a comparison."""
+
+    attack: str
+    reason: str
+    count: int
+    n: int
+    """Trials of the attack where it failed for that reason."""
+    defenses: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """Says whether the attacks work on a comparison's undefended stack.
+
+    An attack that fails without a defense says nothing about defenses.
+    """
+
+    comparison: Comparison
+    subject: Subject
+    status: Status
+    best: LeaderboardRow | None = None
+    """The undefended row that decides; None if none of them has what would."""
+    metric: str | None = None
+    """Metric that decides: `psnr`, `subspace_error` or `membership_auc`."""
+    value: float | None = None
+    """What the attack reached: gain in dB, span error, or area."""
+    required: float | None = None
+    due: float | None = None
+    """Part of a gain that is due to the update, dB."""
+    is_blind: bool = False
+    """Whether the attack does as well with another update, and so passes no control."""
+    batch_size: int | None = None
+    """The smallest that was attacked; None without an undefended stack."""
+    failures: tuple[Failure, ...] = ()
+    """Attacks on the undefended stack that crashed or refused, where the control failed."""
+    is_alone: bool = False
+    """Whether nothing but the undefended stack was attacked."""
+    ended: bool = True
+    """Whether the runs have ended: until then nothing follows, whatever the status so far."""
+
+    @property
+    def mark(self) -> str:
+        """The word over a table from which nothing follows; empty if it does."""
+        if not self.ended:
+            return "UNFINISHED"
+        return "" if self.status == "passed" else "INVALID"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """The attack on a defense that shows most by one metric."""
+
+    row: LeaderboardRow
+    metric: str
+    is_informed: bool = True
+    """Whether it does better than with another update, as far as there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """In how many trials of one attack something happened."""
+
+    count: int
+    n: int
+    or_more: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a defense leaves of the model, and what it takes, beside no defense."""
+
+    points: float | None = None
+    """Test accuracy less that without a defense, in percent; None where that compares nothing."""
+    is_apart: bool = True
+    """Whether test sets of this size tell the two accuracies apart."""
+    is_measured: bool = True
+    """Whether the model without a defense learned something to compare with."""
+    seconds: float | None = None
+    """Of a round."""
+    usual_seconds: float | None = None
+    """Of a round without a defense."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Judges one defense of one comparison.
+
+    The strongest attack was chosen among several, so intervals are Bonferroni's for that number.
+    """
+
+    defense: str
+    stack: str
+    undefended: bool
+    level: Level
+    finding: Finding
+    besides: tuple[Leaking, ...]
+    """What else leaks for certain."""
+    strongest: LeaderboardRow
+    """The attack that the defense is judged by; it may be `blind`, or have failed."""
+    gain: Summary | None
+    """The attack's gain over guessing in dB; of a blind attack, the part that is due to this
+    update. None if only features or labels were attacked."""
+    trials: int
+    """Number of attack runs on the defense."""
+    attacks: int
+    """Number of attacks whose gain was measured, among which the strongest was chosen."""
+    is_bounded: bool
+    """Whether the interval of the gain excludes a leak."""
+    leaking: Share | None
+    """Trials that gained `REQUIRED_GAIN` or more from their update, of the attack with most."""
+    times: Times | None
+    """In how many trials pictures are recognizable that are not on average."""
+    is_rare: bool
+    """Whether no interval, but a trial shows that something leaks."""
+    exposed_image: float | None
+    """PSNR of the best image that leaks by itself, dB."""
+    features: Shown | None
+    """The least span error of features that leak beside pictures."""
+    told: Mapping[Leaking, Shown]
+    """Of labels, members and others: what an attack told best beyond guessing, if any tried."""
+    certificates: Shown | None
+    """Who knows of most answers that they are right; None if no attack says."""
+    may_leak: tuple[Leaking, ...]
+    """What is told better than by guessing on average, for all that is known."""
+    labels_stand: bool
+    """Whether labels were recovered where nothing else has an answer: that needs no control."""
+    costs: Costs
+    reliance: Reliance
+    reason: Statement
+    cautions: tuple[Statement, ...]
+    """What to know before the verdict is believed."""
+    untried: tuple[Statement, ...]
+    """What no attack of these rows has tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What follows from the rows of one comparison."""
+
+    comparison: Comparison
+    control: Control
+    verdicts: tuple[Verdict, ...]
+    """One for each defense, in the order of the rows."""
+
+    @property
+    def untried(self) -> tuple[Statement, ...]:
+        """What no attack on any defense tried."""
+        first = self.verdicts[0].untried
+        return tuple(kind for kind in first if all(kind in v.untried for v in self.verdicts))
+
+
+def judge(rows: Sequence[LeaderboardRow], runs: Sequence[Run] = ()) -> Judgement:
+    """Judges the rows of one comparison.
+
+    Args:
+        rows: of one comparison. If its control did not pass, no defense gets an answer, except that
+            labels which were recovered are stated.
+        runs: that the rows are from, which say how long a round took and what audits found. A run
+            that has not ended, or of which rows are not scored, lets no defense get an answer.
+    """
+    control = _control(rows)
+    undefended = [row for row in rows if row.undefended]
+    refuted = {audit.defense for run in runs for audit in run.audits if not audit.holds}
+    trained = {row.round for run in runs for row in run.rounds}
+    seconds = round_seconds(runs)
+    return Judgement(
+        comparison=rows[0].comparison,
+        control=control,
+        verdicts=tuple(
+            _verdict(
+                [row for row in rows if row.defense == name],
+                undefended,
+                control=control,
+                is_late=bool(unfinished(runs)),
+                is_refuted=name in refuted,
+                trained=trained,
+                seconds=seconds,
+            )
+            for name in dict.fromkeys(row.defense for row in rows)
+        ),
+    )
+
+
+def judgements(rows: Sequence[LeaderboardRow], runs: Sequence[Run] = ()) -> list[Judgement]:
+    """Judges every comparison among `rows`, in their order."""
+    members = [
+        [row for row in rows if row.comparison == key]
+        for key in dict.fromkeys(row.comparison for row in rows)
+    ]
+    return [judge(own, runs_of(own, runs)) for own in members]
+
+
+def judge_runs(runs: Sequence[Run], *, confidence: float = 0.95) -> list[Judgement]:
+    """Judges every comparison among the rows of `runs`, in the leaderboard's order."""
+    return judgements(aggregate(measurements(runs), confidence=confidence), runs)
+
+
+def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
+    """Returns one control per comparison among `rows`."""
+    return [
+        _control([row for row in rows if row.comparison == key])
+        for key in dict.fromkeys(row.comparison for row in rows)
+    ]
+
+
+# How badly one row leaks.
+
+_Measure = Callable[[LeaderboardRow], Summary | None]
+
+
+def count_compared(rows: Sequence[LeaderboardRow], measure: _Measure) -> int:
+    """Returns the number of attacks among which the best by `measure` is chosen; at least 1."""
+    return max(1, sum(row.n_ok > 0 and measure(row) is not None for row in rows))
+
+
+def best_of_several(
+    row: LeaderboardRow, rows: Sequence[LeaderboardRow], measure: _Measure
+) -> Summary | None:
+    """Returns `measure` of `row`, with an interval that allows for its choice among `rows`."""
+    summary = measure(row)
+    return summary and summary.best_of(count_compared(rows, measure))
+
+
+def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
+    """Judges `row` by the lower end of its interval, each target by itself.
+
+    A gain that prior knowledge alone explains is no leak. `rows` are all that `row` was chosen
+    among. Labels and membership have judgements of their own.
+    """
+    if row.n_ok == 0:
+        return "failed"
+    pictures = _level_of_pictures(row, rows)
+    if pictures in ("leak", "partial"):
+        return pictures
+    if leaks_features(row, rows):
+        return "features"
+    if pictures is None and row.metrics["subspace_error"] is None:
+        return "unknown"
+    return pictures or "unseen"
+
+
+def _level_of_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level | None:
+    """Judges images, or rows of a table; None if the attack answers none."""
+    if row.gain is None:
+        return None
+    if row.ignores_update:
+        return "unseen"
+    level = _level_by_gains(row, rows, controlled=row.no_control is None)
+    if row.is_decided:
+        return level
+    whole = _level_by_gains(row, rows, controlled=False)
+    if level != "unseen" and row.no_control is None:
+        # Better even than another batch of the same client, which makes no leak a lesser one.
+        return "leak" if "leak" in (level, whole) else level
+    # Nothing tells what the attack read from what it knew.
+    return "unseen" if whole == "unseen" else "undecided"
+
+
+def _level_by_gains(
+    row: LeaderboardRow, rows: Sequence[LeaderboardRow], *, controlled: bool
+) -> Literal["leak", "partial", "unseen"]:
+    """Judges what was gained over the guess and, if `controlled`, over another update."""
+    gain = best_of_several(row, rows, lambda r: r.gain)
+    assert gain is not None
+    own = row.own_gain if controlled else row.gain
+    if own is not None and own.min >= EXPOSED_GAIN:
+        return "leak"  # in every trial
+    if any(_is_alike_for_certain(row, rows, name, controlled) for name in row.likeness):
+        return "leak"
+    over = best_of_several(row, rows, lambda r: r.over_other) if controlled else None
+    certain = gain.certain if over is None else min(gain.certain, over.certain)
+    # Of too few trials for an interval, half of all attacks that see nothing gain something, and
+    # nothing allows for the choice of the best.
+    several = min(gain.n, gain.n if over is None else over.n) >= LEAST
+    if certain >= REQUIRED_GAIN and (several or gain.compared == 1):
+        return "leak"
+    return "partial" if (certain > 0 and several) or row.exposed else "unseen"
+
+
+def _is_alike_for_certain(
+    row: LeaderboardRow, rows: Sequence[LeaderboardRow], name: str, controlled: bool
+) -> bool:
+    """Whether pictures leak by metric `name` of their likeness, whatever their pixels."""
+
+    def measure(each: LeaderboardRow) -> Summary | None:
+        likeness = each.likeness.get(name)
+        if likeness is None:
+            return None
+        return likeness.own if controlled else likeness.over_guess
+
+    gain = best_of_several(row, rows, measure)
+    certain = gain is not None and gain.n >= LEAST and gain.certain >= LIKENESS_GAIN
+    return certain and _is_alike_by(row, name)
+
+
+def _is_alike_by(row: LeaderboardRow, name: str) -> bool:
+    mean = row.metrics[name]
+    if mean is None:
+        return False
+    return mean.mean <= RECOGNIZABLE_LPIPS if name == "lpips" else mean.mean >= RECOGNIZABLE_SSIM
+
+
+def _is_alike_on_average(row: LeaderboardRow) -> bool:
+    """Whether the mean likeness is that of recognizable pictures; of rows there is no SSIM."""
+    structure, pixels = row.metrics["ssim"], row.metrics["psnr"]
+    if any(_is_alike_by(row, name) for name in row.likeness):
+        return True
+    if structure is not None:
+        return structure.mean >= RECOGNIZABLE_SSIM
+    return pixels is not None and pixels.mean >= RECOGNIZABLE_PSNR
+
+
+def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
+    """Whether `row` leaks recognizable pictures, on average or in one of its trials.
+
+    A trial that no attack gains by chance shows what the attack can do, whatever the mean.
+    """
+    level = level_of(row, rows)
+    if row.exposed or (level in ("leak", "partial") and row.recognizable > 0):
+        return True
+    return level == "leak" and _is_alike_on_average(row)
+
+
+def leaks_features(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
+    """Whether features were read off the update, or are known to be right by a certificate."""
+    if row.n_ok == 0 or row.ignores_update or row.knowledge.features == "known":
+        return False
+    if _is_certified(row) and row.metrics["feature_cosine"] is not None:
+        return True
+    span = best_of_several(row, rows, lambda r: r.metrics["subspace_error"])
+    if span is None:
+        return False
+    upper = span.mean if span.high is None else span.high
+    over = best_of_several(row, rows, lambda r: r.span_over_other)
+    blind = over is not None and over.certain <= 0 and row.control != "batch"
+    return upper <= REQUIRED_SPAN * row.guessed_span and not blind
+
+
+def _is_certified(row: LeaderboardRow) -> bool:
+    """Whether an attacker knows of an answer that it is right, and it is, where guesses are not."""
+    stated = row.certificates
+    if stated is None or not stated.certified or stated.false is None:
+        return False
+    guessed = row.baseline["feature_cosine"]
+    holds = stated.false <= _FALSE * stated.certified
+    return holds and (guessed is None or guessed < _COSINE)
+
+
+def told_targets() -> dict[Leaking, Target]:
+    """Returns the targets of which values are told, by their parts: all but pictures and features.
+
+    They leak from `Target.leaks` above guessing, and above what another update gives. Without a
+    control they do only where the guess is known beforehand, such as a coin: who answers one class
+    beats a guess learned from public images where a client's classes differ from theirs.
+    """
+    return {
+        target.part: target
+        for name, target in ranking_targets().items()
+        if target.ranks_by != "mean" and name != "psnr"
+    }
+
+
+def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
+    """Whether labels, or members, were told from the update, not from knowledge or guessing."""
+    told = told_targets()[what]
+    gain = best_of_several(row, rows, lambda r: r.above_guess(told.ranking.name))
+    if gain is None or _is_given(row, what):
+        return False
+    if what == "labels" and _is_certified(row) and gain.mean >= told.leaks:
+        return True
+    if told.ranking.uninformed is None and gain.n < LEAST:
+        return False
+    return gain.certain >= told.leaks and not fits_any_update(row, what)
+
+
+def _is_given(row: LeaderboardRow, what: Leaking) -> bool:
+    """Whether the attacker was given what it tells, or tells it without looking."""
+    return row.ignores_update or (what == "labels" and row.knowledge.labels == "known")
+
+
+def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
+    """Whether the attack tells no more from its own update than from another."""
+    told = told_targets()[what]
+    over = row.above_other(told.ranking.name)
+    return told.ranking.uninformed is None if over is None else over.mean < told.leaks
+
+
+def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
+    """Whether labels, or members, were told better than by guessing on average."""
+    told = told_targets()[what]
+    gain, over = row.above_guess(told.ranking.name), row.above_other(told.ranking.name)
+    if gain is None or row.n_ok == 0 or _is_given(row, what):
+        return False
+    # Another batch of the same client may have the same labels.
+    same = over is not None and over.mean < told.leaks and row.control != "batch"
+    return gain.mean >= told.leaks and not same
+
+
+def leaks(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
+    """Whether an attack works for certain on pictures, on features or on what is told."""
+    if what == "pictures":
+        return level_of(row, rows) in ("leak", "partial")
+    return leaks_features(row, rows) if what == "features" else leaks_told(row, rows, what)
+
+
+def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
+    """Whether something leaks for certain to the attack of `row`, chosen among `rows`."""
+    return any(leaks(row, rows, what) for what in ("pictures", "features", *told_targets()))
+
+
+# The positive control.
+
+
+def failures_of(rows: Iterable[LeaderboardRow]) -> tuple[Failure, ...]:
+    """Returns which attacks failed, how often, on which stacks and why: one for each reason."""
+    failed: dict[tuple[str, str], list[LeaderboardRow]] = {}
+    for row in rows:
+        for reason in row.failures:
+            failed.setdefault((row.attack, reason), []).append(row)
+    return tuple(
+        Failure(
+            attack=attack,
+            reason=reason,
+            count=sum(row.failures[reason] for row in members),
+            n=sum(row.n for row in members),
+            defenses=tuple(dict.fromkeys(row.defense for row in members)),
+        )
+        for (attack, reason), members in failed.items()
+    )
+
+
+def _control(rows: Sequence[LeaderboardRow]) -> Control:
+    """Judges one comparison by the strongest attack on its undefended stack."""
+    undefended = [row for row in rows if row.undefended]
+    basis = Control(
+        comparison=rows[0].comparison,
+        subject=rows[0].subject,
+        status="absent" if not undefended else "failed",
+        is_alone=len(undefended) == len(rows),
+        ended=all(row.ended for row in rows),
+    )
+    if not undefended:
+        return basis
+    size = min(row.batch_size for row in undefended)
+    sighted = [row for row in undefended if not row.ignores_update] or undefended
+    control = _judge_control(
+        replace(basis, batch_size=size), [row for row in sighted if row.batch_size == size]
+    )
+    failures = failures_of(undefended)
+    if control.status != "failed" or not failures:
+        return control
+    # A crash, or a refusal, is no attack that does not work.
+    shown = [row for row in undefended if row.batch_size == size and row.n_ok]
+    ran = any(row.gain or row.metrics["subspace_error"] or row.membership_gain for row in shown)
+    return replace(control, failures=failures, status="failed" if ran else "broken")
+
+
+def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
+    """Judges by gains, and by features or members where these show what gains do not."""
+    others = [each for each in (_by_members(basis, rows), _by_features(basis, rows)) if each]
+    attacked = [row for row in rows if row.gain]
+    if not attacked:
+        return others[-1] if others else basis
+    best = max(attacked, key=lambda row: row.standing)
+    blind = best.blind
+    passed = best.strength[0] >= REQUIRED_GAIN and not blind
+    for other in others:
+        # A release that is random by itself may tell who is in it and no more; a head of many
+        # images, its features.
+        if not passed and other.status == "passed":
+            return other
+    gain = best.gain.mean if best.gain else 0.0
+    return replace(
+        basis,
+        status="passed" if passed else "failed",
+        best=best,
+        metric="psnr",
+        value=gain,
+        required=REQUIRED_GAIN,
+        due=None if passed or blind or gain < REQUIRED_GAIN else best.strength[0],
+        is_blind=blind and gain >= REQUIRED_GAIN,
+    )
+
+
+def _does_no_better(over_other: Summary | None) -> bool:
+    """Whether the attack does no better on its own update than on another."""
+    return over_other is not None and over_other.certain <= 0
+
+
+def _by_features(basis: Control, rows: Sequence[LeaderboardRow]) -> Control | None:
+    spans = [
+        (_does_no_better(row.span_over_other) and row.is_decided, span.mean / row.guessed_span, row)
+        for row in rows
+        if (span := row.metrics["subspace_error"])
+    ]
+    if not spans:
+        return None
+    blind, share, best = min(spans, key=lambda entry: entry[:2])
+    enough = share <= REQUIRED_SPAN
+    return replace(
+        basis,
+        status="passed" if enough and not blind else "failed",
+        best=best,
+        metric="subspace_error",
+        value=share * best.guessed_span,
+        required=REQUIRED_SPAN * best.guessed_span,
+        is_blind=enough and blind,
+    )
+
+
+def _by_members(basis: Control, rows: Sequence[LeaderboardRow]) -> Control | None:
+    areas = [
+        (area.mean, row)
+        for row in rows
+        if (area := row.metrics["membership_auc"])
+        and not _does_no_better(row.membership_over_other)
+    ]
+    if not areas:
+        return None
+    mean, best = max(areas, key=lambda entry: entry[0])
+    return replace(
+        basis,
+        status="passed" if mean >= REQUIRED_AUC else "failed",
+        best=best,
+        metric="membership_auc",
+        value=mean,
+        required=REQUIRED_AUC,
+    )
+
+
+# The verdict on a defense.
+
+_ORDER: tuple[Level, ...] = ("undecided", "features", "partial", "leak")
+
+
+def _strongest(rows: Sequence[LeaderboardRow]) -> LeaderboardRow:
+    """Returns the row that a defense is judged by.
+
+    It is the first in rank, unless that one shows no leak and another does: a rare exact picture
+    leaves a low mean, and features none. Where none leaks it is one that tried pictures or rows of
+    a whole update or a sum, if there is any: neither labels nor a mask's noise stand for those.
+    """
+    first = max(rows, key=lambda row: row.standing)
+    if level_of(first, rows) not in ("undecided", "unseen", "unknown"):
+        return first
+    levels = [(level_of(row, rows), row) for row in rows]
+    leaks = [(_ORDER.index(level), row) for level, row in levels if level in _ORDER]
+    if leaks:
+        return max(leaks, key=lambda entry: (entry[0], entry[1].standing))[1]
+    tried = [row for row in rows if row.n_ok and row.gain]
+    whole = [row for row in tried if not row.masked]
+    return max(whole or tried, key=lambda row: row.standing, default=first)
+
+
+def _verdict(
+    rows: Sequence[LeaderboardRow],
+    undefended: Sequence[LeaderboardRow],
+    *,
+    control: Control,
+    is_late: bool,
+    is_refuted: bool,
+    trained: Collection[int],
+    seconds: Mapping[str, float],
+) -> Verdict:
+    """Judges one defense.
+
+    Args:
+        rows: of it.
+        undefended: rows without a defense.
+        control: the positive control.
+        is_late: whether a run has not ended, or is not scored to its end.
+        is_refuted: whether an audit refutes what its training claims.
+        trained: numbers of the rounds that were trained.
+        seconds: of a round, by defense.
+    """
+    strongest = _strongest(rows)
+    gain = best_of_several(strongest, rows, lambda r: r.own_gain if strongest.blind else r.gain)
+    leaking = _leaking(rows, strongest)
+    level = _level(rows, strongest, control)
+    unanswerable = _unanswerable(control, strongest, is_late)
+    finding = "no answer" if unanswerable else _finding(rows, level, leaking)
+    verdict = Verdict(
+        defense=strongest.defense,
+        stack=strongest.stack,
+        undefended=strongest.undefended,
+        level=level,
+        finding=finding,
+        besides=_besides(rows, finding),
+        strongest=strongest,
+        gain=gain,
+        trials=sum(row.n for row in rows),
+        attacks=len({row.attack for row in rows if row.n_ok and row.gain}),
+        is_bounded=gain is not None and gain.high is not None and gain.high < REQUIRED_GAIN,
+        leaking=leaking,
+        times=_recognizable_times(rows) if _is_seldom(rows, finding) else None,
+        is_rare=any(row.may_expose and not row.ignores_update for row in rows),
+        exposed_image=max((row.exposed_image or 0.0 for row in rows), default=0.0) or None,
+        features=_shown_features(rows),
+        told={what: shown for what in told_targets() if (shown := _shown_told(rows, what))},
+        certificates=_shown_certificates(rows),
+        may_leak=tuple(what for what in told_targets() if any(may_tell(row, what) for row in rows)),
+        labels_stand=bool(unanswerable and not is_late)
+        and any(may_tell(row, "labels") for row in rows),
+        costs=_costs(strongest, undefended[0] if undefended else None, seconds),
+        reliance="not shown",
+        reason=unanswerable or _state("no defense"),
+        cautions=(),
+        untried=() if is_late else _untried(rows, trained),
+    )
+    doubts = _doubts(verdict, rows, undefended, is_refuted)
+    cautions = (each for each in doubts if each.kind in _CAUTIONS)
+    verdict = replace(verdict, cautions=(*_sample_problems(strongest), *cautions))
+    if unanswerable:
+        return verdict
+    reason = doubts[0] if doubts else _state("promised")
+    return replace(verdict, reliance=_RELIANCES.get(reason.kind, "not shown"), reason=reason)
+
+
+def _unanswerable(control: Control, row: LeaderboardRow, is_late: bool) -> Statement | None:
+    """Returns why no defense gets an answer; None if this one does."""
+    if is_late:
+        return _state("not ended")
+    if control.status == "broken":
+        return _state("attacks broken", failures=control.failures)
+    if control.status == "absent":
+        return _state("nothing undefended")
+    if control.status == "failed":
+        return _state("attacks fail here" if row.undefended else "attacks fail")
+    return None
+
+
+def _level(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow, control: Control) -> Level:
+    # Undefended rows stand on their own: what leaks there leaks, whatever the control asks for.
+    doubtful = control.status != "passed" and not strongest.undefended
+    level = "invalid" if doubtful or not control.ended else level_of(strongest, rows)
+    if level in ("undecided", "unseen", "unknown"):
+        for what in told_targets():
+            if any(leaks_told(row, rows, what) for row in rows):
+                return what
+    return level
+
+
+def _leaking(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> Share | None:
+    """Returns the largest share of trials that leak, allowing for the choice of the attack."""
+    most = max(
+        (row for row in rows if row.leaking and not row.ignores_update),
+        key=lambda row: row.leaking.count / row.leaking.n if row.leaking else 0.0,
+        default=strongest,
+    )
+    return most.leaking and most.leaking.best_of(count_compared(rows, lambda r: r.gain))
+
+
+_OF_LEVEL: Mapping[Level, Finding] = {
+    "leak": "colors only",
+    "partial": "colors only",
+    "undecided": "undecided",
+    "unseen": "nothing",
+    "unknown": "unknown",
+    "failed": "failed",
+    "invalid": "no answer",
+}
+
+
+def is_leak(finding: Finding) -> bool:
+    """Whether a finding is of something that leaks for certain."""
+    return finding in ("recognizable", "colors only", "features", *told_targets())
+
+
+def _finding(rows: Sequence[LeaderboardRow], level: Level, leaking: Share | None) -> Finding:
+    """Returns the worst that the attacks of `rows`, on one defense, achieved."""
+    if any(_shows_pictures(row, rows) for row in rows):
+        return "recognizable"
+    may_leak = (leaking and leaking.count) or any(map(_may_show, rows))
+    if level in ("unseen", "unknown") and may_leak:
+        return "some trials"
+    return _OF_LEVEL.get(level, level)
+
+
+def _may_show(row: LeaderboardRow) -> bool:
+    """Whether something leaked that no interval makes certain, or that nobody has compared."""
+    stated = row.certificates
+    claims = stated is not None and bool(stated.certified) and stated.false is None
+    rare = row.may_expose and not row.ignores_update
+    return claims or rare or any(may_tell(row, what) for what in told_targets())
+
+
+def _besides(rows: Sequence[LeaderboardRow], finding: Finding) -> tuple[Leaking, ...]:
+    """Returns what leaks for certain besides `finding`."""
+    if not is_leak(finding):
+        return ()
+    others = ("features", *told_targets())
+    return tuple(
+        what for what in others if what != finding and any(leaks(row, rows, what) for row in rows)
+    )
+
+
+def _is_seldom(rows: Sequence[LeaderboardRow], finding: Finding) -> bool:
+    """Whether pictures are recognizable in some trials only, and not on average."""
+    if finding != "recognizable":
+        return False
+    leaking = [row for row in rows if level_of(row, rows) == "leak"]
+    return not any(_is_alike_on_average(row) or (row.own_gain and row.exposed) for row in leaking)
+
+
+def _recognizable_times(rows: Sequence[LeaderboardRow]) -> Times:
+    """Counts trials with recognizable pictures, of the attack with most of them.
+
+    How many trials expose a picture by its gain alone is not counted: it is one at least.
+    """
+    shown = [row for row in rows if _shows_pictures(row, rows)]
+    best = max(shown, key=lambda row: row.recognizable / row.n)
+    leaking = best.leaking.count if best.leaking else 0
+    counted = best.recognizable and not (best.exposed and best.recognizable < leaking)
+    return Times(count=max(1, best.recognizable), n=best.n, or_more=not counted and best.n > 1)
+
+
+def _shown_features(rows: Sequence[LeaderboardRow]) -> Shown | None:
+    leaking = [row for row in rows if row.gain and row.metrics["subspace_error"]]
+    leaking = [row for row in leaking if leaks_features(row, rows)]
+    best = max(leaking, key=lambda row: row.strength[1], default=None)
+    return Shown(row=best, metric="subspace_error") if best else None
+
+
+def _shown_told(rows: Sequence[LeaderboardRow], what: Leaking) -> Shown | None:
+    metric = told_targets()[what].ranking.name
+    entries = []
+    for row in rows:
+        value, gain = row.metrics[metric], row.above_guess(metric)
+        if value and row.n_ok and not (what == "labels" and row.knowledge.labels == "known"):
+            above = gain.mean if gain else value.mean
+            entries.append((not fits_any_update(row, what), above, value.mean, row))
+    if not entries:
+        return None
+    informed, *_, best = max(entries, key=lambda entry: entry[:3])
+    return Shown(row=best, metric=metric, is_informed=informed)
+
+
+def _shown_certificates(rows: Sequence[LeaderboardRow]) -> Shown | None:
+    """Ranks what is known: features before labels alone, then by the share of images."""
+
+    def rank(row: LeaderboardRow) -> tuple[bool, float, int]:
+        stated = row.certificates
+        certified = (stated and stated.certified) or 0
+        features = certified > 0 and row.metrics["feature_cosine"] is not None
+        return features, certified / max(1, stated.images if stated else 1), certified
+
+    stating = [r for r in rows if r.certificates and r.certificates.certified is not None]
+    best = max(stating, key=rank, default=None)
+    return Shown(row=best, metric="feature_cosine") if best else None
+
+
+def _costs(
+    row: LeaderboardRow, undefended: LeaderboardRow | None, seconds: Mapping[str, float]
+) -> Costs:
+    if undefended is None or row.undefended:
+        return Costs(seconds=seconds.get(row.defense))
+    own, usual, points = row.accuracy, undefended.accuracy, None
+    is_measured = not undefended.learning_problem
+    if is_measured and row.test_accuracy is not None and undefended.test_accuracy is not None:
+        points = 100 * (row.test_accuracy - undefended.test_accuracy)
+    return Costs(
+        points=points,
+        is_apart=not (own and usual and own.overlaps(usual)),
+        is_measured=is_measured,
+        seconds=seconds.get(row.defense),
+        usual_seconds=seconds.get(undefended.defense),
+    )
+
+
+def missing_terms(row: LeaderboardRow) -> tuple[str, ...]:
+    """Returns what a finite ε cannot be read without and the results do not say."""
+    terms = {"delta": row.delta, "unit": row.unit, "relation": row.relation}
+    return tuple(name for name, value in terms.items() if value is None)
+
+
+def _failed(rows: Sequence[LeaderboardRow]) -> Statement | None:
+    failed, total = sum(row.n - row.n_ok for row in rows), sum(row.n for row in rows)
+    return _state("some failed", failed=failed, total=total) if failed else None
+
+
+def _untried(rows: Sequence[LeaderboardRow], trained: Collection[int]) -> tuple[Statement, ...]:
+    """Lists kinds of attack and attacker that occur in none of the rows of one defense.
+
+    `trained` are the rounds that were trained.
+    """
+    measured = {name for row in rows for name, value in row.metrics.items() if value is not None}
+    of_images = rows[0].subject == "images"
+    smallest, rounds = min(row.batch_size for row in rows), sorted({row.round for row in rows})
+    pictures = "untried images" if of_images else "untried rows"
+    kinds: list[tuple[bool, Statement]] = [
+        ("psnr" not in measured, _state(pictures)),
+        (of_images and "label_accuracy" not in measured, _state("untried labels")),
+        ("membership_auc" not in measured, _state("untried membership")),
+        (of_images and smallest > 1, _state("untried smaller batches", smallest=smallest)),
+        (bool(set(trained) - set(rounds)), _state("untried rounds", rounds=rounds)),
+        (all(row.server == "honest" for row in rows), _state("untried malicious server")),
+        (all(row.vantage != "client" for row in rows), _state("untried participants")),
+        (
+            all(row.vantage in ("client", "eavesdropper") for row in rows),
+            _state("untried server"),
+        ),
+    ]
+    return tuple(statement for is_missing, statement in kinds if is_missing)
+
+
+# Whether to rely on a defense.
+
+
+_RELIANCES: Mapping[str, Reliance] = {
+    "promised": "rely",
+    "attack works": "do not rely",
+    "audit refutes": "do not rely",
+    "training audit refutes": "do not rely",
+}
+"""Reasons for anything but `not shown`."""
+
+_CAUTIONS = ("audit refutes", "weak epsilon", "some failed", "diverges")
+"""Doubts that weaken a verdict whatever it is."""
+
+
+def _doubts(
+    verdict: Verdict,
+    rows: Sequence[LeaderboardRow],
+    undefended: Sequence[LeaderboardRow],
+    is_refuted: bool,
+) -> list[Statement]:
+    """Lists what speaks against relying on a defense, the weightiest first.
+
+    Only a guarantee that attacks do not contradict is relied on.
+
+    Args:
+        verdict: on the defense.
+        rows: of the defense.
+        undefended: rows of the same comparison without a defense.
+        is_refuted: whether an audit of a run found more than its training claims.
+    """
+    row = verdict.strongest
+    doubts = (
+        _state("attack works") if is_leak(verdict.finding) else None,
+        _state("audit refutes") if any(map(_is_refuted, rows)) else None,
+        _state("training audit refutes") if is_refuted else None,
+        _state("no defense") if row.undefended else None,
+        _unmeasured(verdict, rows),
+        _weakness(row),
+        _failed(rows),
+        _untested(rows, undefended),
+        _scatter(rows),
+        _model_problem(rows, undefended),
+    )
+    return [doubt for doubt in doubts if doubt]
+
+
+def _unmeasured(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> Statement | None:
+    """Returns why the finding shows nothing; None if it shows that nothing was gained."""
+    row = verdict.strongest
+    if verdict.finding == "failed":
+        return _state("all failed", failures=failures_of(rows))
+    if verdict.finding == "unknown":
+        return _state("not attacked", subject=row.subject)
+    if verdict.finding == "undecided":
+        if row.no_control:
+            return _state("uncontrolled", why=row.no_control)
+        return _state("control as good", control=row.control)
+    return _state("more than guessed") if verdict.finding == "some trials" else None
+
+
+def _is_refuted(row: LeaderboardRow) -> bool:
+    audited, epsilon = row.audited_epsilon, row.epsilon
+    return audited is not None and epsilon is not None and audited > epsilon
+
+
+def _weakness(row: LeaderboardRow) -> Statement | None:
+    """Returns why the guarantee of `row` bears no reliance; None if it does."""
+    epsilon, delta = row.epsilon, row.delta
+    if epsilon is None or math.isinf(epsilon):
+        return _state("no guarantee")
+    if terms := missing_terms(row):
+        return _state("terms unstated", terms=terms)
+    if row.relation in NO_DIFFERENTIAL_PRIVACY:
+        return _state("no differential privacy")
+    if epsilon >= WEAK_EPSILON:
+        return _state("weak epsilon", epsilon=epsilon)
+    if delta is not None and delta > LARGEST_DELTA:
+        return _state("large delta", delta=delta)
+    return None
+
+
+def _untested(
+    rows: Sequence[LeaderboardRow], undefended: Sequence[LeaderboardRow]
+) -> Statement | None:
+    """Returns which attack that works was not carried out on the defense; None if all were."""
+    sound = [row for row in undefended if not row.diverged]
+    working = [
+        (what, row)
+        for what in ("pictures", "features", *told_targets())
+        for row in sound
+        if leaks(row, undefended, what)
+    ]
+    if not working:
+        return _state("nothing works")
+    summed = any(row.vantage == "aggregate" for row in rows)
+    tried = {attempt(row, summed): row for row in rows if not row.masked}
+    for what, row in working:
+        where = {"attack": row.attack, "batch_size": row.batch_size, "round": row.round}
+        same = tried.get(attempt(row, summed))
+        if same is None:
+            return _state("not tried", **where)
+        if not _is_told_apart(row, same, what, len(rows)):
+            return _state("not told apart", what=what, **where)
+    return None
+
+
+def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
+    """Identifies what was tried; a sum is of more images than the updates in it."""
+    attack = json.dumps(json.loads(row.cell)["attack"], sort_keys=True)
+    return attack, row.round, None if summed else row.batch_size
+
+
+def _is_told_apart(
+    plain: LeaderboardRow, defended: LeaderboardRow, what: Leaking, compared: int
+) -> bool:
+    """Whether an attack certainly does less behind a defense than it does without.
+
+    Args:
+        plain: the attack without a defense, where it works.
+        defended: the same attack behind it.
+        what: what it works on.
+        compared: number of attacks behind the defense, for which its intervals allow.
+    """
+    if what == "pictures" and plain.leaking and defended.leaking:
+        counts = [(s.count, s.n - s.count) for s in (plain.leaking, defended.leaking)]
+        if chance_of(*counts[0], *counts[1]) <= _CHANCE:
+            return True
+    if what == "features":
+        before, after = plain.metrics["subspace_error"], defended.metrics["subspace_error"]
+        if before is None or after is None:  # a certificate says so by itself
+            return True
+        return _end(before, low=False) < _end(after.best_of(compared), low=True)
+    if what == "pictures":
+        before, after = plain.due, defended.due
+    else:
+        metric = told_targets()[what].ranking.name
+        before, after = plain.above_guess(metric), defended.above_guess(metric)
+    if before is None or after is None:
+        return False
+    return _end(after.best_of(compared), low=False) < _end(before, low=True)
+
+
+def _end(summary: Summary, *, low: bool) -> float:
+    """Returns an end of the interval; without one the extreme of the trials."""
+    if low:
+        return summary.min if summary.low is None else summary.low
+    return summary.max if summary.high is None else summary.high
+
+
+def _sample_problems(row: LeaderboardRow) -> list[Statement]:
+    """Lists what the trials of `row` do not tell: their mean, or what is due to the update."""
+    gain, over, problems = row.gain, row.over_other, []
+    if row.independent < row.n:
+        problems.append(_state("shared images", n=row.n, independent=row.independent))
+    elif row.n < LEAST:
+        problems.append(_state("few trials"))
+    elif gain and gain.n >= LEAST and gain.low is None:
+        problems.append(_state("equal trials"))
+    if gain and gain.mean > 0 and over and over.certain <= 0:
+        problems.append(_state("control as good", control=row.control))
+    return problems
+
+
+def _scatter(rows: Sequence[LeaderboardRow]) -> Statement | None:
+    """Returns why the intervals allow for a leak; None if all end below one."""
+    tried = [row for row in rows if row.gain and not row.masked]
+    # Of an attack that does as well on another update, the part due to this one.
+    gains = [
+        best_of_several(row, tried, lambda r: r.own_gain if r.blind else r.gain) for row in tried
+    ]
+    if not gains or any(gain is None or gain.n < LEAST for gain in gains):
+        return _state("few trials")
+    highs = [gain.high for gain in gains if gain and gain.high is not None]
+    if len(highs) < len(gains):
+        return _state("equal trials")
+    return _state("interval reaches", high=max(highs)) if max(highs) >= REQUIRED_GAIN else None
+
+
+def _model_problem(
+    rows: Sequence[LeaderboardRow], undefended: Sequence[LeaderboardRow]
+) -> Statement | None:
+    """Returns why the model's updates may hold nothing; None if they are of one that learns."""
+    usual = max(
+        (row.accuracy for row in undefended if row.accuracy), key=lambda a: a.skill, default=None
+    )
+    for row in rows:
+        own = row.accuracy
+        if row.diverged:
+            return _state("diverges", count=row.diverged, n=row.n)
+        if row.learning_problem:
+            return _state("learned nothing")
+        if own is None and row.subject == "images":
+            return _state("not tested")
+        if own and usual and own.skill < LEAST_SKILL * usual.skill:
+            return _state("learns little", share=own.share, chance=own.chance)
+    if rows[0].subject == "images" and not (usual and has_learned(usual)):
+        return _state("undefended learned nothing", least=LEAST_LEARNED)
+    return None
+
+
+def has_learned(accuracy: Accuracy) -> bool:
+    """Whether a model is clearly better than chance, by the lower end of its interval."""
+    return accuracy.low >= accuracy.chance + LEAST_LEARNED * (1 - accuracy.chance)
+
+
+# As plain values, for JSON.
+
+
+def dump(judged: Judgement) -> dict[str, Any]:
+    """Returns a judgement as plain values, with its comparison by names."""
+    *where, threat, watcher = judged.comparison
+    control: dict[str, Any] = _plain(judged.control)
+    return {
+        "comparison": [*where, threat.title, watcher],
+        "control": {name: value for name, value in control.items() if name != "comparison"},
+        "verdicts": [_plain(verdict) for verdict in judged.verdicts],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` without types; a row by what names it, infinity as text."""
+    if isinstance(value, LeaderboardRow):
+        names = ("defense", "attack", "vantage", "batch_size", "round", "n")
+        return {name: getattr(value, name) for name in names}
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return "inf" if value == math.inf else value

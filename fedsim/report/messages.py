@@ -1,0 +1,644 @@
+"""Words judgements, by tables of messages: what terminal, page, dossier and JSON print.
+
+A message names its values, with how each is written: `{gain:signed}`, `{failed:count attack run}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+from fedsim.contracts.target import METRICS, targets
+from fedsim.report.figures import (
+    NO_DIFFERENTIAL_PRIVACY,
+    format_bound,
+    format_delta,
+    format_epsilon,
+    format_number,
+    format_signed,
+)
+from fedsim.report.judge import (
+    LARGEST_DELTA,
+    Control,
+    Failure,
+    Finding,
+    Judgement,
+    Leaking,
+    Reliance,
+    Shown,
+    Statement,
+    Times,
+    Verdict,
+    failures_of,
+    is_leak,
+    missing_terms,
+    positive_controls,
+)
+from fedsim.report.row import OTHERS, REQUIRED_GAIN, Comparison, LeaderboardRow
+from fedsim.report.threat import describe_attacker, describe_comparison
+from fedsim.words import in_trials, number_of
+
+_BROKEN = (
+    "an attack on the undefended stack crashed or refused, and no other one ran, so that nothing "
+    "shows what attacks can do: {failures:failures}"
+)
+
+STATEMENTS: Mapping[str, str] = {
+    "promised": "for what its ε promises, and no more",
+    "attack works": "the attack works",
+    "audit refutes": "the audit refutes its ε",
+    "training audit refutes": "the audit refutes the ε that its training claims",
+    "no defense": "there is no defense to rely on",
+    "all failed": "no attack was measured: {failures:failures}",
+    "not attacked": "no attack on {subject} was measured",
+    "uncontrolled": "{why}, so that nothing tells what it read off the update",
+    "control as good": "{control:other} gives as much, so that nothing tells what it read off the "
+    "update",
+    "more than guessed": "what it gets is more than guessing gives",
+    "no guarantee": "only these attacks failed here, and no guarantee says that others will",
+    "terms unstated": "its guarantee does not state {terms:terms}",
+    "no differential privacy": "its guarantee is no differential privacy",
+    "weak epsilon": "an ε of {epsilon:epsilon} promises next to nothing: the odds of any "
+    "conclusion may change by a factor of exp(ε)",
+    "large delta": f"its δ of {{delta:delta}} is above {LARGEST_DELTA:g}",
+    "some failed": "{failed} of {total:count attack run} failed, which is no protection",
+    "nothing works": "no attack works for certain without a defense",
+    "not tried": "{attack} at batch size {batch_size} in round {round} works without a defense and "
+    "was not tried here in the same way",
+    "not told apart": "{attack} at batch size {batch_size} in round {round} does on {what} what it "
+    "does without a defense, as far as so few trials tell",
+    "few trials": "too few trials for an interval",
+    "equal trials": "all trials gained the same, which says nothing of what is rare",
+    "shared images": "of {n:count trial} some share images: they count as "
+    "{independent:count independent trial}",
+    "interval reaches": "the interval reaches {high:signed} dB, so more trials are needed",
+    "diverges": "local training diverges in {count} of {n:count recording}, so that its updates "
+    "say little; lower the learning rate, or plant smaller weights",
+    "learned nothing": "the model learned nothing, so that its updates may hold nothing",
+    "not tested": "whether the model learned was not measured",
+    "undefended learned nothing": "the model without a defense is not shown to learn: the interval "
+    "of its accuracy has to begin {least:percent} of the way from chance to 100%",
+    "learns little": "the model learns little behind it ({share:percent} of its test set, chance "
+    "{chance:percent})",
+    "not ended": "the run has not ended, or is not scored to its end",
+    "attacks fail": "INVALID, for the attacks do not work without a defense either",
+    "attacks fail here": "INVALID, for the attacks do not work here, which is no proof that others "
+    "do not",
+    "attacks broken": f"INVALID, for {_BROKEN}",
+    "nothing undefended": "INVALID, for nothing was attacked without a defense",
+    "untried images": "pictures",
+    "untried rows": "rows",
+    "untried labels": "labels",
+    "untried membership": "who took part (membership)",
+    "untried smaller batches": "batches of fewer than {smallest:count image}",
+    "untried rounds": "rounds other than {rounds:rounds}",
+    "untried malicious server": "a server that alters the model",
+    "untried participants": "other participants",
+    "untried server": "the server",
+}
+"""Why a defense is relied on or not, what to know before that is believed, what was not tried: each
+kind of statement, and what it says."""
+
+GETS: Mapping[Finding, str] = {
+    "recognizable": "recognizable {pictures}",
+    "colors only": "{colors}",
+    "features": "features of the {pictures}",
+    "some trials": "something {times}, and nothing for certain",
+    "undecided": "something that it may have known beforehand",
+    "nothing": "nothing {certain}beyond the guess",
+    "failed": "no attack measured: all of {total:count attack run} failed, which is no protection",
+    "unknown": "no attack on {subject} measured",
+    "no answer": "nothing can be said",
+}
+"""What an attacker gets."""
+
+_NOUNS: Mapping[Leaking, str] = {"membership": "who took part"}
+"""Targets that are called otherwise than by their noun -> what an attacker gets."""
+
+RELIANCES: Mapping[Reliance, str] = {
+    "rely": "rely on it {reason}",
+    "do not rely": "do not rely on it: {reason}",
+    "not shown": "not shown: {reason}",
+}
+
+CONTROLS: Mapping[str | None, tuple[str, str]] = {
+    "psnr": (
+        "undefended, at batch size {size}, {attack} gains {value:number 1} dB over guessing"
+        "{uncontrolled}{due}",
+        "{required:g} dB are required",
+    ),
+    "subspace_error": (
+        "undefended, at batch size {size}, {attack} leaves a span error of {value:number 3}"
+        "{uncontrolled}",
+        "at most {required:.3g} is required, half of what the guess leaves",
+    ),
+    "membership_auc": (
+        "undefended, at batch size {size}, {attack} tells members from others with an AUC of "
+        "{value:number 2}",
+        "{required:g} is required",
+    ),
+    None: (
+        "no attack recovered {subject} of the undefended stack at batch size {size}",
+        "a gain over guessing is required to show that the attacks work",
+    ),
+}
+"""Metric that decides a positive control -> what was measured, and what is required."""
+
+ABSENT = (
+    "no positive control: no undefended stack was attacked; add `none: []` to defenses, for an "
+    "attack that fails without a defense says nothing about defenses"
+)
+_TRY = "; try more iterations or restarts, batch size 1, or another attack (`fedsim list attacks`)"
+_BLIND = (
+    ", and does as well with another update: what an attack knew beforehand does not show that "
+    "attacks work"
+)
+_LESSONS = {
+    False: "attacks that fail without a defense say nothing about defenses",
+    True: "that these attacks fail is no proof that others do",
+}
+"""Whether nothing was defended -> what follows from attacks that fail."""
+
+_TERMS = {"delta": "δ", "unit": "its unit", "relation": "its neighbours"}
+_FEW = 3
+"""At most so many rounds are listed by number."""
+
+
+class _Messages(Formatter):
+    """Formats the values of a message as its fields ask."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        name, _, argument = format_spec.partition(" ")
+        if name == "count":
+            return number_of(value, argument)
+        if name == "number":
+            return format_number(value, int(argument))
+        known = _FORMATS.get(name)
+        return known(value) if known else super().format_field(value, format_spec)
+
+
+def _words_of_failures(failures: Iterable[Failure]) -> str:
+    return "; ".join(map(describe_failure, failures))
+
+
+def _listed(values: Iterable[object]) -> str:
+    """Joins values: `a`, `a and b`, `a, b and c`."""
+    *head, last = map(str, values)
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+_FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "signed": format_signed,
+    "percent": lambda value: f"{value:.0%}",
+    "epsilon": format_epsilon,
+    "delta": format_delta,
+    "other": lambda kind: OTHERS.get(kind, "another update"),
+    "failures": _words_of_failures,
+    "terms": lambda terms: _listed(_TERMS[term] for term in terms),
+    "rounds": lambda values: _listed(values) if len(values) <= _FEW else "those attacked",
+}
+
+_FORMATTER = _Messages()
+
+
+def fill(message: str, **values: Any) -> str:
+    """Returns `message` with its values in place."""
+    return _FORMATTER.vformat(message, (), values)
+
+
+def describe_statement(statement: Statement) -> str:
+    """Words one statement, as a clause."""
+    return fill(STATEMENTS[statement.kind], **statement.values)
+
+
+# One sentence on a defense, and its parts.
+
+
+def sentence(verdict: Verdict) -> str:
+    """Words a verdict in one sentence: who gets what, evidence, costs, guarantee and reliance."""
+    if verdict.finding == "no answer":
+        labels = _standing_labels(verdict)
+        return f"{lead(verdict)}: {labels + '; ' if labels else ''}{_reason(verdict)}."
+    evidence = describe_evidence(verdict)
+    parts = (describe_costs(verdict), describe_guarantee(verdict), describe_reliance(verdict))
+    return f"{lead(verdict)}{f': {evidence}' if evidence else ''}; {'; '.join(parts)}."
+
+
+def _standing_labels(verdict: Verdict) -> str:
+    """Words labels that were recovered where nothing else has an answer; empty if none were."""
+    return describe_shown(verdict.told["labels"]) if verdict.labels_stand else ""
+
+
+def lead(verdict: Verdict) -> str:
+    """The first words of the sentence: who gets what behind which defense."""
+    where = "Without a defense" if verdict.undefended else f"Behind {verdict.defense}"
+    if verdict.finding == "no answer" and verdict.labels_stand:
+        return f"{where}, labels are recovered; of {_pictures(verdict)} nothing can be said"
+    return f"{where}, {describe_attack(verdict)}"
+
+
+def describe_attack(verdict: Verdict) -> str:
+    """Words who gets what."""
+    if verdict.finding in ("failed", "unknown", "no answer"):
+        return describe_gets(verdict)
+    row = verdict.strongest
+    attacker = describe_attacker(row.threat, row.vantage, masked=row.masked)
+    return f"{attacker} gets {describe_gets(verdict)}"
+
+
+def brief(verdict: Verdict) -> str:
+    """Words the sentence without evidence, costs and guarantee, for a terminal."""
+    if verdict.finding == "no answer":
+        return f"{lead(verdict)}: {_reason(verdict)}."
+    return f"{lead(verdict)}; {describe_reliance(verdict)}."
+
+
+def grounds(verdict: Verdict) -> list[tuple[str, str]]:
+    """Words what stands under `brief`: each with its name."""
+    # A certificate needs no control: the attacker has it before anybody scores.
+    knows = ("It knows", describe_certificates(verdict.certificates))
+    if verdict.finding == "no answer":
+        labels = _standing_labels(verdict)
+        named = [("Shown by", labels), knows]
+    else:
+        costs, promise = describe_costs(verdict), describe_guarantee(verdict)
+        shown = ("Shown by", describe_evidence(verdict))
+        named = [shown, knows, ("It costs", costs), ("It promises", promise)]
+    return [(name, text) for name, text in named if text]
+
+
+def describe_told(verdict: Verdict) -> list[str]:
+    """Words what was measured of labels, members and others, whatever leaks."""
+    return [describe_shown(shown) for shown in verdict.told.values()]
+
+
+def headline(verdict: Verdict) -> str:
+    """Words what an attacker gets, to stand alone."""
+    text = describe_gets(verdict)
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def describe_gets(verdict: Verdict) -> str:
+    """Words what the attacker gets."""
+    row, finding = verdict.strongest, verdict.finding
+    of_images = row.subject == "images"
+    times = "at times" if verdict.is_rare else "on average"
+    if verdict.leaking and verdict.leaking.count:
+        times = in_trials(verdict.leaking.count, verdict.leaking.n)
+    gets = fill(
+        GETS.get(finding) or _noun(finding),
+        pictures=_pictures(verdict),
+        colors="colors" if of_images else "coarse values",
+        certain="" if verdict.is_bounded else "certain ",
+        times=times,
+        subject=row.subject,
+        total=verdict.trials,
+    )
+    if verdict.times:
+        gets += f" {_describe_times(verdict.times)}"
+    if not is_leak(finding):
+        return gets
+    if finding == "colors only" and not verdict.besides:
+        return f"{gets} only"
+    return _listed([gets, *map(_noun, verdict.besides)])
+
+
+def _noun(what: Leaking) -> str:
+    return _NOUNS.get(what) or targets()[what].noun
+
+
+def _describe_times(times: Times) -> str:
+    if times.or_more:
+        return f"in at least {times.count} of {number_of(times.n, 'trial')}"
+    return in_trials(times.count, times.n)
+
+
+def _pictures(verdict: Verdict) -> str:
+    return "pictures" if verdict.strongest.subject == "images" else "rows"
+
+
+def describe_reliance(verdict: Verdict) -> str:
+    """Words whether to rely on a defense, and why."""
+    return RELIANCES[verdict.reliance].format(reason=_reason(verdict))
+
+
+def _reason(verdict: Verdict) -> str:
+    return describe_statement(verdict.reason)
+
+
+def describe_cautions(judged: Verdict | Judgement) -> list[str]:
+    """Words what to know before a verdict is believed, or all of them, in whole sentences."""
+    if isinstance(judged, Judgement):
+        first, *others = map(describe_cautions, judged.verdicts)
+        return [text for text in first if all(text in other for other in others)]
+    clauses = [*judged.strongest.warnings, *map(describe_statement, judged.cautions)]
+    return [f"{text[:1].upper()}{text[1:]}." for text in clauses]
+
+
+def describe_untried(judged: Verdict | Judgement) -> list[str]:
+    """Names what no attack has tried, on one defense or on any."""
+    return [describe_statement(each) for each in judged.untried]
+
+
+# Evidence.
+
+
+def describe_evidence(verdict: Verdict) -> str:
+    """Words the figures behind a finding: of pictures, or of what else leaks where they do not."""
+    row, finding, leaking = verdict.strongest, verdict.finding, verdict.leaking
+    if finding in ("failed", "unknown", "no answer"):
+        return ""
+    others = [text for text in _other_evidence(verdict) if text]
+    if verdict.gain is None and row.metrics["subspace_error"] is None:
+        return ", ".join(others)
+    figure = _describe_gain(verdict) if verdict.gain else _describe_span(row)
+    trials = f"n = {number_of(row.n, 'trial')}"
+    parts = [
+        f"{figure} by {row.attack_on} at batch size {row.batch_size}",
+        trials if row.independent == row.n else f"{trials}, {row.independent} independent",
+        *_describe_likeness(row),
+    ]
+    if leaking and leaking.count and (finding == "some trials" or verdict.times):
+        parts.append(
+            f"{leaking.count} of {leaking.n} with {REQUIRED_GAIN:g} dB or more (interval of that "
+            f"share {100 * leaking.low:.0f} to {leaking.high:.0%} {row.population})"
+        )
+    if verdict.exposed_image and verdict.times:
+        parts.append(f"the best image at {verdict.exposed_image:.1f} dB PSNR")
+    attempts = verdict.gain.compared if verdict.gain else 1
+    if attempts > 1:
+        attacks = number_of(verdict.attacks, "attack")
+        parts.append(f"the best of {attempts} attempts with {attacks}")
+    if row.no_control:
+        parts.append(row.no_control)
+    return ", ".join([*others, *parts])
+
+
+def _other_evidence(verdict: Verdict) -> list[str]:
+    """Words features, labels and members, where they are what leaks, or may leak."""
+    finding, shown = verdict.finding, []
+    if finding == "features" and verdict.features:
+        row = verdict.features.row
+        shown = [f"{_describe_span(row)} by {row.attack_on}"]
+    if finding == "features":
+        shown.append(describe_certificates(verdict.certificates))
+    chosen = [what for what in verdict.may_leak if finding in (what, "some trials")]
+    return [*shown, *(describe_shown(verdict.told[what]) for what in chosen)]
+
+
+def _describe_gain(verdict: Verdict) -> str:
+    row, gain = verdict.strongest, verdict.gain
+    assert gain is not None
+    what = f"over guessing and {row.other}" if row.blind else "over guessing"
+    text = f"{format_signed(gain.mean)} dB {what}"
+    if gain.low is None or gain.high is None:
+        return f"{text} (no interval)"
+    ends = f"{format_signed(gain.low)} to {format_signed(gain.high)} dB"
+    return f"{text}, {gain.confidence:.0%} interval {ends} {row.population}"
+
+
+def _describe_span(row: LeaderboardRow) -> str:
+    span = row.metrics["subspace_error"]
+    assert span is not None
+    text = f"span error {span.mean:.2f} (guess {row.guessed_span:.2f})"
+    if span.low is None or span.high is None:
+        return f"{text} (no interval)"
+    ends = f"{max(0.0, span.low):.2f} to {span.high:.2f}"
+    return f"{text}, {span.confidence:.0%} interval {ends} {row.population}"
+
+
+def _describe_likeness(row: LeaderboardRow) -> list[str]:
+    """Words the likeness by which pictures are judged, beside the guess's."""
+    parts = []
+    for name in ("ssim", "lpips"):
+        mean, guess = row.metrics[name], row.baseline[name]
+        if mean and (name == "ssim" or name in row.likeness):
+            beside = "" if guess is None else f" (guess {guess:.2f})"
+            parts.append(f"{name.upper()} {mean.mean:.2f}{beside}")
+    return parts
+
+
+_SHOWN = {
+    "label_accuracy": "{value} of labels recovered{beside}",
+    "membership_auc": "members told from others with an AUC of {value}{beside}",
+}
+"""Metric -> what was told by it; others are named by their headings."""
+
+
+def describe_shown(shown: Shown) -> str:
+    """Words what one attack told, beside the guess."""
+    row, metric, summary = shown.row, METRICS[shown.metric], shown.row.metrics[shown.metric]
+    assert summary is not None
+    guess = row.baseline[metric.name] if metric.uninformed is None else metric.uninformed
+    form = "{:.0%}" if metric.shown_as == "percent" else "{:.2f}"
+    terms = [] if guess is None else [f"guessing: {form.format(guess)}"]
+    if summary.low is not None and summary.high is not None:
+        low, high = summary.low, summary.high
+        if metric.unit == "share":
+            low, high = max(0.0, low), min(1.0, high)
+        ends = f"{form.format(low)} to {form.format(high)}"
+        terms.append(f"{summary.confidence:.0%} interval {ends} {row.population}")
+    text = fill(
+        _SHOWN.get(metric.name, f"{metric.heading or metric.name} {{value}}{{beside}}"),
+        value=form.format(summary.mean),
+        beside=f" ({', '.join(terms)})" if terms else "",
+    )
+    text += f" by {row.attack_on}, batch size {row.batch_size}"
+    if row.no_control:
+        text += f" ({row.no_control})"
+    elif not shown.is_informed:
+        text += f", and no more than with {row.other}"
+    text += f", n = {number_of(row.n, 'trial')}"
+    limit = row.limit(metric.name)
+    return text if limit is None else f"{text}; the privacy claim allows at most {limit:.2f}"
+
+
+def describe_certificates(shown: Shown | None) -> str:
+    """Words of how many images an attacker knows that its answer is right, without any truth."""
+    stated = shown and shown.row.certificates
+    if not shown or not stated:
+        return ""
+    names = {"features": "feature_cosine", "labels": "label_accuracy"}
+    parts = [word for word, name in names.items() if shown.row.metrics[name]]
+    what = f" ({' and '.join(parts)})" if parts else ""
+    text = (
+        f"certified {stated.certified} of {number_of(stated.images, 'image')}{what} by "
+        f"{shown.row.attack_on}, batch size {shown.row.batch_size}"
+    )
+    if stated.false:
+        return f"{text}; false certificates among them: {stated.false}"
+    known = "knows that these are right" if stated.certified else "does not know which are right"
+    return f"{text}: the attacker {known}"
+
+
+# Costs and guarantees.
+
+
+def describe_costs(verdict: Verdict) -> str:
+    """Words accuracy and seconds of a round, beside those without a defense."""
+    costs = verdict.costs
+    text = _describe_accuracy(verdict)
+    if costs.seconds is None:
+        return f"{text}, seconds of a round not recorded"
+    own = _format_seconds(costs.seconds)
+    text += f", {own} s a round"
+    if costs.usual_seconds is None:
+        return text
+    usual = _format_seconds(costs.usual_seconds)
+    return text + (", as without defense" if usual == own else f" instead of {usual} s")
+
+
+def _describe_accuracy(verdict: Verdict) -> str:
+    costs, row = verdict.costs, verdict.strongest
+    if row.test_accuracy is None:
+        if row.subject == "rows" and row.test_loss is not None:
+            return f"test loss {row.test_loss:.3g}"
+        return "test accuracy not measured"
+    plain = f"{row.test_accuracy:.1%} test accuracy"
+    text = f"accuracy {row.accuracy}" if row.accuracy else plain
+    if not costs.is_measured:
+        return f"{text}, compared with nothing, for the model without defense learned nothing"
+    if costs.points is None:
+        return text
+    if abs(costs.points) < 0.05:
+        return f"{text}, the same as without defense"
+    where = "above" if costs.points > 0 else "below"
+    text += f", {abs(costs.points):.1f} points {where} no defense"
+    if not costs.is_apart and row.accuracy:
+        examples = number_of(row.accuracy.examples, "test example")
+        text += f", which {examples} cannot tell apart"
+    return text
+
+
+def _format_seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}"
+
+
+def describe_guarantee(verdict: Verdict) -> str:
+    """Words the stack's guarantee, with its unit, and what the audit found."""
+    row = verdict.strongest
+    if row.epsilon is None:
+        return "privacy not accounted"
+    if math.isinf(row.epsilon):
+        reason = f": {row.privacy_reason}" if row.privacy_reason else ""
+        return f"no guarantee (ε = ∞{reason})"
+    if missing := missing_terms(row):
+        terms = fill("{terms:terms}", terms=missing)
+        return f"a guarantee that does not state {terms}, so that its ε says nothing"
+    text = f"ε = {format_epsilon(row.epsilon)} at δ = {format_delta(row.delta or 0.0)}"
+    details = [row.relation.replace("_", " ") if row.relation else None, row.accountant]
+    if row.relation in NO_DIFFERENTIAL_PRIVACY:
+        details.append("no differential privacy")
+    details.append(row.privacy_covers)
+    text += f" per {row.unit} ({', '.join(filter(None, details))})"
+    if row.audited_epsilon is not None:
+        text += f"; an audit found at least ε = {format_bound(row.audited_epsilon)}"
+    return text
+
+
+# The positive control, and what weakens the figures of a table.
+
+
+def describe_control(control: Control) -> str:
+    """Words what the positive control shows, or why it does not pass."""
+    if not control.ended and control.status != "passed":
+        return STATEMENTS["not ended"]
+    if control.status == "absent":
+        return ABSENT
+    if control.status == "broken":
+        return fill(_BROKEN, failures=control.failures)
+    row, due = control.best, ""
+    if row and control.due is not None:
+        due = f", of which {format_number(control.due, 1)} dB over {row.other}"
+    values = {
+        "size": control.batch_size,
+        "attack": row.attack if row else "",
+        "value": control.value,
+        "required": control.required,
+        "uncontrolled": f" ({row.no_control})" if row and row.no_control else "",
+        "due": due,
+        "subject": control.subject,
+    }
+    measured, required = (fill(text, **values) for text in CONTROLS[control.metric])
+    if control.status == "passed":
+        return measured
+    failed = f"{measured}, where {required}: {_LESSONS[control.is_alone]}{_TRY}"
+    if control.is_blind:
+        failed = f"{measured}{_BLIND}{_TRY}"
+    besides = _words_of_failures(control.failures)
+    return f"{failed}; besides, {besides}" if besides else failed
+
+
+def describe_failure(failure: Failure) -> str:
+    """Words which attack failed, how often, on which stacks and why."""
+    return (
+        f"{failure.attack} failed in {failure.count} of {number_of(failure.n, 'trial')} on "
+        f"{', '.join(failure.defenses)}: {failure.reason}"
+    )
+
+
+def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]:
+    """Maps each comparison from which nothing follows to the reason.
+
+    Its control did not pass, or its runs have not ended.
+    """
+    return {
+        control.comparison: describe_control(control) if control.ended else STATEMENTS["not ended"]
+        for control in positive_controls(rows)
+        if control.mark
+    }
+
+
+def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> list[str]:
+    """Returns why comparisons among `rows` prove nothing; empty if every control passed.
+
+    Each is judged by itself: one whose attacks do not work says nothing of another. `unended` says
+    whether those count whose runs have not ended.
+    """
+    if not rows:
+        return ["no positive control: there are no results"]
+    judged = [row.comparison for row in rows if unended or row.ended]
+    shown = {row.comparison for row in rows}
+    return [
+        f"{describe_comparison(comparison, shown)}: {reason}" if len(shown) > 1 else reason
+        for comparison, reason in invalid_comparisons(rows).items()
+        if comparison in judged
+    ]
+
+
+_NO_CONTROL = (
+    ", so that nothing tells what an attack knew beforehand from what it read off the update; "
+    "attack two trials or more of different images (`observe.trials`)"
+)
+
+
+def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """Returns a line for each problem that weakens the figures, with its remedy.
+
+    Problems are models that do not show what a defense costs, poor guesses, attacks that failed,
+    and attacks that were run on no other update.
+    """
+    shown = list(dict.fromkeys(row.comparison for row in rows))
+    lines: dict[str, None] = {}
+    for comparison in shown:
+        members = [row for row in rows if row.comparison == comparison]
+        where = f"{describe_comparison(comparison, shown)}, " if len(shown) > 1 else ""
+        lines |= dict.fromkeys(f"{where}{line}" for line in _warnings_of(members))
+    return list(lines)
+
+
+def _warnings_of(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """Returns the warnings of one comparison."""
+    lines = [f"{row.defense}: {problem}" for row in rows if (problem := row.learning_problem)]
+    lines += map(describe_failure, failures_of(rows))
+    poor = [row for row in rows if row.guess_problem]
+    if poor:
+        worst = min(poor, key=lambda row: (-row.near_copies, row.guess_public_per_image or 0.0))
+        sizes = ", ".join(map(str, sorted({row.batch_size for row in poor})))
+        lines.append(f"batch size {sizes}, at worst: {worst.guess_problem}")
+    for reason in dict.fromkeys(row.no_control for row in rows if row.ended and row.no_control):
+        attacks = dict.fromkeys(row.attack for row in rows if row.no_control == reason)
+        lines.append(f"{', '.join(attacks)}: {reason}{_NO_CONTROL}")
+    return lines

@@ -1,0 +1,164 @@
+"""Golden sentences: what the messages of a judgement say, and that none is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from answer_rows import FAILS, PROVEN, SAFE, WORKS, Lines, behind, judged, trials
+from typer.testing import CliRunner
+
+from fedsim.cli.commands import app
+from fedsim.report import judge, write_report
+from fedsim.report import messages as words
+from fedsim.report.judge import Reliance, missing_terms
+from fedsim.words import printable
+
+GOLDEN: dict[str, tuple[Lines, str]] = {
+    "nothing": (
+        trials(FAILS),
+        "Behind dp, the server gets nothing beyond the guess; not shown: only these attacks failed "
+        "here, and no guarantee says that others will.",
+    ),
+    "rely": (
+        SAFE,
+        "Behind dp, the server gets nothing beyond the guess; rely on it for what its ε promises, "
+        "and no more.",
+    ),
+    "few": (
+        SAFE[:2],
+        "Behind dp, the server gets nothing certain beyond the guess; not shown: too few trials "
+        "for an interval.",
+    ),
+    "at times": (
+        trials([17.0, *FAILS[1:]]),
+        "Behind dp, the server gets something in 1 of 5 trials, and nothing for certain; not "
+        "shown: what it gets is more than guessing gives.",
+    ),
+    "recognizable at times": (
+        [*trials([17.5, 18.8, 20.1], ssim=0.9), *trials(FAILS[:3], attack="idlg", ssim=0.1)],
+        "Behind dp, the server gets recognizable pictures in all 3 trials; do not rely on it: the "
+        "attack works.",
+    ),
+    "colors": (
+        trials([18.0, 18.1, 18.2], ssim=0.1),
+        "Behind dp, the server gets colors only; do not rely on it: the attack works.",
+    ),
+    "colors and labels": (
+        trials([13.0, 13.1, 13.2, 13.3], label_accuracy=1.0),
+        "Behind dp, the server gets colors and labels; do not rely on it: the attack works.",
+    ),
+    "failed": (
+        trials([None, None, None]),
+        "Behind dp, no attack measured: all of 3 attack runs failed, which is no protection; not "
+        "shown: no attack was measured: inverting_gradients failed in 3 of 3 trials on dp: it "
+        "diverged.",
+    ),
+    "some failed": (
+        [*SAFE, trials([None] * 6, privacy=PROVEN)[5]],
+        "Behind dp, the server gets nothing beyond the guess; not shown: 1 of 6 attack runs "
+        "failed, which is no protection.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_brief_sentences(case: str, tmp_path: Path) -> None:
+    lines, said = GOLDEN[case]
+    assert words.brief(behind(tmp_path, lines)) == said
+
+
+ATTACKERS: list[tuple[dict[str, Any], str]] = [
+    ({"server": "planted"}, "a malicious server that planted weights gets"),
+    ({"server": "modified"}, "a malicious server that put a module into the model gets"),
+    ({"vantage": "client"}, "another participant gets"),
+    ({"vantage": "eavesdropper"}, "an eavesdropper on the wire gets"),
+    ({"vantage": "aggregate"}, "the server, which sees sums alone, gets"),
+    (
+        {"vantage": "client", "server": "planted"},
+        "another participant, where a malicious server planted weights, gets",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "named"), ATTACKERS)
+def test_who_attacks_is_named(case: dict[str, Any], named: str, tmp_path: Path) -> None:
+    lines = trials([30.0, 31.0, 32.0, 33.0], defense="none", ssim=0.9, **case)
+    (verdict,) = judged(tmp_path, lines).verdicts
+    assert words.lead(verdict) == f"Without a defense, {named} recognizable pictures"
+
+
+def test_whole_sentences(tmp_path: Path) -> None:
+    plain, proven = judged(tmp_path, [*WORKS, *SAFE]).verdicts
+    assert words.sentence(plain) == (
+        "Without a defense, the server gets recognizable pictures: +20.0 dB over guessing, 95% "
+        "interval +18.0 to +22.0 dB of this network and this client by inverting_gradients at "
+        "batch size 1, n = 5 trials, SSIM 0.90; accuracy 90.0% of 1,000 test examples (88.0 to "
+        "91.7%; chance 10.0%), seconds of a round not recorded; no guarantee (ε = ∞: no noise is "
+        "added); do not rely on it: the attack works."
+    )
+    assert words.sentence(proven).endswith(
+        "ε = 2 at δ = 1e-05 per client (zero out, gaussian); rely on it for what its ε promises, "
+        "and no more."
+    )
+    invalid = trials([12.0, 12.1, 12.2], defense="none", label_accuracy=1.0)
+    (verdict,) = judged(tmp_path / "invalid", invalid).verdicts
+    assert words.sentence(verdict) == (
+        "Without a defense, labels are recovered; of pictures nothing can be said: 100% of labels "
+        "recovered (guessing: 20%) by inverting_gradients, batch size 1, n = 3 trials; INVALID, "
+        "for the attacks do not work here, which is no proof that others do not."
+    )
+
+
+def test_structure_is_told_beside_the_guess(tmp_path: Path) -> None:
+    lines = trials([18.0, 18.1, 18.2], ssim=0.8)
+    for row in lines:
+        row["baseline"] = row["baseline"] | {"ssim": 0.6}
+    assert "SSIM 0.80 (guess 0.60)" in words.describe_evidence(behind(tmp_path, lines))
+
+
+@pytest.mark.parametrize("missing", ["delta", "unit", "relation"])
+def test_no_epsilon_stands_without_its_terms(missing: str, tmp_path: Path) -> None:
+    verdict = behind(tmp_path, trials(FAILS, privacy=PROVEN | {missing: None}))
+    assert missing_terms(verdict.strongest) == (missing,)
+    assert "ε =" not in words.sentence(verdict)
+
+
+def test_no_message_is_missing() -> None:
+    source = Path(judge.__file__).read_text(encoding="utf-8")
+    stated = set(re.findall(r'_state\(\s*"([a-z ]+)"', source))
+    quoted = set(re.findall(r'"([a-z ]+)"', source))
+    assert stated <= set(words.STATEMENTS) <= quoted
+    assert set(words.RELIANCES) == set(get_args(Reliance))
+
+
+def test_terminal_page_and_json_print_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nasty = "dp\x1b[2Jx"
+    each = judged(tmp_path, [*WORKS, *trials(FAILS, privacy=PROVEN, defense=nasty)])
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["leaderboard", str(tmp_path)]).stdout
+    said, _, _ = re.sub(r"\s+", " ", shown).partition(" defense attack ")
+    assert "\x1b" not in shown and max(map(len, shown.splitlines())) <= 80
+    for verdict in each.verdicts:
+        assert f"- {printable(words.brief(verdict))}" in said
+    page = re.sub(r"<[^>]+>", "", write_report(tmp_path).read_text())
+    assert words.brief(each.verdicts[0]) in page
+    document = CliRunner().invoke(app, ["leaderboard", str(tmp_path), "--format", "json"]).stdout
+    (judgement,) = json.loads(document)["judgements"]
+    for verdict, plain in zip(each.verdicts, judgement["verdicts"], strict=True):
+        assert plain["sentence"] == words.sentence(verdict)
+        assert plain["reason"]["kind"] == verdict.reason.kind
+        assert (plain["finding"], plain["reliance"]) == (verdict.finding, verdict.reliance)
+    assert judgement["control"]["status"] == "passed"
+
+
+def test_a_name_turns_no_words_of_the_page(tmp_path: Path) -> None:
+    judged(tmp_path, [*WORKS, *trials(FAILS, defense="x\u202ey\u2066")])
+    page = write_report(tmp_path).read_text()
+    assert "Behind x" in page
+    assert "\u202e" not in page and "\u2066" not in page
