@@ -48,6 +48,7 @@ def chart(
     x_range: Span | None = None,
     y_range: Span | None = None,
     diagonal: bool = False,
+    counts: bool = False,
     least: tuple[float, float] = (0.0, 0.0),
 ) -> Markup:
     """Returns a chart as SVG.
@@ -60,6 +61,7 @@ def chart(
         x_range: Ends of the horizontal axis; by default those of the points.
         y_range: Likewise of the vertical axis.
         diagonal: Whether a dashed line marks equal values; else it marks zero of the vertical axis.
+        counts: Whether the horizontal axis counts, so that only whole numbers are on it.
         least: Lengths that both axes have at least, so that noise does not look like a difference.
     """
     points = [point for one in series for point in (*one.points, *one.rings)]
@@ -82,7 +84,8 @@ def chart(
     for tick in _ticks(y_low, y_high):
         parts.append(_line(_LEFT, y(tick), right, y(tick), "grid"))
         parts.append(_text(_LEFT - 6, y(tick) + 4, f"{tick:g}", "end"))
-    parts += [_text(x(tick), base + 16, f"{tick:g}", "middle") for tick in _ticks(x_low, x_high)]
+    across_ticks = [t for t in _ticks(x_low, x_high) if not counts or t.is_integer()]
+    parts += [_text(x(tick), base + 16, f"{tick:g}", "middle") for tick in across_ticks]
     if diagonal:
         parts.append(_line(x(x_low), y(y_low), x(x_high), y(y_high), "guide"))
     elif y_low < 0 < y_high:

@@ -491,7 +491,7 @@ class Content:
             id=id,
             row=row,
             best=measured(row, row.ranked_by),
-            tint=_tint(row, rows) if control.status == "passed" else "",
+            tint="" if control.mark else _tint(row, rows),
             state=_STATES.get(state, ""),
             plate=self.plates.get(row.cell),
             detailed=detailed,
@@ -681,6 +681,7 @@ def _training(runs: Sequence[Run], colors: Mapping[str, int]) -> Figure | None:
                     across="round",
                     up=captions[field],
                     description=f"{captions[field]} by round, a line for each defense",
+                    counts=True,
                 ),
             )
             for field, of_field in curves.items()
