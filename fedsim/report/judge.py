@@ -942,7 +942,7 @@ def _doubts(
         _unmeasured(verdict, rows),
         _weakness(row),
         _failed(rows),
-        _untested(rows, undefended),
+        None if row.undefended else _untested(rows, undefended),
         _scatter(rows),
         _model_problem(rows, undefended),
     )
