@@ -108,7 +108,7 @@ def _dirichlet(
     min_images: int,
 ) -> list[Tensor]:
     """Divides each class in proportions from Dir(alpha), anew until all parts are large enough."""
-    members = [rows[labels[rows] == label] for label in labels.unique()]
+    members = [rows[labels[rows] == label] for label in torch.unique(labels)]
     for _ in range(_DRAWS):
         pieces = []
         for of_class in members:
@@ -145,8 +145,8 @@ def _whole_shards(count: int, clients: int, per_client: int) -> int:
 
 def _by_owner(owners: Tensor) -> list[Tensor]:
     """Returns the indices of each owner, in the order of their numbers."""
-    counts = owners.unique(return_counts=True)[1]
-    return list(owners.argsort(stable=True).split(counts.tolist()))
+    counts = torch.unique(owners, return_counts=True)[1]
+    return list(torch.split(owners.argsort(stable=True), counts.tolist()))
 
 
 def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:

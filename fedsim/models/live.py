@@ -445,9 +445,10 @@ def _is_head(model: nn.Module, name: str, classes: int) -> bool:
         part = model.get_submodule(name)
     except AttributeError:
         return False
-    # Of a weight that others make, as under weight norm, the update does not tell the gradient.
-    own = isinstance(part, nn.Linear) and "weight" in dict(part.named_parameters(recurse=False))
-    return bool(name) and own and part.out_features == classes
+    if not name or not isinstance(part, nn.Linear) or part.out_features != classes:
+        return False
+    # The update has no gradient of a weight that a parametrization makes, as weight norm does.
+    return "weight" in dict(part.named_parameters(recurse=False))
 
 
 def _renamed(model: nn.Module, head: str | None) -> dict[str, str]:

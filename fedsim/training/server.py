@@ -349,7 +349,7 @@ class Server:
         if watcher == "server" and client < 0:
             vantage = "aggregate"
         masked = self.protocol is not None and client >= 0 and watcher != "client"
-        training, defense, effect = self._announced(probe and probe.batch_size)
+        training, defense, effect = self._announced(probe.batch_size if probe else None)
         return Observation(
             id=self.observation_id(round, client, probe, watcher),
             update=update.tensors,

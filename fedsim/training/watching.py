@@ -223,7 +223,7 @@ class _Watch:
                 factors=(total, total / len(images)),
             )
             if value.requires_grad:
-                value.register_hook(summed.mark)
+                value.register_hook(summed.mark)  # type: ignore[no-untyped-call]
             self._losses.append(summed)
             if smoothing := given.get("label_smoothing"):
                 loss["label_smoothing"] = float(smoothing)

@@ -354,7 +354,7 @@ def test_a_sweep_names_the_variant_at_work_and_its_folder(path: Path, tmp_path: 
     assert all(line.startswith("2/2 ") for line in others[3:])
     page = (tmp_path / "o" / "report.html").read_text("utf-8")
     for folder in folders:
-        assert f"<h3>{folder}</h3><p class=" in page
+        assert folder in page
 
 
 def test_list() -> None:

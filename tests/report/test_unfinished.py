@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fedsim
-from fedsim import pipeline
+from fedsim import stages
 from fedsim.cli.commands import app
 from fedsim.contracts import plugins
 from fedsim.report import load_runs, unfinished, write_report
@@ -195,7 +195,7 @@ def test_variants_that_are_still_to_come_are_counted(
         raise RunFailed("no attack works today")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "run_jobs", broken)
+        patch.setattr(stages, "run_jobs", broken)
         with pytest.raises(RunFailed):
             fedsim.run(SWEPT, out=tmp_path / "out", workers=1)
     first, second = unfinished(load_runs([tmp_path / "out"]))
