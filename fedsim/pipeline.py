@@ -313,7 +313,7 @@ class _Execution:
                 on_result(job, nothing_recorded(seen, lost))
         for job in waiting:
             seen = files.load_observation(job.observation)
-            record.append_line(path, context.row(job, unscored(seen)))
+            record.append_line(path, context.row(job, unscored(seen)).dump())
         jobs = [job for job, _ in pending if job.observation.exists() and job not in waiting]
         if jobs:
             self._publish(self.out)

@@ -17,16 +17,17 @@ from fedsim.progress import Display
 from fedsim.recording import files
 from fedsim.report import save_grids, save_overview
 from fedsim.results import record, rows
+from fedsim.results.lines import ResultRow
 from fedsim.results.record import Row
 
 Finished = Callable[[Job, Result], None]
 
 
-def writer_of(path: Path, row: Callable[[Job, Result], Row], display: Display) -> Finished:
+def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Display) -> Finished:
     """Returns what writes the row of a finished attack, and shows that it is done."""
 
     def on_result(job: Job, result: Result) -> None:
-        record.append_line(path, row(job, result))
+        record.append_line(path, row(job, result).dump())
         display.advance(_summary(job, result))
 
     return on_result

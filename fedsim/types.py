@@ -153,6 +153,12 @@ class ModelSpec:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """Per-channel normalization, public knowledge."""
+    payload: ClassVar[Payload] = "update"
+
+    @property
+    def server(self) -> Server:
+        """What the server has done to the model."""
+        return server_of(self.parameters)
 
 
 def watcher_of(vantage: str) -> str:
@@ -199,9 +205,15 @@ class ReleaseSpec:
     statistics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Parameters in use of the law of each statistic that a defense privatized, see
     `fedsim.contracts.defense.StatisticDefense.public_parameters`."""
+    server: ClassVar[Server] = "honest"
     counted: bool = False
     """Whether the release shows its number of rows. That number tells whether a row is there at
     all, so attacks are asked whether it is there or another one in its place."""
+
+    @property
+    def payload(self) -> Payload:
+        """The kind of release."""
+        return self.kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +353,7 @@ class Observation:
     @property
     def server(self) -> Server:
         """What the server has done to the model; `honest` for a release of rows."""
-        return server_of(self.spec.parameters) if isinstance(self.spec, ModelSpec) else "honest"
+        return self.spec.server
 
     @property
     def model(self) -> ModelSpec:
@@ -374,7 +386,7 @@ class Observation:
     @property
     def payload(self) -> Payload:
         """Kind of what was sent, which an attack has to be able to read."""
-        return self.spec.kind if isinstance(self.spec, ReleaseSpec) else "update"
+        return self.spec.payload
 
     @property
     def num_images(self) -> int:

@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -16,6 +16,7 @@ from fedsim.assessment.truth import Picked
 from fedsim.attacking.jobs import Job, Result
 from fedsim.contracts.grant import Grant
 from fedsim.recording.exchanges import Exchange
+from fedsim.results.lines import ResultRow
 from fedsim.results.record import Row
 from fedsim.scoring import NOT_LEARNED
 from fedsim.types import Observation
@@ -34,56 +35,23 @@ class Context:
     simulation_errors: Mapping[str, float | None]
     """By the id of an observation, see `simulation_error`."""
 
-    def row(self, job: Job, result: Result) -> Row:
+    def row(self, job: Job, result: Result) -> ResultRow:
         """Returns the line of one attack on one exchange."""
         observation = result.observation
         exchange = self.seen[observation.id][1].exchange
-        return {
-            "scenario": self.name,
-            "variant": {},
-            "dataset": "the app's own data",
-            "model": {"name": self.model, "parameters": {}},
-            "learner": "sgd",
-            "release": None,
-            "training": asdict(observation.training),
-            "defense": {
-                "name": observation.id.partition("/")[0],
-                "stack": [dict(each) for each in observation.defense],
-            },
-            "attack": {
-                "name": job.attack,
-                "label": job.label,
-                "restarts": job.restarts,
-                "parameters": dict(job.parameters),
-                "brought": job.brought,
-                "ignores_update": job.ignores_update,
-            },
-            "vantage": observation.vantage,
-            "server": observation.server,
-            "knowledge": self.grant.model_dump(),
-            "batch_size": observation.training.batch_size,
-            "round": observation.round,
-            "client": observation.client,
-            "trial": 0,
-            "releases": 1,
-            "observation": observation.id,
-            "seed": result.seed,
-            "status": result.status,
-            "reason": result.reason,
-            "metrics": result.metrics,
-            "per_image": result.per_image,
-            "certificate": result.certificate and asdict(result.certificate),
-            "features_by": result.features_by,
-            "stages": result.stages,
-            "simulation_error": self.simulation_errors.get(observation.id),
-            "victims": result.victims,
-            "baseline": result.baseline | ({} if self.guess_is_public else NOT_LEARNED),
-            "control": {"of": None, "other_update": None, "per_image": {}},
-            "theory": {"tensor_rate": result.tensor_rate},
-            "utility": {"train_loss": exchange.number("train_loss")},
-            "privacy": {},
-            "cost": result.cost,
-        }
+        return ResultRow.of(
+            job,
+            result,
+            scenario=self.name,
+            dataset="the app's own data",
+            model={"name": self.model},
+            knowledge=self.grant.model_dump(),
+            simulation_error=self.simulation_errors.get(observation.id),
+            baseline=result.baseline | ({} if self.guess_is_public else NOT_LEARNED),
+            theory={"tensor_rate": result.tensor_rate},
+            utility={"train_loss": exchange.number("train_loss")},
+            privacy={},
+        )
 
 
 def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:

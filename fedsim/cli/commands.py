@@ -48,6 +48,7 @@ class Kind(StrEnum):
     data = "data"
     engines = "engines"
     mechanisms = "mechanisms"
+    targets = "targets"
 
 
 class ListFormat(StrEnum):

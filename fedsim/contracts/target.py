@@ -99,6 +99,10 @@ class Target(Plugin):
     stand at one place belong together."""
     payloads: ClassVar[tuple[Payload, ...]] = ()
     """What clients send of which it is the main target: rows that no attack answered are of it."""
+    asked_singly: ClassVar[bool] = False
+    """Whether attacks are asked about one example at a time, so that trials share examples."""
+    pictured: ClassVar[bool] = False
+    """Whether answers are pixels, saved as `truth` and `reconstruction`, that a page can show."""
     ranks_by: ClassVar[Literal["own", "gain", "mean"]] = "own"
     """What ranks attacks: the part of the gain over the guess that is due to the attacked update,
     all of that gain, or the mean, where guesses are compared by their means alone."""

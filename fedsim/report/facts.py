@@ -43,7 +43,7 @@ def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     data = _listed(row.dataset for row in rows)
     computation = f"{_was(row.computed for row in rows)} trained on {data}{by}{over}"
     recordings = f"{number_of(len(updates), 'recorded update')}, in batches of"
-    if rows[0].subject == "rows":
+    if rows[0].main.asked_singly:
         computation = f"{_was(row.learner for row in rows)} computed from {data}{by}"
         recordings = f"{number_of(len(updates), 'recorded release')}, of a mean number of rows of"
     return (
@@ -57,7 +57,7 @@ def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
 
 
 def _images(row: ResultRow, sizes: Sequence[int]) -> str:
-    if row.subject == "rows":
+    if row.main.asked_singly:
         return ""
     return " image" if sizes == [1] else " images"
 

@@ -26,7 +26,6 @@ from fedsim.report.row import (
     Comparison,
     LeaderboardRow,
 )
-from fedsim.results.lines import Subject
 from fedsim.results.reading import Run, measurements
 from fedsim.scoring import LEAST, Accuracy, Share, Summary, chance_of
 
@@ -115,7 +114,7 @@ class Control:
     """
 
     comparison: Comparison
-    subject: Subject
+    subject: str
     status: Status
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
@@ -562,7 +561,7 @@ def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
         return others[-1] if others else basis
     best = max(attacked, key=lambda row: row.standing)
     blind = best.blind
-    passed = best.strength[0] >= REQUIRED_GAIN and not blind
+    passed = best.strength_by("psnr") >= REQUIRED_GAIN and not blind
     for other in others:
         # A release that is random by itself may tell who is in it and no more; a head of many
         # images, its features.
@@ -576,7 +575,7 @@ def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
         metric="psnr",
         value=gain,
         required=REQUIRED_GAIN,
-        due=None if passed or blind or gain < REQUIRED_GAIN else best.strength[0],
+        due=None if passed or blind or gain < REQUIRED_GAIN else best.strength_by("psnr"),
         is_blind=blind and gain >= REQUIRED_GAIN,
     )
 
@@ -816,7 +815,7 @@ def _recognizable_times(rows: Sequence[LeaderboardRow]) -> Times:
 def _shown_features(rows: Sequence[LeaderboardRow]) -> Shown | None:
     leaking = [row for row in rows if row.gain and row.metrics["subspace_error"]]
     leaking = [row for row in leaking if leaks_features(row, rows)]
-    best = max(leaking, key=lambda row: row.strength[1], default=None)
+    best = max(leaking, key=lambda row: row.strength_by("subspace_error"), default=None)
     return Shown(row=best, metric="subspace_error") if best else None
 
 

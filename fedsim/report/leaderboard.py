@@ -163,7 +163,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         folders=tuple(sorted({str(row.folder) for row in rows})),
         dataset=first.dataset,
         model=first.computed,
-        subject=first.subject,
+        subject=first.main.part,
         defense=first.defense.name,
         stack=describe_stack(first.defense.stack),
         undefended=not first.defense.stack,

@@ -128,8 +128,7 @@ def lineup(runs: Sequence[Run], cells: Collection[str] | None = None) -> Lineup 
 def has_image(run: Run, row: ResultRow) -> bool:
     """Whether a reconstruction of images was scored and lies in the run's folder."""
     scored = row.ok and row.metrics is not None and row.metrics["psnr"] is not None
-    images = row.subject == "images" and scored
-    return images and reconstruction_file(run.folder, row) is not None
+    return row.main.pictured and scored and reconstruction_file(run.folder, row) is not None
 
 
 def strongest(rows: Sequence[ResultRow], stack: str) -> list[ResultRow]:

@@ -182,7 +182,7 @@ def _scored(trials: Iterable[Trial]) -> list[tuple[ResultRow, Path]]:
     scored = [
         (row.metrics["psnr"], row, path)
         for folder, row in trials
-        if row.subject == "images" and row.ok and row.metrics
+        if row.main.pictured and row.ok and row.metrics
         if row.metrics["psnr"] is not None and (path := reconstruction_file(folder, row))
     ]
     return [(row, path) for _, row, path in sorted(scored, key=lambda entry: entry[0])]

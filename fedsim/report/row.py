@@ -10,7 +10,7 @@ from fedsim.contracts.grant import Grant
 from fedsim.contracts.target import Target, ranking_targets, targets
 from fedsim.report.threat import Comparison as Comparison
 from fedsim.report.threat import ThreatModel
-from fedsim.results.lines import ControlKind, Subject
+from fedsim.results.lines import ControlKind
 from fedsim.scoring import Accuracy, Share, Summary, guess_problem, learning_problem
 from fedsim.targets.images import EXPOSED_IMAGE as EXPOSED_IMAGE
 from fedsim.targets.images import LIKENESS_GAIN as LIKENESS_GAIN
@@ -79,8 +79,8 @@ class LeaderboardRow:
     dataset: str
     model: str
     """Name of the model, or of the learner if it trains no model."""
-    subject: Subject
-    """What the attack is after."""
+    subject: str
+    """Part of the target that attacks on what was observed are after, see `main`."""
     defense: str
     stack: str
     undefended: bool
@@ -335,7 +335,8 @@ class LeaderboardRow:
         """Why the model cannot show what the defense costs; None if it can."""
         if self.accuracy is None:
             return None
-        return learning_problem(self.accuracy, self.test_loss, trains=self.subject == "images")
+        trains = "update" in self.main.payloads
+        return learning_problem(self.accuracy, self.test_loss, trains=trains)
 
     @property
     def strength(self) -> tuple[float, ...]:
@@ -344,10 +345,12 @@ class LeaderboardRow:
         Of images the gain in dB that is due to this update, of features the share of their span
         that was recovered, of labels and members the gain; -inf for what an attack does not answer.
         """
-        return tuple(self._strength_in(target) for target in ranking_targets().values())
+        return tuple(self.strength_by(name) for name in ranking_targets())
 
-    def _strength_in(self, target: Target) -> float:
-        name, uninformed = target.ranking.name, target.ranking.uninformed
+    def strength_by(self, name: str) -> float:
+        """Returns what ranks attacks by metric `name`; -inf of an attack without a value of it."""
+        target = ranking_targets()[name]
+        uninformed = target.ranking.uninformed
         if target.ranks_by == "mean":
             mean = self.metrics[name]
             return target.ranking.gain(mean.mean, uninformed or 0.0) if mean else -math.inf

@@ -225,7 +225,7 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     if not rows:
         return []
     views = [_phrase(rows, VANTAGES, _view(rows))]
-    if rows[0].subject == "rows":
+    if rows[0].main.asked_singly:
         views.append(_phrase(rows, _RELEASES, _kind_of_release))
         kernel = all(str(_kind_of_release(row)).startswith("kernel_") for row in rows)
         known = "the columns with their declared ranges, the bound on the norm of a row"
@@ -276,7 +276,7 @@ def _kind_of_release(row: ResultRow) -> Any:
 
 def _granted(rows: Sequence[ResultRow]) -> str:
     parts = []
-    for name, meaning in Grant.meanings(rows[0].subject).items():
+    for name, meaning in Grant.meanings(rows[0].main.part).items():
         phrases = dict(zip(Grant.values()[name], meaning.words, strict=True))
         parts.append(_phrase(rows, phrases, attrgetter(f"knowledge.{name}")))
     for entry in sorted({entry for row in rows for entry in unworded(threat_model_of(row))}):
@@ -430,7 +430,7 @@ def letter_of(row: ResultRow) -> Letter | None:
     Every attacker here knows how clients train, and is granted the rest by the scenario. Other data
     of the same kind may also be an attack's own (its parameter `public`, of a generator).
     """
-    if row.subject == "rows":
+    if row.main.asked_singly:
         return None
     if threat_model_of(row).malicious:
         return "G" if _has_surrogate(row) else "F"

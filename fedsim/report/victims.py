@@ -26,7 +26,7 @@ def units(rows: Sequence[ResultRow]) -> list[list[int]]:
     """
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
-        victims = set(row.victims or ()) if row.subject == "images" else set()
+        victims = set() if row.main.asked_singly else set(row.victims or ())
         sharing = [group for group in groups if group[0] & victims]
         groups = [group for group in groups if group not in sharing]
         members = [member for _, indices in sharing for member in indices]

@@ -1,27 +1,28 @@
-"""Describes the lines of results.jsonl, rounds.jsonl and audit.jsonl, as they are read again."""
+"""Lines of results.jsonl, rounds.jsonl and audit.jsonl, each built, written and read by a class."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path, PurePath
-from typing import Any, Literal, Self, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from fedsim.contracts.grant import Grant
-from fedsim.scoring import METRICS
+from fedsim.contracts.target import Target, main_target
+from fedsim.scoring import METRICS, OWN_LOSS
 from fedsim.types import LARGEST, Server, server_of
+
+if TYPE_CHECKING:
+    from fedsim.attacking.jobs import Job, Result
 
 _DIVERGED = 2.0
 """Local training diverges if it multiplies the loss by more than this."""
-
-
-Subject = Literal["images", "rows"]
 
 
 class RowPart(BaseModel):
@@ -60,7 +61,8 @@ class Metrics(RowPart):
     def _known(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        return {k: v for k, v in fields.items() if k in METRICS or k in cls.model_fields}
+        known = (*METRICS, OWN_LOSS, *cls.model_fields)
+        return {name: value for name, value in fields.items() if name in known}
 
     def __getitem__(self, name: str) -> float | None:
         """Returns the value of the metric `name`; None if it does not apply."""
@@ -91,39 +93,6 @@ class AttackOf(RowPart):
     ignores_update: bool = False
     """Whether it never looks at the update, as a control does."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_brought(cls, fields: Any) -> Any:
-        """Rows that do not say what was brought name it in a parameter, if anything was.
-
-        That is the public data that something was trained on or, if no parameter names these, each
-        file that one names.
-        """
-        if not isinstance(fields, dict) or "brought" in fields:
-            return fields
-        parameters = fields.get("parameters")
-        if not isinstance(parameters, dict):
-            return fields
-        if isinstance(public := parameters.get("public"), str):
-            return {**fields, "brought": (f"public={public}",)}
-        brought = [f"{key}={name}" for key, value in parameters.items() for name in _files(value)]
-        return {**fields, "brought": tuple(brought)}
-
-
-def _files(value: object) -> Iterator[str]:
-    """Yields the names of what reads as files in a parameter, wherever they lie."""
-    if isinstance(value, str):
-        path = PurePath(value)
-        if path.name and ("/" in value or _SUFFIX.fullmatch(path.suffix)):
-            yield path.name
-    elif isinstance(value, list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _files(item)
-
-
-_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
-"""Of a file; `0.5` has none."""
-
 
 class ModelOf(RowPart):
     """Names the victim's architecture."""
@@ -142,6 +111,7 @@ class KnowledgeOf(Grant):
 class BaselineOf(Metrics):
     """Scores of the zero-information guess, and what it was learned from."""
 
+    name: str | None = None
     public: int | None = None
     """Number of public images; None for a guess that uses none, and if the row does not say."""
     public_per_image: float | None = None
@@ -173,6 +143,7 @@ class CertificateOf(RowPart):
     """None of an attack that certifies nothing."""
     false: int | None = None
     """How many certificates are false by the truth; None if that cannot be told."""
+    per_image: dict[str, list[bool]] = {}
 
 
 class UtilityOf(RowPart):
@@ -208,6 +179,8 @@ class PrivacyOf(RowPart):
     reason: str | None = None
     covers: str | None = None
     """Which releases it covers, in words."""
+    noise_key: str | None = None
+    """Whose secret the noise follows from: `scenario` or `node`."""
     audited_epsilon: float | None = None
     run: PrivacyOf | None = None
     """The claim for all releases of the run, if this one is for a single release."""
@@ -218,6 +191,10 @@ class CostOf(RowPart):
 
     seconds: float | None = None
     iterations: int | None = None
+    iterations_per_second: float | None = None
+    peak_memory_bytes: int | None = None
+    bytes_up: int | None = None
+    """Mean bytes that a client sent in the attacked round."""
 
 
 class TheoryOf(RowPart):
@@ -278,10 +255,56 @@ class ResultRow(RowPart):
     stages: int | None = None
     """Number of stages that the attack cut the body into; None if it cuts none, and in rows
     before."""
+    simulation_error: float | None = None
+    """Of an assessed app: how far the update that attacks simulate is from the recorded one."""
     folder: Path = Path()
     """Folder of the run that it was read from."""
     ended: bool = True
     """Whether that run has ended, and is scored to its end."""
+
+    @classmethod
+    def of(cls, job: Job, result: Result, **of_run: Any) -> Self:
+        """Builds the line of one attack on one observation.
+
+        Args:
+            job: the attack, and on what.
+            result: what it left.
+            of_run: fields of which the run knows more than the job; the control is added at its
+                end.
+        """
+        seen = result.observation
+        parts = {name: getattr(result, name) for name in _OF_RESULT}
+        return cls.model_validate(
+            {
+                **parts,
+                "model": None,
+                "release": None,
+                "training": asdict(seen.training),
+                "defense": {
+                    "name": seen.id.partition("/")[0],
+                    "stack": [dict(each) for each in seen.defense],
+                },
+                "attack": {
+                    "name": job.attack,
+                    "label": job.label,
+                    "restarts": job.restarts,
+                    "parameters": dict(job.parameters),
+                    "brought": job.brought,
+                    "ignores_update": job.ignores_update,
+                },
+                **{name: getattr(seen, name) for name in _OF_OBSERVATION},
+                "batch_size": seen.training.batch_size,
+                "observation": seen.id,
+                "certificate": result.certificate and asdict(result.certificate),
+                "control": {},
+                **of_run,
+            }
+        )
+
+    def dump(self) -> dict[str, Any]:
+        """Returns the line as it is written."""
+        beside = {"folder", "ended"} | ({"simulation_error"} - set(self.model_fields_set))
+        return self.model_dump(mode="json", exclude=beside)
 
     @model_validator(mode="before")
     @classmethod
@@ -306,9 +329,9 @@ class ResultRow(RowPart):
         return self.control.other_update if self.control else None
 
     @property
-    def subject(self) -> Subject:
-        """What the attack is after."""
-        return "images" if self.release is None else "rows"
+    def main(self) -> Target:
+        """What the attack is after, whatever it answered."""
+        return main_target(self.release["kind"] if self.release else "update")
 
     @property
     def computed(self) -> str:
@@ -349,6 +372,15 @@ class ResultRow(RowPart):
         """
         return digest_of(self.model_dump(exclude=_BESIDE))
 
+
+_OF_RESULT = (
+    *("seed", "status", "reason", "metrics", "per_image", "features_by", "stages", "victims"),
+    *("baseline", "cost"),
+)
+"""Fields that are the result's as they are."""
+
+_OF_OBSERVATION = ("vantage", "server", "round", "client", "trial", "releases")
+"""Fields that are the observation's as they are."""
 
 _BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder", "ended"}
 """Fields of a row that are no part of its `content`."""

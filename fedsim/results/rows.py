@@ -21,6 +21,7 @@ from fedsim.audit import Step, audited_epsilon, quiet
 from fedsim.federation.records import RoundRecord
 from fedsim.privacy import membership
 from fedsim.recording.files import read_tensors
+from fedsim.results.lines import ResultRow
 from fedsim.results.public_control import Cell, cell_of, made_of_public
 from fedsim.results.record import Row
 from fedsim.scenario import Scenario
@@ -31,7 +32,7 @@ from fedsim.training.accounting import spent as spent
 from fedsim.training.accounting import spent_by as spent_by
 from fedsim.training.server import Server
 from fedsim.training.workload import Workload
-from fedsim.types import ModelSpec, Observation, PrivacyClaim, watcher_of
+from fedsim.types import Observation, PrivacyClaim, watcher_of
 
 _UTILITY = ("train_loss", "test_loss", "test_accuracy", "test_examples", "test_chance")
 Key = tuple[str, str, str]
@@ -101,7 +102,7 @@ class Context:
     audited: Mapping[str, float]
     """Stack -> lower bound of its ε, by canaries; not there of a stack that was not audited."""
 
-    def row(self, job: Job, result: Result) -> Row:
+    def row(self, job: Job, result: Result) -> ResultRow:
         """The line of one attack on one observation; its control is added at the end."""
         seen = result.observation
         stack = seen.id.partition("/")[0]
@@ -111,59 +112,28 @@ class Context:
         server = self.servers[stack]
         guarantee = claim_of(server, seen)
         whole = spent(server, self.scenario.training.rounds, seen_from=seen.vantage)
-        return {
-            "scenario": self.scenario.name,
-            "variant": dict(self.variant),
-            "dataset": self.scenario.data.source.name,
-            "model": _model(seen),
-            "learner": self.scenario.learner.name,
-            "release": _release(seen),
-            "training": asdict(seen.training),
-            "defense": {"name": stack, "stack": [dict(defense) for defense in seen.defense]},
-            "attack": {
-                "name": job.attack,
-                "label": job.label,
-                "restarts": job.restarts,
-                "parameters": dict(job.parameters),
-                "brought": job.brought,
-                "ignores_update": job.ignores_update,
-            },
-            "vantage": seen.vantage,
-            "server": seen.server,
-            "knowledge": self.scenario.knowledge.model_dump(),
-            "batch_size": seen.training.batch_size,
-            "round": seen.round,
-            "client": seen.client,
-            "trial": seen.trial,
-            "releases": seen.releases,
-            "observation": seen.id,
-            "seed": result.seed,
-            "status": result.status,
-            "reason": result.reason,
-            "metrics": result.metrics,
-            "per_image": result.per_image,
-            "certificate": result.certificate and asdict(result.certificate),
-            "features_by": result.features_by,
-            "stages": result.stages,
-            "victims": result.victims,
-            "baseline": result.baseline,
-            "control": {"of": None, "other_update": None, "per_image": {}},
-            "theory": {
-                "tensor_rate": result.tensor_rate,
-                **_membership_limits(guarantee),
-            },
-            "utility": {
+        return ResultRow.of(
+            job,
+            result,
+            scenario=self.scenario.name,
+            variant=dict(self.variant),
+            dataset=self.scenario.data.source.name,
+            learner=self.scenario.learner.name,
+            **_spec(seen),
+            knowledge=self.scenario.knowledge.model_dump(),
+            theory={"tensor_rate": result.tensor_rate, **_membership_limits(guarantee)},
+            utility={
                 **{name: last[name] for name in _UTILITY},
                 "local_losses": result.local_losses and [number(x) for x in result.local_losses],
             },
-            "privacy": {
+            privacy={
                 **_privacy(guarantee),
                 "noise_key": "scenario" if server.noise_seed is None else "node",
                 "audited_epsilon": self.audited.get(stack),
                 "run": _privacy(whole),
             },
-            "cost": {**result.cost, "bytes_up": _per_client(attacked)},
-        }
+            cost={**result.cost, "bytes_up": _per_client(attacked)},
+        )
 
 
 def _privacy(claim: PrivacyClaim) -> Row:
@@ -274,16 +244,12 @@ def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None
     return found or None
 
 
-def _model(seen: Observation) -> Row | None:
-    if not isinstance(seen.spec, ModelSpec):
-        return None
-    return {"name": seen.spec.name, "parameters": dict(seen.spec.parameters)}
-
-
-def _release(seen: Observation) -> Row | None:
-    if isinstance(seen.spec, ModelSpec):
-        return None
-    return {"kind": seen.spec.kind, "parameters": dict(seen.spec.parameters)}
+def _spec(seen: Observation) -> Row:
+    """Describes the model that was trained, or the release that a closed-form learner made."""
+    parameters = dict(seen.spec.parameters)
+    if seen.payload == "update":
+        return {"model": {"name": seen.model.name, "parameters": parameters}}
+    return {"release": {"kind": seen.payload, "parameters": parameters}}
 
 
 def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:

@@ -10,6 +10,7 @@ from fedsim.scoring.matching import MISSING, align
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
 from fedsim.scoring.score import (
     NOT_LEARNED,
+    OWN_LOSS,
     Scores,
     baseline,
     no_metrics,
@@ -34,6 +35,7 @@ __all__ = [
     "METRICS",
     "MISSING",
     "NOT_LEARNED",
+    "OWN_LOSS",
     "Accuracy",
     "Backbone",
     "Certificate",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.contracts.metric import ScoringError, Unavailable
 from fedsim.contracts.target import METRICS, Aids, GuessRequest, Resources, TargetScores, targets
-from fedsim.types import Reconstruction, Tensors, Truth
+from fedsim.types import LARGEST, Reconstruction, Tensors, Truth
 
 OWN_LOSS = "attack_loss"
 """Field of a row's metrics for the attack's own objective, which compares no two attacks."""
@@ -99,7 +99,7 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
 
 def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
     """Collects means of the metrics that have a value, and the reasons of those that have none."""
-    means: dict[str, float] = {OWN_LOSS: loss} if math.isfinite(loss) else {}
+    means: dict[str, float] = {OWN_LOSS: loss} if abs(loss) <= LARGEST else {}
     per_image: dict[str, list[float]] = {}
     notes: dict[str, str] = {}
     for each in compared.values():
@@ -111,7 +111,7 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
         means=means,
         per_image=per_image,
         assignments={part: each.assignment for part, each in compared.items() if each.assignment},
-        missing=sum(each.missing for each in compared.values()),
+        missing=max(each.missing for each in compared.values()),
         notes=notes,
     )
 

@@ -80,6 +80,7 @@ class Images(Target):
     order: ClassVar[float] = 0.0
     payloads: ClassVar[tuple[Payload, ...]] = ("update",)
     itemwise: ClassVar[bool] = True
+    pictured: ClassVar[bool] = True
     leaks: ClassVar[float] = 3.0
     exposes: ClassVar[float | None] = 10.0
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -167,7 +168,7 @@ class Images(Target):
         return TargetGuess(
             name=guess.name,
             metrics=compared.means(),
-            per_image={"psnr": compared.per_image()["psnr"]},
+            per_image={n: v for n, v in compared.per_image().items() if n == PSNR.name},
             learned=described_guess(guess, request, aids),
         )
 

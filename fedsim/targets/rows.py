@@ -83,6 +83,7 @@ class Rows(Target):
     singular: ClassVar[str] = "row"
     order: ClassVar[float] = 3.0
     payloads: ClassVar[tuple[Payload, ...]] = get_args(ReleaseKind)
+    asked_singly: ClassVar[bool] = True
     leaks: ClassVar[float] = 3.0
     exposes: ClassVar[float | None] = 10.0
     metrics: ClassVar[tuple[Metric, ...]] = (

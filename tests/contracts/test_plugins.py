@@ -10,8 +10,10 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedsim.audit.mechanisms import audit
@@ -180,39 +182,54 @@ defenses:
   none: []
   sign: [{name: sign, scale: 0.01}]
   bottleneck: [{name: bottleneck, size: 4}]
-attacks: [{name: first_layer, neurons: 3}, {name: inverting_gradients, iterations: 20}]
-observe: {rounds: [1], clients: [0], batch_sizes: [1, 2]}
+attacks:
+  - {name: first_layer, neurons: 3}
+  - {name: inverting_gradients, iterations: 20}
+  - share_inference
+observe: {rounds: [1], clients: [0, 1], batch_sizes: [1, 2]}
 federation: {engine: backwards}
 """
 
 
-def test_a_third_partys_attack_defense_and_engine_run_in_a_scenario(
-    site: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def third(site: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[..., str]]:
+    """A run with the third party's plugins, and fedsim's commands in a process of its own."""
+    folder = tmp_path_factory.mktemp("third")
+    path = folder / "x.yaml"
+    path.write_text(SCENARIO, encoding="utf-8")
+
+    def fedsim(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "fedsim", *words],
+            env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    fedsim("run", str(path), "--out", str(folder / "out"), "--workers", "1")
+    return folder / "out", fedsim
+
+
+Third = tuple[Path, Callable[..., str]]
+
+
+def rows_of(run: Path, attack: str) -> list[dict[str, Any]]:
+    lines = (run / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["attack"]["name"] == attack]
+
+
+def test_a_third_partys_attack_defense_and_engine_run_in_a_scenario(third: Third) -> None:
     """Exact without defense, defeated by one of the third party's, and not by its other one.
 
     Two images are a failure with a reason. It runs in a process of its own, as for a user. The
     defense that alters the model stands in one comparison with the others, and an attack that
     simulates the client builds its model again.
     """
-    path = tmp_path / "x.yaml"
-    path.write_text(SCENARIO, encoding="utf-8")
-    words = ["run", str(path), "--out", str(tmp_path / "out"), "--workers", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fedsim", *words],
-        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    written = list(map(json.loads, lines))
-    rows = {
-        (row["defense"]["name"], row["batch_size"]): row
-        for row in written
-        if row["attack"]["name"] == "first_layer"
-    }
-    assert len(rows) == 6
+    written = rows_of(third[0], "first_layer")
+    rows = {(row["defense"]["name"], row["batch_size"]): row for row in written}
+    assert len(written) == 12
     assert rows["none", 1]["attack"]["parameters"] == {"neurons": 3}
     assert rows["none", 1]["metrics"]["psnr"] > 50
     assert rows["sign", 1]["metrics"]["psnr"] < 20
@@ -220,11 +237,44 @@ def test_a_third_partys_attack_defense_and_engine_run_in_a_scenario(
     assert rows["none", 2]["status"] == "failed"
     assert "only one image can be divided out, not 2" in rows["none", 2]["reason"]
     assert rows["bottleneck", 1]["metrics"]["psnr"] > 50
-    simulated = [row for row in written if row["attack"]["name"] == "inverting_gradients"]
-    assert [row["status"] for row in simulated] == ["ok"] * 6
-    ranked = leaderboard_rows([tmp_path / "out"])
+    simulated = rows_of(third[0], "inverting_gradients")
+    assert [row["status"] for row in simulated] == ["ok"] * 12
+    ranked = leaderboard_rows([third[0]])
     assert {row.defense for row in ranked} == {"none", "sign", "bottleneck"}
     assert len({row.comparison for row in ranked}) == 1
+
+
+def test_a_third_partys_target_is_scored_controlled_and_shown(third: Third) -> None:
+    """A property of all that a client holds, which neither its batch nor the guess tells."""
+    run, _ = third
+    held: dict[int, set[float]] = {0: set(), 1: set()}
+    for row in rows_of(run, "share_inference"):
+        assert row["status"] == "ok" and row["metrics"]["psnr"] is None
+        path = run / "reconstructions" / row["defense"]["name"] / "share_inference"
+        saved = load_file(path / f"{row['observation'].partition('/')[2]}.safetensors")
+        (answer,), (true,) = saved["class_share"].tolist(), saved["truth_class_share"].tolist()
+        held[row["client"]].add(true)
+        assert row["metrics"]["share_error"] == pytest.approx(abs(answer - true), abs=1e-6)
+        assert row["baseline"]["share_error"] == pytest.approx(abs(0.5 - true), abs=1e-6)
+        assert row["control"]["of"] == "client"
+        assert row["control"]["other_update"]["share_error"] is not None
+    assert [len(shares) for shares in held.values()] == [1, 1]
+
+
+def test_a_third_partys_metrics_rank_and_have_columns_and_terms(third: Third) -> None:
+    run, fedsim = third
+    document = json.loads(fedsim("leaderboard", str(run), "--format", "json"))
+    for row in document["rows"]:
+        name = "share_error" if row["attack"] == "share_inference" else "edge_cosine"
+        assert row["metrics"][name]["n"] == row["n"] and row["baseline"][name] is not None
+        assert row[f"{name}_gain"] is not None
+        assert (row[f"{name}_over_other"] is not None) == (row["n_ok"] > 0)
+    undefended = [r for r in document["rows"] if r["undefended"] and r["batch_size"] == 1]
+    assert next(r for r in undefended if r["strongest"])["attack"] == "first_layer"
+    page = (run / "report.html").read_text(encoding="utf-8")
+    for term in ("Share err", "Edges", "<dt>share err</dt>", "<dt>edges</dt>"):
+        assert term in page
+    assert "class_share  (fedsim-example-plugins 2.5.1)" in fedsim("list", "targets")
 
 
 ATTACK = """

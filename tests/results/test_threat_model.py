@@ -130,21 +130,6 @@ def test_what_an_attack_brought_is_another_threat_model() -> None:
     assert (model.beyond, model.is_honest) == (("own public=photos",), False)
 
 
-def test_rows_that_do_not_say_what_was_brought_name_it_in_a_parameter() -> None:
-    earlier = {"name": "g", "label": "g", "parameters": {"weights": "g.pt", "public": "photos"}}
-    assert of(attack=earlier).beyond == ("own public=photos",)
-    declines = {"name": "f", "label": "f", "parameters": {"public": True}}
-    assert of(attack=declines) == HONEST
-
-
-def test_a_file_in_a_row_that_does_not_say_what_was_brought_is_brought() -> None:
-    parameters = {"weights": "~/nets/prior.safetensors", "iterations": 3, "rate": "0.5", "k": "a"}
-    earlier = {"name": "g", "label": "g", "parameters": parameters}
-    assert of(attack=earlier).beyond == ("own weights=prior.safetensors",)
-    nested = {"name": "g", "label": "g", "parameters": {"nets": [{"file": "a/b.pt"}]}}
-    assert of(attack=nested).beyond == ("own nets=b.pt",)
-
-
 @pytest.mark.parametrize(
     ("parameters", "server"),
     [({"head": {"planted": 64}}, "planted"), ({"imprint": {"bins": 8}}, "modified")],

@@ -964,9 +964,9 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             BOARD,
         ),
         "a field of results that no document describes": swap(
-            "fedsim/results/rows.py:Context.row",
-            "{'releases': ...}",
-            "{'releases': seen.releases, 'copies': seen.releases}",
+            "fedsim/results/lines.py:ResultRow.dump",
+            "exclude=beside",
+            "exclude=beside - {'folder'}",
             "tests/results/test_formats.py",
         ),
         "features guessed from nothing": swap(
