@@ -14,9 +14,7 @@ from fedsim.report.pictures import NEAREST, Plate, from_png
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import utility
 from fedsim.results.reading import Run
-from fedsim.scoring import Summary
-
-_METRICS = ("psnr", "ssim", "label_accuracy", "subspace_error", "membership_auc")
+from fedsim.scoring import METRICS, Summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +111,8 @@ def _of_rounds(run: Run) -> Iterator[Figure]:
 def _of_line(line: LeaderboardRow) -> Iterator[Figure]:
     """Yields the means over trials, with the ends of their intervals and the number of trials."""
     where = _name(line)
-    summaries = {"gain": line.gain, **{name: line.metrics[name] for name in _METRICS}}
+    shown = {name: line.metrics[name] for name, metric in METRICS.items() if metric.heading}
+    summaries = {"gain": line.gain, **shown}
     for name, summary in summaries.items():
         for part, value in _parts(summary):
             yield Figure(name=f"attacks/{where}/{name}{part}", round=line.round, value=value)
