@@ -380,10 +380,10 @@ def list_plugins(
     kind: Annotated[Kind | None, typer.Argument(metavar="KIND")] = None,
     format: Annotated[ListFormat, typer.Option(help="How to write it.")] = ListFormat.table,
 ) -> None:
-    """Show the installed attacks, defenses, learners, models, data sources, engines, mechanisms.
+    """Show the installed plugins, of all kinds or of one.
 
-    KIND is one of attacks, defenses, learners, models, data, engines and mechanisms; without it,
-    all are shown.
+    KIND is one of attacks, defenses, learners, models, data, engines, mechanisms and targets;
+    without it, all are shown.
     """
     with exits():
         from shutil import get_terminal_size
