@@ -74,7 +74,7 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
 
     Raises:
         ScoringError: a part is not what `Reconstruction` promises (pixels outside [0, 1], values
-            that are not finite, other shapes), or there are none at all.
+            that are not finite, other shapes), there are none at all, or a metric is not finite.
     """
     answered = {
         part: (target, answer)
@@ -103,7 +103,10 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
     per_image: dict[str, list[float]] = {}
     notes: dict[str, str] = {}
     for each in compared.values():
-        means |= each.means()
+        for name, mean in each.means().items():
+            if not abs(mean) <= LARGEST:  # so also where it is no number
+                raise ScoringError(f"metric {name} is {mean}, which no row can hold")
+            means[name] = mean
         per_image |= each.per_image()
         notes |= {n: v.reason for n, v in each.values.items() if isinstance(v, Unavailable)}
         notes |= each.notes
