@@ -13,7 +13,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_public
-from fedsim.types import FedsimError, GroundTruth, Observation, RowTruth
+from fedsim.types import FedsimError, Observation, RowTruth, Truth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Public:
 
 def hand_over(
     observation: Observation,
-    truth: GroundTruth | None,
+    truth: Truth | None,
     granted: Grant,
     public: Public | None = None,
 ) -> tuple[Observation, Knowledge]:
@@ -67,8 +67,9 @@ def hand_over(
     if granted.bn in ("none", "running"):
         observation = replace(observation, buffers_update={})
     device = next(iter(observation.parameters.values())).device
-    labels = truth.labels if truth and granted.labels == "known" else None
-    features = truth.features if truth and granted.features == "known" else None
+    secret = truth.tensors() if truth else {}
+    labels = secret.get("labels") if granted.labels == "known" else None
+    features = secret.get("features") if granted.features == "known" else None
     return observation, Knowledge(
         grant=granted,
         true_labels=None if labels is None else labels.to(device, copy=True),
@@ -115,7 +116,7 @@ def hand_over_row(
     )
 
 
-def batch_statistics(observation: Observation, truth: GroundTruth) -> dict[str, Tensor]:
+def batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
     """Per-channel mean and (biased) variance of the input of each batch-norm layer.
 
     Under the global weights, in train mode, over all of the victim's images: what no attacker has,
@@ -137,6 +138,6 @@ def batch_statistics(observation: Observation, truth: GroundTruth) -> dict[str, 
     device = next(iter(observation.parameters.values())).device
     scratch = {name: value.clone() for name, value in observation.buffers.items()}
     with torch.no_grad():
-        images = normalize(truth.images.to(device), observation.model)
+        images = normalize(truth.tensors()["images"].to(device), observation.model)
         functional_call(model, {**observation.parameters, **scratch}, (images,))
     return found

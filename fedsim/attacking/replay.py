@@ -148,13 +148,15 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     training = observation.training
     parts = training.steps if training.batches == "different" else 1
     several = observation.num_clients > 1 or training.sampling != "without_replacement"
-    if not isinstance(truth, GroundTruth) or several or len(truth.images) % parts:
+    known = truth.tensors() if truth else {}
+    if "images" not in known or several or len(known["images"]) % parts:
         return None
     device = next(iter(observation.parameters.values())).device
     model, training = rebuild(observation), replace(training, dropout=0.0)
     buffers = {name: value.clone() for name, value in observation.buffers.items()}
     loss = loss_function(model, buffers, training)
-    images, labels = normalize(truth.images.to(device), observation.model), truth.labels.to(device)
+    images = normalize(known["images"].to(device), observation.model)
+    labels = known["labels"].to(device)
     batches = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
     batches *= training.steps // parts
     simulated = local_update(partial(gradient, loss), observation.parameters, batches, training)

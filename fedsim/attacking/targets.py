@@ -23,7 +23,7 @@ from fedsim.contracts.attack import (
     unreadable,
 )
 from fedsim.contracts.grant import Grant
-from fedsim.types import GroundTruth, Observation, Reconstruction, RowTruth, Truth
+from fedsim.types import Observation, Reconstruction, RowTruth, Truth
 
 
 def question(
@@ -70,7 +70,6 @@ def questions(
     if isinstance(truth, RowTruth):
         yield from _of_rows(attack, observation, truth, granted, seed, restarts)
         return
-    assert truth is None or isinstance(truth, GroundTruth)
     seen, known = hand_over(observation, truth, granted, public)
     yield Question(attack=attack, observation=seen, knowledge=known, seed=seed, restarts=restarts)
 
