@@ -83,11 +83,12 @@ def test_attacks_work_if_either_rows_or_members_are_told(finished: Run) -> None:
         for row in rows:
             told = row.metrics["membership_auc"]
             metrics = {**row.metrics, "membership_auc": told and replace(told, mean=area)}
-            gains = {
-                name: value and replace(value, mean=gain)
-                for name, value in (("gain", row.gain), ("own_gain", row.own_gain))
+            parts = {
+                part: {**held, "psnr": replace(held["psnr"], mean=gain)}
+                for part, held in (("gains", row.gains), ("own_gains", row.own_gains))
+                if "psnr" in held
             }
-            changed.append(replace(row, metrics=metrics, **gains))
+            changed.append(replace(row, metrics=metrics, **parts))
         (control,) = positive_controls(changed)
         return f"{control.status}: {describe_control(control)}"
 
