@@ -23,7 +23,7 @@ from fedsim.report.figures import (
     format_claim,
     format_number,
 )
-from fedsim.report.glossary import Term, terms_of
+from fedsim.report.glossary import terms_of
 from fedsim.report.judge import Control, Judgement, Verdict, judgements, level_of
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.measured import ABSENT, Measured, measured, metrics_of
@@ -44,7 +44,7 @@ from fedsim.report.threat import describe_comparison, threat_model
 from fedsim.report.utility import UtilityRow, attacks_nothing, utility
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run, measurements
-from fedsim.scoring import Summary
+from fedsim.scoring import Summary, Term
 
 _QUESTION = "What do the clients’ updates show of their data, and which defense is worth its price?"
 
