@@ -147,7 +147,7 @@ def row(**changes: Any) -> ResultRow:
     return ResultRow.model_validate(parts | changes)
 
 
-GENERATOR = {"name": "generative_prior", "label": "g", "parameters": {"public": "photos"}}
+GENERATOR = {"name": "generative_prior", "label": "g", "brought": ["public=photos"]}
 FACTORED = {"name": "factored_inversion", "label": "f", "parameters": {"public": True}}
 """It would use public images, and was granted none."""
 
