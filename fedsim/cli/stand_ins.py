@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -20,8 +21,8 @@ LIBRARIES = frozenset({"flwr", "safetensors", "scipy", "skimage", "torch", "torc
 """What modules of plugins import that no description is made of."""
 
 
-class _Kind(type):
-    """Makes every attribute of a stand-in another one."""
+class _Kind(ABCMeta):
+    """Makes every attribute of a stand-in another one; a class may derive from it and from ABC."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
