@@ -110,7 +110,7 @@ def test_the_imprint_module_is_that_of_its_file() -> None:
 def test_a_small_networks_faces_are_those_of_its_file(first: str, name: str) -> None:
     file = name
     shown = [row for row in table(first) if row[2]]
-    assert len(shown) == (4 if name == "quickstart" else 3)
+    assert len(shown) == 3
     for name, attack, round_, psnr, gain, accuracy, _ in shown:
         row = one(
             rows(file),
