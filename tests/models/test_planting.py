@@ -15,7 +15,7 @@ from fedsim.recording.files import load_observation
 from fedsim.recording.truth import load_truth
 from fedsim.report.judge import judge
 from fedsim.report.leaderboard import leaderboard_rows
-from fedsim.report.messages import describe_control
+from fedsim.report.messages import describe_control, sentence
 from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
@@ -84,7 +84,7 @@ def test_features_pass_the_positive_control_and_reach_the_verdict(finished: Path
     by_name = {verdict.defense: verdict for verdict in judge(rows).verdicts}
     assert by_name["none"].level == "features"
     assert by_name["noise"].strongest.attack == "best_features"
-    assert "span error" in by_name["none"].sentence
+    assert "span error" in sentence(by_name["none"])
     report = (finished / "report.html").read_text()
     assert "512 hidden neurons of the head are of its own choice" in report
     lines = (finished / "results.jsonl").read_text().splitlines()
