@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from fedsim.contracts.stack import Stack
 from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.secure_aggregation import plan
+from fedsim.privacy.ledger import Entry
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
 from fedsim.training import spending
@@ -134,9 +135,9 @@ def released(scenario: Scenario, stack: str) -> str:
     return f"{digest(*parts)} {asked} {probes} {workload.reports_loss}"
 
 
-def accounted(stack: Stack, declared: LocalTraining, **of: Any) -> SimpleNamespace:
+def accounted(stack: Stack, declared: LocalTraining, entry: Entry) -> SimpleNamespace:
     """A number below 1 for all that an ε is computed from, but for the stack itself."""
-    text = repr((declared, sorted(of.items()))).encode()
+    text = repr((declared, entry)).encode()
     share = int.from_bytes(hashlib.sha256(text).digest()[:4], "big") / 2**32
     return SimpleNamespace(epsilon=share, reason=None)
 
