@@ -23,7 +23,7 @@ from fedsim.report.row import (
 )
 from fedsim.report.threat import threat_model_of
 from fedsim.report.victims import images, units
-from fedsim.results.lines import ControlKind, PrivacyOf, ResultRow, RoundRow, UtilityOf
+from fedsim.results.lines import ClaimOf, ControlKind, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
 from fedsim.scoring import (
     METRICS,
@@ -291,14 +291,14 @@ def _certificates(rows: Sequence[ResultRow]) -> Certificates | None:
     )
 
 
-def _pooled_claim(rows: Sequence[ResultRow]) -> PrivacyOf:
+def _pooled_claim(rows: Sequence[ResultRow]) -> ClaimOf:
     """Returns what holds of every row: the largest ε and δ, and the terms that all of them share.
 
     Nothing is accounted unless it is of all rows.
     """
     claims = [row.claimed for row in rows]
     if any(claim is None or claim.epsilon is None for claim in claims):
-        return PrivacyOf()
+        return ClaimOf()
     stated = [claim for claim in claims if claim]
     weakest = max(stated, key=lambda claim: float(claim.epsilon or 0.0))
     if weakest.epsilon == "inf":

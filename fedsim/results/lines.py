@@ -167,8 +167,8 @@ class UtilityOf(RowPart):
         return math.isinf(after) or after > _DIVERGED * before
 
 
-class PrivacyOf(RowPart):
-    """States the claim of the whole stack, and what an audit found. None: not accounted."""
+class ClaimOf(RowPart):
+    """States a claim of the whole stack. Without an ε nothing is accounted."""
 
     epsilon: float | Literal["inf"] | None = None
     delta: float | None = None
@@ -179,10 +179,15 @@ class PrivacyOf(RowPart):
     reason: str | None = None
     covers: str | None = None
     """Which releases it covers, in words."""
+
+
+class PrivacyOf(ClaimOf):
+    """States the claim, whose secret its noise is, and what an audit measured."""
+
     noise_key: str | None = None
     """Whose secret the noise follows from: `scenario` or `node`."""
     audited_epsilon: float | None = None
-    run: PrivacyOf | None = None
+    run: ClaimOf | None = None
     """The claim for all releases of the run, if this one is for a single release."""
 
 
@@ -345,7 +350,7 @@ class ResultRow(RowPart):
         return math.inf if claimed == "inf" else claimed
 
     @property
-    def claimed(self) -> PrivacyOf | None:
+    def claimed(self) -> ClaimOf | None:
         """Claim for all releases of the run; None if it was not accounted."""
         return (self.privacy.run or self.privacy) if self.privacy else None
 
