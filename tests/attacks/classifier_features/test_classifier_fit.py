@@ -166,21 +166,6 @@ def test_one_image_that_is_open_leaves_the_others_less_certain() -> None:
         assert float(found[0]) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("factor", [400.0, 1e6, torch.inf, torch.nan, -1e6])
-def test_a_step_to_a_factor_that_overflows_is_worse_than_none(factor: float) -> None:
-    """A descent may try any, and turns back."""
-    stream = torch.Generator().manual_seed(0)
-    weights = torch.randn(4, 8, generator=stream).double()
-    features = torch.randn(2, 8, generator=stream).double()
-    labels = torch.tensor([1, 2])
-    gradient = softmax_gradient(features, weights, labels)
-    problem = Profile(replace(of(weights, gradient, 2), factors=1))
-    points = problem.unknowns(features[None])
-    points[:, -1] = factor
-    left = problem.residuals(points, F.one_hot(labels, 4).double()[None]).square().sum()
-    assert not bool(left < gradient.square().sum() / 100)
-
-
 @pytest.mark.parametrize(
     ("classes", "images", "biased", "factors", "unique"),
     [
@@ -199,12 +184,6 @@ def test_as_many_equations_as_unknowns_determine_nothing(
     weights = torch.ones(classes, 8, dtype=torch.float64)
     classifier = replace(of(weights, weights, images), biased=biased, factors=factors)
     assert classifier.unique == unique
-
-
-def test_the_factor_of_clipping_is_found() -> None:
-    observation, truth = observe(5, defense=[{"name": "clip", "norm": 1e-2}])
-    errors, _ = compared(fit(observation), truth)
-    assert float(errors.max()) < 1e-3
 
 
 def test_the_factor_of_each_image_is_found() -> None:
@@ -249,74 +228,6 @@ def test_exchanges_replace_a_few_images_and_keep_the_rest(failed: int, replaced:
     assert 150 < int(changed.any(1).sum()) < 250
     assert bool((changed[changed.any(1)] == new[changed.any(1)]).all())
     assert found[new].unique().tolist() == [0, 1, 2, 3, 4]
-
-
-def test_a_single_exchange_may_change_a_label() -> None:
-    """Of a large problem one is tried in a round."""
-    stream = torch.Generator().manual_seed(0)
-    drawn, labels = torch.ones(1, 70, 2), torch.zeros(70, dtype=torch.long)
-    found = [
-        exchanged(drawn[0], labels, drawn, classes=100, failed=0, rng=stream)[1].any()
-        for _ in range(20)
-    ]
-    assert 5 < sum(map(int, found)) < 15
-
-
-def solver_of(observation: Observation, **parameters: Any) -> classifier_fit.ClassifierSolver:
-    stream = torch.Generator().manual_seed(1)
-    return ClassifierFit(**parameters).init(observation, Knowledge(), stream)
-
-
-def test_more_images_are_exchanged_until_something_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """After eight rounds in a row that find nothing there are no more."""
-    solver = solver_of(observe(4)[0])
-    solver.first, solver.deep = None, True
-    losses = iter([1.0, 0.9, 0.9, 0.9, 0.5, *[0.5] * 20])
-    seen: list[int] = []
-
-    def descend(points: Tensor, labels: Tensor, *_: Any) -> Any:
-        loss = points.new_full((len(points),), next(losses))
-        return classifier_fit.Fits(solver.problem.features(points, labels), labels, loss, points)
-
-    def exchange(*given: Any, failed: int, **more: Any) -> Any:
-        seen.append(failed)
-        return exchanged(*given, failed=failed, **more)
-
-    monkeypatch.setattr(solver.problem, "descend", descend)
-    monkeypatch.setattr(classifier_fit, "exchanged", exchange)
-    while not solver.finished:
-        solver.improve()
-    assert seen == [0, 0, 1, 2, *range(8)]
-
-
-def test_an_exchange_keeps_the_factor_of_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    solver = solver_of(observe(3, defense=[{"name": "clip", "norm": 0.01}])[0])
-    solver.first = None
-    solver.improve()
-    assert solver.best is not None and solver.problem.classifier.factors == 1
-    factor = float(solver.best.points[0, -1])
-    assert factor < 0
-    seen: list[Tensor] = []
-    plain = type(solver.problem).descend
-
-    def descend(self: Any, points: Tensor, *given: Any) -> Any:
-        seen.append(points)
-        return plain(self, points, *given)
-
-    monkeypatch.setattr(type(solver.problem), "descend", descend)
-    solver._exchange()
-    assert seen[0][:, -1].tolist() == [factor] * len(seen[0])
-
-
-def test_new_starts_are_descended_to_the_end_before_any_exchange(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(classifier_fit, "_FIRST", 1)
-    observation, truth = observe(5)
-    errors, _ = compared(fit(observation, exchanges=0), truth)
-    assert float(errors.max()) < 1e-3
 
 
 def test_noise_beside_features_that_are_few() -> None:

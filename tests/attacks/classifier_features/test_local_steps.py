@@ -5,7 +5,6 @@ The victims are small; benchmarks/honest_features.py measures a ResNet-18.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from fedsim_attacks.classifier_features._local_steps import (
     natural_noise,
     positions,
 )
-from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
 
@@ -86,15 +84,6 @@ def test_the_mean_gradient_is_that_of_the_middle() -> None:
     assert left(0.45) < 0.3 * left(1.0)
 
 
-def test_weights_move_by_a_share_of_the_update() -> None:
-    observation, _ = observe()
-    moved = as_one_gradient(observation, 0.25)
-    for name, sent in observation.parameters.items():
-        torch.testing.assert_close(moved.parameters[name], sent + 0.25 * observation.update[name])
-    assert moved.training.steps == 1
-    assert as_one_gradient(observation).parameters.keys() == observation.parameters.keys()
-
-
 def test_natural_noise_falls_as_one_over_the_frequency() -> None:
     images = natural_noise(torch.Size((64, 3, 32, 32)), rng.generator(0, "noise"))
     amplitudes = torch.fft.rfft2(images).abs().square().mean((0, 1)).sqrt()
@@ -128,19 +117,6 @@ def test_corrections_explain_what_the_middle_leaves(momentum: float) -> None:
     before = float((seen - one).norm())
     after = float((seen - path._correction(features, truth.labels) - one).norm())
     assert after < 0.8 * before
-
-
-def test_without_a_body_corrections_leave_nothing() -> None:
-    observation, truth = observe(model="mlp", model_parameters={"hidden": []})
-    path = LocalPath(observation, rng.generator(0, "path"))
-    assert truth.features is not None
-    features = truth.features.double()
-    torch.testing.assert_close(path.drift(features, 1.0), features)
-    whole = F.pad(features, (0, 1), value=1.0)
-    errors = (whole @ path.classifier.weights.T).softmax(1) - F.one_hot(truth.labels, 10)
-    one = errors.T @ whole / len(whole)
-    left = path.classifier.gradient - path._correction(features, truth.labels) - one
-    assert float(left.norm()) < 1e-5 * float(path.classifier.gradient.norm())
 
 
 @pytest.mark.parametrize(
@@ -192,21 +168,3 @@ def test_a_path_on_which_features_drift_too_far_is_not_followed() -> None:
     near, far = (observe(training=training(lr=lr))[0] for lr in (0.001, 0.1))
     paths = [LocalPath(each, rng.generator(0, "noise")) for each in (near, far)]
     assert [path.is_told for path in paths] == [True, False]
-
-
-def test_features_without_a_spread_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Profile(ClassifierGradient.of(observe(training=None)[0]))
-    start = problem.unknowns(torch.rand(1, 4, problem.classifier.weights.shape[1] - 1))
-    fit = problem.descend(start, torch.tensor([[0, 1, 2, 3]]), 5)
-    for spread in (0.0, torch.nan, torch.inf):
-        monkeypatch.setattr(Profile, "spread", lambda *_, spread=spread: spread)
-        assert problem.narrowed(fit, 5) is fit
-
-
-def test_an_approximation_is_never_certified() -> None:
-    observation, _ = observe(training=None)
-    classifier = ClassifierGradient.of(observation)
-    assert not classifier.noise
-    rough = replace(classifier, approximation=0.1)
-    expected = 0.01 * float(classifier.gradient.square().mean())
-    assert rough.noise == pytest.approx(expected, rel=1e-3)

@@ -90,19 +90,6 @@ def test_winograd_rounds_little_in_single_precision() -> None:
     assert float((found - exact).norm() / exact.norm()) < 1e-5
 
 
-def test_weights_to_keep_survive_the_next_call() -> None:
-    problem = ConvolutionShape(torch.Size((1, 5, 8, 8)), torch.Size((7, 5, 3, 3)), PLAIN)
-    algorithm = Winograd(problem)
-    _, w, _, _ = operands(problem)
-    kept = algorithm.weights(w)
-    passing = algorithm.weights(w, keep=False)
-    before = kept.clone()
-    torch.testing.assert_close(passing, before, rtol=0, atol=0)
-    algorithm.weights(2 * w, keep=False)
-    assert torch.equal(kept, before)
-    assert torch.equal(passing, 2 * before)  # as documented: overwritten
-
-
 @pytest.mark.parametrize("change", ["in place", "another tensor"])
 def test_a_layer_notices_that_its_weights_have_changed(
     change: str, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim_attacks.fast_autograd import _layers
 from fedsim_attacks.fast_autograd._layers import batch_norm, group_norm
 
 _LAYOUTS = ("rows", "channels last", "every other column")
@@ -56,27 +55,3 @@ def test_slopes_do_not_depend_on_memory_order(kind: str, of_input: str, of_gradi
     wanted = slopes(x.double(), module.weight.detach().double(), gy.double(), own=False)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
-
-
-def test_kernels_get_tensors_of_one_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this version's kernels make of two: that of torch 2.11 makes nonsense of them."""
-    seen = []
-    kernel = _layers._aten.native_group_norm_backward
-
-    class Watched:
-        native_group_norm = _layers._aten.native_group_norm
-
-        @staticmethod
-        def native_group_norm_backward(gy: Tensor, x: Tensor, *rest: object) -> object:
-            seen.append(gy.stride() == x.stride())
-            return kernel(gy, x, *rest)
-
-    monkeypatch.setattr(_layers, "_aten", Watched)
-    stream = torch.Generator().manual_seed(3)
-    for of_input in _LAYOUTS:
-        for of_gradient in _LAYOUTS:
-            inputs = _laid(of_input, stream).requires_grad_()
-            y = group_norm(nn.GroupNorm(4, 16), inputs * 1.0)
-            torch.autograd.grad(y, inputs, _laid(of_gradient, stream))
-    assert len(seen) == len(_LAYOUTS) ** 2
-    assert all(seen)

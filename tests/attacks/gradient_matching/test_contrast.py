@@ -12,10 +12,9 @@ from fedsim import rng
 from fedsim.contracts.grant import Knowledge
 from fedsim_attacks.gradient_matching._image_priors import exposed, trusted
 from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._heads import noise_share
 from fedsim_attacks.images_from_features._stages import StagedBody
-from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion, Phases
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 
 def test_contrast_is_seen_where_the_first_layer_has_a_bias_or_no_norm_layer() -> None:
@@ -100,25 +99,3 @@ def test_contrast_that_total_variation_takes_is_given_back(
     shown = exposed(state.best, box) if contrast else state.best
     torch.testing.assert_close(images, state.matching.pixels(shown))
     assert contrast is None or not torch.allclose(shown, state.best)
-
-
-def test_images_are_passed_on_with_their_contrast(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed_on = []
-    monkeypatch.setattr(_image_features, "determined", lambda *_: False)
-    monkeypatch.setattr(
-        Phases,
-        "follow",
-        lambda self, images: (self._plans.clear(), passed_on.append(images.clone())),
-    )
-    observation, _ = observe([], model="convnet")
-    attack = FactoredInversion(iterations=4)
-    state = attack.step(attack.init(observation, Knowledge(), rng.generator(0, "phases")))
-    expected = exposed(state.best, state.matching.box)
-    attack.step(state)
-    torch.testing.assert_close(passed_on, [expected])
-
-
-def test_contrast_is_trusted_as_far_as_a_correlation_goes() -> None:
-    """At a noise share of three quarters the odds are even: half of the variance is right."""
-    assert [trusted(noise) for noise in (0.0, 1.0, 1.5)] == [1.0, 0.0, 0.0]
-    assert trusted(0.75) == pytest.approx(0.5**0.5)

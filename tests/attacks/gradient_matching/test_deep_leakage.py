@@ -54,10 +54,3 @@ def test_labels_that_are_only_inferred_are_not_used_by_dlg() -> None:
         assert attack.init(observation, granted, stream).candidate.logits is not None
     known = Knowledge(grant=Grant(labels="known"), true_labels=truth.labels)
     assert attack.init(observation, known, stream).candidate.logits is None
-
-
-def test_it_stops_where_nothing_improves() -> None:
-    observation, truth = make_observation(*face(), model="mlp", model_parameters={"hidden": [8]})
-    known = Knowledge(grant=Grant(labels="known"), true_labels=truth.labels)
-    solution = solve(DeepLeakage(iterations=5000), observation, known, seed=0)
-    assert solution.iterations < 5000

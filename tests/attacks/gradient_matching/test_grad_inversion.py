@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
 from torch import Tensor
 
 from fedsim import rng
@@ -49,17 +48,6 @@ def test_the_objective_is_zero_at_the_truth_alone(batch_norm: bool) -> None:
     assert own_loss(attack, state, normalize(1 - truth.images, observation.model)) > 1e-2
 
 
-def test_granted_batch_norm_statistics_are_matched() -> None:
-    observation, truth = make_observation(*example_batch(3), **BATCH_NORM)
-    wrong = normalize(1 - truth.images, observation.model)
-    losses = []
-    for granted in ("none", "exact"):
-        seen = hand_over(observation, truth, Grant(labels="known", bn=granted))
-        attack = GradInversion(iterations=1, seeds=1, batch_norm=1.0)
-        losses.append(own_loss(attack, attack.init(*seen, stream()), wrong))
-    assert losses[1] > losses[0] + 0.3
-
-
 def test_every_term_has_its_slope() -> None:
     """What a step descends is the derivative of what it reports, in double precision."""
     images = torch.randn(2, 3, 1, 8, 8, generator=stream(), dtype=torch.float64)
@@ -79,11 +67,6 @@ def test_every_term_has_its_slope() -> None:
     ahead, behind = (attack._fidelity(state, at + s * 1e-3 * toward)[0] for s in (1, -1))
     expected = float((slope * toward).sum())
     assert float(ahead - behind) / 2e-3 == pytest.approx(expected, rel=0.02)
-
-
-def test_seeds_that_agree_are_not_pulled() -> None:
-    images = torch.randn(1, 3, 1, 8, 8, generator=stream()).expand(4, -1, -1, -1, -1)
-    assert consensus_slope(images, images.mean(0)).abs().max() < 1e-4
 
 
 def test_the_group_is_pulled_together() -> None:
@@ -126,20 +109,6 @@ def test_the_mean_of_the_seeds_wins_where_its_loss_is_less() -> None:
     assert torch.allclose(found.images, truth.images, atol=1e-5)
 
 
-def test_noise_comes_from_the_generator_and_scales_with_the_step() -> None:
-    observation, truth = make_observation(*example_batch(1))
-    seen = hand_over(observation, truth, Grant(labels="known"))
-    after = {}
-    for noise in (0.0, 0.5):
-        attack = GradInversion(iterations=1000, seeds=2, noise=noise, warmup=4, step_size=0.01)
-        state = attack.init(*seen, stream())
-        state.images.zero_()
-        after[noise] = attack.step(state).images
-    # A quarter of the step size, in the first of four iterations of warmup.
-    added = float((after[0.5] - after[0.0]).std())
-    assert added == pytest.approx(0.01 / 4 * 0.5, rel=0.15)
-
-
 def test_the_step_size_rises_and_falls_to_zero() -> None:
     attack = GradInversion(iterations=100, warmup=10, step_size=0.2)
     rates = [attack._rate(i) for i in range(100)]
@@ -147,12 +116,6 @@ def test_the_step_size_rises_and_falls_to_zero() -> None:
     assert max(range(100), key=lambda i: rates[i]) in (9, 10)
     assert rates[50] == pytest.approx(0.1)
     assert rates[99] < 1e-3
-
-
-def test_bad_parameters_are_refused() -> None:
-    for wrong in ({"seeds": 0}, {"group": -1.0}, {"reach": 17}, {"noise": -0.1}, {"seed": 3}):
-        with pytest.raises(ValidationError):
-            GradInversion(**wrong)
 
 
 def test_soft_labels_are_one_for_all_seeds() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.attack import Attack, solve
@@ -19,13 +18,11 @@ from fedsim.models.base import denormalize
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import Observation
-from fedsim_attacks.gradient_matching._image_priors import opponent_variation, total_variation
 from fedsim_attacks.gradient_matching._matching import cosine_distance
 from fedsim_attacks.gradient_matching.grad_inversion import GradInversion
 from fedsim_attacks.gradient_matching.inverting_gradients import (
     InvertingGradients,
     regularized,
-    soft_sign,
 )
 
 
@@ -62,26 +59,6 @@ def test_iterates_stay_valid_pixels() -> None:
     assert -1e-6 < float(pixels.min()) < float(pixels.max()) < 1 + 1e-6
 
 
-def test_total_variation_and_its_gradient() -> None:
-    images = torch.tensor([[[[0.0, 1.0], [3.0, 2.0]]]], dtype=torch.float64)
-    value, _ = total_variation(images)
-    assert float(value) == pytest.approx((3 + 1) / 2 + (1 + 1) / 2)
-    stream = torch.Generator().manual_seed(0)
-    images = torch.randn(2, 3, 5, 4, generator=stream, dtype=torch.float64).requires_grad_()
-    down = (images[:, :, 1:] - images[:, :, :-1]).abs().mean()
-    right = (images[..., 1:] - images[..., :-1]).abs().mean()
-    (expected,) = torch.autograd.grad(down + right, images)
-    value, slope = total_variation(images.detach())
-    torch.testing.assert_close(value, (down + right).detach())
-    torch.testing.assert_close(slope, expected)
-
-
-def test_a_single_pixel_has_no_variation() -> None:
-    value, slope = total_variation(torch.ones(2, 1, 1, 1))
-    assert float(value) == 0
-    assert not slope.any()
-
-
 def test_stretched_images_are_multiples_of_the_others_that_fill_the_valid_pixels() -> None:
     images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     seen = hand_over(
@@ -108,45 +85,6 @@ def colored(count: int = 2, side: int = 10) -> tuple[Observation, Knowledge]:
     images = torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(count)
     return hand_over(*make_observation(images, labels, model="mlp"), Grant(labels="known"))
-
-
-def plain_opponents(images: Tensor) -> Tensor:
-    """The formula, over a border of zeros, for autograd."""
-    red, green, blue = images.unbind(1)
-    maps = torch.stack([red, green, blue, red - green, red - blue, green - blue], 1)
-    padded = torch.nn.functional.pad(maps, (0, 1, 0, 1))
-    down = padded[:, :, 1:, :-1] - maps
-    right = padded[:, :, :-1, 1:] - maps
-    return (down.square() + right.square()).sqrt().mean()
-
-
-def test_color_variation_of_one_pixel() -> None:
-    value, _ = opponent_variation(torch.tensor([0.5, -0.25, 1.0]).view(1, 3, 1, 1))
-    maps = 0.5 + 0.25 + 1.0 + 0.75 + 0.5 + 1.25
-    assert float(value) == pytest.approx(math.sqrt(2) * maps / 6)
-
-
-def test_color_variation_and_its_gradient() -> None:
-    stream = torch.Generator().manual_seed(0)
-    images = torch.randn(2, 3, 5, 4, generator=stream, dtype=torch.float64).requires_grad_()
-    expected = plain_opponents(images)
-    (slope,) = torch.autograd.grad(expected, images)
-    value, found = opponent_variation(images.detach())
-    torch.testing.assert_close(value, expected.detach())
-    torch.testing.assert_close(found, slope)
-
-
-def test_color_variation_of_a_flat_image_has_a_finite_gradient() -> None:
-    _, slope = opponent_variation(torch.zeros(1, 3, 4, 4))
-    assert not slope.any()
-
-
-def test_soft_signs_are_the_slope_where_it_is_small_and_bounded_where_it_is_large() -> None:
-    slope = torch.tensor([1e-4, -0.5, 3.0])
-    found = soft_sign(slope.clone(), 0.5)
-    expected = [math.tanh(0.5 * g) / 0.5 for g in slope.tolist()]
-    torch.testing.assert_close(found, torch.tensor(expected))
-    assert float(found.abs().max()) < 2
 
 
 @pytest.mark.parametrize("signs", ["hard", "soft"])

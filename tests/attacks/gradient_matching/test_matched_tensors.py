@@ -66,24 +66,6 @@ def test_the_body_alone_is_zero_at_the_truth_and_blind_to_the_head(distance: Dis
     assert value(observation, "body", -images) > 1e-3
 
 
-@over_distances
-def test_the_gradient_of_the_body_alone_is_that_of_finite_differences(distance: Distance) -> None:
-    observation, truth = observed()
-    matching = Matching(observation, torch.float64, tensors="body")
-    images = normalize(1 - truth.images.double(), observation.model)
-
-    def value(at: torch.Tensor) -> torch.Tensor:
-        return matching.differentiate(matching.candidate(at, truth.labels, None), distance)[0]
-
-    _, (slope,) = matching.differentiate(matching.candidate(images, truth.labels, None), distance)
-    toward = torch.randn(
-        images.shape, generator=torch.Generator().manual_seed(0), dtype=images.dtype
-    )
-    step = 1e-6 * toward
-    expected = (value(images + step) - value(images - step)) / 2e-6
-    torch.testing.assert_close((slope * toward).sum(), expected, rtol=1e-4, atol=1e-9)
-
-
 def test_every_attack_that_matches_gradients_is_known_here() -> None:
     """So that a new one is held to the tests below."""
     having = {

@@ -13,7 +13,6 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing.cases import example_batch, make_observation
 from fedsim.types import Observation
-from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients, total_variation
 from fedsim_attacks.gradient_matching.prior_only import PriorOnly
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
@@ -58,18 +57,6 @@ def test_variation_falls_by_its_weight(prior: str) -> None:
 
     still = drawn(prior=prior, total_variation=0.0)
     assert variation(drawn(prior=prior)) < 0.8 * variation(still)
-
-
-def test_chromatic_variation_takes_color_first() -> None:
-    spec = observed().model
-    assert spec.input_shape[0] == 3
-
-    def color(images: Tensor) -> float:
-        normal = normalize(images, spec)
-        return float(chromatic_variation(normal)[0] / total_variation(normal)[0])
-
-    settings: dict[str, Any] = {"prior": "pixel", "learning_rate": 0.01}
-    assert color(drawn(variation="chromatic", **settings)) < 0.9 * color(drawn(**settings))
 
 
 def test_stretched_it_fills_the_valid_pixels() -> None:

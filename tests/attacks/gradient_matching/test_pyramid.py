@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim_attacks.gradient_matching._drawing import Pyramid
-from fedsim_attacks.gradient_matching._image_priors import chromatic_variation, total_variation
 
 
 def draw(*shape: int) -> Tensor:
@@ -56,31 +55,3 @@ def test_a_region_is_moved_sooner_than_by_its_pixels() -> None:
                 alone.step()
         errors.append(abs(float(images.mean()) - 1))
     assert errors[0] < 0.8 * errors[1]
-
-
-def test_color_counts_three_times() -> None:
-    ramp = torch.linspace(0, 1, 8).expand(1, 1, 8, 8)
-    gray = ramp.expand(1, 3, 8, 8)
-    red_to_blue = torch.cat([ramp, torch.zeros_like(ramp), -ramp], 1)
-    plain, _ = total_variation(ramp.contiguous())
-    of_gray, _ = chromatic_variation(gray)
-    of_color, _ = chromatic_variation(red_to_blue)
-    # A mean over three channels, of which one is not zero and has the length of the direction.
-    assert float(of_gray) == pytest.approx(float(plain) * 3**0.5 / 3)
-    assert float(of_color) == pytest.approx(3 * float(plain) * 2**0.5 / 3)
-
-
-def test_its_slope_is_its_derivative() -> None:
-    images, along = draw(2, 3, 6, 6).double(), draw(2, 3, 6, 6).double()
-    _, slope = chromatic_variation(images)
-    step = 1e-6
-    above, below = (chromatic_variation(images + s * along)[0] for s in (step, -step))
-    assert float((slope * along).sum()) == pytest.approx(
-        float(above - below) / (2 * step), rel=1e-5
-    )
-
-
-def test_without_three_channels_it_is_the_plain_one() -> None:
-    images = draw(2, 1, 6, 6)
-    for value, expected in zip(chromatic_variation(images), total_variation(images), strict=True):
-        torch.testing.assert_close(value, expected)

@@ -125,14 +125,6 @@ def test_noise_is_estimated_from_outside_the_span(std: float) -> None:
     assert see()[0].noise == 0
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "deterministic"])
-def test_rounding_is_estimated_from_its_grid(rounding: str) -> None:
-    seen, features = see(defense=[{"name": "quantization", "bits": 8, "rounding": rounding}])
-    objective = Objective(seen)
-    loss, floor = float(objective(features).loss), objective.noise_floor(seen.noise)
-    assert 0.1 * floor < loss < 1.05 * floor
-
-
 def test_a_part_of_the_neurons_is_a_smaller_head() -> None:
     seen, features = see()
     part = seen.subset(2000)
@@ -142,21 +134,6 @@ def test_a_part_of_the_neurons_is_a_smaller_head() -> None:
     assert Objective(part)(features).loss < 1e-10
     assert len(seen.subset(2000, 700).hidden) == 700
     assert seen.subset(10**9) is seen
-
-
-def test_pruning_leaves_its_strongest_neurons_to_a_part() -> None:
-    seen, _ = see(defense=[{"name": "gradient_pruning", "ratio": 0.98}])
-    part = seen.subset(1000)
-    made = (part.grad_output != 0).sum(0).clamp(max=4)
-    assert 1000 <= int(made.sum()) < 1004
-    assert float(made.float().mean()) > 1.5 * float((seen.grad_output != 0).float().sum(0).mean())
-
-
-@pytest.mark.parametrize("defense", [[], PRUNED])
-def test_a_single_image_has_nothing_to_split(defense: list[dict[str, Any]]) -> None:
-    seen, features = see(1, defense=[*defense, {"name": "gaussian_noise", "std": 0.0001}])
-    fit = solved(seen, list(random_starts(seen, 2, rng.generator(0, "start"))))
-    assert worst(fit.best[1], features) > 0.9999
 
 
 def test_a_move_frees_a_feature_that_stands_for_two_images() -> None:
@@ -197,21 +174,6 @@ def test_moves_are_what_frees_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert min(found) > 0.999 if moving else min(found) < 0.95, found
 
 
-def test_another_go_is_taken_from_a_local_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what was left of the better one counts."""
-    monkeypatch.setattr(head_fit, "moves", lambda objective, features: iter(()))
-    seen, features = see_alike()
-    (start,) = random_starts(seen, 1, rng.generator(1, "start"))
-    once, twice, saved = (fitted(seen, 0, more) for more in ([], [start], [near(features, 0.1)]))
-    assert once.attempt.incomplete
-    assert once.first is None
-    assert twice.attempt.incomplete
-    assert twice.first is not None
-    assert twice.best[0] == min(twice.loss, twice.first[0])
-    assert not saved.attempt.incomplete
-    assert worst(saved.best[1], features) > 0.999
-
-
 def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
     """Pruning per tensor leaves ∂L/∂A few entries, and ∂L/∂W its share."""
     seen, features = see(defense=[{"name": "gradient_pruning", "ratio": 0.7, "scope": "tensor"}])
@@ -227,8 +189,3 @@ def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
     # A coordinate that few rows tell of may be off, which one by how the processor rounds.
     off = [float((each - features).abs().median()) for each in (start, found)]
     assert off[1] < 0.02 * off[0]
-
-
-def test_rows_are_fitted_only_where_pruning_left_some() -> None:
-    assert not head_fit.rows_apply(see()[0])
-    assert not head_fit.rows_apply(see(defense=[{"name": "gradient_pruning", "ratio": 0.999}])[0])

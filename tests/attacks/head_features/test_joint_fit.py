@@ -18,7 +18,6 @@ from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.head_features import _joint_fit
 from fedsim_attacks.head_features._head_gradient import HeadGradient, WholeHead, labels_of
-from fedsim_attacks.head_features._joint_fit import JointSolver
 
 HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}
 LABELS = [2, 2, 4, 4]
@@ -90,47 +89,6 @@ def test_norms_are_found_behind_clipping_and_noise() -> None:
 def test_all_of_the_gradient_tells_more_than_its_part() -> None:
     case = observe(1e-3)
     assert worst_error("best_features", *case) < 1.5 * worst_error("head_fit", *case) < 0.01
-
-
-def test_it_goes_again_while_too_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By turns within the span and outside; what is enough the second time is not the first."""
-    observation, _ = observe(1e-3)
-    seen = HeadGradient.of(observation)
-
-    def goes(*losses: float) -> list[bool]:
-        left = list(losses)
-        within = []
-
-        class Descent:
-            settled, features = True, torch.zeros(4, 36)
-
-            def __init__(self, seen: HeadGradient, features: torch.Tensor) -> None:
-                self.loss = torch.tensor(left.pop(0))
-
-            def run(self) -> None:
-                within.append(state.output.attempt.head.basis is not None)
-
-        monkeypatch.setattr(_joint_fit, "_Descent", Descent)
-        state = JointSolver.start(seen, 1, 20, rng.generator(0, "goes"))
-        while not state.finished:
-            state.improve()
-        assert not left
-        assert float(state.loss) == pytest.approx(min(losses))
-        return within
-
-    assert goes(1.0) == [True]
-    assert goes(1.02, 1.02) == [True, False]
-    assert goes(1.05, 1.04, 1.0) == [True, False, True]
-    assert goes(1.1, 1.2, 1.3, 1.4) == [True, False, True, False]
-
-
-def test_smooth_jumps_narrow_to_jumps_as_they_are() -> None:
-    observation, truth = observe(1e-4)
-    assert truth.features is not None
-    objective = WholeHead(HeadGradient.of(observation), truth.labels)
-    values = [float(objective(truth.features, width).detach()) for width in (0.3, 0.01, 1e-5, 0)]
-    assert values[0] > 1.5 * values[3]
-    assert values[2] == pytest.approx(values[3], rel=0.01)
 
 
 def test_labels_are_what_features_do_not_explain() -> None:

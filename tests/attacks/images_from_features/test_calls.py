@@ -108,31 +108,6 @@ def test_functions_are_cut_as_the_same_layers_in_sequence(width: float) -> None:
         entering = made[0]
 
 
-def test_every_parameter_is_of_one_stage() -> None:
-    torch.manual_seed(0)
-    observation = seen(Written())
-    names = [name for stage in cut(observation) for name, _ in stage.part.parameters]
-    assert sorted(names) == sorted(n for n in observation.update if n.startswith("body."))
-
-
-def test_slopes_of_functions_are_smoothed() -> None:
-    """Of ReLU, the second derivative is zero where nothing smooths it."""
-    torch.manual_seed(0)
-    observation = seen(Written())
-    energies = []
-    for width in (0.0, 1.0):
-        stage = cut(observation, width)[0]
-        images = torch.rand(2, 3, SIDE, SIDE, requires_grad=True)
-        made = stage.part.function(images)
-        (slope,) = torch.autograd.grad(made.sum(), images, create_graph=True)
-        again = None
-        if slope.requires_grad:
-            again = torch.autograd.grad(slope.square().sum(), images, allow_unused=True)[0]
-        energies.append(0.0 if again is None else float(again.abs().sum()))
-    assert energies[0] == 0
-    assert energies[1] > 0
-
-
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
 def test_a_librarys_resnet_is_cut_as_fedsims(library: str) -> None:
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
-from fedsim.testing.cases import example_batch, same
+from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.fast_autograd._smooth_slopes import max_pool, relu
 from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
@@ -24,7 +24,6 @@ from fedsim_attacks.images_from_features._body_gradient import (
     BodyGradient,
     Misfit,
     UnrolledUpdate,
-    as_one_gradient,
     distance_by_part,
 )
 from fedsim_attacks.images_from_features._heads import signals
@@ -88,19 +87,6 @@ def test_the_objective_is_zero_at_the_truth(defense: list[dict[str, Any]], width
     assert float(wrong.features) > 1e-2
 
 
-def test_what_pruning_removed_counts_only_beyond_its_bound() -> None:
-    """At images of half the gradient, a removed entry that stays below the bound is no misfit."""
-    observation, truth = observe([{"name": "gradient_pruning", "ratio": 0.5}])
-    whole, _ = observe([])
-    removed = sum(
-        float((whole.update[n] - t).square().sum())
-        for n, t in observation.update.items()
-        if n.startswith("body.")
-    )
-    assert removed > 0
-    assert float(misfit(observation, truth, truth.images).update) < 1e-6
-
-
 @pytest.mark.parametrize("model", ["convnet", "resnet18"])
 def test_a_body_of_whose_update_nothing_is_left_leaves_its_features(model: str) -> None:
     """As global pruning may leave it: not every loss is then undefined."""
@@ -119,33 +105,6 @@ def test_a_body_of_whose_update_nothing_is_left_leaves_its_features(model: str) 
 
 
 LOCAL = [{"name": "local_aggregation", "steps": 3, "batches": "same"}]
-
-
-def test_small_steps_are_nearly_one_gradient() -> None:
-    observation, truth = observe(LOCAL, lr=1e-5)
-    one = as_one_gradient(observation)
-    assert one.training.steps == 1
-    assert 0 < float(misfit(one, truth, truth.images).update) < 1e-2
-    plain, _ = observe([])
-    assert same(as_one_gradient(plain).update, plain.update)
-
-
-def test_body_and_head_count_alike_whatever_their_size() -> None:
-    names = ["body.0.weight", "head.output.weight"]
-    target, update = [torch.ones(5), torch.ones(7)], [torch.full((5,), 1.5), torch.full((7,), 0.8)]
-    zero = torch.zeros(())
-
-    def at(factor: float) -> tuple[Tensor, list[Tensor]]:
-        scaled = [update[0], factor * update[1]]
-        goal = MatchedUpdate([target[0], factor * target[1]], square=zero, outside=zero)
-        loss, direction, scale = distance_by_part(names)(scaled, goal)
-        return loss, [scale * each for each in direction]
-
-    (loss, slopes), (other, others) = at(1.0), at(1000.0)
-    assert float(loss) == pytest.approx(0.25 + 0.04)
-    assert float(other) == pytest.approx(float(loss), rel=1e-4)
-    torch.testing.assert_close(slopes[0], torch.full((5,), 2 * 0.5 / 5))
-    torch.testing.assert_close(others[1], torch.full((7,), -2 * 0.2 / 7 / 1000), rtol=1e-3, atol=0)
 
 
 def test_a_clipped_update_of_several_steps_has_no_scale() -> None:
@@ -246,9 +205,3 @@ def test_second_derivatives_are_those_of_smooth_layers() -> None:
         second(lambda z: max_pool(pool, z, width=width), x, pull, toward),
         second(smooth_pool, x, pull, toward),
     )
-
-
-def test_a_jump_without_width_has_no_second_derivative() -> None:
-    x, pull, toward = torch.randn(3, 5).unbind()
-    assert second(lambda z: relu(z, width=1.0), x, pull, toward).abs().min() > 0
-    assert second(lambda z: relu(z, width=1e-9), x, pull, toward).abs().max() == 0

@@ -77,12 +77,6 @@ def test_what_explains_more_is_taken_in_the_images_order() -> None:
     torch.testing.assert_close(found, features)
 
 
-def test_behind_much_noise_nothing_is_fitted_to_it() -> None:
-    seen, features = see(MUCH)
-    assert fitted(seen, features, features) is None
-    assert fitted(seen, 3 * features, features) is not None
-
-
 @pytest.mark.parametrize(
     ("defense", "sharp"),
     [([], True), (PRUNED, True), (NOISE, True), (MUCH, False), (COARSE, False)],
@@ -158,19 +152,6 @@ def test_noise_of_any_defense_is_known_as_noise(defense: dict[str, Any]) -> None
     assert seen.noise == pytest.approx((10.0 * 0.01 / 3) ** 2, rel=0.05)
 
 
-def test_the_share_of_rounding_is_what_rounding_did() -> None:
-    """At most: d²/6 is that of entries which are as often anywhere between two levels."""
-    exact, _ = observe([])
-    observation, _ = observe([{"name": "quantization", "bits": 6, "rounding": "stochastic"}])
-    names = [name for name in exact.update if name.startswith("body.")]
-    added = [(observation.update[n] - exact.update[n]).double() for n in names]
-    variance = sum(float(a.square().sum()) for a in added) / sum(a.numel() for a in added)
-    share = relative_noise_variance(observation, HeadGradient.of(observation)) * body_energy(
-        observation
-    )
-    assert 0.4 * share < variance < 1.1 * share
-
-
 @pytest.mark.parametrize("defense", [[], [{"name": "clip", "norm": 1e-3}]], ids=str)
 def test_the_whole_gradient_is_zero_at_the_truth(defense: list[dict[str, Any]]) -> None:
     observation, truth = observe(defense)
@@ -203,14 +184,6 @@ def test_images_come_first_where_the_head_is_blurred(
     assert result.features is not None
     assert result.labels is not None
     assert sorted(result.labels.tolist()) == sorted(truth.labels.tolist())
-
-
-def test_images_need_not_come_first_where_features_are_settled() -> None:
-    observation, _ = observe([{"name": "gaussian_noise", "std": 1e-6}])
-    attack = FactoredInversion(iterations=40)
-    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
-    assert isinstance(state.phase.misfit, BodyGradient)
-    assert not state.phases.over(attack.iterations)
 
 
 def test_behind_much_noise_the_whole_gradient_is_all_there_is() -> None:

@@ -40,13 +40,6 @@ def test_what_is_linear_is_found() -> None:
     assert float(residuals.abs().max()) < 1e-3
 
 
-def test_of_what_is_unrelated_nothing_is_kept() -> None:
-    inputs, targets = noise(60, 40, of="inputs"), noise(60, 30, of="targets")
-    found, residuals = _ridge(inputs - inputs.mean(0), targets - targets.mean(0))
-    assert float((inputs @ found).square().mean()) < 0.02
-    assert float(residuals.square().mean()) == pytest.approx(1, abs=0.1)
-
-
 def test_residuals_are_as_large_as_those_of_other_images() -> None:
     """A fit of 50 numbers to 100 samples leaves half of the variance there, and doubles it here."""
     weights = noise(50, 20, of="weights") * 50**-0.5 * 3
@@ -85,17 +78,6 @@ def test_energy_and_slope_of_a_law(side: int) -> None:
     before, after = (law(images + h * along)[0].double() for h in (-1e-2, 1e-2))
     slope = float((law(images)[1] * along).sum())
     assert slope == pytest.approx(float(after - before) / 2e-2, rel=0.02, abs=1e-3)
-
-
-def test_larger_images_are_those_of_their_areas() -> None:
-    """A law of 16x16 pixels does not see what averages out within each of a larger image."""
-    means = noise(1, 1, 16, 16, of="means")
-    law = ImageDistribution(means, torch.eye(256), torch.Size((32, 32)))
-    checkered = torch.ones(32, 32)
-    checkered[::2, 1::2] = checkered[1::2, ::2] = -1
-    images = law.means
-    assert float(law(images + 5 * checkered)[0]) == pytest.approx(float(law(images)[0]), rel=1e-3)
-    assert float(law(images + 5)[0]) > 20
 
 
 def digits(count: int, defense: list[dict[str, object]]) -> tuple[Observation, GroundTruth, Tensor]:

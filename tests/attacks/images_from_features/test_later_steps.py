@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -60,75 +59,11 @@ def test_first_and_later_steps_are_the_update(training: dict[str, Any], share: f
     assert float(added["body.0.weight"].norm()) > 0.1 * float(first["body.0.weight"].norm())
 
 
-def test_one_step_has_no_later_ones() -> None:
-    observation, truth = observe(steps=1)
-    added = LaterSteps(observation, truth.labels)(normalize(truth.images, observation.model))
-    for name, each in added.items():
-        assert float(each.norm()) < 1e-4 * float(as_one_gradient(observation).update[name].norm())
-
-
-class Told:
-    """What it was told."""
-
-    def __init__(self) -> None:
-        self.share: list[float] = []
-
-    def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
-        self.share.append(share)
-
-
-def test_updates_are_corrected_from_when_images_are_near() -> None:
-    observation, truth = observe()
-    later, told = LaterSteps(observation, truth.labels), Told()
-    images = normalize(truth.images, observation.model)
-    times = [n for n in range(90) if later.correct([told], images, n, 90)]
-    assert times == list(range(36, 90, 3))
-    assert told.share == [later.share] * len(times)
-
-
-def test_a_simulation_that_runs_away_is_not_told() -> None:
-    observation, truth = observe(lr=1e12)
-    told = Told()
-    images = normalize(truth.images, observation.model)
-    assert not LaterSteps(observation, truth.labels).correct([told], images, 8, 9)
-    assert not told.share
-
-
 class Whole:
     """A body all of whose weights meet images."""
 
     def without_padding(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
-
-
-@pytest.mark.parametrize("defense", [[], [{"name": "gradient_pruning", "ratio": 0.5}]])
-def test_a_rough_update_is_compared_with_as_much_of_a_gradient_as_fits(
-    defense: list[dict[str, Any]],
-) -> None:
-    observation, _ = make_observation(
-        *photos(2), model="convnet", model_parameters={"width": 8, "head": HEAD}, defense=defense
-    )
-    name = "body.3.weight"
-    part = Part(lambda images: images, [(name, observation.parameters[name])])
-    seen = observation.update[name]
-
-    def made(rough: bool) -> PartUpdate:
-        return PartUpdate(observation, Whole(), part, torch.ones(()), approximate=rough)  # type: ignore[arg-type]
-
-    def exceeds(update: PartUpdate, by: Tensor) -> float:
-        return float(update.compared([by])[0][0].norm() / seen.norm())
-
-    rough = made(True)
-    assert exceeds(rough, 5 * seen) < 1e-5
-    assert rough.compared([5 * seen])[1] == pytest.approx(0.2)
-    assert exceeds(made(False), 5 * seen) > 1
-    # Whatever is added, the sum is compared, as it is.
-    added = torch.where(seen == 0, 0, 0.4 * seen.flip(0))
-    right = (seen - added) / 0.25
-    rough.correct(0.25, {name: added})
-    assert exceeds(rough, right) < 1e-5
-    assert exceeds(rough, 2 * right) > 0.1
-    assert rough.compared([right])[1] == 0.25
 
 
 @pytest.mark.parametrize("corrected", [False, True])

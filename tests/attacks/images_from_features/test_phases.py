@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from deep_victims import observe
-from torch import Tensor
 
 from fedsim import rng
 from fedsim.attacking.knowledge import Public, hand_over
@@ -15,13 +14,11 @@ from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.cases import example_batch
 from fedsim.types import Observation
-from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import (
     BodyGradient,
     PartGradient,
     WholeGradient,
 )
-from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
 from fedsim_attacks.images_from_features._stage_descents import Relaxation, StagePeeling
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
@@ -34,13 +31,6 @@ def kinds(observation: Observation, attack: FactoredInversion) -> list[type]:
         found.append(type(state.phase.misfit))
     assert state.phase.contrast is not None
     return found
-
-
-def test_what_peeling_loses_is_left_to_all_stages_together() -> None:
-    """Of three steps nothing is explained."""
-    observation, _ = observe([])
-    found = kinds(observation, FactoredInversion(iterations=10))
-    assert found == [StagePeeling] * 3 + [Relaxation] * 7
 
 
 @pytest.mark.parametrize("std", [1e-4, 1e-1])
@@ -63,11 +53,6 @@ def test_noise_that_drowns_a_shallow_body_leaves_the_whole_update(
 def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled() -> None:
     observation, _ = observe([], steps=2)
     assert kinds(observation, FactoredInversion(iterations=10)) == [Relaxation] * 10
-
-
-def test_one_iteration_is_too_few_to_peel() -> None:
-    observation, _ = observe([])
-    assert kinds(observation, FactoredInversion(iterations=1)) == [Relaxation]
 
 
 @pytest.mark.parametrize(
@@ -128,44 +113,3 @@ def test_the_more_noise_the_more_the_law_of_public_images_counts() -> None:
     assert found[0] == 1e-3
     assert sorted(found) == found
     assert found[-1] > found[0]
-
-
-def test_the_law_is_asked_of_images_as_they_will_be_shown() -> None:
-    observation, _ = observe([])
-    attack = FactoredInversion(iterations=2)
-    state = attack.init(observation, public(observation), rng.generator(0, "phases"))
-    state = attack.step(state)  # on from the stages that were peeled in none
-    law, asked = state.phases.distribution, []
-    assert law is not None
-
-    def spied(images: Tensor) -> tuple[Tensor, Tensor]:
-        asked.append(images)
-        return law(images)
-
-    state.phases.distribution = cast(ImageDistribution, spied)
-    state.images = state.best = 0.01 * law.means
-    shown = state.shown
-    assert state.phase.contrast == 1
-    assert float(shown.abs().max()) > 10 * float(state.images.abs().max())
-    attack.step(state)
-    torch.testing.assert_close(asked[-1], shown)
-
-
-def test_once_images_tell_features_the_law_is_that_of_these(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    observation, truth = observe([], model="convnet")
-    monkeypatch.setattr(_image_features, "determined", lambda seen, found: False)
-    monkeypatch.setattr(_image_features, "fitted", lambda seen, images, found: truth.features)
-    attack, knowledge = FactoredInversion(iterations=8), public(observation)
-    state = attack.init(observation, knowledge, rng.generator(0, "phases"))
-    before = state.phases.distribution
-    while not attack.terminate(state):
-        state = attack.step(state)
-    assert before is not None
-    assert state.phases.distribution is not None
-    assert torch.equal(*before.means)
-    assert truth.features is not None
-    assert knowledge.public_images is not None
-    expected = ImagePrior(observation, knowledge.public_images).given_features(truth.features).means
-    torch.testing.assert_close(state.phases.distribution.means, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from deep_victims import VICTIMS, observe, of
+from deep_victims import VICTIMS, observe
 from torch import Tensor
 
 from fedsim import rng
@@ -14,8 +14,6 @@ from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.images_from_features._body_gradient import (
     BodyGradient,
     LaterSteps,
-    PartGradient,
-    PartUpdate,
     as_one_gradient,
 )
 from fedsim_attacks.images_from_features._heads import signals
@@ -100,35 +98,6 @@ def test_maps_of_images_leave_the_misfit_of_the_whole_body() -> None:
     torch.testing.assert_close(misfit.features, expected.features)
 
 
-def test_the_slope_in_images_is_that_of_the_first_stage_alone() -> None:
-    """With the maps and error signals behind it held where they are."""
-    observation, truth = observe([])
-    assert truth.features is not None
-    images = normalize(truth.images, observation.model)
-    relaxed, true = relaxation(observation, truth, images, [])
-    body, cut = of(observation)
-    known = signals(observation, truth.features)
-    energies = [PartUpdate(observation, body, each.part, known.scale).energy for each in cut]
-    share = float(energies[0] / torch.stack(energies).sum())
-
-    outputs, errors = truth.features, known.errors
-    for i in reversed(range(len(cut))):
-        first = PartGradient(
-            observation,
-            body,
-            cut[i].part,
-            outputs,
-            errors,
-            scale=known.scale,
-            weight=0.03
-            / share,  # what a distance costs at first, of the energy of all of the update
-            calls=1,
-        )
-        outputs, errors = first.pulled_back(true[i])
-    off = images + 0.1 * torch.randn(images.shape, generator=rng.generator(0, "images"))
-    torch.testing.assert_close(relaxed(off).slope, share * first(off).slope, rtol=1e-3, atol=1e-6)
-
-
 def test_maps_are_taken_up_to_a_factor_of_each_image() -> None:
     observation, truth = observe([])
     images = normalize(truth.images, observation.model)
@@ -138,46 +107,6 @@ def test_maps_are_taken_up_to_a_factor_of_each_image() -> None:
     misfit = relaxed(images)
     assert float(misfit.update) < 1e-6
     assert float(misfit.features) < 1e-6
-
-
-def test_steps_of_known_maps_are_as_long_as_they_are_wrong() -> None:
-    observation, truth = observe([])
-    images = normalize(truth.images, observation.model)
-    _, true = relaxation(observation, truth, images, [])
-    noise = torch.randn(images.shape, generator=rng.generator(0, "noise"))
-    near, far = (
-        relaxation(observation, truth, images + size * noise, true[1:-1])[0].step_size
-        for size in (0.01, 0.1)
-    )
-    assert 0 < near < far / 3
-    assert far < relaxation(observation, truth, images, [])[0].step_size
-
-
-def test_the_less_an_update_tells_the_looser_are_maps_and_the_shorter_steps() -> None:
-    observation, truth = observe([])
-    images = normalize(truth.images, observation.model)
-
-    def made(noise: float, later: LaterSteps | None = None) -> Relaxation:
-        return relaxation(observation, truth, images, [], noise=noise, later=later)[0]
-
-    steps = LaterSteps(observation, truth.labels)
-    clear, noisy, buried, rough = made(0.0), made(0.99), made(0.9999), made(0.0, steps)
-    assert clear.final_weight > noisy.final_weight > buried.final_weight > 0
-    assert clear.step_size > noisy.step_size > buried.step_size > 0
-    assert (
-        made(1.0).final_weight == made(1.1).final_weight == buried.final_weight
-    )  # an estimate may exceed all
-    assert rough.final_weight < clear.final_weight
-    assert rough.step_size == clear.step_size
-
-
-def test_maps_behind_relu_stay_positive() -> None:
-    observation, truth = observe([])
-    images = normalize(truth.images, observation.model)
-    relaxed, _ = relaxation(observation, truth, images.flip(0), [], steps=5, width=1.0)
-    for _ in range(5):
-        relaxed(images.flip(0))
-    assert all(float(each.detach().min()) == 0 for each in relaxed.maps)
 
 
 def test_maps_follow_their_images() -> None:

@@ -17,7 +17,7 @@ from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import Batches, GroundTruth, LocalTraining, Observation
-from fedsim_attacks.imprint.imprint import ImprintAttack, Segmentation, _clear_jumps, segment
+from fedsim_attacks.imprint.imprint import ImprintAttack, segment
 
 MODELS: dict[str, dict[str, Any]] = {
     "convnet": {"width": 8},
@@ -95,12 +95,6 @@ def test_rows_between_images_average_noise_out() -> None:
     assert float(ours.median()) > float(theirs.median()) + 5
 
 
-def test_what_pruning_leaves_is_used() -> None:
-    pruning = [{"name": "gradient_pruning", "ratio": 0.5}]
-    observation, truth = observe(4, imprint={"scale": 0.01}, defense=pruning)
-    assert float(psnrs(attack(observation), truth).median()) > 25
-
-
 @pytest.mark.parametrize(("batches", "size"), [("same", 8), ("different", 2)])
 def test_small_local_steps_hide_little(batches: Batches, size: int) -> None:
     """More than if rows were averaged over pieces in which they drift."""
@@ -169,21 +163,3 @@ def test_the_segmentation_is_the_best_of_all() -> None:
         assert tuple(found.ends) == min(costs, key=lambda ends: costs[ends])
         assert float(found.residual) == pytest.approx(min(costs.values()), abs=1e-12)
     assert torch.allclose(segment(rows, 7).means(rows), torch.cat([rows, torch.zeros(1, 3)]))
-
-
-def test_rounding_is_no_image() -> None:
-    """Sums of the same images in another order differ in the last bits: without noise, that too."""
-    rows = torch.tensor([1.0, 1.0, 1 + 1e-7, 1 + 1e-7, 0.0], dtype=torch.float64)
-    rows = rows[:, None].expand(-1, 3)
-    (jump,) = _clear_jumps(rows, segment(rows, 2), drifting=False)
-    assert torch.allclose(jump, rows[0], atol=1e-6)
-
-
-def test_an_image_counts_if_it_stands_out_of_the_noise_of_means() -> None:
-    """The noise of ten rows' mean, against a zero that is known without noise."""
-    noise = torch.randn(20, 50, generator=rng.generator(0, "test"), dtype=torch.float64)
-    rows = noise.clone()
-    rows[:10] += 1
-    found = Segmentation([10], (noise[:10] - noise[:10].mean(0)).square().sum() + 500)
-    assert len(_clear_jumps(rows, found, drifting=False)) == 1
-    assert len(_clear_jumps(rows - 0.9, found, drifting=False)) == 0

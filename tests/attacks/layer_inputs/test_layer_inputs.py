@@ -20,7 +20,7 @@ from fedsim.scoring import false_certificates, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.layer_inputs._cone import extreme_rays
-from fedsim_attacks.layer_inputs._layers import RowSpace, Signal, traced
+from fedsim_attacks.layer_inputs._layers import Signal, traced
 from fedsim_attacks.layer_inputs.cocktail_party import CocktailParty
 from fedsim_attacks.layer_inputs.extreme_rays import ExtremeRays
 from fedsim_attacks.layer_inputs.spear import Spear
@@ -307,15 +307,6 @@ def test_the_cocktail_party_attack_inverts_the_embeddings_that_it_unmixes() -> N
     assert torch.equal(start, end) and last < 0.5 * first
 
 
-def test_images_that_are_unmixed_are_not_inverted() -> None:
-    observation, _ = observe(2)
-    plain, longer = (
-        attacked(CocktailParty(iterations=3, image_iterations=more), observation) for more in (0, 5)
-    )
-    assert plain.images is not None and longer.images is not None
-    assert torch.equal(plain.images, longer.images) and longer.iterations == 3
-
-
 def test_a_model_without_such_a_layer_is_refused() -> None:
     images = torch.rand(2, 3, 18, 18)
     observation, _ = make_observation(images, torch.tensor([1, 2]), model="convnet")
@@ -392,13 +383,3 @@ def test_an_error_signal_bounds_the_cone_of_the_others() -> None:
     torch.testing.assert_close(values[order(values, unit)], unit, atol=1e-6, rtol=0)
     alone = extreme_rays(rows, rows, 1e-13, stream)
     assert len(alone.combinations) == 4
-
-
-def test_an_input_that_its_own_error_signal_contradicts_is_refused() -> None:
-    observation, _ = observe(6)
-    layer = next(layer for layer in traced(observation) if layer.nonnegative)
-    space = RowSpace.of(layer, 6)
-    off = torch.zeros(len(layer.weights), dtype=torch.bool)
-    assert space.signal(off) == Signal(None)
-    off[:] = True
-    assert space.signal(off) is None

@@ -1,0 +1,43 @@
+"""How much images vary: known values, and slopes that are derivatives."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim_attacks.gradient_matching._image_priors import VARIATIONS
+
+RAMP = torch.linspace(0, 1, 8).expand(1, 1, 8, 8)
+SQUARE = torch.tensor([[[[0.0, 1.0], [3.0, 2.0]]]])
+PIXEL = torch.tensor([0.5, -0.25, 1.0]).view(1, 3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "images", "value"),
+    [
+        ("absolute", SQUARE, (3 + 1) / 2 + (1 + 1) / 2),
+        ("absolute", torch.ones(2, 1, 1, 1), 0.0),
+        ("chromatic", SQUARE, (3 + 1) / 2 + (1 + 1) / 2),  # of other channels than three
+        # Means over three channels, of which one is not zero and has the direction's length.
+        ("chromatic", RAMP.expand(1, 3, 8, 8), 3**0.5 / 3 / 7),
+        ("chromatic", torch.cat([RAMP, 0 * RAMP, -RAMP], 1), 3 * 2**0.5 / 3 / 7),
+        ("opponents", PIXEL, math.sqrt(2) * (0.5 + 0.25 + 1.0 + 0.75 + 0.5 + 1.25) / 6),
+    ],
+)
+def test_known_values(name: str, images: Tensor, value: float) -> None:
+    assert float(VARIATIONS[name](images.contiguous())[0]) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_the_slope_is_the_derivative(name: str, channels: int) -> None:
+    stream, shape = rng.generator(0, "variation"), (2, channels, 5, 4)
+    images, along = torch.randn(2, *shape, generator=stream, dtype=torch.float64).unbind()
+    above, below = (VARIATIONS[name](images + step * along)[0] for step in (1e-6, -1e-6))
+    slope = VARIATIONS[name](images)[1]
+    assert float((slope * along).sum()) == pytest.approx(float(above - below) / 2e-6, rel=1e-5)
+    assert not VARIATIONS[name](torch.zeros(shape))[1].any()
