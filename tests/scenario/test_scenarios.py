@@ -40,7 +40,9 @@ def test_a_report_is_of_batches_on_which_nothing_was_tuned(path: Path) -> None:
     assert scenario.seed == REPORTED_SEED or not scenario.attacks
 
 
-@pytest.mark.parametrize("path", sorted(RECONSTRUCTION.glob("table*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(RECONSTRUCTION.glob("table*.yaml")), ids=lambda path: path.stem
+)
 def test_rivals_behind_a_planted_head_are_run_on_the_body_as_well(path: Path) -> None:
     scenario = load(path)
     planted = (scenario.model.parameters.get("head") or {}).get("planted", 0)
