@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from fedsim import progress, stages
-from fedsim.assessment.lines import Context, command_of, round_rows, slug
-from fedsim.assessment.local_training import Plan
+from fedsim.assessment.lines import AssessmentContext, command_of, round_rows, slug
+from fedsim.assessment.local_training import AppTraining
 from fedsim.assessment.settings import AssessSettings
 from fedsim.assessment.truth import Examples, Picked, guesser_of, pick
 from fedsim.assessment.victim_model import built_model, classes_of, package_of
@@ -160,18 +160,20 @@ class _App:
         if halves := {value.dtype for value in first.exchange.reply().values()} & _HALVES:
             sent = ", ".join(map(str, halves))
             notes.append(f"update: clients send {sent}, whose rounding no attack models")
-        self.plan = Plan(
+        self.plan = AppTraining(
             answer=asked.answer, local=asked.local, mode=mode, defenses=asked.defenses, notes=notes
         )
 
 
-def _fill(folder: Path, tape: _Tape, app: _App, asked: AssessSettings) -> tuple[Context, Setting]:
+def _fill(
+    folder: Path, tape: _Tape, app: _App, asked: AssessSettings
+) -> tuple[AssessmentContext, Setting]:
     """Writes the recording and its truth as a run's, and returns how it is attacked."""
     seen: dict[str, tuple[Observation, Picked]] = {}
     errors: dict[str, float | None] = {}
     for each in tape.picked:
         training = app.plan.training(each)
-        stack, announcements, effect = app.plan.defended(training)
+        stack, announcements, effect = app.plan.describe_defense(training)
         observation = observed(
             each.exchange,
             app.subject,
@@ -204,7 +206,7 @@ def _fill(folder: Path, tape: _Tape, app: _App, asked: AssessSettings) -> tuple[
         seen[observation.id] = observation, each
     record.write_lines(folder / "rounds.jsonl", round_rows(tape.exchanges, stack))
     guesser, guess_is_public = guesser_of(tape.said, tape.picked, app.examples, app.plan.notes)
-    context = Context(
+    context = AssessmentContext(
         name=app.title,
         model=type(app.model).__name__,
         grant=asked.grant,
@@ -226,8 +228,8 @@ def _fill(folder: Path, tape: _Tape, app: _App, asked: AssessSettings) -> tuple[
 
 
 _HALVES = {torch.float16, torch.bfloat16}
+# Share of the update's length by which the simulated one may be off unsaid.
 _UNLIKE = 0.1
-"""Share of the update's length by which the simulated one may be off unsaid."""
 _BASIS = (
     "recording: made by fedsim.tap of an app that is not fedsim's; truth is what fedsim.witness "
     "saw the model being called with",

@@ -23,7 +23,7 @@ from fedsim.types import Observation
 
 
 @dataclass(frozen=True)
-class Context:
+class AssessmentContext:
     """What every row of an assessment has in common."""
 
     name: str
@@ -33,7 +33,7 @@ class Context:
     guess_is_public: bool
     """Whether the guess was learned from others' images, and not from the victims' own."""
     simulation_errors: Mapping[str, float | None]
-    """By the id of an observation, see `simulation_error`."""
+    """Observation id -> share of the update that the simulation misses; None if not simulated."""
 
     def row(self, job: Job, result: Result) -> ResultRow:
         """Returns the line of one attack on one exchange."""
@@ -86,10 +86,10 @@ def command_of(
         words += ["--truth", str(Path(home).absolute())]
     rounds = asked.rounds
     options = {
-        "rounds": rounds if isinstance(rounds, str) else _listed(sorted(rounds)),
-        "mean": asked.mean and _listed(asked.mean),
-        "std": asked.std and _listed(asked.std),
-        "input-shape": asked.input_shape and _listed(asked.input_shape),
+        "rounds": rounds if isinstance(rounds, str) else _join_values(sorted(rounds)),
+        "mean": asked.mean and _join_values(asked.mean),
+        "std": asked.std and _join_values(asked.std),
+        "input-shape": asked.input_shape and _join_values(asked.input_shape),
         "classes": asked.classes,
         "answer": None if asked.answer == "weights" else asked.answer,
         "prefix": asked.prefix,
@@ -109,7 +109,7 @@ def command_of(
     return shlex.join(words)
 
 
-def _listed(values: Sequence[float]) -> str:
+def _join_values(values: Sequence[float]) -> str:
     return ",".join(map(str, values))
 
 

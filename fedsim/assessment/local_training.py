@@ -20,11 +20,11 @@ _OPTIMIZERS: Mapping[str, Literal["sgd", "adam", "adamw"]] = {
     "AdamW": "adamw",
 }
 _UNKNOWN_SETTINGS = ("amsgrad", "maximize", "dampening")
+# Names of the stack.
 _UNDEFENDED, _DEFENDED = "none", "declared"
-"""Names of the stack."""
 
 
-class Plan:
+class AppTraining:
     """What is known of the app's training, and what has to be said of it."""
 
     def __init__(
@@ -40,7 +40,8 @@ class Plan:
         self._local = None if local is None else dict(local)
         self._mode = mode
         self._refs = [
-            PluginRef(name=str(each.get("name")), parameters=_resolved(each)) for each in defenses
+            PluginRef(name=str(each.get("name")), parameters=_resolve_parameters(each))
+            for each in defenses
         ]
         self._stack = build_stack(self._refs)
         self.notes = notes
@@ -51,7 +52,7 @@ class Plan:
         if self._answer == "gradient":
             return gradient_of(said.images, self._mode)
         if self._local is None:
-            return self._witnessed(each).training()
+            return self._read_witnessed(each).training()
         unknown = set(self._local) - {"batch_size", "epochs", "lr", "momentum"}
         if unknown or not {"batch_size", "lr"} <= set(self._local):
             raise FedsimError(
@@ -79,7 +80,7 @@ class Plan:
             )
         return declared.training()
 
-    def _witnessed(self, each: Picked) -> Local:
+    def _read_witnessed(self, each: Picked) -> Local:
         said = each.testimony.said
         if said.optimizer is None or "lr" not in said.settings:
             raise FedsimError(
@@ -150,7 +151,7 @@ class Plan:
         )
         return rule if rule != StepRule() else None
 
-    def defended(
+    def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
         """Returns name, announcement and effect of what clients do to their update."""
@@ -160,7 +161,7 @@ class Plan:
         return _DEFENDED, told, self._stack.effect(training)
 
 
-def _resolved(each: Mapping[str, object]) -> dict[str, Any]:
+def _resolve_parameters(each: Mapping[str, object]) -> dict[str, Any]:
     plugin = plugin_class("fedsim.defenses", str(each.get("name")))
     given = {key: value for key, value in each.items() if key != "name"}
     return plugin.model_validate(given).model_dump(mode="json")

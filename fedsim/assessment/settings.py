@@ -52,7 +52,7 @@ class AssessSettings:
     clients: int = 2
     """How many clients are attacked in each round."""
     run: int | None = None
-    """Which of the recorded runs; default the newest."""
+    """Number of the recorded run; default the newest."""
     name: str | None = None
     """Title of the report; default the package of the model."""
     seed: int = 0

@@ -16,8 +16,8 @@ from fedsim.recording.witnessed import Testimony
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
+# Pixels may be so far outside of [0, 1] when mean and std are taken back.
 _ROUNDING = 0.02
-"""Pixels may be so far outside of [0, 1] when mean and std are taken back."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Picked:
     exchange: Exchange
     testimony: Testimony
     number: int
-    """Of the client."""
+    """Number of the client."""
 
 
 def pick(

@@ -137,7 +137,7 @@ def node(
     refuse_unfit(superlink, roots)
     with exits():
         from fedsim.federation.network.keys import read_identity
-        from fedsim.federation.network.node import Membership, serve, until_told
+        from fedsim.federation.network.node import NodeMembership, serve, until_told
         from fedsim.federation.network.node_app import NodeApp
         from fedsim.federation.network.policy import Policy
 
@@ -150,7 +150,7 @@ def node(
             shared_seed=shared_seed,
             identity=read_identity(signing_key, peers),
         )
-        member = Membership(superlink=superlink, roots=roots, key=key, home=home)
+        member = NodeMembership(superlink=superlink, roots=roots, key=key, home=home)
         serve(app, member, lambda line: typer.echo(line, err=True), stop)
 
 

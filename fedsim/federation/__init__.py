@@ -56,7 +56,7 @@ def federate(
     """
     from fedsim.federation import client_state, strategies
     from fedsim.federation.checkpoint import Checkpoints
-    from fedsim.federation.client_app import Job
+    from fedsim.federation.client_app import FederationJob
     from fedsim.federation.refusals import check_scenario
     from fedsim.system import threads
     from fedsim.training.workload import Workload
@@ -71,7 +71,7 @@ def federate(
     checkpoints.start()
     if checkpoints.complete:
         return
-    job = Job(
+    job = FederationJob(
         scenario=scenario.model_dump_json(),
         stack=stack,
         out=str(out.resolve()),

@@ -12,12 +12,12 @@ from pathlib import Path
 from torch import Tensor
 
 from fedsim.federation.spool import BUDGET, Spool
-from fedsim.federation.wire import Answer
+from fedsim.federation.wire import WireAnswer
 from fedsim.types import Tensors, Update
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mean:
+class MeanRelease:
     """The mean of several releases of one client; client -1: of the aggregate."""
 
     client: int
@@ -42,7 +42,7 @@ class Averages:
     def __exit__(self, *_: object) -> None:
         self._forget()
 
-    def add(self, release: Mean) -> None:
+    def add(self, release: MeanRelease) -> None:
         """One more release; left out if it combines another number of clients than the first."""
         client, update = release.client, release.update
         count, clients = self._counts.get(client, (0, release.num_clients))
@@ -56,13 +56,13 @@ class Averages:
                 buffers=_nearer(before.buffers, update.buffers, count + 1),
             )
         self._names = list(update.tensors), list(update.buffers)
-        self._spool.put(client, Answer(update=update, loss=None))
+        self._spool.put(client, WireAnswer(update=update, loss=None))
         self._counts[client] = count + 1, clients
 
-    def means(self) -> Iterator[Mean]:
-        """By ascending client, one at a time."""
+    def means(self) -> Iterator[MeanRelease]:
+        """Yields each client's mean, by ascending client."""
         for client, (releases, clients) in sorted(self._counts.items()):
-            yield Mean(
+            yield MeanRelease(
                 client=client,
                 update=self._mean(client),
                 num_clients=clients,

@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
-from fedsim.federation.noise_use import asked
+from fedsim.federation.noise_use import release_key
 from fedsim.federation.secure_aggregation.answers import Answers, Party
 from fedsim.recording.files import save_observation
 from fedsim.recording.truth import forget_truth, save_truth
@@ -30,15 +30,15 @@ from fedsim.types import FedsimError, Tensors
 
 
 @dataclass(frozen=True)
-class Job:
+class FederationJob:
     """What every process of a federation is told: all else follows from it."""
 
     scenario: str
-    """As JSON."""
+    """The scenario as JSON."""
     stack: str
     out: str
     threads: int
-    """That each process computes on, since they decide in which order floats are summed."""
+    """Threads of each process. They fix the order of summation, hence the last bits."""
 
     def workload(self) -> Workload:
         """The federation's computations, built once per process."""
@@ -51,7 +51,7 @@ def _workload(scenario: str, stack: str) -> Workload:
 
 
 def build(
-    job: Job,
+    job: FederationJob,
     workload: Workload | None = None,
     party: Party | None = None,
     on_release: Callable[[], None] | None = None,
@@ -64,14 +64,14 @@ def build(
         party: Who the client is in secure sums, where it is on a machine of its own.
         on_release: Called before anything is released, of training or of a probe; may refuse it.
     """
-    client = Client(job, workload, on_release)
+    client = FederationClient(job, workload, on_release)
     sums = Answers(client, party)
     app = ClientApp()
     app.train()(client.train)
     app.train(wire.PROBE)(client.probe)
     app.train(wire.KEYS)(sums.keys)
     app.train(wire.SHARES)(sums.shares)
-    app.train(wire.MASKED)(sums.masked)
+    app.train(wire.MASKED)(sums.mask)
     app.train(wire.AGREE)(sums.agree)
     app.train(wire.UNMASK)(sums.unmask)
     app.query(wire.IDENTIFY)(client.identify)
@@ -79,12 +79,12 @@ def build(
     return app
 
 
-class Client:
+class FederationClient:
     """Answers the server's messages for whichever client its context names."""
 
     def __init__(
         self,
-        job: Job,
+        job: FederationJob,
         workload: Workload | None = None,
         on_release: Callable[[], None] | None = None,
     ) -> None:
@@ -97,9 +97,9 @@ class Client:
         """Where clients keep what they remember."""
         return Path(self._job.out)
 
-    def __reduce__(self) -> tuple[type[Client], tuple[Job]]:
+    def __reduce__(self) -> tuple[type[FederationClient], tuple[FederationJob]]:
         """Engines ship the app to other processes: with the job, without the data."""
-        return Client, (self._job,)
+        return FederationClient, (self._job,)
 
     def identify(self, message: Message, context: Context) -> Message:
         """Say which client this is, and forget what came after the rounds that are done.
@@ -177,7 +177,7 @@ class Client:
         if order.probe is None:
             self._look(client, order, memory)
         state = memory.before(round) if workload.remembers else {}
-        at = asked(round, order.probe)
+        at = release_key(round, order.probe)
         # A node answers once, also behind noise of which nothing is proven.
         once = bool(workload.claims or workload.protocol or self._on_release)
         if once:
@@ -214,7 +214,7 @@ class Client:
         Whoever was told that its own answer is no part of that round has nothing to take off.
         """
         if order.round > 1 and client in self.workload.plan(order.round - 1).lookers:
-            sent = memory.sent(order.round - 1)
+            sent = memory.load_sent(order.round - 1)
             if sent:
                 seen = participant.look(
                     self.workload,

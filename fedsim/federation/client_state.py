@@ -81,16 +81,16 @@ class ClientState:
 
     def save_sent(self, round: int, sent: Tensors) -> None:
         """Keep what the client `sent` in `round`, and at which weights."""
-        write_tensors(self._sent(round), sent)
+        write_tensors(self._sent_path(round), sent)
 
-    def sent(self, round: int) -> Tensors:
+    def load_sent(self, round: int) -> Tensors:
         """What `save_sent` kept; empty if nothing was, or it was forgotten."""
-        path = self._sent(round)
+        path = self._sent_path(round)
         return read_tensors(path) if path.exists() else {}
 
     def forget_sent(self, round: int) -> None:
         """Forget what was sent in `round`: it did not count."""
-        self._sent(round).unlink(missing_ok=True)
+        self._sent_path(round).unlink(missing_ok=True)
 
     def rewind(self, done: int) -> None:
         """Make what the client keeps what it was after round `done`: later rounds come again.
@@ -114,7 +114,7 @@ class ClientState:
         """Note that the client answers what it is `asked` at these `inputs`, and at no others.
 
         Args:
-            asked: As `noise_use.asked` says.
+            asked: As `noise_use.release_key` says.
             inputs: All that decides the answer beside the client's data: weights, buffers, memory.
 
         Raises:
@@ -175,7 +175,7 @@ class ClientState:
         found = (_FILE.fullmatch(path.name) for path in home.glob("round-*.safetensors"))
         return [int(match[1]) for match in found if match]
 
-    def _sent(self, round: int) -> Path:
+    def _sent_path(self, round: int) -> Path:
         return self._path(0).with_name(f"sent-{round:04d}.safetensors")
 
     def _path(self, round: int) -> Path:

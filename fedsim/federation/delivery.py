@@ -25,8 +25,8 @@ _GONE = (
 )
 START_SECONDS = 600.0
 """How long the first answer may take: an engine's workers import torch and load the data first."""
+# How long a node that has just come may take to say who it is.
 _RETURN_SECONDS = 30.0
-"""How long a node that has just come may take to say who it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Delivery:
     late, so that a node that hung does not work off old ones, and the probes of a round are sent
     together. Otherwise clients wait for one another, and a message does not expire meanwhile."""
     run: str = ""
-    """By which nodes know the run, where they draw what the scenario's seed does not give."""
+    """Name of the run among nodes that draw from secrets of their own; else empty."""
 
 
 def exchange(
@@ -146,7 +146,7 @@ def roll_call(
 
 
 class Nodes:
-    """Which node is which client, for a federation whose nodes may come back as others."""
+    """Keeps track of each client's node, in a federation whose nodes may come back as others."""
 
     def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
         """None is known before `gather`, which waits for them for `patience` seconds."""

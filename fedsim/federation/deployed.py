@@ -36,7 +36,7 @@ class Deployed:
 
     census: Census
     secret: bytes | None
-    """Of the server's noise; None: it follows from the scenario's seed, as that of all nodes."""
+    """Secret of the server's noise; None if all noise follows from the scenario's seed."""
 
     @classmethod
     def read(cls, out: Path) -> Deployed:
@@ -90,7 +90,7 @@ class Deployed:
         }
 
     def _noise_seed(self, stack: str) -> int | None:
-        """Of the noise that the server adds behind `stack`, and behind no other one."""
+        """Derives the seed of the noise that the server adds behind `stack` alone."""
         if self.secret is None:
             return None
         digest = hashlib.sha256(b"fedsim server\0" + self.secret + stack.encode()).digest()

@@ -24,15 +24,15 @@ from fedsim.training.server import Census
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.federation.client_app import Job
+    from fedsim.federation.client_app import FederationJob
     from fedsim.federation.delivery import OnWait
     from fedsim.federation.server_app import OnRound
     from fedsim.scenario import Scenario
     from fedsim.training.server import Server
 
 _SECRET_BYTES = 32
+# What Flower writes beside each tensor, or a secure sum of each client, and beside all of them.
 _PART_BYTES, _AROUND_BYTES = 4096, 1 << 20
-"""What Flower writes beside each tensor, or a secure sum of each client, and beside all of them."""
 
 
 class Deployment(FlowerEngine):
@@ -75,7 +75,9 @@ class Deployment(FlowerEngine):
         kept = paths.content(path, paths.TEXT) if path.exists() else None
         return Deployed(census, kept or secrets.token_bytes(_SECRET_BYTES))
 
-    def train(self, job: Job, server: Server, on_round: OnRound, link: Link | None) -> None:
+    def train(
+        self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
+    ) -> None:
         """Train what is left of `job` with the nodes behind `link`.
 
         Raises:
@@ -119,7 +121,7 @@ class Deployment(FlowerEngine):
                 "will do)"
             )
         copied = 0
-        for client, kept in _owned(out, chosen).items():
+        for client, kept in _find_owned(out, chosen).items():
             copied += truth.copy(kept, out)
             for path in sorted(kept.glob("observations/**/*.*")):
                 # What the server recorded stays; the global model is the same for all who saw it.
@@ -163,7 +165,7 @@ def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -
         return census.take(grid, scenario.data.clients, scenario.federation.timeout, on_wait)
 
 
-def _owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
+def _find_owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
     """What each client keeps of the run in `out`, by client."""
     owned: dict[int, Path] = {}
     for home in homes:

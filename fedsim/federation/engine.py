@@ -14,7 +14,7 @@ from fedsim.contracts.engine import Engine
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.federation.client_app import Job
+    from fedsim.federation.client_app import FederationJob
     from fedsim.federation.delivery import OnWait
     from fedsim.federation.deployed import Deployed
     from fedsim.federation.network.link import Link
@@ -34,7 +34,9 @@ class FlowerEngine(Engine):
     """
 
     @abstractmethod
-    def train(self, job: Job, server: Server, on_round: OnRound, link: Link | None) -> None:
+    def train(
+        self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
+    ) -> None:
         """Train what is left of `job`.
 
         Args:
@@ -84,7 +86,9 @@ class Local(FlowerEngine):
     def check(self) -> None:
         """Any machine will do."""
 
-    def train(self, job: Job, server: Server, on_round: OnRound, link: Link | None) -> None:
+    def train(
+        self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
+    ) -> None:
         """See `FlowerEngine`."""
         from fedsim.federation import local
 

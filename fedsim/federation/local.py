@@ -133,7 +133,7 @@ class LocalGrid(Grid):
         return self._contexts[node]
 
 
-def train(job: client_app.Job, server: Server, on_round: server_app.OnRound) -> None:
+def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
     """Train what is left of `job` in this process, one client at a time."""
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario

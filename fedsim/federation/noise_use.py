@@ -18,7 +18,7 @@ from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors
 
 
-def asked(round: int, probe: Probe | None) -> tuple[int, ...]:
+def release_key(round: int, probe: Probe | None) -> tuple[int, ...]:
     """What decides the noise of a release: its round, and of a probe which one it is."""
     return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
 
@@ -35,7 +35,7 @@ def use_once(
 
     Args:
         path: A file of JSON lines, made if it is not there.
-        own: As `asked` says.
+        own: As `release_key` says.
         values: What decides the release, or the release itself.
         who: Uses the noise, for the message.
         what: It uses, for the message.
@@ -84,7 +84,7 @@ def note_release(path: Path, own: tuple[int, ...], release: Sequence[Tensors], w
 
     Args:
         path: As `use_once` has written it.
-        own: As `asked` says.
+        own: As `release_key` says.
         release: All of it.
         who: Releases it, for the message.
 

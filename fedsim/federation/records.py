@@ -16,7 +16,7 @@ class RoundRecord:
     """One round of one defense stack, as `rounds.jsonl` shows it."""
 
     round: int
-    """From 1."""
+    """Number of the round, from 1."""
     participants: tuple[int, ...]
     """Clients that were asked to train, ascending."""
     aggregated: int
@@ -28,7 +28,7 @@ class RoundRecord:
     test_loss: float | None
     """None in rounds that are not evaluated, or if it is not finite."""
     test_accuracy: float | None
-    """In [0, 1]."""
+    """Accuracy in [0, 1]; None where `test_loss` is for want of an evaluation."""
     failures: Mapping[str, int]
     """How many updates were left out, for each of `REASONS`."""
     details: tuple[str, ...]

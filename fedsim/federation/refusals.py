@@ -242,8 +242,8 @@ def data_keep_to_the_claim(workload: Workload) -> None:
         workload.check_assumptions()
 
 
+# Bytes of one pixel of a batch that waits for its step.
 _STEP_BYTES = 4
-"""Of a pixel of a batch that waits for its step."""
 
 
 def batches_fit_memory(workload: Workload) -> None:

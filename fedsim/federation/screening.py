@@ -21,42 +21,42 @@ _GLANCE = 64
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Screening:
     """An answer as far as it could be read, and why it is left out, if it is."""
 
-    answer: wire.Answer | None = None
+    answer: wire.WireAnswer | None = None
     reason: str | None = None
     """One of `REASONS`."""
     text: str = ""
 
 
-def judge(reply: Message | None, expected: wire.Shape) -> Verdict:
+def judge(reply: Message | None, expected: wire.Shape) -> Screening:
     """Decode and screen one reply; None is a reply that did not come in time.
 
     An update of zeros is accepted. One that is not finite is left out, and returned all the same:
     the server did see it.
     """
     if reply is None or reply.has_error():
-        return unanswered(reply)
+        return explain_missing(reply)
     try:
         answer = wire.read_answer(reply.content, expected)
     except wire.MalformedError as error:
-        return Verdict(reason="malformed", text=str(error))
+        return Screening(reason="malformed", text=str(error))
     for name, tensor in {**answer.update.tensors, **answer.update.buffers}.items():
         if not _finite(tensor):
-            return Verdict(answer, "non_finite", f"{name} holds NaN or infinity")
+            return Screening(answer, "non_finite", f"{name} holds NaN or infinity")
     if answer.loss is not None and not math.isfinite(answer.loss):
-        return Verdict(answer, "non_finite", f"the loss is {answer.loss}")
-    return Verdict(answer)
+        return Screening(answer, "non_finite", f"the loss is {answer.loss}")
+    return Screening(answer)
 
 
-def unanswered(reply: Message | None) -> Verdict:
+def explain_missing(reply: Message | None) -> Screening:
     """Why a reply without content, or none at all (None), is left out."""
     if reply is None:
-        return Verdict(reason="late", text="no answer in time")
+        return Screening(reason="late", text="no answer in time")
     if reply.has_error():
-        return Verdict(reason="client_error", text=_last_line(reply.error.reason))
-    return Verdict(reason="malformed", text="the answer is empty")
+        return Screening(reason="client_error", text=_last_line(reply.error.reason))
+    return Screening(reason="malformed", text="the answer is empty")
 
 
 def is_zero(update: Tensors) -> bool:
@@ -90,7 +90,7 @@ class Tally:
         """How many answers are left out, of training."""
         return sum(self.failures.values())
 
-    def fail(self, verdict: Verdict, client: int, probe: Probe | None) -> None:
+    def fail(self, verdict: Screening, client: int, probe: Probe | None) -> None:
         """Count an answer that is left out."""
         if probe:
             self.probe_failures += 1

@@ -15,7 +15,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
 
 def content_to_bytes(content: RecordDict) -> bytes:
-    """As `recorddict_to_proto(content).SerializeToString()`."""
+    """Returns `recorddict_to_proto(content).SerializeToString()`, without its copies."""
     proto = ProtoRecordDict()
     _fill(proto, content)
     data: bytes = proto.SerializeToString()
@@ -23,7 +23,7 @@ def content_to_bytes(content: RecordDict) -> bytes:
 
 
 def message_to_bytes(message: Message) -> bytes:
-    """As `message_to_proto(message).SerializeToString()`."""
+    """Returns `message_to_proto(message).SerializeToString()`, without its copies."""
     proto = ProtoMessage(metadata=metadata_to_proto(message.metadata))
     if message.has_content():
         proto.content.SetInParent()

@@ -36,7 +36,7 @@ from fedsim.system import threads
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.federation.client_app import Job
+    from fedsim.federation.client_app import FederationJob
     from fedsim.federation.network.link import Link
     from fedsim.federation.server_app import OnRound
     from fedsim.training.server import Server
@@ -67,7 +67,9 @@ class Simulation(FlowerEngine):
                 "pip install 'fedsim[simulation]', or leave federation.engine out"
             )
 
-    def train(self, job: Job, server: Server, on_round: OnRound, link: Link | None) -> None:
+    def train(
+        self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
+    ) -> None:
         """Train what is left of `job` in a child process; `server` cannot be handed to it.
 
         Raises:
@@ -109,7 +111,7 @@ class _ChildDied(Exception):  # noqa: N818
 
 
 def _follow(
-    job: Job, orders: IO[bytes], lines: IO[bytes], scratch: Path, on_round: OnRound
+    job: FederationJob, orders: IO[bytes], lines: IO[bytes], scratch: Path, on_round: OnRound
 ) -> None:
     """Start the child's work and hand on its rounds until it says that it is done.
 
@@ -193,7 +195,7 @@ def _simulate(settings: dict[str, Any], scratch: Path, on_round: OnRound) -> Non
 
     from fedsim.federation import client_app, server_app
 
-    job = client_app.Job(**settings)
+    job = client_app.FederationJob(**settings)
     threads.fix(job.threads)
     server = job.workload().server()
     run_simulation(

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedsim.federation.screening import is_zero
-from fedsim.federation.wire import Answer
+from fedsim.federation.wire import WireAnswer
 from fedsim.types import Tensors, Update
 
 BUDGET = 256 * 2**20
@@ -66,7 +66,7 @@ class Spool:
         self.zero_updates = 0
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def put(self, client: int, answer: Answer) -> None:
+    def put(self, client: int, answer: WireAnswer) -> None:
         """Keep what `client` answered, in place of what it answered before."""
         tensors = {_UPDATE + name: value for name, value in answer.update.tensors.items()}
         tensors |= {_BUFFER + name: value for name, value in answer.update.buffers.items()}
@@ -82,7 +82,7 @@ class Spool:
         self._answers[client] = (answer.update.num_examples, answer.loss)
 
     def clients(self) -> list[int]:
-        """Whose answers are here, ascending."""
+        """Returns the clients whose answers are here, ascending."""
         return sorted(self._answers)
 
     def num_examples(self, client: int) -> int:
@@ -153,7 +153,7 @@ class LazyArray(Array):
 
     @property
     def data(self) -> bytes:  # type: ignore[override]  # written nowhere
-        """In NumPy's file format, as every Flower array."""
+        """The bytes in NumPy's file format, as every Flower array has them."""
         return Array.from_numpy_ndarray(self.numpy()).data
 
     def numpy(self) -> NDArray[np.generic]:

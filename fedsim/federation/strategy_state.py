@@ -59,7 +59,7 @@ def _save(value: object, path: str, tensors: dict[str, Tensor]) -> Plain:
         try:
             tensors[path] = torch.from_numpy(np.array(value))
         except TypeError as error:
-            raise FedsimError(_unsaved(path, f"an array of {value.dtype}")) from error
+            raise FedsimError(_explain_unsaved(path, f"an array of {value.dtype}")) from error
         return {"kind": kind, "tensor": path}
     if isinstance(value, ArrayRecord):
         arrays = {name: array.numpy() for name, array in value.items()}
@@ -77,7 +77,7 @@ def _save(value: object, path: str, tensors: dict[str, Tensor]) -> Plain:
         }
     if isinstance(value, Strategy):
         return {"kind": "strategy", "items": _save_attributes(value, path, tensors)}
-    raise FedsimError(_unsaved(path, f"a {type(value).__name__}"))
+    raise FedsimError(_explain_unsaved(path, f"a {type(value).__name__}"))
 
 
 def _load(plain: Plain, tensors: Tensors) -> Any:
@@ -99,7 +99,7 @@ def _load(plain: Plain, tensors: Tensors) -> Any:
     return items if kind == "list" else tuple(items)
 
 
-def _unsaved(path: str, what: str) -> str:
+def _explain_unsaved(path: str, what: str) -> str:
     return (
         f"federation.strategy: {path} is {what}, which cannot be written to a checkpoint; use "
         "another strategy"

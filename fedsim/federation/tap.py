@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fedsim.contracts.defense import NoisyAggregation, shapes
 from fedsim.federation import wire
-from fedsim.federation.averaging import Averages, Mean
+from fedsim.federation.averaging import Averages, MeanRelease
 from fedsim.federation.delivery import Delivery, exchange
-from fedsim.federation.noise_use import asked, notes, use_once
+from fedsim.federation.noise_use import notes, release_key, use_once
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.secure_aggregation import plan
 from fedsim.federation.secure_aggregation.layout import Ring
@@ -122,7 +122,7 @@ class TapGrid(Grid):
         its arrays being that client's new weights, computed when they are read; or, if the stack
         combines updates, one reply with the combination. They hold until `end`.
         """
-        jobs = sorted(messages, key=self._client)
+        jobs = sorted(messages, key=self._client_of)
         if not jobs:
             return []
         arrays = jobs[0].content[wire.ARRAYS]
@@ -131,14 +131,14 @@ class TapGrid(Grid):
         self._arrays, self._parameters = arrays, wire.decode(arrays)
         seconds = self._server.scenario.federation.timeout if timeout is None else timeout
         if self._server.protocol:
-            return self._securely([self._client(message) for message in jobs], seconds)
+            return self._securely([self._client_of(message) for message in jobs], seconds)
         content = self._order(arrays, None)
         for message in jobs:
             message.content = content
         self.tally.bytes_down = wire.size(content) * len(jobs)
         probes = self._plan.probes
         observed = self._plan.observed
-        orders = [_Ordered(message, self._client(message), None) for message in jobs]
+        orders = [_Ordered(message, self._client_of(message), None) for message in jobs]
         record = bool(observed) and not probes
         spools: dict[Probe | None, Spool] = {None: self._spool}
         accepted = self._collect(orders, observed if record else [], seconds, spools)
@@ -152,7 +152,17 @@ class TapGrid(Grid):
     def _securely(self, clients: Sequence[int], timeout: float) -> list[Message]:
         """Carry out the round's secure sum, of training and of all probes; record what is seen."""
         server, tally = self._server, self.tally
-        parts, layout = plan.parts(server, self._round), plan.layout(server, self._round)
+        parts = plan.parts(server, self._round)
+        sum = SecureSum(
+            self._grid,
+            server,
+            self._round,
+            self._delivery,
+            nodes=self._nodes,
+            timeout=timeout,
+            tally=tally,
+        )
+        layout = sum.layout
         trained = self._parameters
         planted = server.plant_probe(trained, self._round)
         is_recorded = [probe is not None or len(parts) == 1 for probe in parts]
@@ -166,18 +176,8 @@ class TapGrid(Grid):
 
         def on_masked(client: int, vector: Ring) -> None:
             for part in range(len(parts)) if client in seen_alone else ():
-                record(part, client, layout.masked(vector, part), 1)
+                record(part, client, layout.read_masked(vector, part), 1)
 
-        sum = SecureSum(
-            self._grid,
-            plan.terms(server, self._round, self._delivery.run),
-            layout,
-            round=self._round,
-            nodes=self._nodes,
-            timeout=timeout,
-            expire=self._delivery.own_machines,
-            tally=tally,
-        )
         model = Model(
             parameters=self._arrays,
             buffers=wire.encode(self._buffers),
@@ -206,9 +206,9 @@ class TapGrid(Grid):
             tally.probe_failures += len(parts) - 1
             return []
         tally.accepted = tuple(opened.clients)
-        return [self._combined(updates[0], opened.reply)]
+        return [self._finish_combined(updates[0], opened.reply)]
 
-    def _combined(self, combined: Update, reply: Message) -> Message:
+    def _finish_combined(self, combined: Update, reply: Message) -> Message:
         """What the strategy gets where the server sees one update; also the new buffers."""
         self._new_buffers = combined.buffers or self._buffers
         weights = {n: self._apply_update(n, combined.tensors[n]) for n in self._parameters}
@@ -322,7 +322,7 @@ class TapGrid(Grid):
         most = max(1, held, training.batch_size * training.steps)
         return replace(self._expected, most_examples=most)
 
-    def _client(self, message: Message) -> int:
+    def _client_of(self, message: Message) -> int:
         return self._clients[message.metadata.dst_node_id]
 
     def _replies(self, accepted: dict[int, Message], *, record: bool) -> list[Message]:
@@ -339,7 +339,7 @@ class TapGrid(Grid):
             return []
         combined = self._combine(spool, None, record=record)
         if combined is not None:
-            return [self._combined(combined, accepted[min(accepted)])]
+            return [self._finish_combined(combined, accepted[min(accepted)])]
         self._new_buffers = spool.mean_buffers(self._expected.buffers) or self._buffers
         for client, reply in accepted.items():
             arrays = lazy_record(self._parameters, partial(self._weight, client))
@@ -375,7 +375,7 @@ class TapGrid(Grid):
         if isinstance(aggregation, NoisyAggregation):
             # The sum that the noise is on is as many answers as came: another one is another value.
             path = notes(self._out, self._server.stack_name, "server")
-            use_once(path, asked(self._round, probe), [combined.tensors], "the server")
+            use_once(path, release_key(self._round, probe), [combined.tensors], "the server")
         if shapes(combined.tensors) != shapes(self._parameters):
             raise FedsimError(
                 f"{type(aggregation).__name__}.combine changed names or shapes of the update; it "
@@ -390,13 +390,13 @@ class TapGrid(Grid):
     def _record(
         self, client: int, update: Update, probe: Probe | None, *, num_clients: int = 1
     ) -> None:
-        seen = Mean(client=client, update=update, num_clients=num_clients)
+        seen = MeanRelease(client=client, update=update, num_clients=num_clients)
         if probe and self._server.scenario.observe.releases > 1:
             self._averages[probe.batch_size, probe.trial].add(seen)
         else:
             self._save(probe, seen)
 
-    def _save(self, probe: Probe | None, seen: Mean) -> None:
+    def _save(self, probe: Probe | None, seen: MeanRelease) -> None:
         for watcher in self._server.schedule.watchers:
             observation = self._server.observation(
                 self._round,

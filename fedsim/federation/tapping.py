@@ -40,12 +40,12 @@ SECAGG = "secaggplus_configs"
 TRAIN = "train"
 """Type of the messages that ask for training, alone or before a dot and an action."""
 _log = logging.getLogger("fedsim.tap")
+# Characters of a text, and entries of a record, that are kept of what is not tensors.
 _LONGEST, _MOST = 200, 200
-"""Characters of a text, and entries of a record, that are kept of what is not tensors."""
+# Seconds without anything written after which a grid that is dropped waits no longer.
 _STALLED = 10.0
-"""Seconds without anything written after which a grid that is dropped waits no longer."""
+# Orders without an answer that are remembered.
 _PENDING = 100_000
-"""Orders without an answer that are remembered."""
 
 
 @overload
@@ -203,7 +203,7 @@ class _Broadcast:
 
     round: int
     digest: str | None = None
-    """Of its file, once that is written."""
+    """Digest of its file, once that is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class _Tape:
         try:
             return self._note(message.content, node_id)
         except Exception as error:  # an app goes on, whatever it sends
-            self._failed(error)
+            self._count_failure(error)
             return None
 
     def _note(self, content: RecordDict, node_id: int) -> _Sent | None:
@@ -261,7 +261,9 @@ class _Tape:
             sent = _Broadcast(round=round)
             self._last = sent, now
             self._later(partial(self._save_broadcast, sent, now), now)
-        return _Sent(round=round, node_id=node_id, key=key, broadcast=sent, config=_told(content))
+        return _Sent(
+            round=round, node_id=node_id, key=key, broadcast=sent, config=_read_told(content)
+        )
 
     def _save_broadcast(self, sent: _Broadcast, content: _Content) -> None:
         sent.digest = self._recorder.save_broadcast(sent.round, wire.views(content))
@@ -276,10 +278,10 @@ class _Tape:
                 self._leave_out("another node answered than was asked")
                 return
             content = _content_of(_model(reply.content, sent.key)[1])
-            metrics = _told(reply.content)
+            metrics = _read_told(reply.content)
             self._later(partial(self._save_reply, sent, message_id, content, metrics), content)
         except Exception as error:  # an app goes on, whatever its clients answer
-            self._failed(error)
+            self._count_failure(error)
 
     def _save_reply(self, sent: _Sent, message_id: str, content: _Content, metrics: Told) -> None:
         if sent.broadcast.digest is None:
@@ -298,18 +300,18 @@ class _Tape:
     def _later(self, job: Callable[[], object], content: _Content) -> None:
         """Runs `job`, which writes `content`, behind the caller; its failure is told."""
 
-        def guarded() -> None:
+        def run_guarded() -> None:
             try:
                 job()
             except Exception as error:  # there is nobody to raise it to
                 self._tell(error)
 
-        behind.later(guarded, sum(len(array.data) for array in content.values()))
+        behind.later(run_guarded, sum(len(array.data) for array in content.values()))
 
     def _leave_out(self, reason: str) -> None:
         self._later(lambda: self._recorder.leave_out(reason), {})
 
-    def _failed(self, error: Exception) -> None:
+    def _count_failure(self, error: Exception) -> None:
         behind.later(lambda: self._tell(error))
 
     def _tell(self, error: Exception) -> None:
@@ -327,7 +329,7 @@ class _TappedGrid(Grid):
         self._plan = plan
         self._tapes: dict[int, _Tape] = {}
         self._pending: dict[str, _Sent] = {}
-        """By the id of their message: orders that were pushed."""
+        """Message id -> order that was pushed."""
         # An app drops its grid when it ends, and its process may not live long after that. The
         # collector may drop it while this thread holds what the writing thread needs.
         weakref.finalize(self, behind.finish, _STALLED)
@@ -373,7 +375,7 @@ class _TappedGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """See Grid."""
-        return self._recorded(self._grid.pull_messages(message_ids), self._pending)
+        return self._record_replies(self._grid.pull_messages(message_ids), self._pending)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -387,7 +389,7 @@ class _TappedGrid(Grid):
             for message, sent in zip(sending, noted, strict=True)
             if sent
         }
-        return self._recorded(replies, waiting)
+        return self._record_replies(replies, waiting)
 
     def _note(self, messages: list[Message]) -> list[_Sent | None]:
         try:
@@ -398,15 +400,17 @@ class _TappedGrid(Grid):
         tape.begin(messages)
         return [tape.note(message, message.metadata.dst_node_id) for message in messages]
 
-    def _recorded(self, replies: Iterable[Message], waiting: dict[str, _Sent]) -> Iterable[Message]:
+    def _record_replies(
+        self, replies: Iterable[Message], waiting: dict[str, _Sent]
+    ) -> Iterable[Message]:
         """Record `replies` as they are read; a list is read at once."""
         if isinstance(replies, list):
             for reply in replies:
                 self._record(reply, waiting)
             return replies
-        return self._recorded_later(replies, waiting)
+        return self._record_as_read(replies, waiting)
 
-    def _recorded_later(
+    def _record_as_read(
         self, replies: Iterable[Message], waiting: dict[str, _Sent]
     ) -> Iterator[Message]:
         for reply in replies:
@@ -456,8 +460,8 @@ def _model(content: RecordDict, key: str | None) -> tuple[str, ArrayRecord]:
     raise FedsimError(f"a message holds {len(records)} records of arrays, expected one")
 
 
+# The arrays of a record as they were: the app may fill the record anew before they are written.
 _Content = dict[str, Array]
-"""The arrays of a record as they were: the app may fill the record anew before they are written."""
 
 
 def _content_of(arrays: ArrayRecord) -> _Content:
@@ -479,7 +483,7 @@ def _same(first: _Content, second: _Content) -> bool:
     )
 
 
-def _told(content: RecordDict) -> Told:
+def _read_told(content: RecordDict) -> Told:
     """Numbers and short texts of a message; numbers that are not finite as texts."""
     return {
         name[:_LONGEST]: {

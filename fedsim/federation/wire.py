@@ -27,7 +27,7 @@ from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors, Update
 
 VERSION = "2"
-"""Of the messages and settings of a run: a server and a node of two versions have no run. Since 2,
+"""Version of a run's messages and settings; server and nodes have to have the same. Since 2,
 answers are given once, and the keys of a secure sum's masks name both clients and their keys."""
 
 PROBE = "probe"
@@ -70,7 +70,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class WireAnswer:
     """What a client answers."""
 
     update: Update
@@ -153,8 +153,8 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
         )
     return Order(
         round=integer(config, ROUND, 1),
-        parameters=fitted(parameters, form[0]) if form else decode(parameters),
-        buffers=fitted(buffers, form[1]) if form else decode(buffers),
+        parameters=decode_like(parameters, form[0]) if form else decode(parameters),
+        buffers=decode_like(buffers, form[1]) if form else decode(buffers),
         probe=probe,
     )
 
@@ -169,18 +169,20 @@ def answer(update: Update, loss: float | None) -> RecordDict:
     )
 
 
-def read_answer(content: RecordDict, expected: Shape) -> Answer:
+def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
     """What a client answered, checked against what it must look like. Values are not judged.
 
     Raises:
         MalformedError: names, shapes, dtypes or counts are wrong.
     """
     if set(content) != {ARRAYS, BUFFERS, METRICS}:
-        raise MalformedError(f"the answer holds {_listed(content)}")
+        raise MalformedError(f"the answer holds {_list_names(content)}")
     metrics = content[METRICS]
     wanted = {EXAMPLES, LOSS} if expected.loss else {EXAMPLES}
     if not isinstance(metrics, MetricRecord) or set(metrics) != wanted:
-        raise MalformedError(f"the metrics are {_listed(metrics)}, expected {_listed(wanted)}")
+        raise MalformedError(
+            f"the metrics are {_list_names(metrics)}, expected {_list_names(wanted)}"
+        )
     examples = integer(metrics, EXAMPLES, 1)
     if examples > expected.most_examples:
         raise MalformedError(
@@ -189,11 +191,11 @@ def read_answer(content: RecordDict, expected: Shape) -> Answer:
     loss = metrics[LOSS] if expected.loss else None
     if loss is not None and not isinstance(loss, float):
         raise MalformedError(f"the loss is of type {type(loss).__name__}, expected a number")
-    return Answer(
+    return WireAnswer(
         update=Update(
-            tensors=fitted(arrays_of(content, ARRAYS), expected.update),
+            tensors=decode_like(arrays_of(content, ARRAYS), expected.update),
             num_examples=examples,
-            buffers=fitted(arrays_of(content, BUFFERS), expected.buffers),
+            buffers=decode_like(arrays_of(content, BUFFERS), expected.buffers),
         ),
         loss=loss,
     )
@@ -219,7 +221,7 @@ def identity(client: int) -> RecordDict:
 
 
 def read_client(content: RecordDict) -> int:
-    """Which client a node says it is.
+    """Reads the client that a node says it is.
 
     Raises:
         MalformedError: it does not say.
@@ -236,31 +238,33 @@ def size(content: RecordDict) -> int:
     total = 0
     for key, record in content.items():
         if isinstance(record, ArrayRecord):
-            body = sum(_field(_entry(name, _array_size(array))) for name, array in record.items())
+            body = sum(
+                _field_size(_entry(name, _array_size(array))) for name, array in record.items()
+            )
         elif isinstance(record, MetricRecord):
             body = metric_record_to_proto(record).ByteSize()
         else:
             body = config_record_to_proto(record).ByteSize()
-        total += _field(_entry(key, body))
+        total += _field_size(_entry(key, body))
     return total
 
 
 def _array_size(array: Array) -> int:
     header = ProtoArray(dtype=array.dtype, shape=array.shape, stype=array.stype)
-    return int(header.ByteSize()) + _field(len(array.data))
+    return int(header.ByteSize()) + _field_size(len(array.data))
 
 
 def _entry(key: str, body: int) -> int:
     """A key and a message of `body` bytes."""
-    return _field(len(key.encode())) + _field(body)
+    return _field_size(len(key.encode())) + _field_size(body)
 
 
-def _field(length: int) -> int:
+def _field_size(length: int) -> int:
     """A field of `length` bytes: its tag, its length as a varint, and itself."""
     return 1 + max(1, (length.bit_length() + 6) // 7) + length
 
 
-def fitted(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
+def decode_like(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
     """Decode arrays that have the names, types and shapes of `like`.
 
     Raises:
@@ -268,7 +272,7 @@ def fitted(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
     """
     if set(record) != set(like):
         odd = sorted(set(record) ^ set(like))
-        raise MalformedError(f"wrong names: {_listed(odd)} (missing, or not of the model)")
+        raise MalformedError(f"wrong names: {_list_names(odd)} (missing, or not of the model)")
     return {name: _tensor(name, record[name], tensor) for name, tensor in like.items()}
 
 
@@ -307,7 +311,7 @@ def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any
     """(shape, whether in Fortran's order, dtype, where the values start) of a NumPy file."""
     start = 10 + int.from_bytes(data[8:10], "little")
     try:
-        shape, fortran, dtype = _parsed(data[:start])
+        shape, fortran, dtype = _parse_header(data[:start])
     except Exception as error:  # parsing hostile text can raise anything, RecursionError too
         raise MalformedError(f"{name}: no NumPy array of version 1.0: {error}") from error
     if dtype.hasobject or dtype.kind not in "fiub":
@@ -316,7 +320,7 @@ def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any
 
 
 @lru_cache(maxsize=1024)
-def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """NumPy parses the header as a Python literal, which takes longer than a small array."""
     buffer = io.BytesIO(header)
     if np.lib.format.read_magic(buffer) != (1, 0):
@@ -360,5 +364,5 @@ def integer(record: Mapping[str, object], key: str, least: int) -> int:
     return value
 
 
-def _listed(names: object) -> str:
+def _list_names(names: object) -> str:
     return ", ".join(str(name)[:60] for name in list(names)[:5]) or "nothing"  # type: ignore[call-overload]

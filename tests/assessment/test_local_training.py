@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedsim.assessment.local_training import Plan
+from fedsim.assessment.local_training import AppTraining
 from fedsim.models.local import mean_gradient_factor
 from fedsim.recording.witnessed import Witnessed
 from fedsim.types import FedsimError, LocalTraining
@@ -31,7 +31,9 @@ def simulated(rates: list[float], images: int) -> LocalTraining:
         factors=[1.0] * len(rates),
     )
     each: Any = SimpleNamespace(testimony=SimpleNamespace(said=said, path=Path("witnessed")))
-    return Plan(answer="weights", local=None, mode="train", defenses=(), notes=[]).training(each)
+    return AppTraining(answer="weights", local=None, mode="train", defenses=(), notes=[]).training(
+        each
+    )
 
 
 def test_a_rate_that_rises_from_zero_is_simulated() -> None:

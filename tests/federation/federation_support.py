@@ -14,7 +14,7 @@ from flwr.app import Context, Message, RecordDict
 
 from fedsim.federation import client_app, federate, local, server_app
 from fedsim.federation.checkpoint import Checkpoints
-from fedsim.federation.client_app import Job
+from fedsim.federation.client_app import FederationJob
 from fedsim.federation.records import RoundRecord
 from fedsim.recording.files import load_observation
 from fedsim.scenario import Scenario
@@ -100,7 +100,7 @@ def train_with_fault(
 ) -> list[RoundRecord]:
     """Train on the local grid, or one like it, with clients whose answers go through `fault`."""
     shared = workload(wanted, stack)
-    job = Job(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
+    job = FederationJob(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
     honest = client_app.build(job, shared)
 
     def faulty(message: Message, context: Context) -> Message:

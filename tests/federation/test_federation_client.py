@@ -13,7 +13,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedsim.federation import client_app, wire
-from fedsim.federation.client_app import Job
+from fedsim.federation.client_app import FederationJob
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.delivery import Nodes, exchange
 from fedsim.federation.local import LocalGrid, identity
@@ -46,7 +46,7 @@ def ask(
         observe={"rounds": [1], "clients": [0, 1], "batch_sizes": [2]},
     )
     plan = workload(wanted, stack)
-    job = Job(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
+    job = FederationJob(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
     parameters, buffers = plan.initial()
     parameters = {name: scale * value for name, value in parameters.items()}
     content = wire.order(round, wire.encode(parameters), wire.encode(buffers), probe)

@@ -18,13 +18,13 @@ from fedsim.federation.local import identity
 from fedsim.federation.refusals import check_scenario
 from fedsim.federation.screening import is_zero, judge
 from fedsim.federation.spool import Spool, lazy_record
-from fedsim.federation.wire import Answer
+from fedsim.federation.wire import WireAnswer
 from fedsim.types import FedsimError, Update
 
 
-def _answer(seed: int, examples: int, loss: float | None = 1.0) -> Answer:
+def _answer(seed: int, examples: int, loss: float | None = 1.0) -> WireAnswer:
     stream = torch.Generator().manual_seed(seed)
-    return Answer(
+    return WireAnswer(
         update=Update(
             tensors={"w": torch.randn(10, generator=stream)},
             num_examples=examples,

@@ -23,7 +23,7 @@ from federation_support import (
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedsim.federation import client_app, wire
-from fedsim.federation.client_app import Job
+from fedsim.federation.client_app import FederationJob
 from fedsim.federation.local import LocalGrid, identity
 from fedsim.federation.secure_aggregation import messages, plan
 from fedsim.federation.secure_aggregation.client import STAGES
@@ -291,7 +291,7 @@ class _Clients:
 
     def __init__(self, wanted: Scenario, out: Path, stack: str = "secure") -> None:
         self.own = workload(wanted, stack)
-        job = Job(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
+        job = FederationJob(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
         self.grid = LocalGrid(client_app.build(job, self.own), wanted.data.clients, 60)
 
     def ask(self, client: int, action: str, content: RecordDict) -> Message:

@@ -13,7 +13,7 @@ import fedsim
 from fedsim import rng
 from fedsim.federation import client_app, federate, local, refusals, server_app
 from fedsim.federation.checkpoint import Checkpoints
-from fedsim.federation.client_app import Job
+from fedsim.federation.client_app import FederationJob
 from fedsim.federation.records import RoundRecord
 from fedsim.learners.closed_form import VALUE, regularized, sketch
 from fedsim.learners.least_squares import normal_solution, solve
@@ -236,7 +236,9 @@ def test_nothing_is_combined_when_a_client_that_shares_the_noise_is_missing(tmp_
     shared = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3, "shared_among": 4}
     wanted = scenario(defenses={"none": [shared, "aggregate"]})
     here = workload(wanted)
-    job = Job(scenario=wanted.model_dump_json(), stack="none", out=str(tmp_path), threads=1)
+    job = FederationJob(
+        scenario=wanted.model_dump_json(), stack="none", out=str(tmp_path), threads=1
+    )
     honest = client_app.build(job, here)
 
     def faulty(message: Message, context: Context) -> Message:

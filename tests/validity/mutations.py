@@ -313,7 +313,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/training/test_fingerprint.py",
         ),
         "two spellings of a key have one mask": swap(
-            "fedsim/federation/secure_aggregation/secrets.py:agreed",
+            "fedsim/federation/secure_aggregation/secrets.py:agree_key",
             "listed(keys)",
             "b''",
             PUBLIC_KEYS,
@@ -1043,14 +1043,14 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "a wrong seed takes off another mask": swap(
             "fedsim/federation/secure_aggregation/server.py:SumServer.reveal",
-            "not hmac.compare_digest(secrets.commitment(seed, session), "
+            "not hmac.compare_digest(secrets.commit(seed, session), "
             "self._directory[client].commitment)",
-            "False and (not hmac.compare_digest(secrets.commitment(seed, session), "
+            "False and (not hmac.compare_digest(secrets.commit(seed, session), "
             "self._directory[client].commitment))",
             REFUSALS,
         ),
         "rounding makes an update longer than its noise covers": swap(
-            "fedsim/federation/secure_aggregation/layout.py:_rounded",
+            "fedsim/federation/secure_aggregation/layout.py:_round_vector",
             "math.isinf",
             "math.isfinite",
             FIXED_POINT,
@@ -1062,13 +1062,13 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             FIXED_POINT,
         ),
         "rounding goes one way": swap(
-            "fedsim/federation/secure_aggregation/layout.py:_rounded",
+            "fedsim/federation/secure_aggregation/layout.py:_round_vector",
             "part + rng.uniform((len(part),), stream).numpy()",
             "part",
             FIXED_POINT,
         ),
         "a client that adds up in secret also answers in the open": swap(
-            "fedsim/federation/client_app.py:Client._respond",
+            "fedsim/federation/client_app.py:FederationClient._respond",
             "self.workload.protocol",
             "not self.workload",
             SECURE,
@@ -1098,7 +1098,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             SECURE,
         ),
         "masks of one session serve another": swap(
-            "fedsim/federation/secure_aggregation/secrets.py:agreed",
+            "fedsim/federation/secure_aggregation/secrets.py:agree_key",
             "b'fedsim secure aggregation\\x00' + who + purpose.encode() + b'\\x00' + session",
             "b'fedsim secure aggregation\\x00' + who + purpose.encode() + b'\\x00'",
             "tests/federation/secure_aggregation/test_secrecy.py",

@@ -8,8 +8,8 @@ import socket
 
 _NAME_LENGTH = 253
 _NAME = re.compile(r"(?![0-9.]+$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]{1,63})*")
+# Clients that may wait to be accepted.
 _BACKLOG = 128
-"""Clients that may wait to be accepted."""
 
 
 def split(address: str) -> tuple[str, int]:

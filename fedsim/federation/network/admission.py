@@ -32,23 +32,23 @@ BODY_LIMIT = 2 * 2**30
 REPLIES = b"/v1/fleet/push-messages"
 """The path at which nodes announce replies; what is in them follows as objects of their own."""
 
+# The paths that pass, as they are on the wire: no escape, dot, query or second slash.
 _FLEET = re.compile(rb"/v1/fleet/[a-z]+(-[a-z]+)*")
-"""The paths that pass, as they are on the wire: no escape, dot, query or second slash."""
 _PUBLIC_KEY, _TIMESTAMP, _SIGNATURE = b"flwr-public-key", b"flwr-timestamp", b"flwr-signature"
+# Headers that the SuperLink gets to see, besides those of Flower (`flwr-...`).
 _PASSED_ON = {b"content-length", b"content-type", b"accept"}
-"""Headers that the SuperLink gets to see, besides those of Flower (`flwr-...`)."""
+# Age of a signature that Flower accepts, and how far ahead of the clock it may be.
 _OLDEST_SECONDS, _NEWEST_SECONDS = 305, 5
-"""Age of a signature that Flower accepts, and how far ahead of the clock it may be."""
+# Signatures remembered at once, about 150 MB; with more, nodes have to wait.
 _SIGNATURES = 1_000_000
-"""Signatures remembered at once, about 150 MB; with more, nodes have to wait."""
+# Limit of a body signed by a key of which the SuperLink has not yet accepted a request.
 _STRANGER_BYTES = 64 * 1024
-"""Limit of a body signed by a key of which the SuperLink has not yet accepted a request."""
+# Limit of an announcement of replies (about 150 bytes for each tensor), which is held whole.
 _REPLIES_BYTES = 16 * 2**20
-"""Limit of an announcement of replies (about 150 bytes for each tensor), which is held whole."""
+# Limit of all announcements of replies that are held at once, but for small ones.
 _HELD_BYTES = 64 * 2**20
-"""Limit of all announcements of replies that are held at once, but for small ones."""
+# Identifier by which Flower addresses the server.
 _SERVER = 1
-"""Identifier by which Flower addresses the server."""
 
 
 class Refusal(Exception):  # noqa: N818 - reads as what happened
@@ -153,7 +153,7 @@ class Signatures:
             Refusal: there is none, it is invalid, too old or too new, it was used, or its key is
                 new and the body large.
         """
-        signature, signed_at = _verified(headers)
+        signature, signed_at = _verify(headers)
         now = time.time()
         if not -_NEWEST_SECONDS < now - signed_at < _OLDEST_SECONDS:
             ahead = f"{abs(signed_at - now):.0f} s {'ahead' if signed_at > now else 'old'}"
@@ -212,7 +212,7 @@ class Signatures:
             del self._used[first]
 
 
-def _verified(headers: Mapping[bytes, bytes]) -> tuple[Signature, float]:
+def _verify(headers: Mapping[bytes, bytes]) -> tuple[Signature, float]:
     """The signature, and when it was made (in seconds since 1970)."""
     try:
         key = b64decode(headers[_PUBLIC_KEY], validate=True)

@@ -15,12 +15,12 @@ from fedsim.types import FedsimError, Unit
 from fedsim.words import printable
 
 ACTION = "census"
-"""Of a query: how much do you hold, and would you answer every stack of this scenario?"""
+"""Action of the query: how much do you hold, and would you answer every stack?"""
 
 _VERSION, _HELD, _STATISTICS = "version", "held", "statistics"
 _MOST_HELD = 2**40
+# Limits: reasons kept per node, characters kept per reason.
 _REASONS, _REASON = 20, 500
-"""At most so many reasons of a node are kept, and of each so many characters."""
 _UNITS = ("client", "example")
 
 

@@ -64,10 +64,10 @@ from fedsim.system import paths
 from fedsim.types import FedsimError
 
 VERSIONS = ("1.41",)
-"""Of Flower, on which these internals were tried."""
+"""Versions of Flower on which these internals were tried."""
 
+# What a gate answers to all but nodes.
 _NOT_FLEET = "not the Fleet API"
-"""What a gate answers to all but nodes."""
 _GATE_HINT = "this is a gate, for nodes alone: name the SuperLink's own address"
 REFUSED = f"[code: {int(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)}]"
 """What a SuperNode writes when the SuperLink does not let it in: its key is not registered, or
@@ -75,20 +75,20 @@ another node has it. Flower does not say which."""
 
 ANSWER_BYTES = 2**24
 """Limit of an answer that holds no tensors."""
+# An object of an answer counts for so many bytes more than it has.
 _OBJECT_BYTES = 256
-"""An object of an answer counts for so many bytes more than it has."""
 _POLL_SECONDS = 0.05
+# How often a run is started whose task another executor takes.
 _STARTS = 3
-"""How often a run is started whose task another executor takes."""
+# How long a SuperLink may take to offer the task of a run that it has started.
 _CLAIM_SECONDS = 15.0
-"""How long a SuperLink may take to offer the task of a run that it has started."""
+# Seconds between two tries to reach a SuperLink that is away.
 _MOST_DELAY = 5
-"""Seconds between two tries to reach a SuperLink that is away."""
+# Statuses of HTTP after which a request is tried again.
 _PASSING = (502, 503, 504)
-"""Statuses of HTTP after which a request is tried again."""
 _REASON = 500
+# What a SuperLink says of a key that is registered, or that was.
 _IN_USE = "Public key already in use"
-"""What a SuperLink says of a key that is registered, or that was."""
 
 _BUNDLE = """\
 [build-system]
@@ -129,7 +129,7 @@ class BoundedGrid(HttpGrid):
     most_bytes = ANSWER_BYTES
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """As Flower's."""
+        """Takes what Flower's grid takes."""
         super().__init__(*given, **named)
         self._thread = threading.local()
 
@@ -218,7 +218,7 @@ def register(link: Link, public_key: bytes) -> bool:
             return True
         raise FedsimError("the SuperLink registers no node, and does not say why; see its log")
     except httpx.HTTPError as error:
-        said = _said(error)
+        said = _describe_error(error)
         if _IN_USE not in said:
             raise FedsimError(f"the SuperLink registers no node: {said}") from error
         known = client.ListNodes(ListNodesRequest()).nodes_info
@@ -298,21 +298,21 @@ def server_app(
         [RuntimeVersionHttpInterceptor(component_name="flwr-cli")],
     )
     runtime = RuntimeHttpClient.from_server_address(
-        link.superlink, insecure, roots, interceptors, retry_invoker=_patient(patience)
+        link.superlink, insecure, roots, interceptors, retry_invoker=_retry_for(patience)
     )
     before = vars(TaskIdentity).copy()
     grid = None
     try:
         try:
-            token = _started(control, runtime, config)
+            token = _start_run(control, runtime, config)
             grid = BoundedGrid(link.superlink, insecure, roots, token=token)
-            grid._retry_invoker, grid.most_bytes = _patient(patience), most_bytes
+            grid._retry_invoker, grid.most_bytes = _retry_for(patience), most_bytes
             with _beating(grid._runtime_client), _reporting(grid) as context:
                 yield grid, context
         except httpx.HTTPError as error:
             raise FedsimError(
                 f"the SuperLink at {link.superlink} is away, or has forgotten this run: "
-                f"{_said(error)}; once it is back, continue with --resume"
+                f"{_describe_error(error)}; once it is back, continue with --resume"
             ) from error
     finally:
         for name in ("_task_id", "_run_id", "_node_id"):
@@ -395,7 +395,7 @@ def _execute(runtime: str, token: str, answer: Callable[[Message, Context], Mess
         client.close()
 
 
-def _started(
+def _start_run(
     control: ControlHttpClient, runtime: RuntimeHttpClient, config: Mapping[str, str]
 ) -> str:
     """Start a run, and return the token of its ServerApp's task.
@@ -404,7 +404,7 @@ def _started(
         FedsimError: the SuperLink refuses, or another executor takes the task.
     """
     for _ in range(_STARTS):
-        if token := _claim(runtime, _start(control, config)):
+        if token := _claim(runtime, _request_run(control, config)):
             return token
     raise FedsimError(
         "the SuperLink gave the run to another executor; start the SuperLink with --isolation "
@@ -412,7 +412,7 @@ def _started(
     )
 
 
-def _start(control: ControlHttpClient, config: Mapping[str, str]) -> int:
+def _request_run(control: ControlHttpClient, config: Mapping[str, str]) -> int:
     """Start a run, and return its number."""
     bundle = _bundle()
     try:
@@ -423,7 +423,7 @@ def _start(control: ControlHttpClient, config: Mapping[str, str]) -> int:
             )
         )
     except httpx.HTTPStatusError as error:
-        raise FedsimError(f"the SuperLink starts no run: {_said(error)}") from error
+        raise FedsimError(f"the SuperLink starts no run: {_describe_error(error)}") from error
     if not started.HasField("run_id"):
         raise FedsimError("the SuperLink starts no run, and does not say why; see its log")
     return int(started.run_id)
@@ -507,7 +507,7 @@ def _reporting(grid: HttpGrid) -> Iterator[Context]:
             client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=why))
 
 
-def _patient(seconds: float) -> RetryInvoker:
+def _retry_for(seconds: float) -> RetryInvoker:
     """Tries again for so long; Flower's own would do it for ever, or interrupt this process."""
 
     def hopeless(error: Exception) -> bool:
@@ -524,7 +524,7 @@ def _patient(seconds: float) -> RetryInvoker:
     )
 
 
-def _said(error: httpx.HTTPError) -> str:
+def _describe_error(error: httpx.HTTPError) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         text = error.response.text[:_REASON].strip()
         hint = f"; {_GATE_HINT}" if text == _NOT_FLEET else ""

@@ -40,15 +40,15 @@ from fedsim.system import processes
 
 CONNECTIONS = 1024
 """So many connections at once; a node has two, and one for each core while it pushes."""
+# One party has at most this part of them: a node, or what strangers have from one address.
 _PARTY_SHARE = 8
-"""One party has at most this part of them: a node, or what strangers have from one address."""
+# The log has at most so many lines of one party, and of all strangers, in so many seconds.
 _PARTY_LINES, _STRANGERS_LINES, _LINES_SECONDS = 200, 2000, 3600
-"""The log has at most so many lines of one party, and of all strangers, in so many seconds."""
 
 _STRANGERS = "strangers"
 _HANDSHAKE_SECONDS = 10.0
+# A refused client may send on for so long: if it were cut off, it would not read why.
 _LINGER_SECONDS = 1.0
-"""A refused client may send on for so long: if it were cut off, it would not read why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class _Server:
             try:
                 connection, peer = await loop.sock_accept(server)
             except OSError as error:  # out of files, or the client has gone
-                self._refused(_Party("-"), Refusal(503, str(error)), "")
+                self._log_refusal(_Party("-"), Refusal(503, str(error)), "")
                 await asyncio.sleep(0.1)
                 continue
             party = _Party(f"{peer[0]}:{peer[1]}", _network(peer[0]))
@@ -187,7 +187,7 @@ class _Server:
         task, party = next(item for item in self._parties.items() if item[1].of == of)
         del self._parties[task]
         task.cancel()
-        self._refused(party, Refusal(503, "too many connections: the oldest is ended"), "")
+        self._log_refusal(party, Refusal(503, "too many connections: the oldest is ended"), "")
 
     async def _serve(self, connection: socket.socket, party: _Party) -> None:
         """Serves one connection, from the handshake to its end."""
@@ -206,7 +206,7 @@ class _Server:
             raise
         except OSError as error:  # of TLS, too; a probe that only connects is no request
             said = str(error) or type(error).__name__
-            self._refused(party, Refusal(400, f"no TLS: {said}"), "")
+            self._log_refusal(party, Refusal(400, f"no TLS: {said}"), "")
             connection.close()
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
@@ -227,13 +227,13 @@ class _Server:
             await self._refuse(passage, party, Refusal(error.error_status_hint, str(error)))
         except (OSError, h11.LocalProtocolError) as error:
             if passage.request:  # who only connects, to look at the certificate, asks for nothing
-                self._refused(party, Refusal(400, f"broke off: {error}"), passage.request)
+                self._log_refusal(party, Refusal(400, f"broke off: {error}"), passage.request)
         finally:
             await passage.close(at_once=is_ended)
 
     async def _refuse(self, passage: Passage, party: _Party, refusal: Refusal) -> None:
         """Tells the client, if an answer has not yet begun, and the log."""
-        self._refused(party, refusal, passage.request)
+        self._log_refusal(party, refusal, passage.request)
         if passage.is_answered:
             return
         body = f"{refusal}\n".encode()
@@ -247,7 +247,7 @@ class _Server:
                 await passage.client.send(h11.EndOfMessage())
                 await passage.client.discard()
 
-    def _refused(self, party: _Party, refusal: Refusal, request: str) -> None:
+    def _log_refusal(self, party: _Party, refusal: Refusal, request: str) -> None:
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         what = f"{refusal.status} {ascii(str(refusal))[1:-1]}: {request or '-'}"
         with suppress(OSError):  # a full disk behind the log does not close the gate
@@ -259,7 +259,7 @@ class _Server:
 
 @dataclass(eq=False)
 class _Party:
-    """Who is behind a connection, as far as it is known."""
+    """The party behind a connection, as far as it is known."""
 
     who: str
     """Its address and port, for the log."""

@@ -41,8 +41,8 @@ from fedsim.federation.secure_aggregation.secrets import KEY, Identity
 from fedsim.system import paths
 from fedsim.types import FedsimError
 
+# Certificates are valid from so long ago, for machines whose clocks are behind.
 _CLOCK_SKEW = timedelta(minutes=5)
-"""Certificates are valid from so long ago, for machines whose clocks are behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ def _peers(path: Path) -> Mapping[int, bytes]:
 
 
 SECRET_BYTES = 32
-"""Of the secret by which a SuperLink knows who may execute its tasks."""
+"""Size of the secret by which a SuperLink knows who may execute its tasks."""
 _SECRET = "superexec.secret"  # noqa: S105 - the name of a file
 
 

@@ -17,14 +17,14 @@ from fedsim.system import paths
 from fedsim.types import FedsimError
 
 SCENARIO = "scenario"
-"""In place of a node's data: its client's share of the scenario's own source."""
+"""Stands for a node's data: its client's share of the scenario's own source."""
 
+# How long a host may take to answer before it counts as not there.
 _REACH_SECONDS = 4.0
-"""How long a host may take to answer before it counts as not there."""
 _HELLO = b"GET / HTTP/1.0\r\n\r\n"
 _HEAD_BYTES = 16 * 1024
+# A clock that is further ahead or behind makes signatures that Flower does not take.
 _AHEAD_SECONDS, _BEHIND_SECONDS = 5.0, 300.0
-"""A clock that is further ahead or behind makes signatures that Flower does not take."""
 
 
 @dataclass(frozen=True, kw_only=True)

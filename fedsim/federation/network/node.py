@@ -27,23 +27,23 @@ from fedsim.system import paths
 from fedsim.system.lock import locked
 from fedsim.types import FedsimError, RunFailed
 
+# Between two tries to join.
 _RETRY_SECONDS = 3.0
-"""Between two tries to join."""
+# How long one try may take: Flower's programs go on for ever while a SuperLink is away.
 _LET_IN_SECONDS = 30.0
-"""How long one try may take: Flower's programs go on for ever while a SuperLink is away."""
+# After so long without being let in, the node gives up. A SuperLink refuses a node that lost its
+# folder, and so cannot say that it left, for a minute.
 _JOIN_SECONDS = 90.0
-"""After so long without being let in, the node gives up. A SuperLink refuses a node that lost its
-folder, and so cannot say that it left, for a minute."""
+# What a SuperNode writes once the SuperLink has let it in.
 _LET_IN = re.compile(r"SuperNode ID: (\d+)\s")
-"""What a SuperNode writes once the SuperLink has let it in."""
 JOINED = "joined"
 """What this process says then, before the SuperLink's address."""
+# File in the node's folder that holds its number at the SuperLink.
 _NODE = "node.id"
-"""Of the node's folder: the number that the SuperLink knows it by."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Membership:
+class NodeMembership:
     """How a node takes part in federations."""
 
     superlink: str
@@ -57,7 +57,7 @@ class Membership:
 
 
 def serve(
-    app: NodeApp, member: Membership, say: Callable[[str], None], stop: threading.Event
+    app: NodeApp, member: NodeMembership, say: Callable[[str], None], stop: threading.Event
 ) -> None:
     """Answer what the SuperLink asks until `stop` is set; join again whenever the link breaks.
 
@@ -81,7 +81,7 @@ def serve(
 
 
 def _take_part(
-    app: NodeApp, member: Membership, say: Callable[[str], None], stop: threading.Event
+    app: NodeApp, member: NodeMembership, say: Callable[[str], None], stop: threading.Event
 ) -> None:
     """Be in, or try to get in, until `stop` is set."""
     said = ""
@@ -103,7 +103,7 @@ def _take_part(
 
 
 def _session(
-    app: NodeApp, member: Membership, say: Callable[[str], None], stop: threading.Event
+    app: NodeApp, member: NodeMembership, say: Callable[[str], None], stop: threading.Event
 ) -> tuple[bool, str]:
     """Join and answer until the link breaks; whether it joined, and why it no longer is in."""
     try:
@@ -135,7 +135,7 @@ def _session(
         child.stop()
 
 
-def _leave(member: Membership) -> None:
+def _leave(member: NodeMembership) -> None:
     """Tell the SuperLink that the last SuperNode of this folder is gone: it may have been killed.
 
     Nobody else is at work in the folder, so that it cannot be another node's.
@@ -158,15 +158,15 @@ def until_told() -> threading.Event:
     """Return an event that SIGINT, SIGTERM and SIGHUP set."""
     stop = threading.Event()
 
-    def told(number: int, frame: FrameType | None) -> None:
+    def set_stop(number: int, frame: FrameType | None) -> None:
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, told)
+        signal.signal(number, set_stop)
     return stop
 
 
-def _supernode(member: Membership) -> tuple[Child, str, bytes]:
+def _supernode(member: NodeMembership) -> tuple[Child, str, bytes]:
     """Start a SuperNode; return it, the address of its Runtime API, and the secret of that."""
     port, secret = free_port(), secrets.token_bytes(32)
     path = member.home / "runtime.secret"

@@ -120,18 +120,18 @@ class NodeApp:
         context.node_config["partition-id"] = self._number
         if message.metadata.message_type == f"query.{census.ACTION}":
             try:
-                return Message(self._counted(scenario), reply_to=message)
+                return Message(self._count_examples(scenario), reply_to=message)
             except FedsimError as error:  # the server knows no more of who this is
                 raise FedsimError(f"client {self._number}: {error}") from error
         return self._app(scenario, stack, run, held)(message, context)
 
-    def _counted(self, written: str) -> RecordDict:
+    def _count_examples(self, written: str) -> RecordDict:
         """How much the client holds, once every stack of the scenario is allowed and can work."""
         scenario = _scenario(written)
         threads.fix(scenario.threads)
         for stack in scenario.defenses:
             self._check(scenario, stack)
-        client = self._client(scenario, scenario.seed)
+        client = self._make_client(scenario, scenario.seed)
         reasons = self._reasons(scenario, client)
         counts = [0] * scenario.data.clients
         counts[self._number] = len(client.own)
@@ -148,7 +148,7 @@ class NodeApp:
         self._check(scenario, stack)
         folder = run_folder(self._home, run)
         seed = scenario.seed if self._shared_seed else secret_seed(self._home, run)
-        client = self._client(scenario, seed)
+        client = self._make_client(scenario, seed)
         # All that noise is drawn for is what this node makes of it, and none of the server's words.
         counts = _counts(held, scenario)
         pins = fingerprint(scenario, stack), str(counts), _digest(client.dataset)
@@ -160,7 +160,7 @@ class NodeApp:
         of_all = Census(held=counts, private_statistics=self._reasons(scenario, client))
         workload = self._workload(scenario, stack, client, of_all)
         pin_run(self._home, run, stack, *pins)
-        job = client_app.Job(
+        job = client_app.FederationJob(
             scenario=written, stack=stack, out=str(folder), threads=scenario.threads
         )
         party = self._party(workload, run)
@@ -197,7 +197,7 @@ class NodeApp:
         )
 
     def _party(self, workload: Workload, run: str = "") -> Party | None:
-        """Who this node is in the secure sums of a stack that has any."""
+        """Returns this node's identity in secure sums; None for a stack without any."""
         if workload.protocol is None:
             return None
         if self._identity is None:
@@ -213,7 +213,7 @@ class NodeApp:
         fresh = not self._shared_seed
         return Party(identity=self._identity, fresh=fresh, run=run if fresh else "")
 
-    def _client(self, scenario: Scenario, seed: int) -> Client:
+    def _make_client(self, scenario: Scenario, seed: int) -> Client:
         if not 0 <= self._number < scenario.data.clients:
             raise FedsimError(
                 f"this node is client {self._number}, and the scenario's clients are 0 to "
@@ -275,7 +275,7 @@ def _scenario(written: str) -> Scenario:
 
 
 def _digest(data: Dataset | Table) -> str:
-    """Of all examples of training."""
+    """Returns a digest of all training examples."""
     inputs = data.train_rows if isinstance(data, Table) else data.train_images
     return digest({"inputs": inputs, "labels": data.train_labels})
 

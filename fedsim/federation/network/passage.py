@@ -28,21 +28,21 @@ from fedsim.federation.network.admission import (
 )
 
 CHUNK_BYTES = 64 * 1024
-"""Of a body, so much is held at once."""
+"""Bytes of a body held in memory at once."""
 
+# Limit of a request's line and headers; a node's are 1 kB.
 _HEAD_BYTES = 16 * 1024
-"""Limit of a request's line and headers; a node's are 1 kB."""
+# Limit from a connection's first byte or last answer to the end of a request's headers.
 _HEAD_SECONDS = 15.0
-"""From a connection's first byte (or last answer) to the end of a request's headers."""
 _GRACE_SECONDS = 30.0
+# A client may keep the gate waiting for the grace, and a second for so many bytes it moved.
 _SLOWEST = 16 * 1024
-"""A client may keep the gate waiting for the grace, and a second for so many bytes it moved."""
+# The SuperLink may keep a node waiting for so long.
 _ANSWER_SECONDS = 120.0
-"""The SuperLink may keep a node waiting for so long."""
 _CONNECT_SECONDS = 10.0
 _CLOSE_SECONDS = 1.0
+# An idle connection to the SuperLink is used again within these; it closes its end after 5.
 _REUSE_SECONDS = 2.0
-"""An idle connection to the SuperLink is used again within these; it closes its end after 5."""
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ class Passage:
             self._on_node(signature.key)
         patience, is_accepted = _Patience(), False
         try:
-            inner = await self._connected()
+            inner = await self._reach_superlink()
             held = length(headers) if request.target == REPLIES else 0
             with self._signatures.holding(signature.key, held):
                 await self._forward(inner, request.target, headers, patience)
@@ -204,7 +204,7 @@ class Passage:
         head = h11.Request(method=b"POST", target=target, headers=[host, *passed_on(headers)])
         await _of_superlink(inner.send(head))
         body = self._body(patience)
-        async for data in _checked(body) if target == REPLIES else body:
+        async for data in _check_whole(body) if target == REPLIES else body:
             await _of_superlink(inner.send(h11.Data(data=data)))
         await _of_superlink(inner.send(h11.EndOfMessage()))
 
@@ -234,7 +234,7 @@ class Passage:
         self._idle_since = time.monotonic()
         return response.status_code == 200
 
-    async def _connected(self) -> Side:
+    async def _reach_superlink(self) -> Side:
         """A connection to the SuperLink: the last one, or a new one if it may be about to close."""
         if self._inner:
             http, idle = self._inner.http, time.monotonic() - self._idle_since
@@ -246,7 +246,7 @@ class Passage:
         return self._inner
 
 
-async def _checked(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _check_whole(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Holds an announcement of replies until all of it was checked."""
     whole = b"".join([data async for data in body])
     check_replies(whole)

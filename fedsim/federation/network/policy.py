@@ -25,8 +25,8 @@ from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
+# Groups of plugins that a node runs.
 _GROUPS = ["fedsim.learners", "fedsim.models", "fedsim.defenses"]
-"""Of what a node runs."""
 
 
 class Policy(BaseModel):
@@ -47,7 +47,7 @@ class Policy(BaseModel):
     releases: Annotated[int, Field(ge=1)] | None = None
     """How many answers it gives over all runs, of training and of probes; None: any number."""
     minimum_clients: Annotated[int, Field(ge=1)] = 1
-    """Of a federation in which it takes part."""
+    """Least number of clients of a federation that it joins."""
     minimum_cohort: Annotated[int, Field(ge=1)] = 1
     """Number of clients in the smallest secure sum that can open with its update in it, whoever is
     lost meanwhile; with 2 or more, it releases nothing behind a stack that has no secure sums."""

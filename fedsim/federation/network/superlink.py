@@ -17,8 +17,8 @@ from pathlib import Path
 from fedsim.federation.network.log import begin_anew
 from fedsim.types import FedsimError
 
+# Constant of Linux's <sys/prctl.h>.
 _PR_SET_PDEATHSIG = 1
-"""Constant of Linux's <sys/prctl.h>."""
 _START_SECONDS = 60.0
 _STOP_SECONDS = 8.0
 _POLL_SECONDS = 0.05

@@ -40,10 +40,10 @@ from fedsim.types import FedsimError
 
 _HOST = "127.0.0.1"
 _WATCH_SECONDS = 0.5
+# Seconds before a node that has ended is started again.
 _NODE_REST = 1.0
-"""Seconds before a node that has ended is started again."""
+# The status of a program whose input was refused; it would be again.
 _REFUSED = 2
-"""The status of a program whose input was refused; it would be again."""
 
 
 @dataclass(frozen=True, kw_only=True)

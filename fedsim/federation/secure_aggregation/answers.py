@@ -33,7 +33,7 @@ from fedsim.types import FedsimError, Tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Party:
-    """Who a client is in secure sums."""
+    """A client's identity in secure sums."""
 
     identity: Identity
     fresh: bool
@@ -83,7 +83,7 @@ class Answers:
         boxes = sum.client.shares({c: Published.from_bytes(one) for c, one in listed.items()})
         return _reply(message, messages.table(sum.round, boxes))
 
-    def masked(self, message: Message, context: Context) -> Message:
+    def mask(self, message: Message, context: Context) -> Message:
         """Compute the round's updates, and send them masked in one vector."""
         sum, record = self._sum(message, context)
         content, workload = message.content, self._own.workload
@@ -118,7 +118,7 @@ class Answers:
 
             return plan.layout(workload, sum.round).vector(updates, stream)
 
-        vector, signature = sum.client.masked(messages.read_table(record), compute, model)
+        vector, signature = sum.client.mask(messages.read_table(record), compute, model)
         return Message(messages.masked_answer(vector, signature), reply_to=message)
 
     def agree(self, message: Message, context: Context) -> Message:
@@ -149,7 +149,7 @@ class Answers:
                 f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
             )
         state = ClientState(self._own.out, workload.stack_name, number)
-        party = self._given or _simulated(
+        party = self._given or _simulate_party(
             workload.scenario.seed, workload.scenario.data.clients, number
         )
 
@@ -182,7 +182,7 @@ def _reply(message: Message, record: ConfigRecord) -> Message:
     return Message(messages.order(record), reply_to=message)
 
 
-def _simulated(seed: int, clients: int, number: int) -> Party:
+def _simulate_party(seed: int, clients: int, number: int) -> Party:
     keys = _signing_keys(seed, clients)
     peers = {one: key.public_key().public_bytes_raw() for one, key in enumerate(keys)}
     return Party(identity=Identity(key=keys[number], peers=peers), fresh=False)

@@ -23,7 +23,7 @@ from fedsim.federation.secure_aggregation.secrets import (
     check_keys,
     digest,
     directory_digest,
-    listed,
+    list_entries,
 )
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 from fedsim.words import number_of
@@ -45,10 +45,10 @@ class Memory:
     statement: str = ""
     """What it has signed last, and takes for what the others have."""
     survivors: list[int] = field(default_factory=list)
-    """Who is in the sum, as it has agreed to."""
+    """Clients in the sum that it has agreed to."""
 
     def to_json(self) -> dict[str, Any]:
-        """For a file: `Memory(**read)` is this again."""
+        """Returns what `Memory(**read)` restores."""
         return asdict(self)
 
 
@@ -93,7 +93,7 @@ class SumClient:
             unsigned = Published(
                 sealing=secrets.public_of(own["sealing"]),
                 masking=secrets.public_of(own["masking"]),
-                commitment=secrets.commitment(own["seed"], session),
+                commitment=secrets.commit(own["seed"], session),
                 signature=b"",
             )
             signature = self._identity.sign(unsigned.statement(self._me, session))
@@ -124,11 +124,11 @@ class SumClient:
                 if holder == self._me:
                     self.memory.held[str(holder)] = b"".join(two).hex()
                 else:
-                    key = self._agreed(directory, holder, "sealing", self._way(holder))
-                    boxes[holder] = secrets.sealed(key, b"".join(two), self._way(holder).encode())
+                    key = self._agree_key(directory, holder, "sealing", self._way(holder))
+                    boxes[holder] = secrets.seal(key, b"".join(two), self._way(holder).encode())
             return boxes
 
-    def masked(
+    def mask(
         self, boxes: Mapping[int, bytes], compute: Callable[[], Ring], model: bytes
     ) -> tuple[Ring, bytes]:
         """Mask a vector; returns it with the signature of what this client was shown.
@@ -156,12 +156,12 @@ class SumClient:
                 )
             for sender, box in boxes.items():
                 way = self._way(self._me, sender)
-                key = self._agreed(directory, sender, "sealing", way)
-                self.memory.held[str(sender)] = secrets.opened(key, box, way.encode()).hex()
+                key = self._agree_key(directory, sender, "sealing", way)
+                self.memory.held[str(sender)] = secrets.open_box(key, box, way.encode()).hex()
             vector, session = compute(), self._terms.session
             secrets.add_mask(vector, secrets.own_mask(self._secret("seed"), session), +1)
             for other in boxes:
-                key = self._agreed(directory, other, "masking", "mask")
+                key = self._agree_key(directory, other, "masking", "mask")
                 secrets.add_mask(vector, key, +1 if self._me < other else -1)
             self.memory.secrets = {}
             return vector, self._sign(
@@ -215,7 +215,7 @@ class SumClient:
                     )
             note()
             self.memory.survivors = sorted(in_sum)
-            members = (listed(dict.fromkeys(clients, b"")) for clients in (in_sum, out))
+            members = (list_entries(dict.fromkeys(clients, b"")) for clients in (in_sum, out))
             return self._sign(digest(b"agree", bytes.fromhex(self.memory.statement), *members))
 
     def unmask(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -307,10 +307,10 @@ class SumClient:
     def _secret(self, purpose: str) -> bytes:
         return bytes.fromhex(self.memory.secrets[purpose])
 
-    def _agreed(self, directory: Directory, other: int, kind: str, purpose: str) -> bytes:
+    def _agree_key(self, directory: Directory, other: int, kind: str, purpose: str) -> bytes:
         """What this client knows with `other` by their keys of a `kind`."""
         pair = {one: getattr(directory[one], kind) for one in (self._me, other)}
-        return secrets.agreed(self._secret(kind), other, pair, purpose, self._terms.session)
+        return secrets.agree_key(self._secret(kind), other, pair, purpose, self._terms.session)
 
     def _way(self, to: int, sender: int | None = None) -> str:
         """Names the direction of a box, so that both have a key of their own."""

@@ -38,12 +38,12 @@ Ring = NDArray[np.unsignedinteger[Any]]
 LEAST_NOISE = 16.0
 """Steps that one client's noise is wide at least. The sum of h such discretized normals differs
 from a discrete one by a factor within 1 ± 10 h exp(-π² 16²), which no float64 tells from 1."""
+# Standard deviations of its noise that a client's number has room for.
 _TAIL = 12.0
-"""Standard deviations of its noise that a client's number has room for."""
+# Most bits of one client's number: a float64 holds it with bits of its fraction to spare.
 _MOST_BITS = 48
-"""Of one client's number: a float64 holds it with some bits of its fraction."""
+# Tries to round to a vector within the bound, before it is rounded towards 0.
 _TRIES = 20
-"""To round to a vector that is no longer than the bound, before it is rounded towards 0."""
 _CHUNK = 1 << 20
 
 
@@ -52,15 +52,15 @@ class FixedPoint:
     """How the entries of one kind of value become integers of a ring."""
 
     clients: int
-    """Of whom a sum has at most so many."""
+    """Maximum number of clients in a sum."""
     ring_bits: int
     """32 or 64."""
     range: float
     """Entries are clipped to [-range, range]."""
     std: float = 0.0
-    """Of the noise that each client adds to an entry."""
+    """Standard deviation of the noise that each client adds to an entry."""
     norm: float = math.inf
-    """That a client's vector does not exceed (L2), if noise is made for it."""
+    """L2 bound of a client's vector; finite if noise is made for it."""
 
     def __post_init__(self) -> None:
         """Refuse noise that rounding would eat.
@@ -77,7 +77,7 @@ class FixedPoint:
 
     @property
     def bits(self) -> int:
-        """Of one client's number, with its sign."""
+        """Bits of one client's number, with its sign."""
         return min(self.ring_bits - math.ceil(math.log2(self.clients)), _MOST_BITS)
 
     @property
@@ -101,7 +101,7 @@ class FixedPoint:
         if not np.isfinite(values).all():
             raise FedsimError("the update holds NaN or infinity, which cannot be added under masks")
         scaled = np.clip(values, -self.range, self.range) * (share / self.step)
-        rounded = _rounded(scaled, self.norm / self.step, stream)
+        rounded = _round_vector(scaled, self.norm / self.step, stream)
         if self.std:
             for at in range(0, len(rounded), _CHUNK):
                 part = rounded[at : at + _CHUNK]
@@ -125,7 +125,9 @@ def from_ring(ring: Ring) -> NDArray[np.int64]:
     return ring.view(signed).astype(np.int64)
 
 
-def _rounded(scaled: NDArray[np.float64], norm: float, stream: rng.Stream) -> NDArray[np.int64]:
+def _round_vector(
+    scaled: NDArray[np.float64], norm: float, stream: rng.Stream
+) -> NDArray[np.int64]:
     """Neighbouring integers, at chances that make up their mean; no longer than `norm`."""
     length = float(np.linalg.norm(scaled))
     if length > norm:
@@ -142,10 +144,10 @@ def _rounded(scaled: NDArray[np.float64], norm: float, stream: rng.Stream) -> ND
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Of the vectors of one round."""
+    """Layout of the vectors of one round."""
 
     sums: tuple[SumTerms, ...]
-    """Of each part."""
+    """Terms of each part."""
     clients: int
     """How many are asked."""
     ring_bits: int
@@ -174,7 +176,7 @@ class Layout:
         for part, update in enumerate(updates):
             at = part * self.length
             found[at : at + self.length] = to_ring(
-                self._encoded(part, update, streams(part)), self.ring_bits
+                self._encode(part, update, streams(part)), self.ring_bits
             )
             count += 1
         assert count == len(self.sums)
@@ -196,13 +198,11 @@ class Layout:
                 f"{number_of(count, 'example')}"
             )
         weight = self.clients if terms.noise else count
-        return self._decoded(part, numbers[:-1], terms.most_examples / weight, count)
+        return self._decode(part, numbers[:-1], terms.most_examples / weight, count)
 
-    def masked(self, vector: Ring, part: int) -> Update:
+    def read_masked(self, vector: Ring, part: int) -> Update:
         """What a masked vector looks like to who takes it for an update."""
-        return self._decoded(
-            part, from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1
-        )
+        return self._decode(part, from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1)
 
     def fixed_point(self, part: int) -> FixedPoint:
         """How the entries of a part's update are written.
@@ -223,7 +223,7 @@ class Layout:
         bound = self.sums[part].buffer_range
         return FixedPoint(clients=self.clients, ring_bits=self.ring_bits, range=bound)
 
-    def _encoded(self, part: int, update: Update, stream: rng.Stream) -> NDArray[np.int64]:
+    def _encode(self, part: int, update: Update, stream: rng.Stream) -> NDArray[np.int64]:
         terms = self.sums[part]
         count = min(update.num_examples, terms.most_examples)
         share = count / terms.most_examples
@@ -233,7 +233,7 @@ class Layout:
             found.append(self._statistics(part).encode(statistics, share, stream))
         return np.concatenate([*found, np.array([count])])
 
-    def _decoded(
+    def _decode(
         self, part: int, numbers: NDArray[np.int64], factor: float, examples: int
     ) -> Update:
         size = sum(tensor.numel() for tensor in self.update.values())
@@ -242,8 +242,8 @@ class Layout:
         if self.buffers:
             buffers = self._statistics(part).decode(numbers[size:]) * factor
         return Update(
-            tensors=_shaped(tensors, self.update),
-            buffers=_shaped(buffers, self.buffers),
+            tensors=_shape_tensors(tensors, self.update),
+            buffers=_shape_tensors(buffers, self.buffers),
             num_examples=examples,
         )
 
@@ -254,7 +254,7 @@ def _flat(tensors: Tensors, like: Mapping[str, Tensor]) -> NDArray[np.float64]:
     return joined
 
 
-def _shaped(values: NDArray[np.float64], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _shape_tensors(values: NDArray[np.float64], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found, at = {}, 0
     for name, tensor in like.items():
         part = torch.from_numpy(values[at : at + tensor.numel()]).reshape(tensor.shape)

@@ -28,8 +28,8 @@ _CONTENTS = "contents"
 _LOST = "lost"
 _SIGNATURE = "signature"
 _VECTOR = "vector"
+# Entries of a list, and bytes of one of them.
 _MOST = 1_000_000
-"""Entries of a list, and bytes of one of them."""
 
 
 def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) -> ConfigRecord:
@@ -80,7 +80,7 @@ def read_list(record: ConfigRecord, name: str) -> list[int]:
 
 
 def read_round(record: ConfigRecord) -> int:
-    """Of which round an order is.
+    """Reads the round of an order.
 
     Raises:
         MalformedError: it does not say.
@@ -111,7 +111,7 @@ def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | N
     """
     if PLANTED not in content:
         return None
-    return wire.fitted(wire.arrays_of(content, PLANTED), parameters)
+    return wire.decode_like(wire.arrays_of(content, PLANTED), parameters)
 
 
 def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
@@ -135,7 +135,7 @@ def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring,
         raise wire.MalformedError("the answer is no masked vector")
     dtype = torch.int32 if ring_bits == 32 else torch.int64
     like: Tensors = {_VECTOR: torch.empty(length, dtype=dtype, device="meta")}
-    signed = wire.fitted(wire.arrays_of(content, wire.ARRAYS), like)[_VECTOR].numpy()
+    signed = wire.decode_like(wire.arrays_of(content, wire.ARRAYS), like)[_VECTOR].numpy()
     signature = wire.config_of(content).get(_SIGNATURE)
     if not isinstance(signature, bytes):
         raise wire.MalformedError("the answer has no signature")

@@ -15,8 +15,8 @@ from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.types import FedsimError
 
+# Bits of the ring. Closed-form releases solve equations, in float64.
 _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
-"""Of the ring. Closed-form releases are solutions of equations, of float64."""
 
 
 def parts(server: Server, round: int) -> list[Probe | None]:
@@ -27,7 +27,7 @@ def parts(server: Server, round: int) -> list[Probe | None]:
 
 
 def terms(server: Server, round: int, run: str = "") -> Terms:
-    """Of the sum of `round` of the run that nodes know by the name of `run`.
+    """Returns the terms of the sum of `round`; nodes know the run by the name of `run`.
 
     Raises:
         FedsimError: fewer than two clients take part.
@@ -71,7 +71,7 @@ def check(server: Server) -> None:
 
 
 def layout(server: Server, round: int) -> Layout:
-    """Of the vectors of `round`.
+    """Returns the layout of the vectors of `round`.
 
     Raises:
         FedsimError: nothing bounds what a client adds.

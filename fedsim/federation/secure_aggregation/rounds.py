@@ -14,13 +14,14 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedsim.federation import wire
-from fedsim.federation.delivery import exchange
-from fedsim.federation.screening import Tally, Verdict, unanswered
-from fedsim.federation.secure_aggregation import messages
-from fedsim.federation.secure_aggregation.layout import Layout, Ring
+from fedsim.federation.delivery import Delivery, exchange
+from fedsim.federation.screening import Screening, Tally, explain_missing
+from fedsim.federation.secure_aggregation import messages, plan
+from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import Published
 from fedsim.federation.secure_aggregation.server import SumServer
-from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
+from fedsim.federation.secure_aggregation.terms import AbortedError
+from fedsim.training.server import Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Opened:
 
     total: Ring
     clients: list[int]
-    """Whose vectors are in it."""
+    """Clients whose vectors are in it."""
     reply: Message
     """One of the answers, to hand on."""
 
@@ -50,34 +51,34 @@ class SecureSum:
     def __init__(
         self,
         grid: Grid,
-        terms: Terms,
-        layout: Layout,
-        *,
+        server: Server,
         round: int,
+        delivery: Delivery,
+        *,
         nodes: Mapping[int, int],
         timeout: float,
-        expire: bool,
         tally: Tally,
     ) -> None:
         """A sum that has not begun.
 
         Args:
             grid: Of any engine.
-            terms: Of the sum.
-            layout: Of its vectors.
+            server: What is trained.
             round: From 1.
+            delivery: How messages travel.
             nodes: The node of each client.
             timeout: In seconds, of each exchange.
-            expire: Whether an order is void once its answer would be late.
             tally: Told of failures and bytes.
         """
-        self._grid, self._layout, self._round = grid, layout, round
-        self._nodes, self._timeout, self._expire = nodes, timeout, expire
+        self._grid, self._round, self._nodes = grid, round, nodes
+        # On a machine of its own, a node works off no order whose answer would be late.
+        self._timeout, self._expire = timeout, delivery.own_machines
         self._tally = tally
-        self._server = SumServer(terms)
+        self._server = SumServer(plan.terms(server, round, delivery.run))
+        self.layout = plan.layout(server, round)
         self._published: dict[int, Published] = {}
         self.arrived: list[int] = []
-        """Whose masked vectors have come, opened or not."""
+        """Clients whose masked vectors have come, opened or not."""
 
     def run(
         self, clients: Collection[int], model: Model, on_masked: Callable[[int, Ring], None]
@@ -92,7 +93,7 @@ class SecureSum:
         try:
             self._keys(clients)
             self._shares()
-            self._masked(model, on_masked)
+            self._collect_masked(model, on_masked)
             self._agree()
             return self._unmask()
         except AbortedError as error:
@@ -103,7 +104,7 @@ class SecureSum:
         order = messages.order(messages.table(self._round, {}))
         for client, reply in self._exchange(wire.KEYS, dict.fromkeys(clients, order)):
             with self._losing(client):
-                self._published[client] = Published.from_bytes(_own(reply.content, client))
+                self._published[client] = Published.from_bytes(_own_entry(reply.content, client))
         self._server.publish(self._published)
 
     def _shares(self) -> None:
@@ -114,7 +115,7 @@ class SecureSum:
                 boxes = messages.read_table(wire.config_of(reply.content))
                 self._server.share(client, boxes)
 
-    def _masked(self, model: Model, on_masked: Callable[[int, Ring], None]) -> None:
+    def _collect_masked(self, model: Model, on_masked: Callable[[int, Ring], None]) -> None:
         orders = {
             client: messages.model_order(
                 messages.table(self._round, self._server.boxes_for(client)),
@@ -124,10 +125,10 @@ class SecureSum:
             )
             for client in self._server.sharers
         }
-        parts, size = len(self._layout.sums), self._layout.length
+        parts, size = len(self.layout.sums), self.layout.length
         for client, reply in self._exchange(wire.MASKED, orders, answers=parts):
             with self._losing(client):
-                bits = self._layout.ring_bits
+                bits = self.layout.ring_bits
                 vector, signature = messages.read_masked(reply.content, parts * size, bits)
                 reply.content = RecordDict()
                 self._tally.bytes_up -= vector.itemsize * (parts - 1) * size
@@ -142,7 +143,7 @@ class SecureSum:
             wire.AGREE, dict.fromkeys(survivors, order), is_lost=False
         ):
             with self._losing(client, is_lost=False):
-                self._server.agree(client, _own(reply.content, client))
+                self._server.agree(client, _own_entry(reply.content, client))
 
     def _unmask(self) -> Opened:
         agreed = self._server.agreed
@@ -186,7 +187,7 @@ class SecureSum:
                 self._tally.bytes_up += wire.size(reply.content)
                 yield client, reply
             else:
-                self._lose(client, unanswered(reply), is_lost=is_lost)
+                self._lose(client, explain_missing(reply), is_lost=is_lost)
 
     @contextmanager
     def _losing(self, client: int, *, is_lost: bool = True) -> Iterator[None]:
@@ -194,16 +195,16 @@ class SecureSum:
         try:
             yield
         except (AbortedError, wire.MalformedError) as error:
-            self._lose(client, Verdict(reason="malformed", text=str(error)), is_lost=is_lost)
+            self._lose(client, Screening(reason="malformed", text=str(error)), is_lost=is_lost)
 
-    def _lose(self, client: int, verdict: Verdict, *, is_lost: bool) -> None:
+    def _lose(self, client: int, verdict: Screening, *, is_lost: bool) -> None:
         if is_lost:
             self._tally.fail(verdict, client, None)
         else:
             self._tally.say(f"client {client} did not help: {verdict.reason}: {verdict.text}")
 
 
-def _own(content: RecordDict, client: int) -> bytes:
+def _own_entry(content: RecordDict, client: int) -> bytes:
     """What a client says for itself."""
     table = messages.read_table(wire.config_of(content))
     if set(table) != {client}:

@@ -71,6 +71,7 @@ _TAG = 16
 BOX = 2 * SHARE + _TAG
 """Bytes of what one client sends another: a share of each of its two secrets, encrypted."""
 _PRIME = 2**255 - 19
+# The canonical ones of the points whose order divides 8, on the curve or its twist.
 _LOW_ORDER = {
     0,
     1,
@@ -78,7 +79,6 @@ _LOW_ORDER = {
     0xB8495F16056286FDB1329CEB8D09DA6AC49FF1FAE35616AEB8413B7C7AEBE0,
     0x57119FD0DD4E22D8868E1C58C45C44045BEF839C55B1D0B1248C50A3BC959C5F,
 }
-"""The canonical ones of the points whose order divides 8, on the curve or its twist."""
 _CHUNK = 1 << 20
 _ZEROS = bytes(_CHUNK)
 
@@ -110,7 +110,7 @@ def check_public(key: bytes) -> None:
         raise AbortedError("a public key is none: not canonical, or of low order")
 
 
-def agreed(
+def agree_key(
     secret: bytes, other: int, keys: Mapping[int, bytes], purpose: str, session: bytes
 ) -> bytes:
     """What two clients know and nobody else, for one `purpose` of one `session`.
@@ -135,7 +135,7 @@ def agreed(
         )
     except ValueError as error:
         raise AbortedError(f"a public key is none: {error}") from error
-    who = listed(keys)
+    who = list_entries(keys)
     info = b"fedsim secure aggregation\0" + who + purpose.encode() + b"\0" + session
     return HKDF(hashes.SHA256(), SECRET, None, info).derive(shared)
 
@@ -145,8 +145,8 @@ def own_mask(seed: bytes, session: bytes) -> bytes:
     return digest(b"own mask", session, seed)
 
 
-def commitment(seed: bytes, session: bytes) -> bytes:
-    """By which the seed of a client's own mask is told from any other once it is revealed."""
+def commit(seed: bytes, session: bytes) -> bytes:
+    """Commits to the seed of a client's own mask, so that no other passes for it later."""
     return digest(b"commitment", session, seed)
 
 
@@ -174,7 +174,7 @@ def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
     ]
 
 
-def joined(shares: Sequence[bytes]) -> bytes:
+def join_shares(shares: Sequence[bytes]) -> bytes:
     """The secret of as many shares as it needs.
 
     Raises:
@@ -191,13 +191,13 @@ def joined(shares: Sequence[bytes]) -> bytes:
     )
 
 
-def sealed(key: bytes, shares: bytes, way: bytes) -> bytes:
+def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
     """Encrypt shares under a key that serves one message, of one `way`."""
     return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)
 
 
-def opened(key: bytes, box: bytes, way: bytes) -> bytes:
-    """Decrypt what `sealed` returned.
+def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
+    """Decrypt what `seal` returned.
 
     Raises:
         AbortedError: it was changed, or is of another sender, receiver or session.
@@ -208,7 +208,7 @@ def opened(key: bytes, box: bytes, way: bytes) -> bytes:
         raise AbortedError("a client's shares cannot be decrypted: they were changed") from error
 
 
-def listed(entries: Mapping[int, bytes]) -> bytes:
+def list_entries(entries: Mapping[int, bytes]) -> bytes:
     """A mapping of clients as bytes, whatever its order, to be digested."""
     return b"".join(digest(str(client).encode(), entries[client]) for client in sorted(entries))
 
@@ -225,7 +225,7 @@ class Published:
     masking: bytes
     """X25519: for the masks that it has in common with others."""
     commitment: bytes
-    """To the seed of its own mask."""
+    """Commitment to the seed of its own mask."""
     signature: bytes
     """Ed25519, of all that and the sum's session."""
 
@@ -235,7 +235,7 @@ class Published:
         return digest(b"keys", session, who, self.sealing, self.masking, self.commitment)
 
     def to_bytes(self) -> bytes:
-        """Of fixed length."""
+        """Returns a fixed number of bytes."""
         return self.sealing + self.masking + self.commitment + self.signature
 
     @classmethod
@@ -262,8 +262,8 @@ Directory = Mapping[int, Published]
 
 
 def directory_digest(directory: Directory) -> bytes:
-    """By which two clients find out that they were shown the same directory."""
-    return digest(b"directory", listed({c: one.to_bytes() for c, one in directory.items()}))
+    """Digests a directory: two clients compare it to know that they were shown the same."""
+    return digest(b"directory", list_entries({c: one.to_bytes() for c, one in directory.items()}))
 
 
 def check_keys(directory: Directory) -> None:

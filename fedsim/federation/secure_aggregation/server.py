@@ -46,7 +46,7 @@ class SumServer:
         self._directory = directory
 
     def neighbours(self, client: int) -> list[int]:
-        """For whom `client` has a box."""
+        """Returns the clients for whom `client` has a box."""
         return self._terms.neighbours(client, self._directory, directory_digest(self._directory))
 
     def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
@@ -75,7 +75,7 @@ class SumServer:
 
     @property
     def sharers(self) -> list[int]:
-        """Who has shared its secrets, ascending."""
+        """Clients that have shared their secrets, ascending."""
         return sorted(self._boxes)
 
     def add(self, client: int, vector: Ring, signature: bytes) -> None:
@@ -97,12 +97,12 @@ class SumServer:
 
     @property
     def signatures(self) -> Mapping[int, bytes]:
-        """By those whose vectors are in the sum."""
+        """Client -> signature, of those whose vectors are in the sum."""
         return self._signatures
 
     @property
     def survivors(self) -> list[int]:
-        """Whose vectors are in the sum, ascending.
+        """Clients whose vectors are in the sum, ascending.
 
         Raises:
             AbortedError: they are too few.
@@ -112,7 +112,7 @@ class SumServer:
 
     @property
     def lost(self) -> list[int]:
-        """Who shared secrets and sent no vector, ascending."""
+        """Clients that shared secrets and sent no vector, ascending."""
         return [client for client in self.sharers if client not in self._signatures]
 
     def agree(self, client: int, signature: bytes) -> None:
@@ -142,7 +142,7 @@ class SumServer:
         for client in survivors:
             seed = self._secret(client, answers)
             if not hmac.compare_digest(
-                secrets.commitment(seed, session), self._directory[client].commitment
+                secrets.commit(seed, session), self._directory[client].commitment
             ):
                 raise AbortedError(f"the shares of client {client}'s seed are wrong")
             secrets.add_mask(total, secrets.own_mask(seed, session), -1)
@@ -153,7 +153,7 @@ class SumServer:
             for other in self.neighbours(client):
                 if other in self._signatures:
                     pair = {one: self._directory[one].masking for one in (client, other)}
-                    key = secrets.agreed(masking, other, pair, "mask", session)
+                    key = secrets.agree_key(masking, other, pair, "mask", session)
                     secrets.add_mask(total, key, -1 if other < client else +1)
         self._total = None
         return total
@@ -173,7 +173,7 @@ class SumServer:
                 f"{number_of(len(shares), 'share')} of client {client}'s secret came, {needed} are "
                 "needed"
             )
-        return secrets.joined(shares[:needed])
+        return secrets.join_shares(shares[:needed])
 
     def _enough(self, count: int, what: str) -> None:
         if count < self._terms.quorum:

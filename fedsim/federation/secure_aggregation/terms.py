@@ -35,8 +35,8 @@ import numpy as np
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
+# So that 2/3 of 6 is 4.
 _ROUNDING = 1e-9
-"""So that 2/3 of 6 is 4."""
 
 
 def least(members: int, threshold: float) -> int:
@@ -45,7 +45,7 @@ def least(members: int, threshold: float) -> int:
 
 
 COMPLETE_BELOW = 100
-"""With fewer clients, all are neighbours."""
+"""Number of clients below which all are neighbours."""
 _SECRECY, _COMPLETION = 2.0**-80, 2.0**-20
 _DROPOUTS = 0.05
 _LEAST = 4
@@ -84,7 +84,7 @@ class AbortedError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Of one round's secure sum."""
+    """Terms of one round's secure sum."""
 
     session: bytes
     """Tells this sum from every other; public."""
@@ -95,7 +95,7 @@ class Terms:
     colluding: float = 0.0
     """Share of the participants that may tell the server all they know."""
     fewest: int = 1
-    """With fewer clients, a sum has too little of the noise that they share."""
+    """Least number of clients whose shared noise is enough for a sum."""
 
     def __post_init__(self) -> None:
         """Refuse terms under which a sum would not hide its parts.
@@ -116,7 +116,7 @@ class Terms:
         return max(self.fewest, least(len(self.participants), self.threshold))
 
     def neighbours(self, client: int, directory: Collection[int], digest: bytes) -> list[int]:
-        """With whom `client` shares masks and secrets, ascending; the relation is symmetric.
+        """Returns the clients with whom `client` shares masks and secrets, ascending; symmetric.
 
         All others, where there are fewer than 100 or no smaller number would do. Else k of
         them, on a ring of the clients in an order that `digest` decides: those within k / 2 places

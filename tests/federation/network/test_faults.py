@@ -133,7 +133,7 @@ LIAR = """
     from flwr.app import Array, ArrayRecord, Message
 
     from fedsim.federation import wire
-    from fedsim.federation.network.node import Membership, serve, until_told
+    from fedsim.federation.network.node import NodeMembership, serve, until_told
     from fedsim.federation.network.node_app import NodeApp
     from fedsim.federation.network.policy import Policy
 
@@ -164,7 +164,7 @@ LIAR = """
             return answer
 
     app = Liar(int(client), "scenario", Path(home), Policy(), shared_seed=True)
-    member = Membership(superlink=superlink, roots=Path(roots), key=Path(key), home=Path(home))
+    member = NodeMembership(superlink=superlink, roots=Path(roots), key=Path(key), home=Path(home))
     serve(app, member, lambda line: print(line, file=sys.stderr, flush=True), until_told())
 """
 

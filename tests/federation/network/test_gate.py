@@ -320,7 +320,7 @@ def test_a_full_disk_does_not_close_the_gate(authority: Authority, inside: str) 
         def write(self, text: str) -> None:
             raise OSError(28, "No space left on device")
 
-    gate_module._Server(settings(authority, inside), 0, Full())._refused(
+    gate_module._Server(settings(authority, inside), 0, Full())._log_refusal(
         gate_module._Party("-"), gate_module.Refusal(503, "too many connections"), ""
     )
 
@@ -439,15 +439,15 @@ def test_nobody_washes_the_log_away(
     log, refusal = io.StringIO(), gate_module.Refusal(404, "not the Fleet API")
     server = gate_module._Server(settings(authority, inside), 0, log)
     node, other = (gate_module._Party("1.2.3.4:5", key) for key in (b"key", b"other"))
-    server._refused(node, refusal, "first")
+    server._log_refusal(node, refusal, "first")
     for number in range(100_000):
         address = f"10.0.{number % 7_000 // 200}.{number % 200}"
         stranger = gate_module._Party(f"{address}:1", gate_module._network(address))
-        server._refused(stranger, refusal, "noise")
-    server._refused(node, refusal, "second")
+        server._log_refusal(stranger, refusal, "noise")
+    server._log_refusal(node, refusal, "second")
     for _ in range(1000):
-        server._refused(other, refusal, "noise")
-    server._refused(node, refusal, "third")
+        server._log_refusal(other, refusal, "noise")
+    server._log_refusal(node, refusal, "third")
     lines = log.getvalue().splitlines()
     assert [line.split()[-1] for line in lines if "1.2.3.4:5 " in line and "noise" not in line] == [
         "first",
@@ -457,7 +457,7 @@ def test_nobody_washes_the_log_away(
     assert len(lines) < 3000
     now = time.monotonic() + gate_module._LINES_SECONDS
     monkeypatch.setattr(gate_module.time, "monotonic", lambda: now)
-    server._refused(node, refusal, "later")
+    server._log_refusal(node, refusal, "later")
     assert str(101_000 + 3 - len(lines)) in log.getvalue().splitlines()[-2]
 
 

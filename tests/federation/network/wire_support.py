@@ -201,7 +201,7 @@ class Overheard:
     node: int
     """Flower's identifier of the node."""
     order: wire.Order
-    answer: wire.Answer
+    answer: wire.WireAnswer
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,11 @@ class Sum:
             if one not in gone:
                 self.server.share(one, self.clients[one].shares(self.directory))
 
-    def masked(self, gone: Collection[int] = NOBODY, models: Mapping[int, bytes] = {}) -> None:
+    def mask(self, gone: Collection[int] = NOBODY, models: Mapping[int, bytes] = {}) -> None:
         for one in self.server.sharers:
             boxes = self.server.boxes_for(one)
             if one not in gone:
-                vector, signature = self.clients[one].masked(
+                vector, signature = self.clients[one].mask(
                     boxes, self.inputs[one].copy, models.get(one, MODEL)
                 )
                 self.sent[one] = vector.copy()
@@ -93,7 +93,7 @@ class Sum:
         away = [set().union(*gone[: stage + 1]) for stage in range(5)]
         self.keys(away[0])
         self.shares(away[1])
-        self.masked(away[2])
+        self.mask(away[2])
         self.agree(away[3])
         return self.server.reveal(self.unmask(away[4]))
 

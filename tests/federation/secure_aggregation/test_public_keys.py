@@ -137,8 +137,8 @@ def test_masks_with_another_spelling_of_a_key_cancel_nothing(spelling: int) -> N
         sum.server.share(client, sealed)
     seed, session = sum.clients[1]._secret("seed"), sum.terms.session
     pair = {one: sum.directory[one].masking for one in (1, 2)}
-    known = secrets.agreed(secret, 2, pair, "mask", session)
-    vector, _ = sum.clients[1].masked(sum.server.boxes_for(1), inputs[1].copy, MODEL)
+    known = secrets.agree_key(secret, 2, pair, "mask", session)
+    vector, _ = sum.clients[1].mask(sum.server.boxes_for(1), inputs[1].copy, MODEL)
     secrets.add_mask(vector, secrets.own_mask(seed, session), -1)
     secrets.add_mask(vector, known, -1)
     assert (vector == inputs[1]).mean() < 0.1

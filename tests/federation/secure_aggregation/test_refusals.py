@@ -18,7 +18,7 @@ from fedsim.types import FedsimError
 def _at(stage: int, count: int = 4) -> Sum:
     """A sum of four after so many stages; three are its quorum."""
     sum = Sum(of(count), vectors(count, 6))
-    for step in (sum.keys, sum.shares, sum.masked, sum.agree)[:stage]:
+    for step in (sum.keys, sum.shares, sum.mask, sum.agree)[:stage]:
         step()
     return sum
 
@@ -28,7 +28,7 @@ def _at(stage: int, count: int = 4) -> Sum:
     [
         ("keys", lambda sum, one: one.keys(fresh)),
         ("shares", lambda sum, one: one.shares(sum.directory)),
-        ("masked", lambda sum, one: one.masked(sum.server.boxes_for(0), sum.inputs[0].copy, MODEL)),
+        ("masked", lambda sum, one: one.mask(sum.server.boxes_for(0), sum.inputs[0].copy, MODEL)),
         ("agree", lambda sum, one: one.agree(sum.server.survivors, [], sum.server.signatures)),
         ("unmask", lambda sum, one: one.unmask(sum.server.agreed)),
     ],
@@ -114,7 +114,7 @@ def test_a_sum_of_fewer_than_the_quorum_is_not_opened_by_lists_that_differ() -> 
     sum = Sum(of(6), vectors(6, 6))
     sum.keys()
     sum.shares()
-    sum.masked()
+    sum.mask()
     lost = {0: [1, 2], 1: [0, 2], 2: [0, 1], 3: [0, 1], 4: [1, 2], 5: [0, 2]}
     assert sum.terms.quorum == 4
     assert all([*lost.values()].count(pair) <= 2 for pair in lost.values())
@@ -139,7 +139,7 @@ def test_a_sum_counts_nobody_whose_shares_were_withheld() -> None:
     signatures = {}
     for client in range(4):
         boxes = {n: box for n, box in sum.server.boxes_for(client).items() if n not in (2, 3)}
-        _, signatures[client] = sum.clients[client].masked(boxes, sum.inputs[client].copy, MODEL)
+        _, signatures[client] = sum.clients[client].mask(boxes, sum.inputs[client].copy, MODEL)
     for client in range(4):
         with pytest.raises(AbortedError, match="whose shares were withheld"):
             sum.clients[client].agree(range(4), [4, 5], signatures)
@@ -182,7 +182,7 @@ def _fails(client: SumClient, stage: int) -> None:
     if stage == 1:
         client.shares({})
     elif stage == 2:
-        client.masked({}, list, MODEL)
+        client.mask({}, list, MODEL)
     elif stage == 3:
         client.agree([], [], {})
     else:
@@ -201,7 +201,7 @@ def test_a_model_that_is_not_everyones_is_not_opened() -> None:
     sum = Sum(of(4), vectors(4, 6))
     sum.keys()
     sum.shares()
-    sum.masked(models={2: b"another"})
+    sum.mask(models={2: b"another"})
     for client in range(4):
         with pytest.raises(AbortedError, match="has not signed the model"):
             sum.clients[client].agree(sum.server.survivors, [], sum.server.signatures)
@@ -263,17 +263,17 @@ def test_boxes_that_were_changed_or_are_anothers(
 ) -> None:
     sum = _at(2)
     with pytest.raises(AbortedError, match="cannot be decrypted"):
-        sum.clients[0].masked(change(sum.server.boxes_for(0), sum), sum.inputs[0].copy, MODEL)
+        sum.clients[0].mask(change(sum.server.boxes_for(0), sum), sum.inputs[0].copy, MODEL)
 
 
 def test_boxes_of_too_few_or_of_strangers() -> None:
     sum = _at(2)
     boxes = sum.server.boxes_for(0)
     with pytest.raises(AbortedError, match="2 clients of the neighbourhood"):
-        sum.clients[0].masked({1: boxes[1]}, sum.inputs[0].copy, MODEL)
+        sum.clients[0].mask({1: boxes[1]}, sum.inputs[0].copy, MODEL)
     sum = _at(2)
     with pytest.raises(AbortedError, match="no neighbours"):
-        sum.clients[0].masked({**sum.server.boxes_for(0), 9: boxes[1]}, list, MODEL)
+        sum.clients[0].mask({**sum.server.boxes_for(0), 9: boxes[1]}, list, MODEL)
 
 
 def test_the_server_finds_wrong_shares_out() -> None:
@@ -286,7 +286,7 @@ def test_the_server_finds_wrong_shares_out() -> None:
     sum = Sum(of(4), vectors(4, 6))
     sum.keys()
     sum.shares()
-    sum.masked(gone={3})
+    sum.mask(gone={3})
     sum.agree()
     answers = sum.unmask()
     answers[1][3] = answers[0][3]  # another's share, with its number
@@ -299,7 +299,7 @@ def test_the_server_adds_each_client_once_and_equal_lengths() -> None:
     with pytest.raises(AbortedError, match="has added it"):
         sum.server.add(0, sum.sent[0], b"")
     other = _at(2)
-    vector, signature = other.clients[0].masked(
+    vector, signature = other.clients[0].mask(
         other.server.boxes_for(0), other.inputs[0].copy, MODEL
     )
     other.server.add(0, vector, signature)
@@ -338,7 +338,7 @@ def test_what_a_client_remembers_survives_a_process_for_each_message() -> None:
     reborn()
     sum.shares()
     reborn()
-    sum.masked(gone={2})
+    sum.mask(gone={2})
     reborn()
     sum.agree()
     reborn()

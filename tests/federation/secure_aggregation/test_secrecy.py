@@ -44,7 +44,7 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
     sum.directory = directory
     sum.server.publish(directory)
     pair = {one: directory[one].masking for one in (4, 5)}
-    common = secrets.agreed(sum.clients[4]._own["masking"], 5, pair, "mask", sum.terms.session)
+    common = secrets.agree_key(sum.clients[4]._own["masking"], 5, pair, "mask", sum.terms.session)
     honest_mask = secrets.add_mask
 
     def mask(vector: Ring, key: bytes, sign: int) -> None:
@@ -55,7 +55,7 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
     # Shamir's polynomials and signatures are drawn anew each time; what is compared is the rest.
     monkeypatch.setattr(secrets, "add_mask", mask)
     sum.shares()
-    sum.masked()
+    sum.mask()
     held = {number: dict(sum.clients[number].memory.held) for number in _COLLUDING}
     keys = {
         number: {purpose: own.hex() for purpose, own in sum.clients[number]._own.items()}
@@ -71,11 +71,13 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
             if str(number) in mine
         ]
         assert len(shares) == len(_COLLUDING)  # one fewer than reveal a key
-        assert secrets.joined(shares) != sum.clients[number]._own["masking"]
+        assert secrets.join_shares(shares) != sum.clients[number]._own["masking"]
         for two in answers.values():
             assert two[number] not in shares  # nobody gave up a share of a survivor's key
     total = sum.server.reveal(answers)
-    seeds = {n: secrets.joined([a[n] for a in list(answers.values())[:5]]).hex() for n in _HONEST}
+    seeds = {
+        n: secrets.join_shares([a[n] for a in list(answers.values())[:5]]).hex() for n in _HONEST
+    }
     view = {
         "keys": {n: one.to_bytes()[:96].hex() for n, one in directory.items()},
         "colluding": keys,
@@ -105,8 +107,8 @@ def test_inputs_of_another_sum_give_another_view(monkeypatch: pytest.MonkeyPatch
 def test_fewer_shares_than_the_threshold_give_another_secret() -> None:
     secret = bytes(range(32))
     shares = secrets.split(secret, 5, 7)
-    assert secrets.joined(shares[:5]) == secret == secrets.joined(shares[2:])
-    assert secrets.joined(shares[:4]) != secret
+    assert secrets.join_shares(shares[:5]) == secret == secrets.join_shares(shares[2:])
+    assert secrets.join_shares(shares[:4]) != secret
 
 
 def _uniform(content: bytes) -> tuple[float, float]:
@@ -131,7 +133,7 @@ def test_masked_bytes_are_uniform() -> None:
     sum = Sum(of(5), inputs, secret=lambda purpose: keys.bytes(32))
     sum.keys()
     sum.shares()
-    sum.masked()
+    sum.mask()
     for vector in sum.sent.values():
         p, z = _uniform(vector.tobytes())
         assert p > 1e-5 and z < 4.6
@@ -147,7 +149,7 @@ def test_two_masked_vectors_of_one_input_have_nothing_in_common() -> None:
     for sum in (first, second):
         sum.keys()
         sum.shares()
-        sum.masked()
+        sum.mask()
     assert (first.sent[0] == second.sent[0]).mean() < 0.01
     assert (first.sent[0] == first.sent[1]).mean() < 0.01
 
@@ -156,21 +158,21 @@ def test_what_two_agree_on_is_of_one_session_and_one_purpose() -> None:
     one, other = bytes(range(32)), bytes(range(1, 33))
     keys = {0: secrets.public_of(one), 1: secrets.public_of(other)}
     found = {
-        secrets.agreed(one, 1, keys, purpose, session)
+        secrets.agree_key(one, 1, keys, purpose, session)
         for purpose in ("mask", "shares 0 1", "shares 1 0")
         for session in (b"first", b"second")
     }
     assert len(found) == 6
-    assert secrets.agreed(other, 0, keys, "mask", b"first") in found
+    assert secrets.agree_key(other, 0, keys, "mask", b"first") in found
     others = {0: keys[0], 2: keys[1]}
-    assert secrets.agreed(one, 2, others, "mask", b"first") not in found, "of whom it is, too"
+    assert secrets.agree_key(one, 2, others, "mask", b"first") not in found, "of whom it is, too"
 
 
 def test_a_sum_below_the_quorum_keeps_its_masks() -> None:
     sum = Sum(of(5, 4 / 5), vectors(5, 10))
     sum.keys()
     sum.shares()
-    sum.masked()
+    sum.mask()
     sum.agree()
     answers = sum.unmask()
     few = {client: answers[client] for client in (0, 1, 2)}
