@@ -255,7 +255,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     4: {
         "noise of the server used again for another sum": swap(
             "fedsim/federation/tap.py:TapGrid._combine",
-            "use_once(path, asked(self._round, probe), [combined.tensors], 'the server')",
+            "use_once(path, release_key(self._round, probe), [combined.tensors], 'the server')",
             "pass",
             "tests/federation/test_federation_tap.py",
         ),
@@ -296,7 +296,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "noise in the server's order of tensors": swap(
             "fedsim/federation/wire.py:read_order",
-            "fitted(parameters, form[0]) if form else decode(parameters)",
+            "decode_like(parameters, form[0]) if form else decode(parameters)",
             "decode(parameters)",
             ONE_ANSWER,
         ),
@@ -314,7 +314,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "two spellings of a key have one mask": swap(
             "fedsim/federation/secure_aggregation/secrets.py:agree_key",
-            "listed(keys)",
+            "list_entries(keys)",
             "b''",
             PUBLIC_KEYS,
         ),
