@@ -15,9 +15,7 @@ from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
 from fedsim.report import leaderboard_rows, load_runs
-from fedsim.report.loggers import chosen, log_run
-from fedsim.report.loggers.entries import entries
-from fedsim.report.loggers.stores import STORES, TensorBoard
+from fedsim.report.loggers import STORES, TensorBoard, chosen, collect, log_run
 from fedsim.types import FedsimError
 
 LINE = "attacks/clip+dp/inverting_gradients/b1"
@@ -106,7 +104,7 @@ def test_every_variant_of_a_sweep_is_copied(tmp_path: Path) -> None:
             rounds=1,
             variant={"training.mode": mode},
         )
-    names = {entries(run).variant for run in load_runs([tmp_path / "sweep"])}
+    names = {collect(run).variant for run in load_runs([tmp_path / "sweep"])}
     assert names == {"training.mode=train", "training.mode=eval"}
 
 
@@ -115,15 +113,14 @@ def test_a_tool_that_fails_loses_nothing_and_is_named(
 ) -> None:
     done: list[str] = []
 
-    def fail(self: TensorBoard, entries: Any) -> None:
+    def fail(self: TensorBoard, run: Any) -> None:
         raise OSError(28, "No space left on device")
 
     class Good(TensorBoard.__mro__[1]):  # type: ignore[misc]
         package = "json"
-        default = "good"
 
-        def write(self, entries: Any) -> None:
-            done.append(entries.scenario)
+        def write(self, run: Any) -> None:
+            done.append(run.scenario)
 
     monkeypatch.setattr(TensorBoard, "write", fail)
     (line,) = log_run(folder, [TensorBoard(tmp_path), Good(tmp_path)])
@@ -194,6 +191,6 @@ def test_no_figure_of_a_vantage_takes_the_place_of_anothers(tmp_path: Path) -> N
     rows += [{**row, "vantage": "eavesdropper"} for row in rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (loaded,) = load_runs([run])
-    places = [(figure.name, figure.round) for figure in entries(loaded).figures]
+    places = [(figure.name, figure.round) for figure in collect(loaded).numbers]
     assert len(places) == len(set(places))
     assert any("/eavesdropper/" in name for name, _ in places)

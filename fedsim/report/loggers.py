@@ -1,0 +1,304 @@
+"""Copies what a finished run measured into the store of a tool for experiments, on this machine.
+
+Nothing is sent anywhere: pictures of clients' data are among what is copied. A run's own folder
+stays the record: what a tool loses is lost to that tool alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import importlib
+import io
+import math
+import os
+import re
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple, final
+
+from fedsim.report.content import Content
+from fedsim.report.figures import describe_stack, describe_variant, format_epsilon
+from fedsim.report.pictures import NEAREST, Plate, from_png
+from fedsim.report.row import LeaderboardRow
+from fedsim.report.utility import utility
+from fedsim.results.reading import Run, load_runs
+from fedsim.scoring import METRICS
+from fedsim.system import paths
+from fedsim.types import FedsimError
+
+
+class LoggedNumber(NamedTuple):
+    """One finite number of a round; parts of its name are separated by slashes."""
+
+    name: str
+    value: float
+    round: int
+
+
+class LoggedPicture(NamedTuple):
+    """Images of a client above, and what an attack made of them below, as a PNG file."""
+
+    name: str
+    png: bytes
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """Holds all that is copied of one run."""
+
+    scenario: str
+    variant: str
+    """The sweep's assignment; empty for a run that is no variant."""
+    parameters: dict[str, str]
+    numbers: list[LoggedNumber]
+    pictures: list[LoggedPicture]
+
+
+def collect(run: Run) -> LoggedRun:
+    """Returns what is copied of `run`. A reconstruction that is damaged has no picture."""
+    content = Content([run])
+    plates = [(row, content.plates.get(row.cell)) for row in content.rows]
+    return LoggedRun(
+        scenario=str(run.setting("name") or run.record.get("scenario") or run.folder.name),
+        variant=describe_variant(run.record.get("variant") or {}),
+        parameters=_parameters(run),
+        numbers=[
+            LoggedNumber(name, float(value), round)
+            for name, value, round in _numbers(run, content.rows)
+            if value is not None and math.isfinite(value)
+        ],
+        pictures=[
+            LoggedPicture(f"reconstructions/{_name(row)}", _grid(plate), row.round)
+            for row, plate in plates
+            if plate and plate.pairs
+        ],
+    )
+
+
+def _parameters(run: Run) -> dict[str, str]:
+    """Returns the settings in words, and the ε of each defense with δ, unit and neighbours."""
+    named = {
+        "data": run.setting("data", "source"),
+        "model": run.setting("model"),
+        "algorithm": run.setting("training", "algorithm"),
+        "rounds": run.setting("training", "rounds"),
+        "clients": run.setting("data", "clients"),
+        "engine": run.setting("federation", "engine"),
+        "seed": run.setting("seed"),
+    }
+    parameters = {
+        name: describe_stack([value]) if isinstance(value, dict) else str(value)
+        for name, value in named.items()
+        if value is not None
+    }
+    for name, stack in (run.setting("defenses") or {}).items():
+        parameters[f"defenses/{name}"] = describe_stack(stack) or "no defense"
+    for row in utility([run]):
+        terms = [format_epsilon(row.epsilon)]
+        terms += [f"delta {row.delta:g}"] if row.delta is not None else []
+        terms += [str(term) for term in (row.unit, row.relation, row.covers, row.reason) if term]
+        parameters[f"epsilon/{row.defense}"] = ", ".join(terms)
+    return parameters
+
+
+def _numbers(run: Run, rows: Sequence[LeaderboardRow]) -> Iterator[tuple[str, float | None, int]]:
+    """Yields (name, value, round) of all rounds, and of all attacks with their intervals."""
+    for each in run.rounds:
+        for name in ("train_loss", "test_loss", "test_accuracy", "epsilon"):
+            value = getattr(each, name)
+            value = math.inf if value == "inf" else value
+            yield f"rounds/{each.defense}/{name}", value, each.round
+    for row in rows:
+        shown = {name: row.metrics[name] for name, metric in METRICS.items() if metric.heading}
+        values: dict[str, float | None] = {"n": row.n, "n_ok": row.n_ok}
+        for name, summary in {"gain": row.gain, **shown}.items():
+            if summary:
+                values |= {name: summary.mean}
+                values |= {f"{name}_low": summary.low, f"{name}_high": summary.high}
+        for name, value in values.items():
+            yield f"attacks/{_name(row)}/{name}", value, row.round
+
+
+def _name(row: LeaderboardRow) -> str:
+    sight = f"{row.sight}/" if row.sight else ""
+    threat = "" if row.threat.is_default else f"{row.threat.title.replace('/', '_')}/"
+    return f"{row.defense}/{row.attack}/{threat}{sight}b{row.batch_size}"
+
+
+def _grid(plate: Plate) -> bytes:
+    """Sets true images above what became of them, each enlarged without smoothing, as a PNG."""
+    from PIL import Image
+
+    size = width, height = plate.width, plate.height
+    sheet = Image.new("RGB", (width * len(plate.pairs), height * 2))
+    for x, pair in enumerate(plate.pairs):
+        for y, uri in enumerate((pair.truth, pair.reconstruction)):
+            image = from_png(base64.b64decode(uri.partition(",")[2]))
+            sheet.paste(image.convert("RGB").resize(size, NEAREST), (x * width, y * height))
+    buffer = io.BytesIO()
+    sheet.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class Store(ABC):
+    """Keeps copies of runs in `folder`."""
+
+    package: ClassVar[str]
+    """The package that it needs."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables that the package reads while it is imported."""
+
+    folder: Path
+
+    @classmethod
+    def load(cls) -> None:
+        """Imports the package; whatever goes wrong is raised."""
+        os.environ.update(cls.environment)
+        importlib.import_module(cls.package)
+
+    @abstractmethod
+    def write(self, run: LoggedRun) -> None:
+        """Copies one run; whatever goes wrong is raised."""
+
+
+@final
+class MLflow(Store):
+    """MLflow: an SQLite database, and the pictures as artifacts beside it."""
+
+    package = "mlflow"
+    # By default MLflow tells its makers how it is used, and prepares that while it is imported.
+    environment: ClassVar[Mapping[str, str]] = {"MLFLOW_DISABLE_TELEMETRY": "true"}
+
+    def write(self, run: LoggedRun) -> None:
+        """See `Store`."""
+        self.load()
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        whole = self.folder.resolve()
+        client = MlflowClient(tracking_uri=f"sqlite:///{whole}/mlflow.db")
+        name = _allow(run.scenario)
+        found = client.get_experiment_by_name(name)
+        experiment = (
+            found.experiment_id
+            if found
+            else client.create_experiment(name, artifact_location=(whole / "artifacts").as_uri())
+        )
+        created = client.create_run(experiment, run_name=run.variant or run.scenario)
+        identity, now = created.info.run_id, int(1000 * time.time())
+        params = [Param(_allow(k), v[:_LONGEST]) for k, v in run.parameters.items()]
+        for start in range(0, len(params), _PARAMS):
+            client.log_batch(identity, params=params[start : start + _PARAMS], synchronous=True)
+        metrics = [Metric(_allow(f.name), f.value, now, f.round) for f in run.numbers]
+        for start in range(0, len(metrics), _BATCH):
+            client.log_batch(identity, metrics=metrics[start : start + _BATCH], synchronous=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            for picture in run.pictures:
+                *folders, last = _allow(picture.name).split("/")
+                path = Path(scratch) / f"{last}-round-{picture.round}.png"
+                path.write_bytes(picture.png)
+                client.log_artifact(identity, str(path), "/".join(folders))
+        client.set_terminated(identity)
+
+
+@final
+class TensorBoard(Store):
+    """TensorBoard: a file of events for each run, in a folder of its name."""
+
+    package = "tensorboard"
+
+    def write(self, run: LoggedRun) -> None:
+        """See `Store`."""
+        import numpy as np
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        folder = self.folder / _allow(run.scenario).replace("/", "_")
+        if run.variant:
+            folder /= _allow(run.variant).replace("/", "_")
+        with SummaryWriter(str(folder)) as writer:
+            for number in run.numbers:
+                writer.add_scalar(number.name, number.value, number.round)
+            for picture in run.pictures:
+                pixels = np.asarray(from_png(picture.png))
+                writer.add_image(picture.name, pixels, picture.round, dataformats="HWC")
+            for key, value in run.parameters.items():
+                writer.add_text(key, value.replace("<", "&lt;"))
+
+
+STORES: dict[str, type[Store]] = {"mlflow": MLflow, "tensorboard": TensorBoard}
+"""Name of the extra that brings a package, and of the default folder -> the store."""
+
+_LONGEST = 500
+"""MLflow's parameters have at least so many characters in each of its versions."""
+_BATCH, _PARAMS = 1000, 100
+"""So many figures, and parameters, MLflow takes at once."""
+
+
+def _allow(name: str) -> str:
+    """Replaces the characters that MLflow refuses in names, and parts that are no file's name.
+
+    A plus sign becomes a space, which no stack's or attack's name has: different ones stay apart.
+    """
+    spaced = name.replace("+", " ")
+    parts = [re.sub(r"[^\w.\- /:]", "_", part, flags=re.ASCII) for part in spaced.split("/")]
+    return "/".join(part if part.strip(". ") else "_" for part in parts)
+
+
+def chosen(names: Sequence[str]) -> list[Store]:
+    """Returns the stores that `names` ask for, such as `mlflow` or `tensorboard=DIR`.
+
+    Raises:
+        FedsimError: there is no such tool, its extra is not installed, or its folder cannot be
+            written to.
+    """
+    return [_open_store(name) for name in names]
+
+
+def _open_store(name: str) -> Store:
+    tool, _, folder = name.partition("=")
+    if tool not in STORES:
+        close = difflib.get_close_matches(tool, STORES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise FedsimError(f"--log: expected one of {', '.join(STORES)}, got {tool!r}{hint}")
+    kind = STORES[tool]
+    try:
+        kind.load()
+    except Exception as error:  # a third party's import may raise anything
+        raise FedsimError(
+            f"--log {tool}: {kind.package} cannot be imported ({error}); install the extra: "
+            f"pip install '.[{tool}]'"
+        ) from error
+    target = Path(folder or tool)
+    paths.writable_folder(target, f"--log {tool}")
+    return kind(target)
+
+
+def log_run(folder: Path | str, stores: Sequence[Store]) -> list[str]:
+    """Copies a finished run, or all variants of a sweep, to `stores`.
+
+    Returns a line for each tool that failed, with the reason: nothing of the run is lost by that.
+
+    Raises:
+        ReportError: `folder` holds no results, or a file in it is damaged.
+    """
+    copies = [collect(run) for run in load_runs([folder])]
+    problems = []
+    for store in stores:
+        try:
+            for copy in copies:
+                store.write(copy)
+        except Exception as error:  # a third party's logger may raise anything
+            first = f"{type(error).__name__}: {error}".splitlines()[0]
+            problems.append(
+                f"WARNING: the copy of {folder} to {store.package} in {store.folder} is not "
+                f"complete: {first}; the run itself is whole"
+            )
+    return problems
