@@ -50,7 +50,7 @@ class Accepted:
         scenario = self.scenario
         first = next(iter(self.servers.values()))
         held, schedule = first.census.held, first.schedule
-        of = "row" if isinstance(first.described, Table) else "image"
+        of = first.described.noun
         counts = f"at least {number_of(min(held), of)}"
         taking = len(schedule.round(1).participants)
         lines = [
@@ -62,7 +62,7 @@ class Accepted:
         if federation.build_engine(scenario).remote:
             lines[0] += "; nodes with data of their own are asked for their counts by a run"
         lines += [*left_out(first.described), *known_beforehand(first)]
-        if first.trains:
+        if first.spec is not None:
             local = first.declared
             each = number_of(local.batch_size, of)
             lines.append(
@@ -87,7 +87,7 @@ def left_out(described: Dataset | Table) -> list[str]:
     if not described.left_out:
         return []
     total = sum(count for _, count in described.left_out)
-    of = number_of(total, "column" if isinstance(described, Table) else "file")
+    of = number_of(total, described.source_noun)
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in described.left_out)
     return [f"left out: {of} of the data source ({reasons})"]
 
@@ -97,7 +97,7 @@ def known_beforehand(server: Server) -> list[str]:
 
     Of clients that are elsewhere nothing is known here; rows say it once their truth is there.
     """
-    if not isinstance(server, Workload) or isinstance(server.dataset, Table):
+    if not isinstance(server, Workload) or not isinstance(server.dataset, Dataset):
         return []
     asked, held = server.scenario.observe.clients, server.dataset.train_images
     seen = [held[one.own] for one in server.clients if asked == "all" or one.number in asked]

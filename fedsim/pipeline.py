@@ -450,7 +450,7 @@ class _Execution:
         )
 
     def _lpips_note(self) -> str:
-        if isinstance(self.described, Table):
+        if not isinstance(self.described, Dataset):
             return "the data are no images"
         wanted = self.scenario.scoring
         lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)

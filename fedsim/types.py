@@ -154,6 +154,8 @@ class ModelSpec:
     std: tuple[float, ...]
     """Per-channel normalization, public knowledge."""
     payload: ClassVar[Payload] = "update"
+    field: ClassVar[str] = "model"
+    """Name of the field of a recording that holds the description."""
 
     @property
     def server(self) -> Server:
@@ -206,6 +208,7 @@ class ReleaseSpec:
     """Parameters in use of the law of each statistic that a defense privatized, see
     `fedsim.contracts.defense.StatisticDefense.public_parameters`."""
     server: ClassVar[Server] = "honest"
+    field: ClassVar[str] = "release"
     counted: bool = False
     """Whether the release shows its number of rows. That number tells whether a row is there at
     all, so attacks are asked whether it is there or another one in its place."""
@@ -521,6 +524,10 @@ _PARTS = ("images", "labels", "features", "rows", "membership")
 class Dataset:
     """Holds a data source in memory. Images are uint8 so that CIFAR-sized sets stay small."""
 
+    noun: ClassVar[str] = "image"
+    """What an example is called."""
+    source_noun: ClassVar[str] = "file"
+    """What the source may leave out is called."""
     name: str
     train_images: Tensor
     """(N, C, H, W) uint8."""
@@ -543,6 +550,25 @@ class Dataset:
     partition deals by places, to other clients."""
     left_out: tuple[tuple[str, int], ...] = ()
     """(reason, count) of the files that the source found and did not use."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """All training images, uint8."""
+        return self.train_images
+
+    def held(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns pixels in [0, 1] and labels of the training images at `indices`."""
+        return self.train_images[indices].float() / 255, self.train_labels[indices]
+
+    @property
+    def test_inputs(self) -> Tensor:
+        """All test images, uint8."""
+        return self.test_images
+
+    @property
+    def test_classes(self) -> Tensor:
+        """(N,) int64: the class of each test image."""
+        return self.test_labels
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -572,6 +598,8 @@ class Table:
     bound that is read from the data is no part of a proof of privacy.
     """
 
+    noun: ClassVar[str] = "row"
+    source_noun: ClassVar[str] = "column"
     name: str
     train_rows: Tensor
     """(N, d + 1) float64: d features and the target, of L2 norm at most `row_norm`."""
@@ -610,6 +638,25 @@ class Table:
                 f"row_norm declares at most {self.row_norm:.6g}; scale rows down to it "
                 "(`fedsim.data.rows.bounded`), or declare a larger bound"
             )
+
+    @property
+    def inputs(self) -> Tensor:
+        """All training rows."""
+        return self.train_rows
+
+    def held(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows and labels of the training rows at `indices`."""
+        return self.train_rows[indices], self.train_labels[indices]
+
+    @property
+    def test_inputs(self) -> Tensor:
+        """All test rows."""
+        return self.test_rows
+
+    @property
+    def test_classes(self) -> Tensor | None:
+        """(N,) int64: the class of each test row; None if the target is a quantity."""
+        return (self.test_rows[:, -1] > 0).long() if self.classes else None
 
     def without_training(self) -> Table:
         """Returns the description and the test split, which may leave the clients."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from fedsim.assessment.settings import AssessSettings
 from fedsim.assessment.truth import Examples, Picked, guesser_of, pick
 from fedsim.assessment.victim_model import built_model, classes_of, package_of
 from fedsim.attacking.jobs import Job, Setting
-from fedsim.attacking.observe import RANDOM, Subject
+from fedsim.attacking.observe import RANDOM, VictimModel
 from fedsim.attacking.replay import simulation_error
-from fedsim.attacking.tapped import freeze_unsent, observed
+from fedsim.attacking.tapped import freeze_unsent, observe_exchange
 from fedsim.contracts.attack import create
 from fedsim.models import live
 from fedsim.recording import files
@@ -145,7 +145,7 @@ class _App:
         shape = asked.input_shape or first.testimony.shape
         classes = asked.classes or classes_of(self.model, shape)
         mode: Mode = "train" if first.testimony.said.training_mode else "eval"
-        self.subject = Subject(
+        self.victim = VictimModel(
             self.model,
             input_shape=shape,
             classes=classes,
@@ -155,7 +155,7 @@ class _App:
         )
         self.examples = Examples(asked.mean, asked.std, classes)
         notes = [f"tap, left out: {line}" for line in left_out(tape.source)]
-        if self.subject.random:
+        if self.victim.random:
             notes.append(RANDOM)
         if halves := {value.dtype for value in first.exchange.reply().values()} & _HALVES:
             sent = ", ".join(map(str, halves))
@@ -174,14 +174,18 @@ def _fill(
     for each in tape.picked:
         training = app.plan.training(each)
         stack, announcements, effect = app.plan.describe_defense(training)
-        observation = observed(
-            each.exchange,
-            app.subject,
-            app.model,
-            training,
-            answer=asked.answer,
-            prefix=asked.prefix,
-            stack=stack,
+        round = each.exchange.round
+        observation = replace(
+            observe_exchange(
+                each.exchange,
+                app.victim,
+                app.model,
+                training,
+                answer=asked.answer,
+                prefix=asked.prefix,
+            ),
+            id=files.observation_id(stack, round, each.number, "training"),
+            round=round,
             client=each.number,
             defense=announcements,
             effect=effect,
@@ -201,7 +205,7 @@ def _fill(
             app.plan.notes.append(
                 f"training: client {each.number} sent another update than is simulated of what "
                 f"it trained on, by {error:.2g} of its length (simulation_error): attacks do "
-                f"not know all of its training{app.subject.assumed}, and what they miss says little"
+                f"not know all of its training{app.victim.assumed}, and what they miss says little"
             )
         seen[observation.id] = observation, each
     record.write_lines(folder / "rounds.jsonl", round_rows(tape.exchanges, stack))
@@ -222,7 +226,7 @@ def _fill(
         lpips_backbone="alex",
         lpips_weights=None,
         threads=1,
-        models=live.kept(app.subject.spec.name),
+        models=live.kept(app.victim.spec.name),
     )
     return context, setting
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fedsim.assessment.truth import Picked
-from fedsim.attacking.tapped import EXAMPLES, Answer, Local, gradient_of
+from fedsim.attacking.tapped import EXAMPLES, TappedAnswer, TappedTraining, gradient_of
 from fedsim.scenario import build_stack
 from fedsim.scenario.build import announced, plugin_class
 from fedsim.scenario.model import PluginRef
@@ -30,7 +30,7 @@ class AppTraining:
     def __init__(
         self,
         *,
-        answer: Answer,
+        answer: TappedAnswer,
         local: Mapping[str, float] | None,
         mode: Mode,
         defenses: Sequence[Mapping[str, object]],
@@ -65,7 +65,7 @@ class AppTraining:
                 f"{each.exchange.path}: the client does not say {EXAMPLES!r}, from which its steps "
                 "follow; leave local out, so that it is read from the witness"
             )
-        declared = Local.declared(
+        declared = TappedTraining.of_epochs(
             int(examples),
             batch_size=int(self._local["batch_size"]),
             epochs=int(self._local.get("epochs", 1)),
@@ -80,7 +80,7 @@ class AppTraining:
             )
         return declared.training()
 
-    def _read_witnessed(self, each: Picked) -> Local:
+    def _read_witnessed(self, each: Picked) -> TappedTraining:
         said = each.testimony.said
         if said.optimizer is None or "lr" not in said.settings:
             raise FedsimError(
@@ -105,7 +105,7 @@ class AppTraining:
             )
         if len(set(said.sizes)) > 1:
             self.notes.append("local: batches differ in size, and attacks take them for equal ones")
-        return Local(
+        return TappedTraining(
             examples=said.images,
             steps=said.steps,
             per_epoch=max(1, round(said.steps / epochs)),

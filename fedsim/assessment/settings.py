@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fedsim.attacking.tapped import Answer
+from fedsim.attacking.tapped import TappedAnswer
 from fedsim.contracts.attack import create
 from fedsim.contracts.grant import Grant
 from fedsim.types import FedsimError
@@ -34,7 +34,7 @@ class AssessSettings:
     """(C, H, W); default that of the truth's images."""
     classes: int | None = None
     """Number of outputs of the model; default as many as it has."""
-    answer: Answer = "weights"
+    answer: TappedAnswer = "weights"
     """What the app's clients answer."""
     prefix: str = ""
     """Text before the names that the app sends in the model's own, if it sends a part."""

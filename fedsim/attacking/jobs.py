@@ -360,7 +360,7 @@ def finish(job: Job, outcome: Outcome, setting: Setting, aids: Aids) -> Result:
             metrics, per_image = scores.metrics(), scores.per_image
             certificate = scoring.certificate(found, truth, scores.assignments)
             path = reconstruction_path(setting.root, job.label, observation.id)
-            write_tensors(path, scoring.saved(found, truth, scores, aids))
+            write_tensors(path, scoring.tensors_to_save(found, truth, scores, aids))
         except Exception as error:  # a third party's attack may answer anything
             reason = reason_of(error)
     return Result(

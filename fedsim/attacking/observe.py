@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -80,7 +81,7 @@ def observe(
         FedsimError: something does not fit the model, with what was expected.
     """
     training = _training(algorithm, local, mode, batch_size)
-    subject = Subject(
+    victim = VictimModel(
         model, input_shape=input_shape, classes=classes, mean=mean, std=std, mode=mode, head=head
     )
     named = update if isinstance(update, Mapping) else _named(update, model)
@@ -91,14 +92,13 @@ def observe(
     moved = {name: value for name, value in named.items() if name in statistics}
     _check(moved, {name: statistics[name] for name in moved}, "update")
     moved = {n: statistics[n] + v for n, v in moved.items() if statistics[n].is_floating_point()}
-    if subject.random:
+    if victim.random:
         _log.warning("fedsim.observe: %s", RANDOM)
-    return subject.observation(
-        gradient, training, buffers=moved if buffers is None else buffers, seed=seed
-    )
+    seen = victim.observation(gradient, training, buffers=moved if buffers is None else buffers)
+    return replace(seen, seed=seed)
 
 
-class Subject:
+class VictimModel:
     """Somebody's model, taken apart once, of which any number of updates are observed.
 
     It is kept for as long as this process lives.
@@ -115,20 +115,7 @@ class Subject:
         mode: Mode = "train",
         head: str | None = None,
     ) -> None:
-        """See `observe`.
-
-        Args:
-            model: See `observe`.
-            input_shape: See `observe`.
-            classes: See `observe`.
-            mean: See `observe`.
-            std: See `observe`.
-            mode: See `observe`.
-            head: See `observe`.
-
-        Raises:
-            FedsimError: something does not fit the model, with what was expected.
-        """
+        """Takes the model apart; the arguments and errors are those of `observe`."""
         shape = _shape(input_shape)
         if classes < 2:
             raise FedsimError(f"classes: expected at least 2, got {classes}")
@@ -167,27 +154,15 @@ class Subject:
         *,
         buffers: Mapping[str, Tensor] | None = None,
         state: Mapping[str, Tensor] | None = None,
-        id: str | None = None,
-        round: int = 1,
-        client: int = 0,
-        defense: tuple[Mapping[str, Any], ...] = (),
-        effect: Effect | None = None,
-        seed: int = 0,
     ) -> Observation:
-        """Returns what a server sees of one client's `update`.
+        """Returns what a server sees of one undefended client's `update` in the first round.
 
         Args:
             update: See `observe`.
-            training: That it came from.
+            training: Local training that the update came from.
             buffers: See `observe`.
             state: Weights and statistics that the client started from, where they are not the
                 model's own, by the model's names.
-            id: Of the observation; default one after the model's name.
-            round: Counted from 1.
-            client: Its number.
-            defense: What was announced of defenses.
-            effect: What they do to the update.
-            seed: Of attacks.
 
         Raises:
             FedsimError: something does not fit the model, with what was expected.
@@ -206,7 +181,7 @@ class Subject:
         _check(start, {n: self._held[n] for n in start if n in self._held}, "state")
         held = self._held | start
         return Observation(
-            id=id or f"{self.spec.name.replace(':', '-')}/round-0001/client-0000-training",
+            id=f"{self.spec.name.replace(':', '-')}/round-0001/client-0000-training",
             update=_renamed({name: update[name] for name in self._trained}, names),
             buffers_update=_renamed(sent, names),
             parameters={names[name]: held[name].detach().clone() for name in self._trained},
@@ -217,14 +192,14 @@ class Subject:
             },
             spec=self.spec,
             training=training,
-            defense=defense,
-            effect=effect or Effect(),
+            defense=(),
+            effect=Effect(),
             vantage="server",
-            round=round,
-            client=client,
+            round=1,
+            client=0,
             num_clients=1,
             trial=0,
-            seed=seed,
+            seed=0,
         )
 
 

@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedsim.attacking.observe import Subject, own_names
+from fedsim.attacking.observe import VictimModel, own_names
 from fedsim.models.local import step_weights
 from fedsim.recording.exchanges import Exchange
-from fedsim.recording.files import observation_id
-from fedsim.types import Effect, FedsimError, LocalTraining, Mode, Observation, StepRule
+from fedsim.types import FedsimError, LocalTraining, Mode, Observation, StepRule
 
-Answer = Literal["weights", "delta", "gradient"]
+TappedAnswer = Literal["weights", "delta", "gradient"]
 """What clients answer: their weights after training, these less the server's, or a gradient."""
 EXAMPLES = "num-examples"
 """Metric in which Flower's clients say of how many examples an answer is."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local:
+class TappedTraining:
     """One client's local training, as far as it is known."""
 
     examples: int
@@ -38,9 +37,9 @@ class Local:
     rule: StepRule | None = None
 
     @classmethod
-    def declared(
+    def of_epochs(
         cls, examples: int, *, batch_size: int, epochs: int, lr: float, momentum: float, mode: Mode
-    ) -> Local:
+    ) -> TappedTraining:
         """Returns the training of an app that goes through its `examples` in order of a shuffle.
 
         Args:
@@ -108,34 +107,24 @@ def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
             parameter.requires_grad_(False)
 
 
-def observed(
+def observe_exchange(
     exchange: Exchange,
-    subject: Subject,
+    victim: VictimModel,
     model: nn.Module,
     training: LocalTraining,
     *,
-    answer: Answer,
+    answer: TappedAnswer,
     prefix: str,
-    stack: str,
-    client: int,
-    defense: tuple[Mapping[str, Any], ...] = (),
-    effect: Effect | None = None,
-    seed: int = 0,
 ) -> Observation:
-    """Returns the observation of one exchange.
+    """Returns the observation of one exchange of an undefended client.
 
     Args:
-        exchange: As a tap recorded it.
-        subject: The model, taken apart.
+        exchange: Order and answer, as a tap recorded them.
+        victim: The model, taken apart.
         model: The model itself, whose names it has.
         training: The client's local training.
         answer: What the client answered.
-        prefix: Stands before each name that the app sends in the model's own.
-        stack: Name under which the observation is filed.
-        client: Number of the client.
-        defense: What was announced of defenses.
-        effect: What they do to the update.
-        seed: Of attacks.
+        prefix: Text before each name that the app sends in the model's own.
 
     Raises:
         FedsimError: the exchange is not of this model.
@@ -153,17 +142,8 @@ def observed(
         for name, value in after.items()
         if name not in trained and value.is_floating_point() and name in before
     }
-    return subject.observation(
-        update,
-        training,
-        buffers={} if answer == "gradient" else sent,
-        state=before,
-        id=observation_id(stack, exchange.round, client, "training"),
-        round=exchange.round,
-        client=client,
-        defense=defense,
-        effect=effect,
-        seed=seed,
+    return victim.observation(
+        update, training, buffers={} if answer == "gradient" else sent, state=before
     )
 
 

@@ -122,6 +122,10 @@ class Computation(ABC):
         """
         return None
 
+    def most_examples(self, training: LocalTraining) -> int:
+        """Returns how many examples a client counts at most in the mean over clients."""
+        return training.num_images
+
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Refuses data that contradict what a defense's claim assumes; by default none do.
 

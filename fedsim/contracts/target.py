@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from fedsim.contracts import plugins
 from fedsim.contracts.grant import Grant
+from fedsim.contracts.matching import align
 from fedsim.contracts.metric import Metric, MetricValue, ScoredPair, ScoringError, Unavailable
 from fedsim.contracts.plugins import Plugin
 from fedsim.types import Observation, Payload, Reconstruction, Tensors, Truth
@@ -103,6 +105,10 @@ class Target(Plugin):
     """Whether attacks are asked about one example at a time, so that trials share examples."""
     pictured: ClassVar[bool] = False
     """Whether answers are pixels, saved as `truth` and `reconstruction`, that a page can show."""
+    saved_as: ClassVar[tuple[str, str] | None] = None
+    """Names of answer and truth in a file of reconstructions; None: `part` and `truth_part`."""
+    keeps_truth: ClassVar[bool] = False
+    """Whether the truth is saved where an attack did not answer this target, too."""
     ranks_by: ClassVar[Literal["own", "gain", "mean"]] = "own"
     """What ranks attacks: the part of the gain over the guess that is due to the attacked update,
     all of that gain, or the mean, where guesses are compared by their means alone."""
@@ -129,9 +135,14 @@ class Target(Plugin):
         """
         return None
 
+    @property
+    def truth_name(self) -> str:
+        """Name, in a client's truth, of what answers are compared with."""
+        return self.part
+
     def truth_of(self, truth: Truth) -> Tensor | None:
         """Returns the truth that answers are compared with; None if it was not recorded."""
-        return truth.tensors().get(self.part)
+        return truth.tensors().get(self.truth_name)
 
     def answer_of(self, found: Reconstruction) -> Tensor | None:
         """Returns what an attack answers of this target; None if nothing."""
@@ -161,9 +172,21 @@ class Target(Plugin):
         if true is None:
             return TargetScores(values=self.unavailable(f"the true {self.noun} were not recorded"))
         pair = ScoredPair(claimed=answer.detach().cpu(), truth=true.detach().cpu())
-        return TargetScores(values=self.computed(pair))
+        return TargetScores(values=self.compute_metrics(pair))
 
-    def computed(self, pair: ScoredPair) -> dict[str, MetricValue]:
+    def check_each(self, answer: Tensor, true: Tensor) -> None:
+        """Refuses parts of an answer that are shaped otherwise than the true ones.
+
+        Raises:
+            ScoringError: they are.
+        """
+        if answer.shape[1:] != true.shape[1:]:
+            raise ScoringError(
+                f"reconstructed {self.noun} are {tuple(answer.shape[1:])} each, the truth's are "
+                f"{tuple(true.shape[1:])}"
+            )
+
+    def compute_metrics(self, pair: ScoredPair) -> dict[str, MetricValue]:
         """Returns the value of each metric, by name."""
         return {metric.name: metric.compute(pair) for metric in self.metrics}
 
@@ -181,7 +204,11 @@ class Target(Plugin):
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
-    def saved(
+    def filling(self, true: Tensor, aids: Aids) -> Tensor:
+        """Returns what is saved in the place of a missing part of an answer; zeros by default."""
+        return torch.zeros_like(true[0])
+
+    def tensors_to_save(
         self,
         found: Reconstruction,
         truth: Truth,
@@ -190,29 +217,41 @@ class Target(Plugin):
     ) -> dict[str, Tensor]:
         """Returns what is written of an answer and its truth, in the order of the truth.
 
+        What was never matched itself is in the order of what it came with.
+
         Args:
-            found: all that the attack answered.
-            truth: of the same observation.
-            assignments: of each target that was matched, by its part.
-            aids: for scores.
+            found: All that the attack answered.
+            truth: Truth of the same observation.
+            assignments: Assignment of each target that was matched, by its part.
+            aids: What targets prepared for scores.
         """
         answer, true = self.answer_of(found), self.truth_of(truth)
-        if answer is None or true is None:
+        if true is None or (answer is None and not self.keeps_truth):
             return {}
-        return {self.part: answer, f"truth_{self.part}": true}
+        answer_name, truth_name = self.saved_as or (self.part, f"truth_{self.part}")
+        if answer is None:
+            return {truth_name: true}
+        order = assignments.get(self.part)
+        if order is None and self.itemwise:
+            order = next(iter(assignments.values()), None)
+        if order:
+            answer = align(answer, order, self.filling(true, aids))
+        return {truth_name: true, answer_name: answer}
 
-    def recalled(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the answer and the tensors of the truth that `saved` wrote."""
-        true = tensors.get(f"truth_{self.part}")
-        return tensors.get(self.part), {} if true is None else {self.part: true}
+    def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Returns the answer and the tensors of the truth that `tensors_to_save` gave."""
+        answer_name, truth_name = self.saved_as or (self.part, f"truth_{self.part}")
+        true = tensors.get(truth_name)
+        return tensors.get(answer_name), {} if true is None else {self.truth_name: true}
 
-    def borrowed(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
+    def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
         """Returns what was answered of another update, as an answer for this one: the control.
 
         Args:
-            answer: of the other update, as `saved` wrote it.
-            pairs: of rows that are asked for singly, which of the other's takes each one's place.
-            truth: of this update.
+            answer: Answer of the other update, as it was saved.
+            pairs: Index of the other update's row that takes each one's place, of rows that are
+                asked for singly.
+            truth: Truth of this update.
         """
         return answer
 

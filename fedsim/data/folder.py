@@ -201,7 +201,8 @@ class ImageFolder(DataSource):
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
         """Normalizes by the training images' mean and deviation, if these are asked for."""
-        return dataset if isinstance(dataset, Table) else self._normalized(dataset)
+        assert isinstance(dataset, Dataset)
+        return self._normalized(dataset)
 
     def _normalized(self, dataset: Dataset) -> Dataset:
         if self.normalization == "declared":

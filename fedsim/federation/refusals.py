@@ -22,7 +22,7 @@ from fedsim.system import memory
 from fedsim.training import accounting
 from fedsim.training.server import Server
 from fedsim.training.workload import Workload
-from fedsim.types import Dataset, FedsimError, PrivacyClaim, Table
+from fedsim.types import Dataset, FedsimError, PrivacyClaim
 from fedsim.words import number_of
 
 Claims = Mapping[str, PrivacyClaim]
@@ -70,21 +70,16 @@ def engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
     build_engine(scenario.federation.engine).check()
 
 
-def strategy_exists(scenario: Scenario, stacks: Collection[str]) -> None:
-    """Flower has many strategies, with parameters of their own."""
-    federation = scenario.federation
+def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
+    """A strategy has parameters of its own, and may need updates or losses that a stack hides."""
+    federation, trains = scenario.federation, build_learner(scenario.learner).trains
     with strategies.quiet_flower():
         strategies.build(federation.strategy, federation.strategy_parameters)
-    if not build_learner(scenario.learner).trains and federation.strategy != "FedAvg":
+    if not trains and federation.strategy != "FedAvg":
         raise FedsimError(
             f"federation.strategy: learner {scenario.learner.name} releases no update of a model, "
             f"of which {federation.strategy} could make anything but the mean; use FedAvg"
         )
-
-
-def strategy_fits_stacks(scenario: Scenario, stacks: Collection[str]) -> None:
-    """A strategy may need to see each update, or losses, that a stack hides."""
-    federation, trains = scenario.federation, build_learner(scenario.learner).trains
     for name in stacks:
         stack = build_stack(scenario.defenses[name])
         with blaming(f"defenses.{name}"):
@@ -98,8 +93,7 @@ def strategy_fits_stacks(scenario: Scenario, stacks: Collection[str]) -> None:
 
 OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [
     engine_runs_here,
-    strategy_exists,
-    strategy_fits_stacks,
+    strategy_fits,
 ]
 
 
@@ -121,9 +115,7 @@ def neurons_to_plant(server: Server) -> None:
 def somebody_is_observed(server: Server) -> None:
     """Each observed round has an observed client in it."""
     scenario = server.scenario
-    if not server.trains and not scenario.observe.batch_sizes:
-        return
-    if scenario.observe.vantages == ["client"]:
+    if not server.schedule.records or scenario.observe.vantages == ["client"]:
         return
     for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
         if not server.plan(round).observed:
@@ -213,7 +205,6 @@ def classes_to_tell_apart(workload: Workload) -> None:
 def batches_are_full(workload: Workload) -> None:
     """No batch is larger than a client's data, and no trial repeats another's images."""
     observe, parts = workload.scenario.observe, {one.number: one.own for one in workload.clients}
-    of = "row" if isinstance(workload.dataset, Table) else "image"
     everyone = list(parts)
     sizes = []
     if workload.trains:
@@ -226,8 +217,8 @@ def batches_are_full(workload: Workload) -> None:
         if smallest is not None and size > len(parts[smallest]):
             raise FedsimError(
                 f"{key}: a batch of {size} is larger than the data of client {smallest} "
-                f"({number_of(len(parts[smallest]), of)}); use a smaller batch, fewer clients, "
-                "or a more even partition"
+                f"({number_of(len(parts[smallest]), workload.dataset.noun)}); use a smaller batch, "
+                "fewer clients, or a more even partition"
             )
     with blaming("observe.trials"):
         for size in observe.batch_sizes or []:
@@ -249,7 +240,7 @@ _STEP_BYTES = 4
 def batches_fit_memory(workload: Workload) -> None:
     """Batches and their gradients have to fit, of training and of probes."""
     spec, observe = workload.spec, workload.scenario.observe
-    if spec is None or not workload.trains:
+    if spec is None:
         return
     counted = size_of(spec, workload.stack.model_defenses)
     training = workload.training

@@ -134,8 +134,7 @@ def save_observation(observation: Observation, root: Path) -> Path:
     update_digest = write_tensors(base.with_name(base.name + ".safetensors"), seen)
     sidecar = _Sidecar(
         **{name: getattr(observation, name) for name in _FACTS},
-        model=observation.spec if isinstance(observation.spec, ModelSpec) else None,
-        release=observation.spec if isinstance(observation.spec, ReleaseSpec) else None,
+        **{"model": None, "release": None, observation.spec.field: observation.spec},
         parameters=tuple(observation.parameters),
         buffers=tuple(observation.buffers),
         update_sha256=update_digest,

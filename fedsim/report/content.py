@@ -134,7 +134,7 @@ class Line:
             "attacker": self.setting or row.threat.title,
             "at": f"batch size {row.batch_size}, round {row.round}",
             "trials": self.trials,
-            "different images" if row.subject == "images" else "different rows": row.images,
+            f"different {row.main.noun}": row.images,
             "gain 3 dB or more": row.leaking,
             "certified": certified,
             "error that theory predicts, up to a constant": row.tensor_rate

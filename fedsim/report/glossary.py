@@ -215,7 +215,7 @@ def terms_of(
         "other": any(row.other_update for row in rows),
         "invalid": invalid,
         "unscored": unscored,
-        "matching": any(row.subject == "images" for row in rows),
+        "matching": any(row.main.itemwise for row in rows),
     }
     for name, metric in METRICS.items():
         key, measured = metric.term.key, any(row.metrics.get(name) for row in rows)

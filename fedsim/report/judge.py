@@ -532,7 +532,7 @@ def _control(rows: Sequence[LeaderboardRow]) -> Control:
     undefended = [row for row in rows if row.undefended]
     basis = Control(
         comparison=rows[0].comparison,
-        subject=rows[0].subject,
+        subject=rows[0].main.part,
         status="absent" if not undefended else "failed",
         is_alone=len(undefended) == len(rows),
         ended=all(row.ended for row in rows),
@@ -882,14 +882,14 @@ def _untried(rows: Sequence[LeaderboardRow], trained: Collection[int]) -> tuple[
     `trained` are the rounds that were trained.
     """
     measured = {name for row in rows for name, value in row.metrics.items() if value is not None}
-    of_images = rows[0].subject == "images"
+    main = rows[0].main
+    pictures = "untried images" if main.pictured else "untried rows"
     smallest, rounds = min(row.batch_size for row in rows), sorted({row.round for row in rows})
-    pictures = "untried images" if of_images else "untried rows"
     kinds: list[tuple[bool, Statement]] = [
         ("psnr" not in measured, _state(pictures)),
-        (of_images and "label_accuracy" not in measured, _state("untried labels")),
+        (main.itemwise and "label_accuracy" not in measured, _state("untried labels")),
         ("membership_auc" not in measured, _state("untried membership")),
-        (of_images and smallest > 1, _state("untried smaller batches", smallest=smallest)),
+        (main.itemwise and smallest > 1, _state("untried smaller batches", smallest=smallest)),
         (bool(set(trained) - set(rounds)), _state("untried rounds", rounds=rounds)),
         (all(row.server == "honest" for row in rows), _state("untried malicious server")),
         (all(row.vantage != "client" for row in rows), _state("untried participants")),
@@ -954,7 +954,7 @@ def _unmeasured(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> Statement |
     if verdict.finding == "failed":
         return _state("all failed", failures=failures_of(rows))
     if verdict.finding == "unknown":
-        return _state("not attacked", subject=row.subject)
+        return _state("not attacked", subject=row.main.noun)
     if verdict.finding == "undecided":
         if row.no_control:
             return _state("uncontrolled", why=row.no_control)
@@ -1093,11 +1093,11 @@ def _model_problem(
             return _state("diverges", count=row.diverged, n=row.n)
         if row.learning_problem:
             return _state("learned nothing")
-        if own is None and row.subject == "images":
+        if own is None and row.main.pictured:
             return _state("not tested")
         if own and usual and own.skill < LEAST_SKILL * usual.skill:
             return _state("learns little", share=own.share, chance=own.chance)
-    if rows[0].subject == "images" and not (usual and has_learned(usual)):
+    if rows[0].main.pictured and not (usual and has_learned(usual)):
         return _state("undefended learned nothing", least=LEAST_LEARNED)
     return None
 

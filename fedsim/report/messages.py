@@ -283,17 +283,16 @@ def headline(verdict: Verdict) -> str:
 def describe_gets(verdict: Verdict) -> str:
     """Words what the attacker gets."""
     row, finding = verdict.strongest, verdict.finding
-    of_images = row.subject == "images"
     times = "at times" if verdict.is_rare else "on average"
     if verdict.leaking and verdict.leaking.count:
         times = in_trials(verdict.leaking.count, verdict.leaking.n)
     gets = fill(
         GETS.get(finding) or _noun(finding),
         pictures=_pictures(verdict),
-        colors="colors" if of_images else "coarse values",
+        colors="colors" if row.main.pictured else "coarse values",
         certain="" if verdict.is_bounded else "certain ",
         times=times,
-        subject=row.subject,
+        subject=row.main.noun,
         total=verdict.trials,
     )
     if verdict.times:
@@ -316,7 +315,8 @@ def _describe_times(times: Times) -> str:
 
 
 def _pictures(verdict: Verdict) -> str:
-    return "pictures" if verdict.strongest.subject == "images" else "rows"
+    main = verdict.strongest.main
+    return "pictures" if main.pictured else main.noun
 
 
 def describe_reliance(verdict: Verdict) -> str:
@@ -493,7 +493,7 @@ def describe_costs(verdict: Verdict) -> str:
 def _describe_accuracy(verdict: Verdict) -> str:
     costs, row = verdict.costs, verdict.strongest
     if row.test_accuracy is None:
-        if row.subject == "rows" and row.test_loss is not None:
+        if not row.main.pictured and row.test_loss is not None:
             return f"test loss {row.test_loss:.3g}"
         return "test accuracy not measured"
     plain = f"{row.test_accuracy:.1%} test accuracy"
@@ -559,7 +559,7 @@ def describe_control(control: Control) -> str:
         "required": control.required,
         "uncontrolled": f" ({row.no_control})" if row and row.no_control else "",
         "due": due,
-        "subject": control.subject,
+        "subject": targets()[control.subject].noun,
     }
     measured, required = (fill(text, **values) for text in CONTROLS[control.metric])
     if control.status == "passed":

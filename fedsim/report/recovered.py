@@ -38,7 +38,7 @@ def clouds(
     Raises:
         FedsimError: a reconstruction is damaged.
     """
-    recovering = [line for line in lines if line.subject == "rows" and line.metrics["row_error"]]
+    recovering = [line for line in lines if not line.main.pictured and line.metrics["row_error"]]
     panels = []
     for line in recovering[:_PANELS]:
         scored = sorted(

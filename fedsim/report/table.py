@@ -276,9 +276,9 @@ def _varying(rows: Sequence[LeaderboardRow]) -> list[str]:
 
 
 def _cases_of(rows: Sequence[LeaderboardRow]) -> list[str]:
-    subject = rows[0].subject
-    columns = ["vantage", "server"] if subject == "images" else ["vantage"]
-    return [*columns, *Grant.meanings(subject), "round"]
+    main = rows[0].main
+    columns = ["vantage", "server"] if main.pictured else ["vantage"]
+    return [*columns, *Grant.meanings(main.noun), "round"]
 
 
 def _case(row: LeaderboardRow, name: str) -> Any:

@@ -1,12 +1,12 @@
 """Scores reconstructions by pure functions of them and the truth. Nothing here needs Flower."""
 
+from fedsim.contracts.matching import MISSING, align
 from fedsim.contracts.metric import Metric, ScoringError, Term, Unavailable
 from fedsim.contracts.target import METRICS
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
 from fedsim.scoring.certificates import Certificate, certificate, false_certificates
 from fedsim.scoring.guess import Guesser, guess_problem, mean_image, near_copies
 from fedsim.scoring.image import check_pixels, psnr
-from fedsim.scoring.matching import MISSING, align
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
 from fedsim.scoring.score import (
     NOT_LEARNED,
@@ -15,10 +15,10 @@ from fedsim.scoring.score import (
     baseline,
     no_metrics,
     prepare,
-    recalled,
-    saved,
+    read_saved,
     score,
     score_other,
+    tensors_to_save,
 )
 from fedsim.scoring.statistics import (
     LEAST,
@@ -63,11 +63,11 @@ __all__ = [
     "no_metrics",
     "prepare",
     "psnr",
-    "recalled",
-    "saved",
+    "read_saved",
     "score",
     "score_other",
     "share",
     "student_interval",
     "summarize",
+    "tensors_to_save",
 ]

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedsim.contracts.matching import MISSING
 from fedsim.contracts.metric import ScoringError
-from fedsim.scoring.matching import MISSING
 from fedsim.types import Reconstruction, Truth
 from fedsim.words import number_of
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.contracts.matching import assign
 from fedsim.scoring.image import PSNR_CAP
-from fedsim.scoring.matching import assign
 
 CHUNK = 256
 """Images are summed in chunks of so many, to bound the memory of their float64 copies."""

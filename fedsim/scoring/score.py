@@ -135,20 +135,22 @@ def baseline(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
     return fields
 
 
-def saved(found: Reconstruction, truth: Truth, scores: Scores, aids: Aids) -> dict[str, Tensor]:
+def tensors_to_save(
+    found: Reconstruction, truth: Truth, scores: Scores, aids: Aids
+) -> dict[str, Tensor]:
     """Returns the truth and, in the order of the truth, exactly what was scored against it."""
     tensors: dict[str, Tensor] = {}
     for target in targets().values():
-        tensors |= target.saved(found, truth, scores.assignments, aids)
+        tensors |= target.tensors_to_save(found, truth, scores.assignments, aids)
     return tensors
 
 
-def recalled(tensors: Tensors) -> tuple[Reconstruction, Truth]:
-    """Returns the answer and the truth that `saved` wrote, as far as it wrote them."""
+def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
+    """Returns the answer and the truth of a file of `tensors_to_save`."""
     answers: dict[str, Tensor] = {}
     true: dict[str, Tensor] = {}
     for part, target in targets().items():
-        answer, known = target.recalled(tensors)
+        answer, known = target.read_saved(tensors)
         answers |= {} if answer is None else {part: answer}
         true |= known
     found = Reconstruction(loss=math.nan, iterations=0).with_parts(answers)
@@ -159,13 +161,12 @@ def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
     """Scores what was made of another update against the truth of one's own: the control.
 
     Args:
-        own: what `saved` wrote of the update.
-        other: what it wrote of the other one.
-        pairs: of rows that are asked for singly, which of the other's takes each one's place.
+        own: Tensors saved of the update.
+        other: Tensors saved of the other one.
+        pairs: Index of the other's row that takes each one's place, of rows asked for singly.
     """
-    (_, truth), (made, _) = recalled(own), recalled(other)
+    (_, truth), (made, _) = read_saved(own), read_saved(other)
     answers = {
-        part: targets()[part].borrowed(answer, pairs, truth)
-        for part, answer in made.parts().items()
+        part: targets()[part].borrow(answer, pairs, truth) for part, answer in made.parts().items()
     }
     return score(made.with_parts(answers), truth)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedsim.contracts.matching import align, match
 from fedsim.contracts.metric import (
     Metric,
     MetricValue,
@@ -20,9 +21,8 @@ from fedsim.contracts.metric import (
     ordered,
 )
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
-from fedsim.scoring.matching import align, match
 from fedsim.targets.images import aid_of
-from fedsim.types import FedsimError, Observation, Reconstruction, Truth
+from fedsim.types import FedsimError, Observation, Truth
 
 _MOST = 256
 """Images: hundreds tell which directions features share, and a model may take long for each."""
@@ -186,11 +186,7 @@ class Features(Target):
         if true is None:
             return
         check_features(true, "truth")
-        if answer.shape[1:] != true.shape[1:]:
-            raise ScoringError(
-                f"reconstructed features are {tuple(answer.shape[1:])} each, the truth's are "
-                f"{tuple(true.shape[1:])}"
-            )
+        self.check_each(answer, true)
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Matches features by their directions, since an attack need not know their norms.
@@ -203,9 +199,9 @@ class Features(Target):
         claimed, true = answer.detach().cpu(), true.detach().cpu()
         units = [F.normalize(each.double(), eps=1e-30) for each in (claimed, true)]
         assignment = match(*units)
-        matched = align(claimed, assignment, torch.zeros_like(true[0]))
+        matched = align(claimed, assignment, self.filling(true, aids))
         pair = ScoredPair(claimed=matched, truth=true, unordered=claimed)
-        return TargetScores(values=self.computed(pair), assignment=assignment)
+        return TargetScores(values=self.compute_metrics(pair), assignment=assignment)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns features guessed from those of public images, where an attack may have some."""
@@ -228,21 +224,7 @@ class Features(Target):
         _, _, directions = torch.linalg.svd(units, full_matrices=False)
         mean = public.double().mean(0).expand(len(truth), -1)
         pair = ScoredPair(claimed=mean, truth=truth, unordered=directions[: len(truth)])
-        return TargetScores(values=self.computed(pair)).means()
-
-    def saved(
-        self,
-        found: Reconstruction,
-        truth: Truth,
-        assignments: Mapping[str, list[int]],
-        aids: Aids,
-    ) -> dict[str, Tensor]:
-        """Returns the features in the order of the true ones."""
-        true = self.truth_of(truth)
-        if found.features is None or true is None:
-            return {}
-        matched = align(found.features, assignments["features"], torch.zeros_like(true[0]))
-        return {"features": matched, "truth_features": true}
+        return TargetScores(values=self.compute_metrics(pair)).means()
 
 
 def _public_features(observation: Observation, images: Tensor) -> Tensor | None:

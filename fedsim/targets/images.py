@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedsim.contracts.metric import Metric, ScoredPair, ScoringError, Term, Unavailable, ordered
+from fedsim.contracts.matching import MISSING, align, match
+from fedsim.contracts.metric import Metric, ScoredPair, Term, Unavailable, ordered
 from fedsim.contracts.target import Aids, GuessRequest, Resources, Target, TargetGuess, TargetScores
 from fedsim.scoring import image
 from fedsim.scoring.guess import Guess, Guesser, near_copies
-from fedsim.scoring.matching import MISSING, align, match
 from fedsim.scoring.perceptual import LpipsMetric, load_lpips, perceptual_distance
-from fedsim.types import Payload, Reconstruction, Tensors, Truth
+from fedsim.types import Payload, Reconstruction, Truth
 
 EXPOSED_IMAGE = 15.0
 """A single image is a leak if it is by so many dB better than its own guess and than what the same
@@ -81,6 +80,8 @@ class Images(Target):
     payloads: ClassVar[tuple[Payload, ...]] = ("update",)
     itemwise: ClassVar[bool] = True
     pictured: ClassVar[bool] = True
+    saved_as: ClassVar[tuple[str, str] | None] = ("reconstruction", "truth")
+    keeps_truth: ClassVar[bool] = True
     leaks: ClassVar[float] = 3.0
     exposes: ClassVar[float | None] = 10.0
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -132,11 +133,7 @@ class Images(Target):
         true = truth.tensors()["images"]
         image.check_pixels(true, "truth")
         image.check_pixels(answer, "reconstruction")
-        if answer.shape[1:] != true.shape[1:]:
-            raise ScoringError(
-                f"reconstructed images are {tuple(answer.shape[1:])} each, the truth's are "
-                f"{tuple(true.shape[1:])}"
-            )
+        self.check_each(answer, true)
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Matches images by their mean squared error, for all metrics.
@@ -151,8 +148,8 @@ class Images(Target):
         if aid.fill is None:
             claimed, true = answer[[assignment[place] for place in matched]], true[matched]
         else:
-            claimed = matched_images(answer, assignment, aid.fill)
-        values = self.computed(ScoredPair(claimed=claimed, truth=true, aid=aid))
+            claimed = align(answer, assignment, aid.fill)
+        values = self.compute_metrics(ScoredPair(claimed=claimed, truth=true, aid=aid))
         notes = {}
         if isinstance(values.get("lpips"), Tensor) and isinstance(aid.lpips, LpipsMetric):
             notes["lpips"] = aid.lpips.describe(*true.shape[-2:])
@@ -172,37 +169,11 @@ class Images(Target):
             learned=described_guess(guess, request, aids),
         )
 
-    def saved(
-        self,
-        found: Reconstruction,
-        truth: Truth,
-        assignments: Mapping[str, list[int]],
-        aids: Aids,
-    ) -> dict[str, Tensor]:
-        """Returns the true images, and those that were scored against them."""
-        true = truth.tensors().get("images")
-        if true is None:
-            return {}
-        if found.images is None:
-            return {"truth": true}
+    def filling(self, true: Tensor, aids: Aids) -> Tensor:
+        """Returns the mean public image."""
         fill = aid_of(aids).fill
         assert fill is not None  # only a run, which has public images, saves answers
-        matched = matched_images(found.images, assignments["images"], fill)
-        return {"truth": true, "reconstruction": matched}
-
-    def recalled(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the images and the true ones that `saved` wrote."""
-        truth = {"images": tensors["truth"]} if "truth" in tensors else {}
-        return tensors.get("reconstruction"), truth
-
-
-def matched_images(images: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
-    """Orders reconstructed `images` as the truths, exactly as they are scored: (N, C, H, W).
-
-    `fill` (C, H, W) stands for a missing one.
-    """
-    images = images.detach().cpu()
-    return align(images, assignment, fill.detach().cpu().to(images.dtype))
+        return fill
 
 
 def aid_of(aids: Aids) -> ImageAid:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fedsim.contracts.matching import MISSING
 from fedsim.contracts.metric import Metric, ScoringError, Term, ordered
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
-from fedsim.scoring.matching import MISSING, align
 from fedsim.targets.images import answers_labels_alone, described_guess, guessed_batch
-from fedsim.types import Reconstruction, Truth
+from fedsim.types import Truth
 
 
 def check_labels(labels: Tensor, what: str) -> None:
@@ -69,6 +68,7 @@ class Labels(Target):
     singular: ClassVar[str] = "label"
     order: ClassVar[float] = 2.0
     itemwise: ClassVar[bool] = True
+    keeps_truth: ClassVar[bool] = True
     ranks_by: ClassVar[Any] = "gain"
     leaks: ClassVar[float] = 0.1
     metrics: ClassVar[tuple[Metric, ...]] = (LABEL_ACCURACY,)
@@ -98,21 +98,6 @@ class Labels(Target):
             learned=described_guess(guess, request, aids) if alone else {},
         )
 
-    def saved(
-        self,
-        found: Reconstruction,
-        truth: Truth,
-        assignments: Mapping[str, list[int]],
-        aids: Aids,
-    ) -> dict[str, Tensor]:
-        """Returns the labels, each beside the true one of the image or feature it came with."""
-        true = truth.tensors().get("labels")
-        if true is None:
-            return {}
-        if found.labels is None:
-            return {"truth_labels": true}
-        order = next(iter(assignments.values()), None)
-        labels = found.labels
-        if order:
-            labels = align(labels, order, labels.new_tensor(MISSING))
-        return {"truth_labels": true, "labels": labels}
+    def filling(self, true: Tensor, aids: Aids) -> Tensor:
+        """Returns -1, which is no label."""
+        return true.new_tensor(MISSING)

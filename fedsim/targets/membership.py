@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from fedsim.contracts.metric import Metric, ScoringError, Term, Unavailable, ordered
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess
-from fedsim.types import Reconstruction, Tensors, Truth
+from fedsim.types import Truth
 
 FALSE_POSITIVES = 0.05
 """True positives are counted where at most this share of non-members is accused."""
@@ -68,6 +67,7 @@ class Membership(Target):
     noun: ClassVar[str] = "members"
     singular: ClassVar[str] = "member"
     order: ClassVar[float] = 4.0
+    saved_as: ClassVar[tuple[str, str] | None] = ("membership", "members")
     ranks_by: ClassVar[Any] = "gain"
     leaks: ClassVar[float] = 0.05
     works: ClassVar[float | None] = 0.25
@@ -97,9 +97,10 @@ class Membership(Target):
         ),
     )
 
-    def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns whether each candidate took part."""
-        return truth.tensors().get("members")
+    @property
+    def truth_name(self) -> str:
+        """Name of what says of each candidate whether it took part."""
+        return "members"
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses what is not a score of each candidate; likelihood ratios may be infinite.
@@ -122,20 +123,6 @@ class Membership(Target):
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
-    def saved(
-        self,
-        found: Reconstruction,
-        truth: Truth,
-        assignments: Mapping[str, list[int]],
-        aids: Aids,
-    ) -> dict[str, Tensor]:
-        """Returns the scores, beside which rows write who took part."""
-        return {} if found.membership is None else {"membership": found.membership}
-
-    def recalled(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the scores; rows recall who took part."""
-        return tensors.get("membership"), {}
-
-    def borrowed(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
+    def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
         """Returns the other release's scores, over again where there are fewer of them."""
         return answer[torch.arange(len(truth.tensors()["members"])) % len(answer)]

@@ -145,7 +145,7 @@ class Rows(Target):
         assert true is not None
         scored, classes = tensors["scored"], int(tensors["classes"])
         entries = [part[:, scored].double() for part in (answer, true)]
-        values = self.computed(ScoredPair(claimed=entries[0], truth=entries[1]))
+        values = self.compute_metrics(ScoredPair(claimed=entries[0], truth=entries[1]))
         if classes:
             pair = ScoredPair(claimed=answer[:, -classes:], truth=true[:, -classes:])
             values[self.classes.name] = self.classes.compute(pair)
@@ -162,21 +162,19 @@ class Rows(Target):
             metrics = self.compare(others, request.truth, aids).means()
         return TargetGuess(name="mean_of_others", metrics=metrics)
 
-    def saved(
+    def tensors_to_save(
         self,
         found: Reconstruction,
         truth: Truth,
         assignments: Mapping[str, list[int]],
         aids: Aids,
     ) -> dict[str, Tensor]:
-        """Returns rows, the true ones, and which entries are scored."""
-        true, tensors = self.truth_of(truth), truth.tensors()
-        if true is None:
-            return {}
-        kept = {name: tensors[name] for name in ("members", "scored", "classes")}
-        return kept if found.rows is None else {**kept, "truth_rows": true, "rows": found.rows}
+        """Adds to the rows who took part, and which entries are scored."""
+        tensors = truth.tensors()
+        kept = {name: tensors[name] for name in ("members", "scored", "classes") if name in tensors}
+        return {**kept, **super().tensors_to_save(found, truth, assignments, aids)}
 
-    def recalled(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Returns the rows, and a truth of which only those that took part are known."""
         if "members" not in tensors:
             return None, {}
@@ -189,6 +187,6 @@ class Rows(Target):
         known["clients"] = torch.zeros(len(members), dtype=torch.int64)
         return tensors.get("rows"), known
 
-    def borrowed(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
+    def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
         """Returns each row's counterpart."""
         return answer[pairs]

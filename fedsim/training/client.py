@@ -15,7 +15,6 @@ from fedsim import rng
 from fedsim.contracts.learner import Batches, Computation, Request
 from fedsim.contracts.target import targets
 from fedsim.data import batches
-from fedsim.learners.sgd import as_pixels
 from fedsim.training.inputs import digest
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
@@ -95,9 +94,9 @@ class Client:
         taken = int(state.get(_STEPS, 0))
         path = self._path(round, probe)
         truth: Truth | None = None
-        if isinstance(self.dataset, Dataset) and server.trains:
+        if server.release is None:
             trials = server.scenario.observe.trials
-            drawn = self._batches(self.dataset, training, round, probe, taken, trials)
+            drawn = self._batches(training, round, probe, taken, trials)
         else:
             rows, truth = self.rows(server.computation, round, probe)
             drawn = [rows]
@@ -165,10 +164,7 @@ class Client:
 
     def held(self) -> tuple[Tensor, Tensor]:
         """All that the client holds, rows or pixels, and the labels."""
-        data = self.dataset
-        if isinstance(data, Table):
-            return data.train_rows[self.own], data.train_labels[self.own]
-        return as_pixels(data.train_images[self.own]), data.train_labels[self.own]
+        return self.dataset.held(self.own)
 
     def rows(
         self, computation: Computation, round: int, probe: Probe | None
@@ -206,7 +202,6 @@ class Client:
 
     def _batches(
         self,
-        dataset: Dataset,
         training: LocalTraining,
         round: int,
         probe: Probe | None,
@@ -216,7 +211,6 @@ class Client:
         """Pixels and labels of every local step.
 
         Args:
-            dataset: The client's.
             training: How it trains, or answers the probe.
             round: From 1.
             probe: What it is asked instead of training.
@@ -232,7 +226,7 @@ class Client:
                 path = (*self._path(round, probe), step)
                 chosen = self._chosen(training, path, taken + step)
             chosen = self.there(chosen)
-            found.append((as_pixels(dataset.train_images[chosen]), dataset.train_labels[chosen]))
+            found.append(self.dataset.held(chosen))
         return found * (training.steps // distinct)
 
     def _victims(

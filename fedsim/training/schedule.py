@@ -78,8 +78,13 @@ class Schedule:
     scenario: Scenario
     aggregated: bool
     """Whether the server sees the clients' updates combined only."""
-    trains: bool
-    """Whether the learner trains a network, over the rounds."""
+    records_training: bool
+    """Whether updates of training are recorded where the scenario asks for no probes."""
+
+    @property
+    def records(self) -> bool:
+        """Whether any round can be recorded."""
+        return self.records_training or self.scenario.observe.batch_sizes is not None
 
     def round(self, number: int) -> RoundPlan:
         """Returns the plan of a round, counted from 1."""
@@ -121,7 +126,7 @@ class Schedule:
 
     def is_observed(self, number: int) -> bool:
         """Whether anything is recorded in a round."""
-        if not self.trains and self.scenario.observe.batch_sizes is None:
+        if not self.records:
             return False
         last = self.scenario.training.rounds
         return number in {last if r == "last" else r for r in self.scenario.observe.rounds}

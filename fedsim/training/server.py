@@ -175,7 +175,7 @@ class Server:
         assert self.protocol is not None
         declared = self.declared_for(probe)
         *_, before, _ = self.stack.guarantees(declared, self.release)
-        most = self.stack.training(declared).num_images if self.trains else 1
+        most = self.computation.most_examples(self.stack.training(declared))
         return self.protocol.terms(before, most)
 
     @cached_property
@@ -189,7 +189,7 @@ class Server:
 
     def _schedule(self, stack: Stack) -> Schedule:
         aggregated = stack.aggregation is not None
-        return Schedule(scenario=self.scenario, aggregated=aggregated, trains=self.trains)
+        return Schedule(scenario=self.scenario, aggregated=aggregated, records_training=self.trains)
 
     @property
     def model(self) -> Classifier | None:
@@ -418,14 +418,8 @@ class Server:
 
     def test_set(self) -> tuple[int, float | None]:
         """(number of test examples, share of the most frequent class; None of no classes)."""
-        data = self.described
-        if isinstance(data, Dataset):
-            labels = data.test_labels
-        elif data.classes:
-            labels = (data.test_rows[:, -1] > 0).long()
-        else:
-            return len(data.test_rows), None
-        return len(labels), float(labels.bincount().max()) / len(labels)
+        count, labels = len(self.described.test_inputs), self.described.test_classes
+        return count, None if labels is None else float(labels.bincount().max()) / count
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
         """Mean loss and accuracy of the global model on the test split."""

@@ -121,7 +121,7 @@ class Workload(Server):
         Raises:
             FedsimError: they do (`Computation.check`).
         """
-        if self.trains:
+        if self.release is None:
             return
         here = {one.number: one for one in self.clients}
         for round in range(1, self.scenario.training.rounds + 1):

@@ -12,10 +12,11 @@ from torch import Tensor
 from fedsim.scoring import (
     METRICS,
     ScoringError,
+    align,
     mean_image,
     score,
 )
-from fedsim.targets.images import ImageAid, matched_images
+from fedsim.targets.images import ImageAid
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -67,7 +68,7 @@ def test_perfect_reconstruction_in_another_order(truth: GroundTruth) -> None:
     assert scores["feature_error"] == pytest.approx(0.0)
     assert scores["feature_cosine"] == pytest.approx(1.0)
     guess = torch.zeros_like(truth.images[0])
-    assert torch.equal(matched_images(truth.images[order], scores.assignment, guess), truth.images)
+    assert torch.equal(align(truth.images[order], scores.assignment, guess), truth.images)
 
 
 def test_assignment_is_the_least_total_cost_not_the_greedy_one() -> None:
@@ -150,7 +151,7 @@ def test_missing_reconstructions_count_as_the_guess(truth: GroundTruth) -> None:
     unseen = (guess - truth.images[2]).square().mean().sqrt()
     assert scores.per_image["rmse"][2] == pytest.approx(float(unseen), abs=1e-6)
     assert scores["label_accuracy"] == 0.5
-    assert torch.equal(matched_images(truth.images[:2], scores.assignment, guess)[3], guess)
+    assert torch.equal(align(truth.images[:2], scores.assignment, guess)[3], guess)
     assert scores.missing == 0
 
 

@@ -348,7 +348,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             SEEDS,
         ),
         "pairs of least distance in place of least squared error": swap(
-            "fedsim/scoring/matching.py:match", "distance.square()", "distance", BESIDE
+            "fedsim/contracts/matching.py:match", "distance.square()", "distance", BESIDE
         ),
     },
     5: {
@@ -402,8 +402,8 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "what is filled in comes of the truth": swap(
             "fedsim/targets/images.py:Images.compare",
-            "matched_images(answer, assignment, aid.fill)",
-            "matched_images(answer, assignment, true.mean(0))",
+            "align(answer, assignment, aid.fill)",
+            "align(answer, assignment, true.mean(0))",
             VICTIMS,
         ),
         "few public images are learned by heart": swap(
@@ -892,9 +892,9 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             ROAD,
         ),
         "labels saved beside other images than they came with": swap(
-            "fedsim/targets/labels.py:Labels.saved",
-            "align(labels, order, labels.new_tensor(MISSING))",
-            "labels",
+            "fedsim/contracts/target.py:Target.tensors_to_save",
+            "align(answer, order, self.filling(true, aids))",
+            "answer",
             ROAD,
         ),
         "a prior ranked above what sees": drop(

@@ -21,6 +21,7 @@ from fedsim.cli import commands
 from fedsim.cli.exits import exits
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Knowledge
+from fedsim.contracts.matching import match
 from fedsim.data.bundled import Digits
 from fedsim.report.leaderboard import accuracy_of
 from fedsim.report.row import LeaderboardRow
@@ -28,7 +29,6 @@ from fedsim.report.victims import images
 from fedsim.results import rows
 from fedsim.results.lines import ResultRow, UtilityOf
 from fedsim.scoring import accuracy, false_certificates, share
-from fedsim.scoring.matching import match
 from fedsim.testing import make_observation
 from fedsim.training.client import Client
 from fedsim.training.schedule import Probe

@@ -276,8 +276,7 @@ def _scenario(written: str) -> Scenario:
 
 def _digest(data: Dataset | Table) -> str:
     """Returns a digest of all training examples."""
-    inputs = data.train_rows if isinstance(data, Table) else data.train_images
-    return digest({"inputs": inputs, "labels": data.train_labels})
+    return digest({"inputs": data.inputs, "labels": data.train_labels})
 
 
 def _counts(held: str, scenario: Scenario) -> list[int]:

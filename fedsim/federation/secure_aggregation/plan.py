@@ -80,7 +80,7 @@ def layout(server: Server, round: int) -> Layout:
     return Layout(
         sums=tuple(server.sum_terms(part) for part in parts(server, round)),
         clients=len(server.plan(round).participants),
-        ring_bits=_TRAINING_BITS if server.trains else _CLOSED_FORM_BITS,
+        ring_bits=_CLOSED_FORM_BITS if server.release else _TRAINING_BITS,
         update=parameters,
         buffers=wire.floating(buffers) if server.releases_statistics else {},
     )

@@ -165,7 +165,7 @@ def _reconstruction(lines: Sequence[LeaderboardRow]) -> Row:
             "Whether data can be reconstructed.",
         )
     victims = max((line.images or 0 for line in gained), default=0)
-    noun = "row" if gained[0].subject == "rows" else "image"
+    noun = gained[0].main.singular
     return (
         "Resistance to reconstruction",
         f"Measured on up to {number_of(victims, noun)} for each attack and defense (chapter 6).",
