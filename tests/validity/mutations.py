@@ -747,7 +747,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "chance is one over the classes however uneven": swap(
             "fedsim/training/server.py:Server.test_set",
-            "float(labels.bincount().max()) / len(labels)",
+            "float(labels.bincount().max()) / count",
             "1 / len(labels.bincount())",
             BESIDE,
         ),
