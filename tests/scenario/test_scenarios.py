@@ -31,7 +31,7 @@ def test_the_quickstart_shows_what_it_promises() -> None:
 RECONSTRUCTION = Path(__file__).parents[2] / "scenarios" / "reconstruction"
 REPORTED_SEED = 2027
 """No attack was ever run on its batches before a report: choices were made on other seeds
-(docs/lab-notes.md, "Which batches were tuned on")."""
+(docs/refuted.md, "Which batches were tuned on")."""
 
 
 @pytest.mark.parametrize("path", sorted(RECONSTRUCTION.glob("*.yaml")), ids=lambda path: path.stem)

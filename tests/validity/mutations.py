@@ -1105,7 +1105,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
     },
 }
-"""Section of docs/refuted.md, what is wrong then, and the change that makes it so."""
+"""Row of docs/refuted.md's first table, what is wrong then, and the change that makes it so."""
 
 MUTATIONS = tuple(
     replace(mutation, name=name)
