@@ -19,7 +19,7 @@ from fedsim.report.content import Content
 from fedsim.report.dossier import write_dossier
 from fedsim.report.judge import Verdict, judge_runs
 from fedsim.report.limits import broken_limits, grown
-from fedsim.report.loggers.entries import entries
+from fedsim.report.loggers import collect
 from fedsim.report.messages import brief
 from fedsim.report.threat import HONEST, describe_attacker, threat_model
 from fedsim.results.reading import measurements
@@ -179,7 +179,7 @@ def test_figures_of_two_threat_models_have_two_names(mixed: Path) -> None:
     ]
     judged(mixed, lines)
     (run,) = load_runs([mixed])
-    named = [(figure.name, figure.round) for figure in entries(run).figures]
+    named = [(figure.name, figure.round) for figure in collect(run).numbers]
     assert len(set(named)) == len(named)
 
 
