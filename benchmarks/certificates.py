@@ -486,7 +486,7 @@ def compute_features(out: Path, images: Path) -> None:
         spec = ModelSpec(
             name=name,
             parameters=parameters,
-            input_shape=dataset.input_shape,
+            input_shape=dataset.input_spec.input_shape,
             num_classes=len(dataset.classes),
             mean=dataset.mean,
             std=dataset.std,

@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim.federation  # sets Flower's environment before Flower is imported
-from fedsim.learners.sgd import as_pixels
 from fedsim.models.base import build, normalize
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import Local
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
+from fedsim.types import as_pixels
 
 CASES: dict[str, dict[str, Any]] = {
     "mlp, 10 clients": {

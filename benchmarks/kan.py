@@ -31,12 +31,11 @@ from torch.func import functional_call
 from fedsim import rng
 from fedsim.data.bundled import Digits
 from fedsim.data.folder import ImageFolder
-from fedsim.learners.sgd import as_pixels
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import loss_function
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCalibration
 from fedsim.testing.cases import local_step
-from fedsim.types import Dataset, LocalTraining, ModelSpec
+from fedsim.types import Dataset, LocalTraining, ModelSpec, as_pixels
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 
 STEPS, BINS, DELTA, NORM, SIDE = 300, 10, 1e-4, 0.5, 8
@@ -57,7 +56,7 @@ class Bench:
         self._spec = ModelSpec(
             name="kan",
             parameters=MODEL,
-            input_shape=self._data.input_shape,
+            input_shape=self._data.input_spec.input_shape,
             num_classes=len(self._data.classes),
             mean=self._data.mean,
             std=self._data.std,

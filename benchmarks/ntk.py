@@ -63,7 +63,7 @@ def images(path: Path, weights: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = ModelSpec(
         name="resnet18",
         parameters={"stem": "imagenet"},
-        input_shape=data.input_shape,
+        input_shape=data.input_spec.input_shape,
         num_classes=len(data.classes),
         mean=first.mean,
         std=first.std,

@@ -99,6 +99,8 @@ def known_beforehand(server: Server) -> list[str]:
     """
     if not isinstance(server, Workload) or not isinstance(server.dataset, Dataset):
         return []
+    if server.dataset.columns:
+        return []
     asked, held = server.scenario.observe.clients, server.dataset.train_images
     seen = [held[one.own] for one in server.clients if asked == "all" or one.number in asked]
     public = public_images(server.dataset, server.scenario.seed)

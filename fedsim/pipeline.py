@@ -436,9 +436,10 @@ class _Execution:
         return on_round
 
     def _setting(self) -> Setting:
-        guesser = None
+        guesser: scoring.Guesser | scoring.RowGuesser | None = None
         if isinstance(self.described, Dataset):
-            guesser = scoring.Guesser(self.described.test_images, self.described.test_labels)
+            guess = scoring.RowGuesser if self.described.columns else scoring.Guesser
+            guesser = guess(self.described.test_images, self.described.test_labels)
         return Setting(
             root=self.out,
             device=self.device,
@@ -450,13 +451,13 @@ class _Execution:
         )
 
     def _lpips_note(self) -> str:
-        if not isinstance(self.described, Dataset):
+        if not isinstance(self.described, Dataset) or self.described.columns:
             return "the data are no images"
         wanted = self.scenario.scoring
         lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
         if isinstance(lpips, scoring.Unavailable):
             return lpips.reason
-        return lpips.describe(*self.described.input_shape[1:])
+        return lpips.describe(*self.described.input_spec.input_shape[1:])
 
 
 def _job(entry: AttackEntry, observation: Path) -> Job:

@@ -142,17 +142,43 @@ class Update:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
+class InputColumn:
+    """Describes a column of a table as a model gets it."""
+
+    name: str
+    categories: tuple[str, ...] = ()
+    """Categories of the column: each has an entry, 1 if it is the row's and else 0. Empty for a
+    quantity, which has one entry on [0, 1], the ends of its declared range."""
+
+    @property
+    def width(self) -> int:
+        """Number of entries."""
+        return max(1, len(self.categories))
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """Describes what a model computes from: float32 entries on [0, 1], and how they are normalized.
+
+    Entries of images are called pixels.
+    """
+
+    input_shape: tuple[int, ...]
+    """(C, H, W) of an image, (D,) of a row of a table."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Normalization (x - mean) / std along the first axis, which is public knowledge."""
+    columns: tuple[InputColumn, ...] = ()
+    """Columns of a row, in the order of its entries; empty for images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(InputSpec):
     """Describes a model so that an attacker, who has its code, can build it again."""
 
     name: str
     parameters: Mapping[str, Any]
-    input_shape: tuple[int, int, int]
-    """(C, H, W)."""
     num_classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    """Per-channel normalization, public knowledge."""
     payload: ClassVar[Payload] = "update"
     field: ClassVar[str] = "model"
     """Name of the field of a recording that holds the description."""
@@ -435,7 +461,8 @@ class GroundTruth(Truth):
     """Holds the batch that an update was computed from."""
 
     images: Tensor
-    """(N, C, H, W) pixels in [0, 1]."""
+    """(N, C, H, W) pixels in [0, 1]; (N, D) entries on [0, 1] of rows of a table, whose `columns`
+    (D,), which are among `more`, say by number which column each entry is of."""
     labels: Tensor
     """(N,) int64."""
     features: Tensor | None = None
@@ -522,23 +549,23 @@ _PARTS = ("images", "labels", "features", "rows", "membership")
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Holds a data source in memory. Images are uint8 so that CIFAR-sized sets stay small."""
+    """Holds labelled inputs of a model in memory: images, or rows of a table.
 
-    noun: ClassVar[str] = "image"
-    """What an example is called."""
-    source_noun: ClassVar[str] = "file"
-    """What the source may leave out is called."""
+    Images are uint8 so that CIFAR-sized sets stay small.
+    """
+
     name: str
     train_images: Tensor
-    """(N, C, H, W) uint8."""
+    """(N, C, H, W) uint8; (N, D) float32 on [0, 1] of a table."""
     train_labels: Tensor
     """(N,) int64."""
     test_images: Tensor
     test_labels: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Per-channel normalization of pixels in [0, 1]."""
+    """See `InputSpec`, as of `columns`."""
     classes: tuple[str, ...]
+    columns: tuple[InputColumn, ...] = ()
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training image, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
@@ -552,38 +579,61 @@ class Dataset:
     """(reason, count) of the files that the source found and did not use."""
 
     @property
+    def input_spec(self) -> InputSpec:
+        """Description of what a model of these data computes from."""
+        return InputSpec(
+            input_shape=tuple(self.train_images.shape[1:]),
+            mean=self.mean,
+            std=self.std,
+            columns=self.columns,
+        )
+
+    @property
+    def noun(self) -> str:
+        """What an example is called."""
+        return "row" if self.columns else "image"
+
+    @property
+    def source_noun(self) -> str:
+        """What the source may leave out is called."""
+        return "column" if self.columns else "file"
+
+    @property
     def inputs(self) -> Tensor:
-        """All training images, uint8."""
+        """All training inputs, as they are held in memory."""
         return self.train_images
 
     def held(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns pixels in [0, 1] and labels of the training images at `indices`."""
-        return self.train_images[indices].float() / 255, self.train_labels[indices]
+        """Returns inputs on [0, 1] and labels of the training examples at `indices`."""
+        return as_pixels(self.train_images[indices]), self.train_labels[indices]
 
     @property
     def test_inputs(self) -> Tensor:
-        """All test images, uint8."""
+        """All test inputs, as they are held in memory."""
         return self.test_images
 
     @property
     def test_classes(self) -> Tensor:
-        """(N,) int64: the class of each test image."""
+        """(N,) int64: the class of each test input."""
         return self.test_labels
 
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """Shape of an image, (C, H, W)."""
-        _, c, h, w = self.train_images.shape
-        return (c, h, w)
+    def labelled(self) -> Dataset:
+        """Returns the data as a model is trained on them."""
+        return self
 
     def without_training(self) -> Dataset:
         """Returns the description and the test split, which may leave the clients."""
         return replace(
             self,
-            train_images=self.train_images.new_empty((0, *self.input_shape)),
+            train_images=self.train_images[:0],
             train_labels=self.train_labels.new_empty(0),
             client_of=None,
         )
+
+
+def as_pixels(images: Tensor) -> Tensor:
+    """Converts what is held in memory to float32 on [0, 1]: uint8 images; others are that."""
+    return images if images.is_floating_point() else images.float() / 255
 
 
 _ROUNDING = 1e-12
@@ -611,8 +661,10 @@ class Table:
     row_norm: float
     """l, the public bound."""
     classes: tuple[str, ...] | None
-    """The target's two classes, which are then -1 and +1 (before rows are scaled down to the
-    bound); None if the target is a quantity."""
+    """The target's classes, evenly from -1 to +1 (before rows are scaled down to the bound); None
+    if the target is a quantity."""
+    feature_columns: tuple[InputColumn, ...] = ()
+    """Columns of the features, but for the constant one. Empty: each feature is a quantity."""
     intercept: bool = False
     """Whether the last feature is the constant 1 (before rows are scaled down to the bound)."""
     client_of: Tensor | None = None
@@ -656,7 +708,43 @@ class Table:
     @property
     def test_classes(self) -> Tensor | None:
         """(N,) int64: the class of each test row; None if the target is a quantity."""
-        return (self.test_rows[:, -1] > 0).long() if self.classes else None
+        if self.classes is None:
+            return None
+        return ((self.test_rows[:, -1] + 1) / 2 * (len(self.classes) - 1)).round().long()
+
+    def labelled(self) -> Dataset:
+        """Returns the data as a model is trained on them: features on [0, 1], and classes.
+
+        Raises:
+            FedsimError: the target is a quantity, and has no classes.
+        """
+        labels = self.test_classes
+        if self.classes is None or labels is None:
+            raise FedsimError(
+                f"data.source: {self.name} has the target {self.columns[-1]!r}, a quantity, and a "
+                "model tells classes apart; declare the target's classes (`target: {name: ..., "
+                "classes: [...]}`), or use learner least_squares"
+            )
+        width = len(self.columns) - 1 - self.intercept
+        features = self.feature_columns or tuple(InputColumn(name=n) for n in self.columns[:width])
+        train, test = (
+            ((rows[:, :width] + 1) / 2).float().clamp(0, 1)
+            for rows in (self.train_rows, self.test_rows)
+        )
+        return Dataset(
+            name=self.name,
+            train_images=train,
+            train_labels=self.train_labels,
+            test_images=test,
+            test_labels=labels,
+            mean=(0.5,) * width,
+            std=(0.5,) * width,
+            classes=self.classes,
+            columns=features,
+            client_of=self.client_of,
+            private_statistics=self.private_statistics,
+            left_out=self.left_out,
+        )
 
     def without_training(self) -> Table:
         """Returns the description and the test split, which may leave the clients."""

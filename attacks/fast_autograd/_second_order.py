@@ -71,7 +71,7 @@ def accelerate(model: nn.Module) -> None:
 
 
 def drop_dead_weights(
-    model: nn.Module, input_shape: tuple[int, int, int]
+    model: nn.Module, input_shape: tuple[int, ...]
 ) -> dict[str, tuple[slice, ...]]:
     """Let the accelerated convolutions of `model` do without weights that only ever meet padding.
 

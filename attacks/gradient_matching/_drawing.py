@@ -112,7 +112,7 @@ class UNet(nn.Module):
 
     start: Tensor
 
-    def __init__(self, count: int, shape: tuple[int, int, int], features: int, width: int) -> None:
+    def __init__(self, count: int, shape: tuple[int, ...], features: int, width: int) -> None:
         """Draws weights and input from torch's global stream."""
         super().__init__()
         channels, height, columns = shape

@@ -117,9 +117,14 @@ _INFORMED = 3.0
 
 
 def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalizes the pixels 0 and 1: (C, 1, 1) each, of the type and device of `like`."""
-    ends = torch.tensor([0.0, 1.0], dtype=like.dtype, device=like.device).view(2, 1, 1, 1)
-    low, high = normalize(ends.expand(2, spec.input_shape[0], 1, 1), spec)
+    """Normalizes the ends of [0, 1]: (C, 1, 1) each of images, (D,) of rows of a table.
+
+    They are of the type and device of `like`.
+    """
+    first, *inner = spec.input_shape
+    single = [1] * len(inner)
+    ends = torch.tensor([0.0, 1.0], dtype=like.dtype, device=like.device).view(2, 1, *single)
+    low, high = normalize(ends.expand(2, first, *single), spec)
     return low, high
 
 

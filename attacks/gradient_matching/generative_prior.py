@@ -54,7 +54,7 @@ _SLOPE = 0.1
 class Generator(nn.Module):
     """Codes (N, latent) -> pixels (N, C, H, W) in (0, 1). Of a code only the direction counts."""
 
-    def __init__(self, shape: tuple[int, int, int], latent: int, width: int) -> None:
+    def __init__(self, shape: tuple[int, ...], latent: int, width: int) -> None:
         """Makes layers of `width` channels. Weights are drawn from torch's global stream."""
         super().__init__()
         self.shape, self.latent, self.width = shape, latent, width
@@ -77,7 +77,7 @@ class Generator(nn.Module):
         return pixels
 
 
-def over_parameterized(count: int, shape: tuple[int, int, int]) -> Generator:
+def over_parameterized(count: int, shape: tuple[int, ...]) -> Generator:
     """Makes a generator of more than four weights for each position of `count` images."""
     width = _LEAST_WIDTH
     while True:
@@ -93,7 +93,7 @@ class _Header(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     latent: Annotated[int, Field(ge=1, le=4096)]
     width: Annotated[int, Field(ge=16, le=1024, multiple_of=_GROUPS)]
     public: str
@@ -108,7 +108,7 @@ def pack_generator(generator: Generator, public: str) -> bytes:
     return save(weights, {"generator": header.model_dump_json()})
 
 
-def read_generator(path: Path, shape: tuple[int, int, int], public: str) -> Generator:
+def read_generator(path: Path, shape: tuple[int, ...], public: str) -> Generator:
     """Reads the generator in `path`, which has to draw images of `shape` and to know only `public`.
 
     Raises:
@@ -140,7 +140,7 @@ def read_generator(path: Path, shape: tuple[int, int, int], public: str) -> Gene
     return generator
 
 
-def _times(shape: tuple[int, int, int]) -> str:
+def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackState
+from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
@@ -64,6 +64,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     but for its regularization of features, which wants a last layer with a bias.
     """
 
+    takes_rows: ClassVar[bool] = True
     paper: ClassVar[str] = "Geiping et al., Inverting Gradients, NeurIPS 2020, equation (4)"
 
     iterations: Annotated[int, Field(ge=1)] = 4800
@@ -98,8 +99,11 @@ class InvertingGradients(IterativeAttack[Inversion]):
         """Draws random images; labels are known, inferred or soft.
 
         Raises:
-            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head; or
+                the inputs are rows of a table, which have no pattern and no contrast.
         """
+        if observation.model.columns and (self.pattern or self.stretched):
+            raise AttackFailed("rows of a table are no pictures: drop pattern and stretched")
         matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
         candidate = matching.random_candidate(granted_labels(observation, knowledge), rng)
         if self.pattern:
@@ -144,12 +148,12 @@ class InvertingGradients(IterativeAttack[Inversion]):
     def postprocess(self, state: Inversion) -> Reconstruction:
         """Returns the iterate of least own loss, `stretched` if asked for."""
         images, box = state.best_images, state.matching.box
+        entries = state.matching.pixels(exposed(images, box) if self.stretched else images)
         return Reconstruction(
-            images=state.matching.pixels(exposed(images, box) if self.stretched else images),
             labels=state.best_labels,
             loss=float(state.best_loss),
             iterations=state.iteration,
-        )
+        ).with_parts({"images" if images.ndim == 4 else "records": entries})
 
     def _schedule(self, optimizer: torch.optim.Adam) -> torch.optim.lr_scheduler.LRScheduler:
         if self.decay == "steps":
@@ -189,6 +193,8 @@ def regularized(
         variation: Of images, with its gradient in them.
     """
     value, (slope, *rest) = matching.differentiate(candidate, distance)
+    if candidate.images.ndim != 4:  # entries of a row that are neighbours are not alike
+        return value, (slope, *rest)
     varies, variation_slope = variation(candidate.images.detach())
     slope = slope.add_(variation_slope, alpha=weight)
     return value + weight * varies, (slope, *rest)

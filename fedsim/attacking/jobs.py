@@ -61,7 +61,7 @@ class Setting:
     """The run's folder."""
     device: str
     granted: Grant
-    guesser: scoring.Guesser | None
+    guesser: scoring.Guesser | scoring.RowGuesser | None
     """Of batches of images; None where the data are rows, which are guessed from the others."""
     lpips_backbone: scoring.Backbone
     lpips_weights: str | None

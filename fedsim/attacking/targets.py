@@ -20,6 +20,7 @@ from fedsim.contracts.attack import (
     AttackState,
     Progress,
     Solution,
+    images_alone,
     unreadable,
 )
 from fedsim.contracts.grant import Grant
@@ -109,6 +110,8 @@ def unanswerable(
     """Why `attack` cannot be asked about `observation` at all; None if it can."""
     if reason := unreadable(type(attack).__name__, attack.reads, observation.payload):
         return reason
+    if observation.payload == "update" and observation.model.columns and not attack.takes_rows:
+        return images_alone(type(attack).__name__)
     if observation.payload != "update" and not (truth and truth.asked_singly):
         return "rows are asked for one at a time, which takes the run's truth/ folder"
     return None

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.defense import global_norm
-from fedsim.learners.sgd import as_pixels
 from fedsim.models.base import normalize
 from fedsim.models.local import LossFn, gradient, loss_function
 from fedsim.training.workload import Workload
-from fedsim.types import Dataset, Tensors
+from fedsim.types import Dataset, Tensors, as_pixels
 
 
 class Contributions:

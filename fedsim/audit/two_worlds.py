@@ -302,11 +302,16 @@ def _of_example(workload: Workload, relation: Relation, rounds: int) -> _Trials:
     return _Trials(run=run, towards=towards, weights=np.ones(rounds))
 
 
+def _full(image: Tensor) -> Tensor:
+    """Returns an input whose entries are the largest that it can hold."""
+    return torch.full_like(image, 1 if image.is_floating_point() else 255)
+
+
 _CANARIES: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda image: image,
-    lambda image: 255 - image,
+    lambda image: _full(image) - image,
     torch.zeros_like,
-    lambda image: torch.full_like(image, 255),
+    _full,
 )
 """What an image may become as a canary, beside having another label. What is computed from images
 moves with all but the first, which the auditor takes unless another moves others' contributions."""

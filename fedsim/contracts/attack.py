@@ -49,6 +49,8 @@ class Attack(Plugin, Generic[S]):
     """Recovers a client's data from an observation. Fields are hyper-parameters."""
 
     needs: ClassVar[Grant] = Grant.least()
+    takes_rows: ClassVar[bool] = False
+    """Whether it also attacks a model of a table's rows, and not only one of images."""
     reads: ClassVar[tuple[Payload, ...]] = ("update",)
     """What of clients it can read. Of rows it is asked about one at a time, on its own."""
     ignores_update: ClassVar[bool] = False
@@ -265,3 +267,11 @@ def _is_finite(answer: Reconstruction) -> bool:
 
 def _device(observation: Observation) -> torch.device:
     return next(iter(observation.parameters.values())).device
+
+
+def images_alone(attack: str) -> str:
+    """Says that `attack` answers no rows of a table."""
+    return (
+        f"{attack} takes a model's inputs for images, and these are rows of a table; use "
+        "inverting_gradients or label_inference"
+    )

@@ -176,17 +176,15 @@ class Computation(ABC):
 
 
 def model_spec(problem: Problem) -> ModelSpec:
-    """Describes the problem's network (there must be one) for the images of its data source."""
+    """Describes the problem's network (there must be one) for the inputs of its data source."""
     model, dataset = problem.model, problem.dataset
     assert model is not None
     assert isinstance(dataset, Dataset)
     return ModelSpec(
         name=model.name,
         parameters=model.parameters,
-        input_shape=dataset.input_shape,
         num_classes=len(dataset.classes),
-        mean=dataset.mean,
-        std=dataset.std,
+        **vars(dataset.input_spec),
     )
 
 
@@ -201,6 +199,14 @@ class Learner(Plugin):
     reads_features: ClassVar[bool] = False
     """Of one that trains nothing: whether it computes from the features of a frozen model, if the
     scenario names one (`model`, `training.weights`)."""
+
+    def view(self, data: Dataset | Table) -> Dataset | Table:
+        """Returns `data` as the learner computes from them.
+
+        Raises:
+            FedsimError: it trains a model, and the data have no classes.
+        """
+        return data.labelled() if self.trains and self.data is Dataset else data
 
     def payload(self) -> Payload | None:
         """Returns the kind of what clients send; None if no attack reads it."""

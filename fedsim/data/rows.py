@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Annotated
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fedsim.contracts.data import DataSource
 from fedsim.data.images import split_by_content, stratified_split
-from fedsim.types import FedsimError, Table
+from fedsim.types import FedsimError, InputColumn, Table
 from fedsim.words import number_of
 
 _TEST_FRACTION = 0.2
@@ -43,6 +44,51 @@ class Column(BaseModel):
         middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
         return ((values - middle) / half).clamp(-1, 1)
 
+    def entries(self, values: Tensor) -> dict[str, Tensor]:
+        """Returns the entries of rows that the column makes, by their names."""
+        return {self.name: self.scaled(values)}
+
+    def described(self) -> InputColumn:
+        """Returns the column as a model gets it."""
+        return InputColumn(name=self.name)
+
+
+class CategoryColumn(BaseModel):
+    """A column of categories, as the file writes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str
+    categories: Annotated[tuple[str, ...], Field(min_length=2, max_length=1024)]
+    """Text of each category. A row has an entry for each: +1 for its own, and -1."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> CategoryColumn:
+        require_distinct(self.name, self.categories)
+        return self
+
+    def entries(self, values: Tensor) -> dict[str, Tensor]:
+        """Returns the entries of rows whose categories are numbered by `values`, by their names."""
+        return {
+            f"{self.name}={category}": 2.0 * (values == number) - 1
+            for number, category in enumerate(self.categories)
+        }
+
+    def described(self) -> InputColumn:
+        """Returns the column as a model gets it."""
+        return InputColumn(name=self.name, categories=self.categories)
+
+
+def require_distinct(column: str, texts: tuple[str, ...]) -> None:
+    """Refuses a class or category that is declared twice.
+
+    Raises:
+        ValueError: it is.
+    """
+    twice = [text for text, count in Counter(texts).items() if count > 1]
+    if twice:
+        raise ValueError(f"column {column}: {twice[0]!r} is declared twice; remove one")
+
 
 class TableSource(DataSource):
     """A table: features and a target, each scaled to [-1, 1] by its declared range.
@@ -63,7 +109,7 @@ class TableSource(DataSource):
         self,
         name: str,
         features: Tensor,
-        columns: tuple[Column, ...],
+        columns: tuple[Column | CategoryColumn, ...],
         target: Tensor,
         target_name: str,
         classes: tuple[str, ...] | None,
@@ -76,11 +122,11 @@ class TableSource(DataSource):
 
         Args:
             name: of the source.
-            features: (n, d) raw values.
-            columns: the features' names and ranges.
+            features: (n, d) raw values, or numbers of categories.
+            columns: the features' names and ranges, or categories.
             target: (n,) on [-1, 1].
             target_name: of the target's column.
-            classes: of a target of two classes, else None.
+            classes: of a target of classes, else None.
             client_of: (n,) each row's client, counted from 0; None if the source does not know.
             private_statistics: see `Table`; empty if neither ranges nor classes follow from rows.
             split_by_row: whether a row's split follows from that row alone.
@@ -88,13 +134,13 @@ class TableSource(DataSource):
         Raises:
             FedsimError: there are too few rows to leave any for the test.
         """
-        scaled = [column.scaled(features[:, i]) for i, column in enumerate(columns)]
-        names = [column.name for column in columns]
+        entries: dict[str, Tensor] = {}
+        for i, column in enumerate(columns):
+            entries |= column.entries(features[:, i])
         if self.intercept:
-            scaled.append(torch.ones_like(target))
-            names.append("intercept")
-        rows = torch.stack([*scaled, target], dim=1)
-        labels = (target > 0).long() if classes else torch.zeros(len(target), dtype=torch.int64)
+            entries["intercept"] = torch.ones_like(target)
+        rows = torch.stack([*entries.values(), target], dim=1)
+        labels = ((target + 1) / 2 * (len(classes or ".") - 1)).round().long()
         if split_by_row:
             contents = (row.numpy().tobytes() for row in rows)
             train, test = split_by_content(contents, _TEST_FRACTION, name)
@@ -112,7 +158,8 @@ class TableSource(DataSource):
             train_rows=bounded(rows[train], bound),
             train_labels=labels[train],
             test_rows=rows[test],
-            columns=(*names, target_name),
+            columns=(*entries, target_name),
+            feature_columns=tuple(column.described() for column in columns),
             row_norm=bound,
             classes=classes,
             intercept=self.intercept,

@@ -12,8 +12,9 @@ from typing import Annotated, final
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
-from fedsim.data.rows import Column, TableSource
+from fedsim.data.rows import CategoryColumn, Column, TableSource, require_distinct
 from fedsim.system import paths
 from fedsim.types import FedsimError, Table
 from fedsim.words import number_of
@@ -29,33 +30,38 @@ _MAX_DIGITS = 18
 
 
 class ClassColumn(BaseModel):
-    """A target of two classes, as the file writes them."""
+    """A target of classes, as the file writes them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=2)]
-    """The text of the class that becomes -1, then that of +1."""
+    classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=1024)]
+    """Text of each class. Closed-form learners take two: the first becomes -1, the other +1."""
 
     @model_validator(mode="after")
     def _distinct(self) -> ClassColumn:
-        if len(set(self.classes)) < len(self.classes):
-            raise ValueError(f"column {self.name}: both classes are {self.classes[0]!r}")
+        require_distinct(self.name, self.classes)
         return self
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Returns the numbers of classes, evenly on [-1, 1]."""
+        return 2 * values / (len(self.classes) - 1) - 1
 
 
 @final
 class TableFile(TableSource):
     """A CSV file (UTF-8, a line of column names first) with a range for each column that is used.
 
-    Columns that the schema does not name are left out. A value that is missing, no number or not
-    finite is refused with its line and column; one beyond its range is set to the range's end.
+    Instead of a range, a column may have categories. Columns that the schema does not name are left
+    out. A value that is missing, no finite number or no declared category is refused with its line
+    and column; one beyond its range is set to the range's end.
     """
 
     path: str
     """The file; `~` is the home directory."""
-    features: Annotated[tuple[Column, ...], Field(min_length=1)]
-    """The features, each `{name: ..., low: ..., high: ...}`."""
+    features: Annotated[tuple[Column | CategoryColumn, ...], Field(min_length=1)]
+    """The features, each `{name: ..., low: ..., high: ...}`, or of categories `{name: ...,
+    categories: [a, b]}`."""
     target: Column | ClassColumn
     """What is predicted: `{name: ..., low: ..., high: ...}` or `{name: ..., classes: [a, b]}`."""
     client: str | None = None
@@ -79,21 +85,21 @@ class TableFile(TableSource):
         row: dict[str, str] = {}
         for line, row in self._lines():
             where = f"{self.path}, line {line}"
-            features.append([_number(row, column.name, where) for column in self.features])
-            target.append(self._target(row, where))
+            features.append([_value(row, column, where) for column in self.features])
+            target.append(_value(row, self.target, where))
             if self.client is not None:
                 owners.append(_count(row, self.client, where))
         if not target:
             raise FedsimError(f"{self.path} has no rows below its line of column names")
         raw = torch.tensor(target, dtype=torch.float64)
-        quantity = isinstance(self.target, Column)
+        classes = None if isinstance(self.target, Column) else self.target.classes
         table = self.table(
             "table",
             torch.tensor(features, dtype=torch.float64),
             self.features,
-            self.target.scaled(raw) if isinstance(self.target, Column) else raw,
+            self.target.scaled(raw),
             self.target.name,
-            None if quantity else self._classes(),
+            classes,
             torch.tensor(owners, dtype=torch.int64) if owners else None,
             private_statistics=(),
             split_by_row=True,
@@ -101,10 +107,6 @@ class TableFile(TableSource):
         used = {self.client, self.target.name, *(column.name for column in self.features)}
         unused = [(said, 1) for name, said in _MEANT.items() if name in row and name not in used]
         return replace(table, left_out=tuple(unused))
-
-    def _classes(self) -> tuple[str, ...]:
-        assert isinstance(self.target, ClassColumn)
-        return self.target.classes
 
     def _lines(self) -> Iterator[tuple[int, dict[str, str]]]:
         """Yields (line number, column -> text) of each row."""
@@ -152,16 +154,22 @@ class TableFile(TableSource):
                 )
             yield reader.line_num, dict(zip(header, cells, strict=True))
 
-    def _target(self, row: dict[str, str], where: str) -> float:
-        if isinstance(self.target, Column):
-            return _number(row, self.target.name, where)
-        text = row[self.target.name].strip()
-        if text not in self.target.classes:
-            raise FedsimError(
-                f"{where}, column {self.target.name!r}: {text[:40]!r} is none of the classes "
-                f"{' and '.join(self.target.classes)}; correct the file or the schema"
-            )
-        return 2.0 * self.target.classes.index(text) - 1
+
+def _value(row: dict[str, str], column: Column | CategoryColumn | ClassColumn, where: str) -> float:
+    """Returns a number, or the number of a category or class."""
+    if isinstance(column, Column):
+        return _number(row, column.name, where)
+    if isinstance(column, ClassColumn):
+        kind, declared = "classes", column.classes
+    else:
+        kind, declared = "categories", column.categories
+    text = row[column.name].strip()
+    if text not in declared:
+        raise FedsimError(
+            f"{where}, column {column.name!r}: {text[:40]!r} is none of the "
+            f"{kind} {' and '.join(declared)[:200]}; correct the file or the schema"
+        )
+    return float(declared.index(text))
 
 
 def _number(row: dict[str, str], column: str, where: str) -> float:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 
+from fedsim.contracts.attack import Attack, images_alone
+from fedsim.contracts.plugins import load_as
 from fedsim.federation import strategies
 from fedsim.federation.secure_aggregation import plan
 from fedsim.models.base import size_of
@@ -22,7 +24,7 @@ from fedsim.system import memory
 from fedsim.training import accounting
 from fedsim.training.server import Server
 from fedsim.training.workload import Workload
-from fedsim.types import Dataset, FedsimError, PrivacyClaim
+from fedsim.types import FedsimError, PrivacyClaim
 from fedsim.words import number_of
 
 Claims = Mapping[str, PrivacyClaim]
@@ -194,12 +196,22 @@ OF_STACK: list[Callable[[Server], None]] = [
 def classes_to_tell_apart(workload: Workload) -> None:
     """Images of one class have nothing to tell apart: no loss, no gradient, nothing to attack."""
     dataset = workload.dataset
-    if isinstance(dataset, Dataset) and len(dataset.classes) < 2:
+    if dataset.noun == "image" and len(dataset.classes or ()) < 2:
         raise FedsimError(
             f"data.source: all {number_of(len(dataset.train_labels), 'image')} are of one class, "
             "so that a classifier learns nothing; put images of other classes into folders of "
             "their own, or name their classes in a CSV (`labels`)"
         )
+
+
+def attacks_answer(workload: Workload) -> None:
+    """Attacks that take inputs for images have no answer to rows of a table."""
+    if workload.spec is None or not workload.spec.columns:
+        return
+    for index, entry in enumerate(workload.scenario.attacks):
+        attack = load_as("fedsim.attacks", entry.name, (Attack,))
+        if not attack.takes_rows:
+            raise FedsimError(f"attacks[{index}]: {images_alone(entry.name)}")
 
 
 def batches_are_full(workload: Workload) -> None:
@@ -221,7 +233,7 @@ def batches_are_full(workload: Workload) -> None:
                 "fewer clients, or a more even partition"
             )
     with blaming("observe.trials"):
-        for size in observe.batch_sizes or []:
+        for size in (observe.batch_sizes or []) if workload.trains else []:
             training = workload.stack.training(workload.declared_of(size))
             for client in seen:
                 workload.client(client).check_victims(training, observe.trials)
@@ -277,6 +289,7 @@ def a_client_can_train(workload: Workload) -> None:
 
 OF_CLIENTS: list[Callable[[Workload], None]] = [
     classes_to_tell_apart,
+    attacks_answer,
     batches_are_full,
     data_keep_to_the_claim,
     batches_fit_memory,
@@ -302,7 +315,7 @@ def scorer_is_there(scenario: Scenario, servers: Mapping[str, Server], claims: C
     from fedsim import scoring
 
     wanted, described = scenario.scoring, next(iter(servers.values())).described
-    if wanted.lpips_weights is not None and isinstance(described, Dataset):
+    if wanted.lpips_weights is not None and described.noun == "image":
         lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
         if isinstance(lpips, scoring.Unavailable):
             raise FedsimError(f"scoring.lpips_weights: {lpips.reason}")

@@ -148,7 +148,7 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
     plans = []
     for name in scenario.defenses:
         workload = Workload(scenario, name, dataset)
-        if workload.spec is None:
+        if workload.spec is None or workload.spec.columns:
             raise FedsimError(
                 f"learner: {scenario.learner.name} trains no network, and what it releases is no "
                 "update of images; `fedsim privacy` tells what such a release guarantees"

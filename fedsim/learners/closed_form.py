@@ -15,7 +15,15 @@ from torch import Tensor
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Computation, Computed, Problem, Request
 from fedsim.rng import normal
-from fedsim.types import LocalTraining, ReleaseKind, ReleaseSpec, RowTruth, Table, Tensors
+from fedsim.types import (
+    FedsimError,
+    LocalTraining,
+    ReleaseKind,
+    ReleaseSpec,
+    RowTruth,
+    Table,
+    Tensors,
+)
 
 VALUE = "release"
 """Name of the only tensor that crosses the wire."""
@@ -72,6 +80,11 @@ class ClosedForm(OneRelease):
         """Prepares releases of `kind`; `columns` is r, 0 where no random matrix is drawn."""
         assert isinstance(problem.dataset, Table)
         self.table = problem.dataset
+        if len(self.table.classes or ()) > 2:
+            raise FedsimError(
+                f"data.source: {self.table.name} has {len(self.table.classes or ())} classes, and "
+                f"learner {problem.learner.name} takes two; declare two, or use learner sgd"
+            )
         self._stack = problem.stack
         self._learner = problem.learner
         features = problem.dataset.train_rows.shape[1] - 1

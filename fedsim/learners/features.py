@@ -42,7 +42,7 @@ class Features:
                 parameters, buffers = read_weights(weights, self._model)
                 self._model.load_state_dict({**parameters, **buffers}, strict=False)
             self._model.to(self._device).eval()
-        self.dimension = self.of(torch.zeros(1, *dataset.input_shape)).shape[1]
+        self.dimension = self.of(torch.zeros(1, *dataset.input_spec.input_shape)).shape[1]
 
     def of(self, pixels: Tensor) -> Tensor:
         """Maps (n, C, H, W) pixels in [0, 1] to (n, d) float64 on the CPU."""

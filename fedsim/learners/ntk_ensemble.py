@@ -17,7 +17,6 @@ from fedsim.contracts.learner import Computation, Computed, Evaluation, Learner,
 from fedsim.learners import ntk
 from fedsim.learners.closed_form import OneRelease, all_members, counted_once
 from fedsim.learners.features import Features
-from fedsim.learners.sgd import as_pixels
 from fedsim.types import (
     Dataset,
     FedsimError,
@@ -25,6 +24,7 @@ from fedsim.types import (
     ReleaseSpec,
     RowTruth,
     Tensors,
+    as_pixels,
 )
 from fedsim.words import number_of
 

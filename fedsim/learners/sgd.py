@@ -36,14 +36,22 @@ from fedsim.models.planting import honest, planted
 from fedsim.models.weights import read_weights
 from fedsim.system.device import compute_exactly
 from fedsim.system.paths import from_home
-from fedsim.types import Dataset, FedsimError, GroundTruth, LocalTraining, ModelSpec, Tensors
+from fedsim.types import (
+    Dataset,
+    FedsimError,
+    GroundTruth,
+    LocalTraining,
+    ModelSpec,
+    Tensors,
+    as_pixels,
+)
 
 _EVALUATION_BATCH = 256
 
 
 @final
 class SGD(Learner):
-    """Trains a model on images by stochastic gradient descent, as `training` says.
+    """Trains a model on images or a table by stochastic gradient descent, as `training` says.
 
     A client releases a gradient (fedsgd) or the change of its weights (fedavg); the server moves
     the global weights by what its strategy makes of them.
@@ -82,6 +90,13 @@ class _Training(Computation):
         self.releases_statistics = any(
             buffer.is_floating_point() for buffer in self.model.buffers()
         )
+
+    @property
+    def _columns(self) -> Tensors:
+        """Which column of a table each entry of an input is of; nothing of images."""
+        widths = [column.width for column in self.spec.columns]
+        numbers = torch.arange(len(widths)).repeat_interleave(torch.tensor(widths or [0]))
+        return {"columns": numbers} if widths else {}
 
     @property
     def _seed(self) -> int:
@@ -210,6 +225,7 @@ class _Training(Computation):
         return GroundTruth(
             images=torch.cat([pixels for pixels, _ in request.batches[:distinct]]),
             labels=torch.cat([labels for _, labels in request.batches[:distinct]]),
+            more=self._columns,
             features=features,
             local_losses=losses,
         )
@@ -228,11 +244,6 @@ class _Training(Computation):
         with torch.no_grad():
             losses = [loss(parameters, *batch).cpu() for batch in batches if len(batch[1])]
         return (torch.stack(losses) * sizes[sizes > 0]).sum() / sizes.sum()
-
-
-def as_pixels(images: Tensor) -> Tensor:
-    """Converts uint8 images to float32 pixels in [0, 1]."""
-    return images.float() / 255
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from fedsim.contracts.plugins import Plugin
 from fedsim.models import size
 from fedsim.models.imprint import Imprint, ImprintConfig
 from fedsim.models.layers import Activation
-from fedsim.types import ModelSpec
+from fedsim.types import FedsimError, InputSpec, ModelSpec
 
 
 class HeadConfig(BaseModel):
@@ -114,17 +114,19 @@ class Classifier(nn.Module):
 class ModelPlugin(Plugin):
     """A named architecture. Its fields are the architecture's hyper-parameters."""
 
+    takes_rows: ClassVar[bool] = False
+    """Whether it also takes rows (D,) of a table, and not only images (C, H, W)."""
     head: HeadConfig | None = None
     """A two-layer head in place of the single linear layer."""
     imprint: ImprintConfig | None = None
     """A malicious server's module in front of the model, which attack `imprint` reads."""
 
     @abstractmethod
-    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+    def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds the model with weights from torch's global stream, without an imprint.
 
         Raises:
-            FedsimError: the architecture does not fit images of this shape.
+            FedsimError: the architecture does not fit inputs of this shape.
         """
 
 
@@ -141,6 +143,12 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
     if not issubclass(cls, ModelPlugin):
         raise plugins.PluginError(f"model plugin {spec.name!r} does not derive from ModelPlugin")
     plugin = cls.model_validate(dict(spec.parameters))
+    if spec.columns and (plugin.imprint or not plugin.takes_rows):
+        what = f"model {spec.name}{'.imprint' * bool(plugin.imprint)}"
+        raise FedsimError(
+            f"{what} takes images, and the data are rows of {spec.input_shape[0]} entries; use "
+            "model mlp, without an imprint"
+        )
     size.check(_count_size(plugin, spec, defenses))
     with rng.global_stream(seed):
         return _construct(plugin, spec, defenses)
@@ -156,7 +164,7 @@ def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size
     return _count_size(plugin, spec, defenses)
 
 
-def feature_size(body: nn.Module, input_shape: tuple[int, int, int]) -> int:
+def feature_size(body: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Returns how many features a new `body` computes from one image of (C, H, W).
 
     It runs the body once in eval mode, which draws nothing and leaves batch-norm statistics as they
@@ -188,21 +196,22 @@ def _count_size(
         return size.counted(lambda: _construct(plugin, spec, defenses), spec.input_shape)
 
 
-def normalize(pixels: Tensor, spec: ModelSpec) -> Tensor:
-    """Maps pixels in [0, 1] to the model's input. Differentiable."""
+def normalize(pixels: Tensor, spec: InputSpec) -> Tensor:
+    """Maps entries on [0, 1], such as pixels, to the model's input. Differentiable."""
     mean, std = _statistics(pixels, spec)
     return (pixels - mean) / std
 
 
-def denormalize(images: Tensor, spec: ModelSpec) -> Tensor:
-    """Maps the model's input to pixels, without clamping. Differentiable."""
+def denormalize(images: Tensor, spec: InputSpec) -> Tensor:
+    """Maps the model's input to entries on [0, 1], without clamping. Differentiable."""
     mean, std = _statistics(images, spec)
     return images * std + mean
 
 
-def _statistics(like: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+def _statistics(like: Tensor, spec: InputSpec) -> tuple[Tensor, Tensor]:
+    inner = [1] * (like.ndim - 2)
     mean, std = (
-        torch.tensor(values, dtype=like.dtype, device=like.device).view(1, -1, 1, 1)
+        torch.tensor(values, dtype=like.dtype, device=like.device).view(1, -1, *inner)
         for values in (spec.mean, spec.std)
     )
     return mean, std

@@ -43,7 +43,7 @@ class ConvNet(ModelPlugin):
     """Between each convolution and its activation."""
     activation: Activation = "relu"
 
-    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+    def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds it with 4 width (H / 9)(W / 9) features, for images of at least 9x9 pixels.
 
         Raises:

@@ -74,7 +74,7 @@ def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> 
 def assemble(
     body: nn.Module,
     head: HeadConfig | None,
-    input_shape: tuple[int, int, int],
+    input_shape: tuple[int, ...],
     num_classes: int,
 ) -> Classifier:
     """Joins a new `body` with the head that `head` describes, in train mode.

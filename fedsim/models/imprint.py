@@ -48,7 +48,7 @@ class Imprint(nn.Module):
     goes on working.
     """
 
-    def __init__(self, config: ImprintConfig, input_shape: tuple[int, int, int]) -> None:
+    def __init__(self, config: ImprintConfig, input_shape: tuple[int, ...]) -> None:
         super().__init__()
         channels, height, width = input_shape
         size = channels * height * width

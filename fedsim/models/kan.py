@@ -51,7 +51,7 @@ class KAN(ModelPlugin):
             raise ValueError("kan: a head takes the place of the second layer: use train: all")
         return self
 
-    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+    def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds it with hidden x (intervals + degree) features, for images of any size."""
         size = math.prod(input_shape)
         functions = basis_size(self.degree, self.intervals)

@@ -43,7 +43,7 @@ def norm(kind: Norm, channels: int) -> nn.Module:
     return nn.Identity()
 
 
-def require_size(model: str, input_shape: tuple[int, int, int], minimum: int) -> None:
+def require_size(model: str, input_shape: tuple[int, ...], minimum: int) -> None:
     """Refuses images whose height or width is below `minimum` pixels.
 
     Raises:

@@ -32,7 +32,7 @@ class LeNet(ModelPlugin):
     """Weights and biases are drawn from U(-init_scale, init_scale); None: PyTorch's own
     initialization. A two-layer head always keeps its own."""
 
-    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+    def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds it with 12 (H / 4)(W / 4) features, for images of at least 8x8 pixels.
 
         Raises:

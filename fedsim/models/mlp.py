@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, final
+import math
+from typing import Annotated, ClassVar, final
 
 from pydantic import Field
 from torch import nn
@@ -14,7 +15,9 @@ from fedsim.models.layers import Activation, activation
 
 @final
 class MLP(ModelPlugin):
-    """Fully connected layers on the flattened image; its features are the last hidden layer."""
+    """Fully connected layers on the flattened input; its features are the last hidden layer."""
+
+    takes_rows: ClassVar[bool] = True
 
     hidden: tuple[Annotated[int, Field(gt=0, le=1 << 20)], ...] = (256, 128)
     """Neurons of each hidden layer. Empty: the features are the image itself, so that the model is
@@ -22,11 +25,10 @@ class MLP(ModelPlugin):
     Reconstructing Training Data from Model Gradient, Provably, AISTATS 2023."""
     activation: Activation = "relu"
 
-    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
-        """Builds it with hidden[-1] features, for images of any size."""
+    def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
+        """Builds it with hidden[-1] features, for images of any size and for rows of a table."""
         layers: list[nn.Module] = [nn.Flatten()]
-        channels, height, width = input_shape
-        size = channels * height * width
+        size = math.prod(input_shape)
         for neurons in self.hidden:
             layers += [nn.Linear(size, neurons), activation(self.activation)]
             size = neurons

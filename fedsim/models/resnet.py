@@ -35,7 +35,7 @@ class ResNet18(ModelPlugin):
     width: Annotated[int, Field(gt=0, le=1024)] = 64
     """Channels of the first stage, doubled in each of the other three."""
 
-    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+    def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds it for images of at least 5x5 (`small`) or 17x17 pixels (`imagenet`).
 
         The last stage would have nothing left to reduce in smaller ones.

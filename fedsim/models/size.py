@@ -83,7 +83,7 @@ def _maps(layer_input: Tensor, others: Sequence[object]) -> bool:
     return whole and layer_input.shape[-1] == weight.shape[1]
 
 
-def counted(build: Callable[[], nn.Module], input_shape: tuple[int, int, int]) -> Size | None:
+def counted(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:
     """Counts the size of what `build` makes; returns None if torch's meta device cannot make it.
 
     Raises:
@@ -131,7 +131,7 @@ def check_batch(size: Size | None, key: str, images: int, device: torch.device) 
         )
 
 
-def _activation_bytes(model: nn.Module, input_shape: tuple[int, int, int]) -> int:
+def _activation_bytes(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Returns the bytes of all layers' outputs for one image."""
     total = 0
 

@@ -56,7 +56,7 @@ class ViT(ModelPlugin):
             raise ValueError(f"heads ({self.heads}) do not divide the width ({self.width})")
         return self
 
-    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+    def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds it with `width` features.
 
         Raises:
@@ -75,7 +75,7 @@ class ViT(ModelPlugin):
 class _Body(nn.Module):
     """(B, C, H, W) -> (B, width). Names of layers are timm's, so that its checkpoints fit."""
 
-    def __init__(self, config: ViT, input_shape: tuple[int, int, int]) -> None:
+    def __init__(self, config: ViT, input_shape: tuple[int, ...]) -> None:
         super().__init__()
         channels, height, width = input_shape
         patches = (height // config.patch) * (width // config.patch)

@@ -193,7 +193,7 @@ def save_public(images: Tensor, root: Path) -> None:
 
 @lru_cache(maxsize=1)
 def load_public(root: Path) -> Tensor:
-    """The public images (P, C, H, W), uint8, of the run in `root`.
+    """The public images (P, C, H, W), uint8, or rows (P, D), of the run in `root`.
 
     Raises:
         FedsimError: none were recorded, or they cannot be read.
@@ -204,7 +204,8 @@ def load_public(root: Path) -> Tensor:
             f"{path}: no public images were recorded; run the scenario with knowledge.public: test"
         )
     images = read_tensors(path).get("images")
-    if images is None or images.ndim != 4 or images.dtype != torch.uint8 or not images.numel():
+    kinds = {(4, torch.uint8), (2, torch.float32)}
+    if images is None or (images.ndim, images.dtype) not in kinds or not images.numel():
         raise FedsimError(f"{path}: not the public images of a run; run the scenario again")
     return images
 

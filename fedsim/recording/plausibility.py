@@ -36,8 +36,8 @@ def inconsistencies(
         if not 0 <= value < math.inf or (name == "lr" and not value):
             yield f"training.{name}: expected a finite number above 0, got {value}"
     if isinstance(seen.spec, ModelSpec):
-        channels, *sides = seen.spec.input_shape
-        if not (min(channels, *sides) >= 1 and max(channels, *sides) <= _MOST):
+        channels, shape = seen.spec.input_shape[0], seen.spec.input_shape
+        if not (min(shape) >= 1 and max(shape) <= _MOST):
             yield f"model.input_shape: expected 1 to {_MOST} each, got {seen.spec.input_shape}"
         if not 1 <= seen.spec.num_classes <= _MOST:
             yield f"model.num_classes: expected 1 to {_MOST}, got {seen.spec.num_classes}"

@@ -153,7 +153,7 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return tensors
 
 
-_SAME = ("scored", "classes")
+_SAME = ("scored", "classes", "columns")
 """What all clients of an observation have in common."""
 
 
@@ -169,7 +169,10 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
             and part["scored"].shape == rows.shape[1:]
         )
     images, labels = part.get("images"), part.get("labels")
-    if images is None or labels is None or images.ndim != 4:
+    columns = part.get("columns")
+    if images is None or labels is None or images.ndim != (4 if columns is None else 2):
+        return False
+    if columns is not None and columns.shape != images.shape[1:]:
         return False
     losses = part.get("local_losses", torch.zeros(2))
     whole = labels.dtype == torch.int64 and labels.shape == images.shape[:1]

@@ -212,8 +212,14 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
 
 
 def _shares_image(own: Mapping[str, Tensor], public: Mapping[str, Tensor]) -> bool:
-    """Whether a true image is among the public ones."""
-    return any(torch.equal(one, each) for one in own["truth"] for each in public["truth"])
+    """Whether a true image, or record of a table, is among the public ones."""
+    return any(
+        torch.equal(one, each)
+        for name in ("truth", "truth_records")
+        if name in own and name in public
+        for one in own[name]
+        for each in public[name]
+    )
 
 
 def _unlike(row: Row, other: Row) -> bool:

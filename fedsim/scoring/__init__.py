@@ -5,7 +5,7 @@ from fedsim.contracts.metric import Metric, ScoringError, Term, Unavailable
 from fedsim.contracts.target import METRICS
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
 from fedsim.scoring.certificates import Certificate, certificate, false_certificates
-from fedsim.scoring.guess import Guesser, guess_problem, mean_image, near_copies
+from fedsim.scoring.guess import Guesser, RowGuesser, guess_problem, mean_image, near_copies
 from fedsim.scoring.image import check_pixels, psnr
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
 from fedsim.scoring.score import (
@@ -42,6 +42,7 @@ __all__ = [
     "Guesser",
     "LpipsMetric",
     "Metric",
+    "RowGuesser",
     "Scores",
     "ScoringError",
     "Share",

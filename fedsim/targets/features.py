@@ -22,7 +22,7 @@ from fedsim.contracts.metric import (
 )
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
 from fedsim.targets.images import aid_of
-from fedsim.types import FedsimError, Observation, Truth
+from fedsim.types import FedsimError, Observation, Truth, as_pixels
 
 _MOST = 256
 """Images: hundreds tell which directions features share, and a model may take long for each."""
@@ -230,9 +230,9 @@ class Features(Target):
 def _public_features(observation: Observation, images: Tensor) -> Tensor | None:
     """Returns (P, d) inputs of the head, float32 on the CPU, as a client computes them.
 
-    `images` are (P, C, H, W), uint8. They go through the model in batches of the observed size, as
-    batch norm sees them; those that do not fill one are left out, if there is one. None where the
-    model cannot compute them.
+    `images` are (P, C, H, W), uint8, or rows (P, D). They go through the model in batches of the
+    observed size, as batch norm sees them; those that do not fill one are left out, if there is
+    one. None where the model cannot compute them.
     """
     from fedsim.models.base import normalize
     from fedsim.models.local import features_of
@@ -244,7 +244,7 @@ def _public_features(observation: Observation, images: Tensor) -> Tensor | None:
     parts = []
     try:
         for batch in torch.split(images[: len(images) // size * size], size):
-            inputs = normalize(batch.to(device).float() / 255, observation.model)
+            inputs = normalize(as_pixels(batch.to(device)), observation.model)
             parts.append(
                 features_of(
                     model, observation.parameters, observation.buffers, inputs, observation.training

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedsim.contracts.matching import MISSING, align, match
-from fedsim.contracts.metric import Metric, ScoredPair, Term, Unavailable, ordered
+from fedsim.contracts.metric import Metric, ScoredPair, ScoringError, Term, Unavailable, ordered
 from fedsim.contracts.target import Aids, GuessRequest, Resources, Target, TargetGuess, TargetScores
 from fedsim.scoring import image
-from fedsim.scoring.guess import Guess, Guesser, near_copies
+from fedsim.scoring.guess import Guess, Guesser, RowGuesser
 from fedsim.scoring.perceptual import LpipsMetric, load_lpips, perceptual_distance
 from fedsim.types import Payload, Reconstruction, Truth
 
@@ -34,11 +34,14 @@ RECOGNIZABLE_PSNR = 20.0
 """Pictures of a leak whose SSIM was not measured are recognizable from this mean PSNR on, dB."""
 
 
+_IMAGE_AXES = 4
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageAid:
     """What scores of images need besides the answer and the truth."""
 
-    guesser: Guesser | None = None
+    guesser: Guesser | RowGuesser | None = None
     fill: Tensor | None = None
     """(C, H, W) pixels that stand for a missing image; None if there are none."""
     lpips: LpipsMetric | Unavailable | None = None
@@ -116,11 +119,18 @@ class Images(Target):
         ),
     )
 
+    def truth_of(self, truth: Truth) -> Tensor | None:
+        """Returns the true images; None of a batch of a table's rows."""
+        inputs = truth.tensors().get("images")
+        return inputs if inputs is not None and inputs.ndim == _IMAGE_AXES else None
+
     def prepare(self, resources: Resources) -> ImageAid:
         """Returns the guesser of public images, and how images are compared perceptually."""
         guesser = resources.guesser
         if guesser is None:
             return ImageAid(lpips=Unavailable("the data are no images"))
+        if guesser.mean.ndim != _IMAGE_AXES - 1:
+            return ImageAid(guesser=guesser, lpips=Unavailable("the data are no images"))
         lpips = load_lpips(resources.lpips_backbone, resources.lpips_weights)
         return ImageAid(guesser=guesser, fill=guesser.mean, lpips=lpips)
 
@@ -130,7 +140,9 @@ class Images(Target):
         Raises:
             ScoringError: they are.
         """
-        true = truth.tensors()["images"]
+        true = self.truth_of(truth)
+        if true is None:
+            raise ScoringError("images were answered, and the batch is of rows of a table")
         image.check_pixels(true, "truth")
         image.check_pixels(answer, "reconstruction")
         self.check_each(answer, true)
@@ -159,7 +171,8 @@ class Images(Target):
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the guess of a batch; None beside an attack that answers labels alone."""
         guess = guessed_batch(request, aids)
-        if guess is None or answers_labels_alone(request.found):
+        unseen = self.truth_of(request.truth) is None
+        if guess is None or unseen or answers_labels_alone(request.found):
             return None
         compared = self.compare(guess.images, request.truth, aids)
         return TargetGuess(
@@ -203,5 +216,5 @@ def described_guess(guess: Guess, request: GuessRequest, aids: Aids) -> dict[str
     return {
         "public": guess.public,
         "public_per_image": guess.public_per_image,
-        "near_copies": near_copies(images, guesser.public()),
+        "near_copies": guesser.count_copies(images),
     }

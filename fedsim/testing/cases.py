@@ -29,7 +29,7 @@ from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Request
 from fedsim.contracts.plugins import Plugin
 from fedsim.contracts.stack import Stack
-from fedsim.learners.sgd import as_pixels, train
+from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
 from fedsim.models.local import features_function, features_of
 from fedsim.recording.files import observation_id
@@ -52,6 +52,7 @@ from fedsim.types import (
     Table,
     Tensors,
     Update,
+    as_pixels,
 )
 from fedsim.words import number_of
 
@@ -93,7 +94,7 @@ def local_step(
     loss: LossFn,
     gradient: GradientFn,
     batch_size: int,
-    shape: tuple[int, int, int] = (1, 2, 2),
+    shape: tuple[int, ...] = (1, 2, 2),
     classes: int = 5,
 ) -> LocalStep:
     """Returns a step of softmax regression, whose features are the flattened images.
@@ -112,7 +113,7 @@ def local_step(
     )
 
 
-def example_spec(shape: tuple[int, int, int], classes: int, **parameters: Any) -> ModelSpec:
+def example_spec(shape: tuple[int, ...], classes: int, **parameters: Any) -> ModelSpec:
     """Returns the description of an `mlp` with `parameters`, whose images are not normalized."""
     channels = shape[0]
     return ModelSpec(
@@ -356,7 +357,7 @@ def reference(plugin: Mapping[str, Any]) -> PluginRef:
     return PluginRef(name=plugin["name"], parameters=parameters)
 
 
-def example_batch(count: int, shape: tuple[int, int, int] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
+def example_batch(count: int, shape: tuple[int, ...] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
     """Returns `count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, ..."""
     images = torch.rand(count, *shape, generator=rng.generator(0, "example"))
     return images, (3 * torch.arange(1, count + 1)) % 10

@@ -135,7 +135,8 @@ class Client:
         if truth is None:
             return None
         left = {part: target.leave(truth, self.held) for part, target in targets().items()}
-        return replace(truth, more={name: each for name, each in left.items() if each is not None})
+        more = {name: each for name, each in left.items() if each is not None}
+        return replace(truth, more={**truth.more, **more})
 
     def _noise(self, *inputs: Tensors) -> tuple[int, tuple[str, ...]]:
         """Seed of the noise of a release, and what the paths of its streams end with."""
@@ -189,12 +190,13 @@ class Client:
         Raises:
             FedsimError: there are too few, with how many trials there can be.
         """
-        if trials == 1 or not isinstance(self.dataset, Dataset):
+        if trials == 1:
             return
+        noun = self.dataset.noun
         needed, held = training.batch_size * _distinct(training), len(self._different)
         if trials * needed > held:
             raise FedsimError(
-                f"{number_of(trials, 'trial')} of {number_of(needed, 'image')} need "
+                f"{number_of(trials, 'trial')} of {number_of(needed, noun)} need "
                 f"{trials * needed} different ones, and client {self.number} holds {held}: lower "
                 f"it to {max(1, held // needed)}, or use smaller batches, "
                 "fewer clients or a more even partition"
@@ -208,7 +210,7 @@ class Client:
         taken: int,
         trials: int,
     ) -> Batches:
-        """Pixels and labels of every local step.
+        """Inputs and labels of every local step.
 
         Args:
             training: How it trains, or answers the probe.
@@ -248,9 +250,8 @@ class Client:
 
     @cached_property
     def _different(self) -> Tensor:
-        """Indices of the client's images, one of each content."""
-        assert isinstance(self.dataset, Dataset)
-        return batches.distinct(self.own, self.dataset.train_images)
+        """Indices of the client's examples, one of each content."""
+        return batches.distinct(self.own, self.dataset.inputs)
 
     def _chosen(self, training: LocalTraining, path: tuple[int, ...], step: int) -> Tensor:
         """Indices of the examples of one batch."""

@@ -88,6 +88,7 @@ class Server:
         Raises:
             FedsimError: the data is not what the learner takes, or the model does not fit it.
         """
+        object.__setattr__(self, "described", self._learner.view(self.described))
         if not isinstance(self.described, self._learner.data):
             raise FedsimError(
                 f"data.source: {self.described.name} is {_KIND[type(self.described)]}, and learner "

@@ -8,7 +8,7 @@ is attacked on the same victims.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -49,15 +49,15 @@ class Workload(Server):
             FedsimError: the data is missing or not what the learner takes, the partition is
                 impossible, or the model does not fit the images.
         """
-        data = load_dataset(scenario) if dataset is None else dataset
-        trains = build_learner(scenario.learner).trains
+        learner = build_learner(scenario.learner)
+        data = learner.view(load_dataset(scenario) if dataset is None else dataset)
         with blaming("data.partition"):
             parts = partition(
                 data,
                 scenario.data.partition,
                 scenario.data.clients,
                 rng.derive(scenario.seed, "partition"),
-                min_images=declared_training(scenario).batch_size if trains else 1,
+                min_images=declared_training(scenario).batch_size if learner.trains else 1,
             )
         census = Census(
             held=[len(own) for own in parts],
@@ -150,6 +150,8 @@ class OneClient(Workload):
             FedsimError: the data is not what the learner takes, the model does not fit it, or the
                 census has another count of this client.
         """
+        data = build_learner(scenario.learner).view(client.dataset)
+        client = replace(client, dataset=data)
         held = len(client.own)
         if census is None:
             counts = [0] * scenario.data.clients
@@ -160,9 +162,8 @@ class OneClient(Workload):
                 f"client {client.number} holds {number_of(held, 'example')}, and the server counts "
                 f"{census.held[client.number]}"
             )
-        described = client.dataset.without_training()
-        Server.__init__(self, scenario, stack_name, described, census)
-        object.__setattr__(self, "dataset", client.dataset)
+        Server.__init__(self, scenario, stack_name, data.without_training(), census)
+        object.__setattr__(self, "dataset", data)
         object.__setattr__(self, "clients", (client,))
 
     def check_assumptions(self) -> None:

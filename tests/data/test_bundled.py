@@ -45,7 +45,7 @@ def test_shapes_types_and_normalization(name, loaded):
     assert data.train_images.dtype == data.test_images.dtype == torch.uint8
     assert data.train_labels.dtype == data.test_labels.dtype == torch.int64
     assert len(data.classes) == classes
-    assert data.input_shape == (channels, 32, 32)
+    assert data.input_spec.input_shape == (channels, 32, 32)
     for labels in (data.train_labels, data.test_labels):
         assert labels.unique().tolist() == list(range(classes))
     measured = statistics(data.train_images)

@@ -102,7 +102,7 @@ def test_an_attack_that_needs_them_is_refused_before_any_work(tmp_path: Path) ->
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    save_public(torch.zeros(2, 3), tmp_path)
+    save_public(torch.zeros(2, 3, 4), tmp_path)
     with pytest.raises(FedsimError, match="not the public images"):
         load_public(tmp_path)
 

@@ -55,6 +55,32 @@ def test_columns_are_scaled_by_their_declared_ranges(tmp_path: Path) -> None:
     assert len(table.train_rows) > len(table.test_rows) > 0
 
 
+def test_a_column_of_categories_has_an_entry_for_each(tmp_path: Path) -> None:
+    body = [f"{5 * i},{10 * i},{'abc'[i % 3]},{'yes' if i % 2 else 'no'},0\n" for i in range(20)]
+    features = [FEATURES[0], {"name": "note", "categories": ["a", "b", "c"]}]
+    table = source(tmp_path / "a.csv", body, features=features).load()
+    assert table.columns == ("age", "note=a", "note=b", "note=c", "intercept", "sick")
+    assert everything(table)[:3, 1:4].tolist() == [[1, -1, -1], [-1, 1, -1], [-1, -1, 1]]
+    data = table.labelled()
+    assert [column.width for column in data.columns] == [1, 3]
+    inputs, labels = data.held(torch.arange(3))
+    assert inputs.dtype == torch.float32 and inputs.shape == (3, 4)
+    assert inputs[:, 1:].sum(1).tolist() == [1, 1, 1] and bool((inputs >= 0).all())
+    assert labels.tolist() == table.train_labels[:3].tolist()
+    body[3] = "15,30,d,no,0\n"
+    with pytest.raises(FedsimError, match=r"line 5, column 'note': 'd' is none of the categories"):
+        source(tmp_path / "b.csv", body, features=features).load()
+    twice = [{"name": "note", "categories": ["a", "a"]}]
+    with pytest.raises(ValidationError, match="'a' is declared twice"):
+        source(tmp_path / "c.csv", features=twice)
+
+
+def test_a_model_needs_classes(tmp_path: Path) -> None:
+    table = source(tmp_path / "a.csv", target=FEATURES[0], features=FEATURES[1:]).load()
+    with pytest.raises(FedsimError, match=r"has the target 'age', a quantity.*declare"):
+        table.labelled()
+
+
 def test_one_row_more_changes_no_other_rows_split(tmp_path: Path) -> None:
     """A claim of one row's presence asks for it; the row may come anywhere, and may be a copy."""
 
@@ -215,7 +241,6 @@ def test_an_empty_file_and_other_bytes_are_refused(tmp_path: Path) -> None:
     [
         {"features": [*FEATURES, FEATURES[0]]},
         {"features": [{"name": "age", "low": 1, "high": 1}]},
-        {"target": {"name": "sick", "classes": ["a", "b", "c"]}},
         {"target": {"name": "sick", "classes": ["yes", "yes"]}},
         {"row_norm": 0},
         {"features": []},

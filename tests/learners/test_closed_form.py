@@ -310,8 +310,8 @@ def test_sgd_needs_a_model() -> None:
     [
         ({"data": {"source": "digits", "clients": 2}}, "data.source: digits is images"),
         (
-            {"learner": "sgd", "model": "mlp", "training": {}},
-            "data.source: breast_cancer is a table, and learner sgd computes from images",
+            {"learner": "sgd", "model": "lenet", "training": {}},
+            "model: model lenet takes images, and the data are rows of",
         ),
         ({"learner": {"name": "least_squares", "columns": 3}}, "learner: .* columns of at least 4"),
         ({"defenses": {"a": [{"name": "dropout", "rate": 0.5}]}}, "defenses.a: Dropout changes"),

@@ -55,6 +55,14 @@ def pairs(what: str) -> tuple[ScoredPair, ScoredPair, ScoredPair | None]:
     if what == "rows":
         truth, other = (torch.rand(4, 6, generator=stream).double() * 2 - 1 for _ in range(2))
         return ScoredPair(claimed=truth, truth=truth), ScoredPair(claimed=other, truth=truth), None
+    if what == "records":
+        truth, other = (torch.rand(4, 5, generator=stream) for _ in range(2))
+        columns = torch.tensor([0, 1, 1, 1, 2])
+        return (
+            ScoredPair(claimed=truth, truth=truth, aid=columns),
+            ScoredPair(claimed=other, truth=truth, aid=columns),
+            None,
+        )
     if what == "classes":
         truth = torch.eye(4)
         return (

@@ -16,7 +16,6 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from fedsim.contracts.stack import chain
-from fedsim.learners.sgd import as_pixels
 from fedsim.privacy import calculator
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
@@ -29,7 +28,7 @@ from fedsim.training.schedule import Probe
 from fedsim.training.server import Census
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import OneClient, Workload
-from fedsim.types import Dataset, FedsimError
+from fedsim.types import Dataset, FedsimError, as_pixels
 from fedsim_defenses.dp_sgd import DPSGD
 
 

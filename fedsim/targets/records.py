@@ -1,0 +1,142 @@
+"""Records: rows of a table, of the batch that an update was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.matching import MISSING, match
+from fedsim.contracts.metric import Metric, MetricValue, ScoredPair, ScoringError, Term, ordered
+from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
+from fedsim.targets.images import described_guess, guessed_batch
+from fedsim.targets.rows import TOLERANCE
+from fedsim.types import Reconstruction, Tensors, Truth
+
+
+def columns_recovered(pair: ScoredPair) -> Tensor:
+    """Returns the share of the records that are right in each column, (C,).
+
+    A quantity is right within `TOLERANCE` of its range, a category if its entry is the largest.
+    `aid` (D,) says which column each entry is of.
+    """
+    columns: Tensor = pair.aid
+    shares = []
+    for number in range(int(columns.max()) + 1):
+        claimed, true = (part[:, columns == number] for part in (pair.claimed, pair.truth))
+        if claimed.shape[1] == 1:
+            right = ((claimed - true).abs() <= TOLERANCE).all(1)
+        else:
+            right = claimed.argmax(1) == true.argmax(1)
+        shares.append(right.double().mean())
+    return torch.stack(shares)
+
+
+def record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
+    """Returns the mean absolute difference of the entries of each record, (N,)."""
+    return (claimed.double() - truth.double()).abs().mean(1)
+
+
+class Records(Target):
+    """Rows of a batch of a table, in any order."""
+
+    part: ClassVar[str] = "records"
+    noun: ClassVar[str] = "records"
+    singular: ClassVar[str] = "record"
+    order: ClassVar[float] = 0.5
+    itemwise: ClassVar[bool] = True
+    keeps_truth: ClassVar[bool] = True
+    leaks: ClassVar[float] = 0.1
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="column_accuracy",
+            compute=columns_recovered,
+            unit="share",
+            larger_leaks=True,
+            heading="columns",
+            meaning="share of the values of a batch of records that are recovered",
+            described=Term(
+                key="columns",
+                name="columns",
+                meaning="Share of the values of records that are recovered, column by column: "
+                f"quantities within {TOLERANCE:.0%} of their range, categories exactly.",
+            ),
+            shown_as="interval",
+            narrow="kept",
+        ),
+        Metric(
+            name="record_error",
+            compute=ordered(record_error),
+            unit="range",
+            larger_leaks=False,
+        ),
+    )
+
+    def truth_of(self, truth: Truth) -> Tensor | None:
+        """Returns the true records; None of a batch of images."""
+        tensors = truth.tensors()
+        return tensors["images"] if "columns" in tensors else None
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses what are no records, or have entries beyond [0, 1].
+
+        Raises:
+            ScoringError: they are, or the batch is of images.
+        """
+        true = self.truth_of(truth)
+        if true is None:
+            raise ScoringError("records were answered, and the batch is of images")
+        self.check_each(answer, true)
+        if not bool(((answer >= 0) & (answer <= 1)).all()):
+            raise ScoringError("records: entries are beyond [0, 1], or not finite")
+
+    def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
+        """Matches records by their mean squared error, for all metrics."""
+        true, columns = self.truth_of(truth), truth.tensors()["columns"]
+        assert true is not None
+        answer, true = answer.detach().cpu(), true.detach().cpu()
+        assignment = match(answer, true)
+        matched = [place for place, k in enumerate(assignment) if k != MISSING]
+        claimed = answer[[assignment[place] for place in matched]]
+        pair = ScoredPair(claimed=claimed, truth=true[matched], aid=columns)
+        missing = len(assignment) - len(matched)
+        values = self.compute_metrics(pair)
+        return TargetScores(values=values, assignment=assignment, missing=missing)
+
+    def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
+        """Returns the mean of public rows; None beside an attack that answers no records."""
+        guess = guessed_batch(request, aids)
+        answered = request.found is None or self.answer_of(request.found) is not None
+        if guess is None or not answered or self.truth_of(request.truth) is None:
+            return None
+        compared = self.compare(guess.images, request.truth, aids)
+        return TargetGuess(
+            name=guess.name,
+            metrics=compared.means(),
+            per_image=compared.per_image(),
+            learned=described_guess(guess, request, aids),
+        )
+
+    def filling(self, true: Tensor, aids: Aids) -> Tensor:
+        """Returns entries that are no numbers."""
+        return torch.full_like(true[0], torch.nan)
+
+    def tensors_to_save(
+        self,
+        found: Reconstruction,
+        truth: Truth,
+        assignments: Mapping[str, list[int]],
+        aids: Aids,
+    ) -> dict[str, Tensor]:
+        """Adds to the records which column each entry is of."""
+        saved = super().tensors_to_save(found, truth, assignments, aids)
+        return saved and {**saved, "columns": truth.tensors()["columns"]}
+
+    def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Returns the records, and the truth that `tensors_to_save` gave."""
+        if "truth_records" not in tensors:
+            return None, {}
+        known = {"images": tensors["truth_records"], "columns": tensors["columns"]}
+        return tensors.get("records"), known
