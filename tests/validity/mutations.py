@@ -480,8 +480,8 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "the guess made of clients' training images": swap(
             "fedsim/pipeline.py:_Execution._setting",
-            "scoring.Guesser(self.described.test_images, self.described.test_labels)",
-            "scoring.Guesser(*(lambda data: (data.train_images, "
+            "guess(self.described.test_images, self.described.test_labels)",
+            "guess(*(lambda data: (data.train_images, "
             "data.train_labels))(load_dataset(self.scenario)))",
             ROAD,
         ),
