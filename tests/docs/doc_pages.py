@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "AGENTS.md"),
+    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
 PROGRAMS = {"fedsim", "python", "pytest", "pip", "bash", "ruff", "mypy", "sphinx-build"}
 
 

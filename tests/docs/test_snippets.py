@@ -133,7 +133,7 @@ def test_blocks_are_found_wherever_they_stand() -> None:
     assert span.text == "fedsim list attacks"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "llms.txt"])
 def test_links_lead_somewhere(page: str) -> None:
     for target in links(read(page)):
         name, _, fragment = target.partition("#")
