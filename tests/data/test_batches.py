@@ -51,10 +51,6 @@ def test_poisson_includes_each_example_by_itself() -> None:
     assert empty == pytest.approx((1 - rate) ** 4, abs=bound)
 
 
-def test_poisson_of_everything_is_everything() -> None:
-    assert torch.equal(poisson(INDICES, 4, stream(0)), INDICES)
-
-
 @pytest.mark.parametrize("bins", [1, 3, 7])
 def test_an_epoch_of_bins_visits_each_example_once(bins: int) -> None:
     indices = torch.arange(50) * 3

@@ -5,7 +5,6 @@ import socket
 import pytest
 import torch
 
-from fedsim.contracts import plugins
 from fedsim.data.bundled import Digits, Faces, Photos
 from fedsim.data.images import statistics
 
@@ -28,11 +27,6 @@ def loaded():
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
         return {name: cls().load() for name, cls in SOURCES.items()}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_registered_under_its_name(name):
-    assert plugins.load("fedsim.data", name) is SOURCES[name]
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -127,29 +121,3 @@ def test_photos_are_crops_of_the_photographs_that_do_not_overlap(loaded):
     )
     assert len(set(train + test)) == len(train) + len(test) == 40
     assert train == sorted(train, key=lambda place: place[::-1])
-
-
-def test_halves_of_photographs_are_classes(loaded):
-    whole, halves = loaded["photos"], Photos(halves=True).load()
-    assert len(halves.classes) == 16
-    assert halves.classes[:2] == ("astronaut, upper", "astronaut, lower")
-    assert torch.bincount(halves.train_labels).tolist() == [16] * 16
-    both = torch.cat([whole.train_images, whole.test_images]).flatten(1).unique(dim=0)
-    same = torch.cat([halves.train_images, halves.test_images]).flatten(1).unique(dim=0)
-    assert torch.equal(both, same)
-    for image, label in zip(halves.train_images[:20], halves.train_labels[:20], strict=True):
-        among = (whole.train_images == image).flatten(1).all(1)
-        if among.any():
-            assert int(whole.train_labels[among][0]) == int(label) // 2
-
-
-def test_photos_have_content(loaded):
-    contrast = loaded["photos"].train_images.double().std((2, 3)).mean(1)
-    assert float(contrast.min()) > 5
-    assert float(contrast.median()) > 30
-
-
-@pytest.mark.parametrize("size", [7, 513])
-def test_unreasonable_sizes_are_refused(size):
-    with pytest.raises(ValueError, match="size"):
-        Faces(size=size)

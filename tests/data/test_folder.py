@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedsim.data import folder, tree
+from fedsim.data import tree
 from fedsim.data.folder import ImageFolder
 from fedsim.data.images import statistics
 from fedsim.types import FedsimError
@@ -86,19 +86,6 @@ def test_normalization_by_the_training_images_is_asked_for_and_declared(write):
         ImageFolder(path=path, normalization="training", mean=(0.5,) * 3, std=(0.2,) * 3)
 
 
-def test_a_class_that_only_training_images_tell_of_is_declared(write):
-    without = {name: image for name, image in FILES.items() if not name.startswith("test/a")}
-    data = ImageFolder(path=write(without)).load()
-    assert data.classes == ("a", "b")
-    assert any("classes" in what for what in data.private_statistics)
-
-
-def test_limit_is_per_class(write):
-    data = ImageFolder(path=write(FILES), limit=1).load()
-    assert data.train_labels.tolist() == [1, 0]
-    assert data.train_images[0, 0, 0, 0] == 10
-
-
 def test_grey_and_given_normalization(write):
     path = write(FILES)
     data = ImageFolder(path=path, channels=1, mean=(0.5,), std=(0.25,)).load()
@@ -168,16 +155,10 @@ def test_neither_directory_nor_zip(tmp_path):
             ImageFolder(path=str(tmp_path / path)).load()
 
 
-def test_a_home_that_nobody_has_is_refused():
-    with pytest.raises(FedsimError, match=r"^~nosuchuser/x: .* write the path in full"):
-        ImageFolder(path="~nosuchuser/x").load()
-
-
 @pytest.mark.parametrize(
     ("method", "at", "value"),
     [
         ("ZIP_LZMA", 9, 0xFF),  # LZMAError: the properties after the header of the stream
-        ("ZIP_LZMA", 2, 0xFF),
         ("ZIP_BZIP2", 4, 0xFF),
         ("ZIP_DEFLATED", 0, 0x07),  # zlib.error: no such kind of block
     ],
@@ -192,36 +173,6 @@ def test_a_damaged_stream_is_named(tmp_path, method, at, value):
     content[content.index(b"bad.png") + len("bad.png") + at] = value
     path.write_bytes(content)
     with pytest.raises(FedsimError, match=r"train/a/bad\.png cannot be read"):
-        ImageFolder(path=str(path)).load()
-
-
-def test_a_stream_that_ends_early_is_named(tmp_path):
-    """The directory of the archive states more bytes of the member than there are (EOFError)."""
-    path = tmp_path / "set.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("train/a/1.png", png((1, 2, 3)))
-        archive.writestr("test/a/1.png", png((1, 2, 3)))
-    content = bytearray(path.read_bytes())
-    entry = content.index(b"PK\x01\x02")
-    content[entry + 20 : entry + 28] = (1 << 20).to_bytes(4, "little") * 2
-    path.write_bytes(content)
-    with pytest.raises(FedsimError, match=r"train/a/1\.png cannot be read"):
-        ImageFolder(path=str(path)).load()
-
-
-@pytest.mark.parametrize(
-    ("offset", "value"),
-    [(0, b"PX"), (6, b"\xff"), (46 + len("train/a/"), b"\xff")],
-    ids=["signature", "version needed", "name that is no UTF-8"],
-)
-def test_a_damaged_archive_is_refused(tmp_path, offset, value):
-    path = tmp_path / "set.zip"
-    write_zip(path, {"train/a/\xe9.png": b"", **FILES})
-    content = bytearray(path.read_bytes())
-    at = content.rindex(b"PK\x01\x02") + offset
-    content[at : at + len(value)] = value
-    path.write_bytes(content)
-    with pytest.raises(FedsimError, match="correct `path`"):
         ImageFolder(path=str(path)).load()
 
 
@@ -272,12 +223,6 @@ def test_a_member_with_a_wrong_checksum_is_named(tmp_path):
     path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     with pytest.raises(FedsimError, match=r"train/b/10\.png cannot be read.*CRC"):
         ImageFolder(path=str(path)).load()
-
-
-def test_a_set_beyond_memory_is_refused(write, monkeypatch):
-    monkeypatch.setattr(folder, "_MAX_BYTES", 4 * 3 * 6 * 6 - 1)
-    with pytest.raises(FedsimError, match="set `size` or `limit`"):
-        ImageFolder(path=write(FILES)).load()
 
 
 PHOTOS = {
@@ -331,13 +276,9 @@ def test_a_csv_names_the_labels(write):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("lost.png,a", r"line 4: there is no file 'lost.png'"),
         ("../secret.png,a", r"line 4: '../secret.png' is no path within the folder"),
-        ("/etc/passwd,a", r"line 4: '/etc/passwd' is no path within"),
-        ("IMG_1.png,", "line 4: no label"),
         ("IMG_1.png", "line 4: no label"),
         ("IMG_0.png,a", "line 4: 'IMG_0.png' is listed before"),
-        ("labels.csv,a", "line 4: 'labels.csv' is no image"),
         ('"IMG_1.png,a', "line 4: unexpected end of data"),
     ],
 )
@@ -351,11 +292,8 @@ def test_wrong_rows_are_refused_with_their_lines(write, row, said):
     ("content", "said"),
     [
         (b"", "no column 'file'"),
-        (b"name,label\n", "no column 'file'"),
         (b"file,class\n", "no column 'label'"),
-        (b"file,label\n", "lists nothing"),
         (b"\xff\xfe\x00", "UTF-8"),
-        (None, "there is no such file"),
     ],
 )
 def test_a_wrong_csv_is_refused(write, content, said):
@@ -405,7 +343,6 @@ def test_what_is_left_out_is_counted_by_reason(write, monkeypatch):
 @pytest.mark.parametrize(
     ("below", "options"),
     [
-        ("cat/2019/1.png", {}),
         ("cat/2019/a/b/c/1.png", {}),
         ("train/a/deep/er/x.png", {}),
         ("train/one/a/deep/x.png", {"client_folders": True}),
@@ -430,13 +367,6 @@ def test_images_below_a_class_are_refused_or_counted(write, below, options):
     assert len(data.train_labels) + len(data.test_labels) == len(listed)
 
 
-def test_images_in_no_class_are_counted(write):
-    data = ImageFolder(path=write({**PHOTOS, "stray.png": png((1, 1, 1)), "notes.txt": b""})).load()
-    assert dict(data.left_out) == {"in no class's folder": 1}
-    data = ImageFolder(path=write(FILES)).load()
-    assert dict(data.left_out) == {"in no class's folder": 1, "no image by its name": 1}
-
-
 def png_of_16_bits(values):
     """A PNG with 16 bits per channel of (height, width, channels) `values`."""
     values = np.asarray(values, dtype=">u2")
@@ -457,19 +387,11 @@ def png_of_16_bits(values):
     ("pixel", "bits", "seen"),
     [
         ((65535, 40000, 0), None, [255, 156, 0]),
-        ((65535, 383, 384), None, [255, 1, 1]),
         ((4095, 2048, 0), 12, [255, 128, 0]),
-        ((3000, 3000, 3000), 16, [12, 12, 12]),
-        ((1023, 0, 511), 10, [255, 0, 127]),
-        ((0, 0, 0), None, [0, 0, 0]),
         ((4095, 2048, 0), None, None),
-        ((16383, 2048, 0), None, None),
         ((5000, 2048, 0), 12, None),
         ((4095,), 12, [255] * 3),
-        ((4095,), None, None),
-        ((40000, 40000, 40000, 0), None, [255] * 3),
         ((4095, 0, 0, 65535), 12, [255, 0, 0]),
-        ((4095, 65535), 12, [255] * 3),
     ],
 )
 def test_pictures_of_16_bits_are_scaled_or_refused(write, pixel, bits, seen):
@@ -545,26 +467,9 @@ def test_a_csv_says_whose_an_image_is_and_what_for(write):
     assert data.client_of is not None and len(data.test_labels)
 
 
-def test_none_that_can_be_read_is_refused(write):
-    files = {f"cat/{index}.jpg": b"" for index in range(20)}
-    with pytest.raises(FedsimError, match=r"none of \d+ images can be read \(empty"):
-        ImageFolder(path=write(files), unreadable="skip").load()
-
-
 def only(write, content, name="1.png", **more):
     files = {f"train/a/{name}": content, "test/a/z.png": png(0, size=(6, 6))}
     return ImageFolder(path=write(files), **more).load().train_images[0]
-
-
-def test_photographs_are_turned_upright(write):
-    picture = Image.new("RGB", (6, 6))
-    picture.putpixel((5, 0), (255, 255, 255))  # at the right, above
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees, clockwise
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG", exif=exif)
-    shown = only(write, buffer.getvalue())
-    assert shown[0, 5, 5] == 255 and shown[0, 0, 5] == 0
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -572,28 +477,10 @@ def test_photographs_are_turned_upright(write):
     ("mode", "colour", "seen"),
     [
         ("RGBA", (0, 0, 0, 0), 255),
-        ("RGBA", (0, 0, 0, 255), 0),
         ("RGBA", (0, 0, 0, 128), 127),
-        ("LA", (0, 0), 255),
         ("L", 77, 77),
-        ("1", 1, 255),
     ],
 )
 def test_what_is_transparent_is_white(write, mode, colour, seen, channels):
     shown = only(write, png(colour, mode=mode), channels=channels)
     assert shown.unique().tolist() == [seen] and len(shown) == channels
-
-
-def test_palettes_prints_and_animations(write):
-    palette = Image.new("P", (6, 6), 1)
-    palette.putpalette([0, 0, 0, 10, 20, 30])
-    buffer = io.BytesIO()
-    palette.save(buffer, "PNG", transparency=0)
-    assert only(write, buffer.getvalue())[:, 0, 0].tolist() == [10, 20, 30]
-    ink = only(write, png((255, 255, 0, 0), mode="CMYK", kind="TIFF"), "2.tif")
-    assert ink[0, 0, 0] == 0 and ink[2, 0, 0] == 255
-    frames = [Image.new("RGB", (6, 6), colour) for colour in ("red", "blue")]
-    buffer = io.BytesIO()
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
-    assert only(write, buffer.getvalue(), "3.gif")[:, 0, 0].tolist() in ([255, 0, 0], [254, 0, 0])
-    assert only(write, png((9, 9, 9), size=(1, 1)), "4.png", size=6)[0].unique().tolist() == [9]

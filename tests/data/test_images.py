@@ -36,15 +36,6 @@ def test_split_is_stratified_disjoint_and_a_function_of_the_labels():
     assert test[:10].tolist() != list(range(10))
 
 
-def test_from_pil_puts_channels_first():
-    picture = Image.new("RGB", (3, 2))
-    picture.putpixel((2, 1), (10, 20, 30))
-    pixels = from_pil(picture)
-    assert pixels.shape == (3, 2, 3)
-    assert pixels[:, 1, 2].tolist() == [10, 20, 30]
-    assert from_pil(picture.convert("L")).shape == (1, 2, 3)
-
-
 def test_resize_averages_where_it_reduces():
     checker = torch.zeros(64, 64, dtype=torch.uint8)
     checker[::2, ::2] = checker[1::2, 1::2] = 200

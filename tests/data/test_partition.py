@@ -100,28 +100,11 @@ def test_small_alpha_is_heterogeneous_and_large_alpha_is_not():
     assert spread(0.3) > 0.15
 
 
-def test_dirichlet_parts_are_at_least_as_large_as_asked():
-    config = Partition(name="dirichlet", alpha=0.7)
-    smallest = [
-        min(len(part) for part in partition(dataset(), config, 5, seed, min_images=8))
-        for seed in range(5)
-    ]
-    assert min(smallest) >= 8
-
-
-def test_natural_parts_are_the_natural_clients():
-    data = dataset()
-    for client, part in enumerate(partition(data, SOME[3], 5, seed=0)):
-        assert data.client_of[part].unique().tolist() == [10 * client]
-
-
 @pytest.mark.parametrize(
     ("config", "data", "clients", "remedy"),
     [
-        (Partition(), dataset(3), 4, r"lower data\.clients"),
         (Partition(name="dirichlet", alpha=1e-3), dataset(), 60, r"raise data\.partition\.alpha"),
         (Partition(name="dirichlet"), dataset(), 4, r"set data\.partition\.alpha"),
-        (Partition(name="shards"), dataset(), 4, r"set data\.partition\.shards_per_client"),
         (Partition(alpha=1.0), dataset(), 4, r"remove data\.partition\.alpha"),
         (
             Partition(name="shards", shards_per_client=7),
@@ -137,7 +120,6 @@ def test_natural_parts_are_the_natural_clients():
         ),
         (Partition(name="natural"), dataset(client_of=False), 5, "client_folders"),
         (Partition(name="natural"), dataset(), 4, r"set data\.clients to 5"),
-        (Partition(name="file"), dataset(), 4, r"set data\.partition\.path"),
         (Partition(name="file", path="absent.csv"), dataset(), 4, r"correct data\.partition\.path"),
     ],
 )
@@ -173,17 +155,10 @@ def test_a_file_says_whose_each_image_is(kind, encoding, tmp_path):
     ("name", "text", "message"),
     [
         ("a.csv", "index,client\n0,0\n1,1", "exactly once"),
-        ("a.csv", "index,client\n0,0\n0,1\n2,1", "exactly once"),
         ("a.csv", "number,client\n0,0", "columns index,client"),
-        ("a.csv", "index,client\n0,zero", "columns index,client"),
-        ("a.csv", "index,client\n0", "columns index,client"),
         ("a.json", "[0, 1", "not understood"),
-        ("a.json", '{"0": 0, "1": 1, "2": 0}', "not understood"),
-        ("a.json", "[0, 1, 1.5]", "not understood"),
         ("a.json", "[" * 100_000 + "]" * 100_000, "not understood"),
         ("a.json", "[0, 1, 2]", "see client 2"),
-        ("a.json", "[0, 0, 0]", "see client 1"),
-        ("a.json", "[0, 1, 99999999999999999999]", "see client"),
     ],
 )
 def test_bad_partition_files_are_refused(name, text, message, tmp_path):

@@ -95,12 +95,6 @@ def test_what_was_not_granted_was_not_recorded(tmp_path: Path) -> None:
         )
 
 
-def test_an_attack_that_needs_them_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(FedsimError, match=r"attacks\[0\].*knowledge.public: test"):
-        fedsim.run({**SCENARIO, "knowledge": {}}, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     save_public(torch.zeros(2, 3, 4), tmp_path)
     with pytest.raises(FedsimError, match="not the public images"):

@@ -91,16 +91,6 @@ def test_sigma_zero_is_the_sketch_itself_and_noise_is_added_to_it() -> None:
     assert float((one - plain).std()) == pytest.approx(1.0, abs=0.05)
 
 
-def test_two_parts_with_their_own_matrices_make_a_sketch_of_the_whole() -> None:
-    """[D1; D2]'[G1; G2] = D1'G1 + D2'G2, exactly."""
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(9, 4, generator=draw, dtype=torch.float64)
-    matrix = torch.randn(9, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    first = torch.Generator().manual_seed(2)
-    total = sketch(rows[:4], 16, first) + sketch(rows[4:], 16, first)
-    torch.testing.assert_close(total, rows.T @ matrix)
-
-
 def test_least_squares_of_a_known_solution() -> None:
     draw = torch.Generator().manual_seed(0)
     features = torch.randn(40, 3, generator=draw, dtype=torch.float64)
@@ -126,12 +116,6 @@ def test_the_normal_solution_is_the_limit_of_solving_on_sketches() -> None:
         error = torch.linalg.matrix_norm(draws.T.cov() - expected)
         assert float(error / torch.linalg.matrix_norm(expected)) < tolerance
         assert bool(((draws.mean(0) - best).abs() < 5 * (expected.diag() / count).sqrt()).all())
-
-
-def test_dependent_features_have_no_normal_solution() -> None:
-    rows = torch.ones(5, 3, dtype=torch.float64)
-    with pytest.raises(FedsimError, match="linearly dependent"):
-        normal_solution(rows, 10, torch.Generator())
 
 
 @pytest.mark.parametrize("stack", ["none", "sum", "noise", "shared"])
@@ -162,18 +146,6 @@ def test_a_federation_computes_the_sketch_of_the_union(tmp_path: Path, stack: st
     assert record.test_loss == pytest.approx(float(error), rel=1e-9)
 
 
-def test_the_noise_that_four_share_is_that_of_one() -> None:
-    """Four times σ² / 4 in the sum."""
-    noise = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3}
-    wanted = scenario(
-        defenses={"one": [noise], "four": [{**noise, "shared_among": 4}, "aggregate"]}
-    )
-    one, four = (workload(wanted, stack) for stack in ("one", "four"))
-    assert one.release and four.release
-    shares = len(four.parts) * four.stack.sigma(four.release) ** 2
-    assert shares == pytest.approx(one.stack.sigma(one.release) ** 2)
-
-
 @pytest.mark.parametrize("method", ["sketch", "als", "ls", "ols"])
 def test_what_the_server_makes_of_regressions(tmp_path: Path, method: str) -> None:
     """It solves on the sum of sketches; of coefficients it takes the plain mean."""
@@ -200,16 +172,6 @@ def test_what_the_server_makes_of_regressions(tmp_path: Path, method: str) -> No
     assert record.test_accuracy > 0.75
 
 
-def test_a_regression_of_a_quantity_has_no_accuracy(tmp_path: Path) -> None:
-    wanted = scenario(
-        data={"source": "diabetes", "clients": 2}, learner={**BASE["learner"], "columns": 300}
-    )
-    _, record = trained(wanted, tmp_path)
-    assert record.test_accuracy is None
-    rows = table(workload(wanted)).test_rows
-    assert record.test_loss < float(rows[:, -1].var())
-
-
 def test_no_client_tells_how_many_rows_it_has() -> None:
     """The count of one row more or less would tell what the mechanism hides."""
     here = workload(
@@ -220,16 +182,6 @@ def test_no_client_tells_how_many_rows_it_has() -> None:
     assert {result.update.num_examples for result in updates} == {1}
     assert {tuple(result.update.tensors) for result in updates} == {(VALUE,)}
     assert all(result.loss is None and result.truth is None for result in updates)
-
-
-def test_an_update_is_a_pure_function_and_clients_draw_their_own() -> None:
-    here = workload(scenario())
-    state = here.initial()
-    first, again, other = (here.client_update(c, 1, *state, {}) for c in (0, 0, 1))
-    assert torch.equal(first.update.tensors[VALUE], again.update.tensors[VALUE])
-    draws = [rng.normal((3,), rng.generator(5, "learner", 1, c)) for c in (0, 1)]
-    assert not torch.equal(*draws)
-    assert not torch.equal(first.update.tensors[VALUE], other.update.tensors[VALUE])
 
 
 def test_nothing_is_combined_when_a_client_that_shares_the_noise_is_missing(tmp_path: Path) -> None:
@@ -284,13 +236,9 @@ NOISE = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3}
         ({"model": "mlp"}, "model: learner least_squares trains no model; remove it"),
         ({"training": {"rounds": 2}}, "training.rounds: .* use `rounds: 1`"),
         ({"training": {"rounds": 1, "local": {"lr": 1.0}}}, "training.local: .* does not train"),
-        ({"training": {"rounds": 1, "weights": "x"}}, "training.weights: .* does not train"),
         ({"attacks": ["idlg"]}, "idlg reads updates of a model"),
         ({"learner": {"name": "least_squares"}}, "takes columns with the methods"),
         ({"learner": {"name": "least_squares", "method": "ols", "columns": 9}}, "none with ols"),
-        ({"learner": {"name": "sketch"}}, "learner.columns: missing"),
-        ({"learner": "skech"}, "did you mean 'sketch'"),
-        ({"learner": "sgd", "model": None}, "model: expected a name"),
         ({"learner": "sgd", "defenses": {"a": [NOISE]}, "model": "mlp"}, "choose learner sketch"),
         ({"defenses": {"a": [{"name": "clip", "norm": 1.0}, NOISE]}}, "put it first"),
     ],
@@ -298,11 +246,6 @@ NOISE = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3}
 def test_what_a_scenario_cannot_mean(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ScenarioError, match=message):
         resolve({**BASE, **changes})
-
-
-def test_sgd_needs_a_model() -> None:
-    with pytest.raises(ScenarioError, match="model: missing"):
-        resolve({"name": "x", "data": {"source": "faces"}, "attacks": []})
 
 
 @pytest.mark.parametrize(

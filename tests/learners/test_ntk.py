@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedsim.learners import ntk
 from fedsim.privacy.mechanisms import draws, kernel_distance, wishart
-from fedsim.types import FedsimError
 
 
 def stream(seed: int) -> torch.Generator:
@@ -50,17 +49,6 @@ def test_it_is_the_tangent_kernel_of_the_network() -> None:
     assert float(value) == pytest.approx(expected, rel=1e-12)
 
 
-def test_many_neurons_tend_to_the_continuous_kernel() -> None:
-    x = unit_rows(6, 4, 0)
-    limit = ntk.kernel(x, x, scale=1.5)
-    gaps = [
-        float((ntk.kernel(x, x, ntk.draw_weights(m, 4, 1.5, stream(1))) - limit).norm())
-        for m in (100, 10_000, 1_000_000)
-    ]
-    assert gaps[0] > 3 * gaps[1] > 9 * gaps[2]
-    assert gaps[2] < 0.05
-
-
 @pytest.mark.parametrize("weights", [None, ntk.draw_weights(9, 5, 1.0, stream(3))])
 def test_a_kernel_is_symmetric_positive_and_of_degree_four(weights: Tensor | None) -> None:
     x, turn = unit_rows(8, 5, 0), unit_rows(8, 5, 1)
@@ -83,13 +71,6 @@ def test_regression_interpolates_without_ridge_and_forgets_the_kernel_with_much(
     assert float(residual.abs().max()) < 1e-12
 
 
-def test_classes_are_fitted_each_alone() -> None:
-    x, labels = unit_rows(10, 4, 0), ntk.one_hot(torch.arange(10) % 3, 3)
-    gram = ntk.kernel(x, x)
-    alone = torch.cat([ntk.fit(gram, labels[:, [c]], 0.5) for c in range(3)], dim=1)
-    torch.testing.assert_close(ntk.fit(gram, labels, 0.5), alone)
-
-
 @pytest.mark.parametrize("count", [1, 5, 12, 40])
 def test_woodbury_is_the_plain_solution(count: int) -> None:
     x, labels = unit_rows(12, 4, 0), ntk.one_hot(torch.arange(12) % 3, 3)
@@ -106,14 +87,6 @@ def test_samples_have_the_kernels_covariance_even_if_it_is_singular() -> None:
     samples = paper.gaussian_samples(root, 400_000, stream(1))
     torch.testing.assert_close(samples[2], samples[3], rtol=0, atol=1e-6)
     assert float((samples @ samples.T / 400_000 - gram).abs().max()) < 0.01
-
-
-def test_many_samples_are_the_kernel_itself() -> None:
-    x, labels = unit_rows(8, 4, 0), ntk.one_hot(torch.arange(8) % 2, 2)
-    gram = ntk.kernel(x, x)
-    samples = paper.gaussian_samples(draws.square_root(gram), 500_000, stream(1))
-    gap = paper.fit_sampled(samples, labels, 0.5) - ntk.fit(gram, labels, 0.5)
-    assert float(gap.abs().max()) < 0.02
 
 
 def test_noise_on_the_inputs_is_truncated_laplace() -> None:
@@ -150,12 +123,6 @@ def test_the_distance_is_the_definitions() -> None:
     assert paper.neighbour_distance(gram, gram) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_no_distance_is_finite_where_the_kernel_is_singular() -> None:
-    x = unit_rows(4, 9, 0)[[0, 1, 2, 2]]
-    with pytest.raises(FedsimError, match="singular"):
-        paper.neighbour_distance(torch.eye(4).double(), ntk.kernel(x, x))
-
-
 @pytest.mark.parametrize("neurons", [None, 3, 12])
 def test_the_predictor_is_a_quadratic_form_and_so_is_the_mean_of_several(
     neurons: int | None,
@@ -189,27 +156,6 @@ def test_a_sampled_covariance_is_the_mean_of_the_draws_squares(count: int) -> No
         torch.testing.assert_close(covariance, drawn @ drawn.T / count)
     else:
         torch.testing.assert_close(covariance, ntk.kernel(x, x), rtol=0, atol=0.1)
-
-
-def test_the_papers_number_of_samples_is_the_largest_that_its_radius_allows() -> None:
-    for epsilon in (8.0, 20.0, 300.0):
-        count = paper.samples(epsilon, 2e-3, 0.1)
-        assert paper.radius(epsilon, 2e-3, count) >= 0.1 * (1 - 1e-12)
-        assert paper.radius(epsilon, 2e-3, count + 1) < 0.1
-    assert paper.radius(1.0, 2e-3, 1) == 1 / (8 * math.log(500))
-
-
-@pytest.mark.parametrize("ridge", [0.0, -1.0, math.nan])
-def test_a_ridge_that_is_none_is_refused(ridge: float) -> None:
-    labels = torch.eye(3).double()
-    for fitted in (ntk.fit, paper.fit_sampled):
-        with pytest.raises(FedsimError, match="positive"):
-            fitted(torch.eye(3).double(), labels, ridge)
-
-
-def test_no_sample_is_refused() -> None:
-    with pytest.raises(FedsimError, match="at least one sample"):
-        paper.gaussian_samples(torch.eye(3).double(), 0, stream(0))
 
 
 class TestErrorsOfThePaper:

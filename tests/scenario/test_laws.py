@@ -104,19 +104,6 @@ def test_every_default_is_written_out() -> None:
     assert plain["model"]["head"] is None
 
 
-def test_shorthand_is_the_same_as_the_long_form() -> None:
-    long = {**LEAST, "data": {"source": {"name": "faces"}}, "model": {"name": "mlp"}}
-    assert resolve({**LEAST, "attacks": ["label_inference"]}) == resolve(
-        {**long, "attacks": [{"name": "label_inference", "label": "label_inference"}]}
-    )
-
-
-def test_whole_numbers_become_floats_where_floats_are_meant() -> None:
-    scenario = resolve({**LEAST, "defenses": {"c": [{"name": "clip", "norm": 2}]}})
-    assert isinstance(scenario.defenses["c"][0].parameters["norm"], float)
-    assert isinstance(resolve({**LEAST, "training": {"local": {"lr": 1}}}).training.local.lr, float)
-
-
 @pytest.mark.parametrize(
     ("local", "algorithm"),
     [
@@ -134,10 +121,6 @@ def test_the_algorithm_follows_from_the_local_training(
     assert declared_training(scenario).algorithm == algorithm
 
 
-def test_fedavg_of_one_step_stays_fedavg() -> None:
-    assert resolve({**LEAST, "training": {"algorithm": "fedavg"}}).training.algorithm == "fedavg"
-
-
 def test_declared_training_is_what_the_scenario_says() -> None:
     training = declared_training(resolve(FULL))
     assert (training.steps, training.batch_size, training.lr) == (2, 4, 1.0)
@@ -149,38 +132,21 @@ def test_declared_training_is_what_the_scenario_says() -> None:
     ("text", "value"),
     [
         ("1e-3", 1e-3),
-        ("1.e2", 100.0),
-        (".5", 0.5),
         ("-0x1F", "-0x1F"),
         ("0x1F", 31),
         ("0o17", 15),
         ("010", 10),
-        ("+7", 7),
         ("no", "no"),
         ("on", "on"),
-        ("True", True),
-        ("~", None),
-        ("1:30", "1:30"),
         ("1_000", "1_000"),
         ("2024-01-01", "2024-01-01"),
-        ("'7'", "7"),
         ('"\\u00e9"', "é"),
-        ("= 1", "= 1"),
     ],
 )
 def test_plain_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
     parsed = parse_yaml(f"x: {text}", "t").value["x"]
     assert parsed == value
     assert type(parsed) is type(value)
-
-
-def test_keys_are_text() -> None:
-    assert parse_yaml("{1: a, no: b, null: c, 'x y': d}", "t").value == {
-        "1": "a",
-        "no": "b",
-        "null": "c",
-        "x y": "d",
-    }
 
 
 def test_anchors_and_merges_are_expanded_with_the_places_of_what_is_written() -> None:
@@ -228,16 +194,6 @@ def test_values_that_yaml_has_not_are_refused(value: object) -> None:
         resolve({**LEAST, "description": value})
 
 
-def test_what_was_written_is_not_changed() -> None:
-    before = repr(FULL)
-    resolve(FULL)
-    document = parse_yaml(dump(resolve(FULL)), "t")
-    shown = repr(document)
-    resolve(document)
-    assert repr(FULL) == before
-    assert repr(document) == shown
-
-
 def test_later_errors_can_be_located() -> None:
     document = parse_yaml(
         "name: a\ndata:\n  clients: 4\nsweep:\n  training.rounds: [1]\n", "x.yaml"
@@ -253,12 +209,6 @@ def test_later_errors_can_be_located() -> None:
     assert str(elsewhere) == "x.yaml: /data/x.png: is no image"
     assert str(document.error("name", "odd")) == "x.yaml:1: name: odd"
     assert locate(Document({}), FedsimError("a: b")).line is None
-
-
-def test_every_default_of_the_model_is_valid() -> None:
-    """A default that its own type refuses would only show in a resolved file."""
-    plain = yaml.safe_load(dump(resolve(LEAST)))
-    assert resolve(plain) == resolve(LEAST)
 
 
 def test_combinations_of_partition_and_key() -> None:

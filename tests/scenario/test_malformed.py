@@ -72,41 +72,13 @@ CASES = {
     "unknown key in a section": Case(
         "  rounds: 3", "  round: 3 # <-", "training.round", "did you mean 'rounds'?"
     ),
-    "wrong case": Case("seed: 7", "Seed: 7 # <-", "Seed", "did you mean 'seed'?"),
     "unknown key of an attack": Case(
         "iterations: 5}", "iteratons: 5} # <-", "attacks[0].iteratons", "did you mean 'iterations'?"
-    ),
-    "unknown key of an attack that the scenario knows": Case(
-        "iterations: 5}", "restart: 5} # <-", "attacks[0].restart", "did you mean 'restarts'?"
-    ),
-    "unknown key below a model": Case(
-        "{width: 64, planted: 32}}",
-        "{widht: 64, planted: 32}} # <-",
-        "model.head.widht",
-        "did you mean 'width'?",
-    ),
-    "parameters written apart": Case(
-        "{name: clip, norm: 1.0}",
-        "{name: clip, parameters: {norm: 1.0}} # <-",
-        "defenses.dp[0].parameters",
-        "unknown key",
-        problems=2,
-    ),
-    "a key where a plugin takes none": Case(
-        "faces, size: 16}", "photos, x: 16} # <-", "data.source.x", "unknown key"
     ),
     "missing section": Case(
         "attacks:\n", "observe2:\n", "attacks", "missing; add `attacks: ...`", problems=2
     ),
-    "missing name": Case("name: base\n", "", "name", "missing; add `name: ...`"),
-    "missing parameter": Case(
-        "{name: clip, norm: 1.0}", "{name: clip} # <-", "defenses.dp[0].norm", "missing; add `norm"
-    ),
-    "missing data source": Case(
-        "data:\n  source: {name: faces, size: 16}", "data: # <-", "data.source", "missing; add"
-    ),
     "key written twice": Case("device: cpu", "seed: 8 # <-", "", "written twice (first in line 2)"),
-    "a list as key": Case("seed: 7", "? [seed]\n: 7", "", "a key has to be plain text"),
     # Plugins
     "unknown attack": Case(
         "{name: label_inference}",
@@ -117,12 +89,6 @@ CASES = {
     "unknown attack, shorthand": Case(
         "{name: label_inference}", "labels_inference # <-", "attacks[1]", "did you mean"
     ),
-    "unknown attack, nothing near": Case(
-        "{name: label_inference}",
-        "{name: zzz} # <-",
-        "attacks[1].name",
-        "(installed: activation_features",
-    ),
     "an attack among the defenses": Case(
         "{name: clip, norm: 1.0}",
         "idlg # <-",
@@ -132,17 +98,8 @@ CASES = {
     "a plugin without a name": Case(
         "{name: clip, norm: 1.0}", "{norm: 1.0} # <-", "defenses.dp[0].name", "missing; add `name"
     ),
-    "a plugin named by a number": Case(
-        "{name: clip, norm: 1.0}", "{name: 3} # <-", "defenses.dp[0].name", "expected text, got 3"
-    ),
     "nothing for a plugin": Case(
         "{name: clip, norm: 1.0}", " # <-", "defenses.dp[0]", "expected a name or {name: ...}"
-    ),
-    "a list for a plugin": Case(
-        "model: {name: mlp, head: {width: 64, planted: 32}}",
-        "model: [mlp] # <-",
-        "model",
-        "expected a name or {name: ...}, got a list",
     ),
     # Types
     "text for a number": Case(
@@ -151,48 +108,12 @@ CASES = {
     "a quoted number": Case(
         "rounds: 3", 'rounds: "3" # <-', "training.rounds", "got '3'; remove the quotes"
     ),
-    "a quoted number of a plugin": Case(
-        "norm: 1.0}", "norm: '1.0'} # <-", "defenses.dp[0].norm", "remove the quotes"
-    ),
-    "a fraction for a count": Case(
-        "rounds: 3", "rounds: 2.5 # <-", "training.rounds", "expected a whole number, got 2.5"
-    ),
     "a whole float for a count": Case(
         "rounds: 3", "rounds: 3.0 # <-", "training.rounds", "got 3.0; write 3"
     ),
-    "a boolean for a count": Case(
-        "rounds: 3", "rounds: true # <-", "training.rounds", "expected a whole number, got true"
-    ),
-    "a date for a number": Case(
-        "rounds: 3", "rounds: 2024-01-01 # <-", "training.rounds", "got '2024-01-01'"
-    ),
-    "nothing for a count": Case(
-        "rounds: 3", "rounds: # <-", "training.rounds", "a whole number, got nothing (null)"
-    ),
-    "sexagesimal is text": Case(
-        "rounds: 3", "rounds: 1:30 # <-", "training.rounds", "expected a whole number, got '1:30'"
-    ),
-    "a number with underscores": Case(
-        "rounds: 3", "rounds: 1_000 # <-", "training.rounds", "expected a whole number, got '1_000'"
-    ),
     "a number for text": Case("name: base", "name: 5 # <-", "name", "expected text, got 5; put it"),
-    "a list for a section": Case(
-        "federation: {engine: local, participation: 1.0}",
-        "federation: [local] # <-",
-        "federation",
-        "expected a mapping (key: value), got a list",
-    ),
     "a number for a list": Case(
         "batch_sizes: [1, 4]", "batch_sizes: 4 # <-", "observe.batch_sizes", "got 4; write [4]"
-    ),
-    "a mapping for attacks": Case(
-        "  - {name: inverting_gradients, iterations: 5}\n  - {name: label_inference}",
-        "  name: idlg",
-        "attacks",
-        "expected a list, got a mapping",
-    ),
-    "a list for defenses": Case(
-        "defenses:\n  none: []\n  dp:\n", "defenses: # <-\n", "defenses", "expected a mapping"
     ),
     "one defense for a stack": Case(
         "  none: []", "  none: clip # <-", "defenses.none", "expected a list, got 'clip'"
@@ -200,43 +121,17 @@ CASES = {
     "a wrong word for clients": Case(
         "clients: [0]", "clients: al # <-", "observe.clients", "a list or 'all', got 'al'; did you"
     ),
-    "a wrong word among rounds": Case(
-        "rounds: [1, last]", "rounds: [1, lst] # <-", "observe.rounds[1]", "did you mean 'last'?"
-    ),
     # Ranges
-    "no rounds": Case("rounds: 3", "rounds: 0 # <-", "training.rounds", "expected >= 1, got 0"),
     "negative parameter": Case(
         "multiplier: 1.1", "multiplier: -1", "defenses.dp[1].multiplier", "expected >= 0, got -1"
-    ),
-    "zero learning rate": Case("lr: 0.1", "lr: 0", "training.local.lr", "expected > 0, got 0"),
-    "participation above 1": Case(
-        "participation: 1.0", "participation: 1.5", "federation.participation", "<= 1, got 1.5"
-    ),
-    "momentum of 1": Case(
-        "lr: 0.1}", "lr: 0.1, momentum: 1} # <-", "training.local.momentum", "expected < 1, got 1"
-    ),
-    "not a number": Case("lr: 0.1", "lr: .nan", "training.local.lr", "a finite number, got nan"),
-    "beyond double precision": Case(
-        "lr: 0.1", "lr: 1e400", "training.local.lr", "expected a finite number, got inf"
     ),
     "a whole number beyond double precision": Case(
         "lr: 0.1", f"lr: {10**400}", "training.local.lr", "(401 characters)"
     ),
-    "10**30 rounds": Case(
-        "rounds: 3",
-        f"rounds: {10**30} # <-",
-        "training.rounds",
-        "expected <= 100000, got 1000000",
-    ),
     "a number of 5000 digits": Case(
         "rounds: 3", f"rounds: {'9' * 5000} # <-", "", "a number of 5000 digits; shorten it"
     ),
-    "a hexadecimal number of 5000 digits": Case(
-        "seed: 7", f"seed: 0x{'f' * 5000} # <-", "", "digits; shorten it"
-    ),
-    "seed of 64 bits": Case("seed: 7", f"seed: {2**64} # <-", "seed", "expected < 922337203685477"),
     "unknown engine": Case("engine: local", "engine: locl", "federation.engine", "simulation"),
-    "unknown knowledge": Case("bn: none", "bn: exakt", "knowledge.bn", "did you mean 'exact'?"),
     "unknown device": Case(
         "device: cpu", "device: gpu # <-", "device", "expected auto, cpu, cuda or"
     ),
@@ -246,29 +141,6 @@ CASES = {
     "a path for a stack": Case(
         "  none: []", "  ../none: [] # <-", 'defenses["../none"]', "expected a name of letters"
     ),
-    "two dots in a stack": Case(
-        "  none: []", "  a..b: [] # <-", 'defenses["a..b"]', "expected a name of letters"
-    ),
-    "a long name for a stack": Case(
-        "  none: []", f"  {'x' * 65}: [] # <-", f"defenses.{'x' * 65}", "at most 64 characters"
-    ),
-    "an empty name": Case("name: base", "name: ''", "name", "expected a name of letters"),
-    "a path for a label": Case(
-        "{name: label_inference}",
-        "{name: label_inference, label: a/b}",
-        "attacks[1].label",
-        "a name",
-    ),
-    "no defense stack": Case(
-        BASE[BASE.index("defenses:") : BASE.index("attacks:")],
-        "defenses: {} # <-\n",
-        "defenses",
-        "at least 1 item",
-    ),
-    "no observed client": Case(
-        "clients: [0]", "clients: [] # <-", "observe.clients", "at least 1 item"
-    ),
-    "round 0": Case("[1, last]", "[0, last]", "observe.rounds[0]", ">= 1 or 'last', got 0"),
     # Combinations
     "fedsgd with several steps": Case(
         "local: {steps: 1,",
@@ -282,15 +154,6 @@ CASES = {
         "training.algorithm",
         "use fedavg, or momentum 0",
     ),
-    "dirichlet without alpha": Case(
-        "{name: iid}", "{name: dirichlet} # <-", "data.partition.alpha", "add `alpha: 0.5`"
-    ),
-    "alpha without dirichlet": Case(
-        "{name: iid}",
-        "{name: iid, alpha: 0.5} # <-",
-        "data.partition.alpha",
-        "only partition dirichlet has it",
-    ),
     "a round beyond the last": Case(
         "[1, last]", "[1, 9]", "observe.rounds[1]", "beyond training.rounds (3)"
     ),
@@ -300,12 +163,6 @@ CASES = {
     "a round twice": Case("[1, last]", "[1, 1]", "observe.rounds[1]", "listed twice; remove one"),
     "trials without probes": Case(
         "  batch_sizes: [1, 4]\n", "", "observe.trials", "add `observe.batch_sizes"
-    ),
-    "releases without probes": Case(
-        "  batch_sizes: [1, 4]\n  trials: 2\n",
-        "  releases: 4\n",
-        "observe.releases",
-        "add `observe.batch_sizes",
     ),
     "two attacks of one label": Case(
         "{name: label_inference}",
@@ -328,9 +185,6 @@ CASES = {
     "noise without a bound": Case(
         "    - {name: clip, norm: 1.0}\n", "", "defenses.dp[0]", "put clip directly before it"
     ),
-    "noise with two scales": Case(
-        "multiplier: 1.1}", "multiplier: 1.1, std: 1.0} # <-", "defenses.dp[1]", "exactly one of"
-    ),
     "aggregation that is not last": Case(
         "    - {name: clip, norm: 1.0}", "    - aggregate", "defenses.dp", "put it last"
     ),
@@ -347,7 +201,6 @@ CASES = {
     "an open bracket": Case("[1, last]", "[1, last", "", "check that every bracket"),
     "an open quote": Case("name: base", 'name: "base', "", "check that every quote is closed"),
     "a tab": Case("  clients: 4", "\tclients: 4 # <-", "", "indent with spaces, not with tabs"),
-    "a colon too many": Case("seed: 7", "seed: 7: 8 # <-", "", "not valid YAML: mapping values"),
     "a tag": Case(
         "seed: 7",
         "seed: !!python/object/apply:os.system [id] # <-",
@@ -356,11 +209,7 @@ CASES = {
     ),
     "two documents": Case("seed: 7", "seed: 7\n--- # <-\nname: other", "", "one per file"),
     "an unknown alias": Case("seed: 7", "seed: *x # <-", "", "alias *x has no anchor before it"),
-    "an alias of itself": Case("seed: 7", "seed: &x [*x] # <-", "", "alias *x refers to itself"),
-    "a merge of no mapping": Case("seed: 7", "<<: 7 # <-", "", "<< merges mappings only"),
     "a NUL": Case("name: base", 'name: "a\\0b" # <-', "", "remove the escape"),
-    "half a character": Case("name: base", 'name: "\\ud800" # <-', "", "remove the escape"),
-    "a control character": Case("name: base", "name: a\x07b # <-", "", "U+0007 is not allowed"),
     "nested too deep": Case("seed: 7", f"seed: {'[' * 40}{']' * 40} # <-", "", "deeper than 32"),
     "nested too deep through an alias": Case(
         "seed: 7",
@@ -375,25 +224,11 @@ CASES = {
     "a sweep over no list": Case(
         "seed: 7", "sweep: {training.rounds: 3} # <-", 'sweep["training.rounds"]', "expected a list"
     ),
-    "a sweep over an unknown section": Case(
-        "seed: 7", "sweep: {trainin.rounds: [1]} # <-", 'sweep["trainin.rounds"]', "cannot be swept"
-    ),
-    "a sweep over no path": Case("seed: 7", "sweep: {a b: [1]} # <-", 'sweep["a b"]', "key path"),
-    "a sweep over an unknown key": Case(
-        "seed: 7",
-        "sweep:\n  training.round:\n    - 1 # <-\n    - 2",
-        "training.round",
-        "did you mean 'rounds'?",
-        problems=2,
-    ),
     "a bad value in a sweep": Case(
         "seed: 7",
         "sweep:\n  training.rounds:\n    - 3\n    - 0 # <-",
         "training.rounds",
         "expected >= 1, got 0",
-    ),
-    "a value twice in a sweep": Case(
-        "seed: 7", "sweep: {training.rounds: [3, 3]} # <-", 'sweep["training.rounds"]', "twice"
     ),
     "overlapping sweeps": Case(
         "seed: 7",
@@ -476,15 +311,10 @@ def test_every_problem_is_listed_in_order_of_lines(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"", "empty; a scenario needs at least name, data, model and attacks"),
-        (b"# only a comment\n", "empty; a scenario needs"),
         (b"just text\n", "expected a mapping that starts with `name: ...`, got 'just text'"),
-        (b"- a\n- b\n", "expected a mapping that starts with `name: ...`, got a list"),
-        (b"42\n", "expected a mapping that starts with `name: ...`, got 42"),
-        (b"null\n", "expected a mapping that starts with `name: ...`, got nothing"),
         (b"name: base\nseed: \xff\n", "x.yaml:2: not UTF-8 text"),
         (b"\x00\x01\x02", "U+0000 is not allowed"),
         (b"name: a\n" * 200_000, "and at most 1.0 MiB are read"),
-        ("name: base\n".encode("utf-16"), "not UTF-8 text"),
     ],
 )
 def test_files_that_are_no_scenario(content: bytes, said: str, tmp_path: Path) -> None:
@@ -498,14 +328,6 @@ def test_aliases_cannot_grow_without_bound(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("\n".join(["a0: &a0 [1, 2, 3]", *levels]), encoding="utf-8")
     assert "more than 50,000 values" in refused(run(path), tmp_path)
-
-
-def test_aliases_cannot_nest_without_bound(tmp_path: Path) -> None:
-    """Each level is within the limit; all of them together exceed Python's."""
-    levels = [f"a{i}: &a{i} {'[' * 29}*a{i - 1}{']' * 29}" for i in range(1, 40)]
-    path = tmp_path / "x.yaml"
-    path.write_text("\n".join(["a0: &a0 1", *levels]), encoding="utf-8")
-    assert "x.yaml:3: nested deeper than 32 levels" in refused(run(path), tmp_path)
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(1, 30), (16, 15), (30, 1)])
@@ -529,39 +351,20 @@ def test_many_problems_are_told_in_time(tmp_path: Path) -> None:
     assert len(lines) == 51 and lines[-1] == "and 44,950 more problems; correct these first"
 
 
-def test_paths_that_are_no_file(tmp_path: Path) -> None:
-    assert "no such file" in refused(run(tmp_path / "absent.yaml"), tmp_path)
-    (tmp_path / "folder.yaml").mkdir()
-    assert "is a folder, and a regular file is wanted" in refused(
-        run(tmp_path / "folder.yaml"), tmp_path
-    )
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("training.rounds=0", "--set training.rounds=0: training.rounds: expected >= 1, got 0"),
-        ("attacks[0].iterations=x", "attacks[0].iterations: expected a whole number, got 'x'"),
         ("attacks[9].iterations=1", "attacks has 2 items, counted from 0; use an index up to 1"),
         (
             "attacks.iterations=1",
             "attacks is a list; name an item by its index, such as",
         ),
         ("training[0]=1", "training is a mapping, not a list"),
-        ("seed.x=1", "seed is 7, which holds no keys"),
-        ("trainig.rounds=3", "--set trainig.rounds=3: trainig: unknown key; did you mean"),
-        ("sed=1", "--set sed=1: sed: unknown key; did you mean 'seed'?"),
-        ("model.widht=1", "--set model.widht=1: model.widht: unknown key"),
         ("model=nope", "--set model=nope: model: no plugin named 'nope' in models"),
         ("rounds", "--set rounds: expected key=value, such as training.rounds=10"),
-        ("=3", "--set =3: '' is no key path"),
-        ("a..b=3", "is no key path; expected one such as attacks[0].iterations"),
         (f"a{'.a' * 500}=3", "' is no key path; expected one such as"),
         ("seed=[1", "--set seed=[1: not valid YAML"),
-        ("seed=!!int 3", "is not supported; remove it"),
-        (f"seed=0x{'f' * 5000}", "a number of 5002 digits; shorten it"),
-        ("data={}", "--set data={}: data.source: missing; add `source: ...`"),
-        ("observe.rounds=[1, 9]", "observe.rounds[1]: round 9 is beyond training.rounds (3)"),
     ],
 )
 def test_overrides_are_refused_with_their_text(override: str, said: str, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import fedsim
 from fedsim.contracts.stack import chain
-from fedsim.privacy import ledger
 from fedsim.privacy.composition import correlated
 from fedsim.privacy.ledger import Entry, claim, worst_off
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
@@ -226,19 +225,6 @@ def test_the_ledger_claims_what_the_calculator_says(sampling: Any, correlation: 
     assert found.epsilon < of("without_replacement", correlation).epsilon
 
 
-def test_the_ledger_counts_all_steps() -> None:
-    found = [of("balls_in_bins", 0.5, rounds=rounds).epsilon for rounds in (0, 1, 3)]
-    assert found[0] == 0 and found == sorted(found)
-    assert of("poisson", 0.0, rounds=2, repeated_rounds=1) == of("poisson", 0.0)
-
-
-def test_a_batch_of_everything_is_not_amplified() -> None:
-    exact = gaussian.epsilon(2.0 / math.sqrt(6), 1e-3)
-    for sampling in INDEPENDENT:
-        found = of(sampling, 0.0, num_examples=10)
-        assert found.epsilon == pytest.approx(float(exact), rel=1e-6)
-
-
 def test_beyond_the_draws_a_bound_without_any_is_claimed() -> None:
     """A noise that gives ε far in the tail: the batches are then taken to be known."""
     found = of("balls_in_bins", 0.5, multiplier=2.0, delta=1e-80)
@@ -265,15 +251,6 @@ def test_known_bins_are_the_mean_over_them(bins: int) -> None:
         noise, epsilon, steps=steps, bins=bins, correlation=correlation
     )
     assert math.exp(found) == pytest.approx(total, rel=1e-10)
-
-
-def test_known_batches_are_never_more_private() -> None:
-    curve = CorrelatedCurve(
-        steps=6, sampling_rate=0.25, correlation=0.5, noise_multiplier=2.0, sampling="balls_in_bins"
-    )
-    answer = curve.epsilon(1e-3)
-    assert answer.interval is not None
-    assert curve.revealed(1e-3).epsilon > answer.interval[1]
 
 
 def test_each_number_of_bins_may_be_the_worst() -> None:
@@ -316,23 +293,3 @@ def test_a_costly_claim_of_a_round_is_that_of_a_later_one() -> None:
 def test_what_has_no_proof_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FedsimError, match=message):
         scenario("poisson", **changes)
-
-
-def test_releases_of_one_batch_are_not_accounted() -> None:
-    found = of("poisson", 0.0, repeated_rounds=1, repeats=2)
-    assert found.epsilon == math.inf
-    assert found.reason is not None and "observe.releases" in found.reason
-
-
-def test_a_batch_larger_than_the_data_is_refused() -> None:
-    for sampling in EVERY:
-        with pytest.raises(FedsimError, match="larger than the client's data"):
-            of(sampling, 0.5, num_examples=9)
-
-
-def test_other_noise_hides_a_client_whatever_the_batches() -> None:
-    clip = {"name": "clip", "norm": 1.0}
-    stack = [clip, {"name": "gaussian_noise", "multiplier": 2.0}]
-    found = rows.spent(Workload(scenario("balls_in_bins", defenses={"a": stack}), "a"), 4)
-    assert (found.unit, found.accountant) == ("client", ledger.EXACT)
-    assert found.epsilon == gaussian.epsilon(1.0, 1e-5)

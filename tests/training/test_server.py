@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,12 +115,3 @@ def test_nothing_of_a_federation_can_be_overwritten(document: dict[str, Any]) ->
             with pytest.raises((AttributeError, TypeError)):
                 delattr(one, name)
     assert isinstance(workload.clients, tuple)
-
-
-def test_another_seed_is_another_client_of_the_same_federation() -> None:
-    workload = Workload(resolve(IMAGES), "none")
-    client, start = workload.clients[0], workload.initial()
-    other = replace(client, seed=client.seed + 1)
-    drawn = [one.update(workload, 1, *start, {}).update.tensors for one in (client, other, client)]
-    assert all(torch.equal(value, drawn[2][name]) for name, value in drawn[0].items())
-    assert not all(torch.equal(value, drawn[1][name]) for name, value in drawn[0].items())

@@ -51,23 +51,9 @@ def test_steps_are_what_the_model_was_called_with() -> None:
     assert steps.training_mode
 
 
-def test_an_image_that_returns_is_kept_once() -> None:
-    steps = trained(batches(2), epochs=3)
-    assert len(steps.images) == 4
-    assert steps.order == [0, 1, 2, 3] * 3
-    assert len(steps.sizes) == 6
-
-
 def test_images_beyond_the_bound_are_counted() -> None:
     steps = trained(batches(3), most=4)
     assert (len(steps.images), steps.left_out) == (4, 2)
-
-
-def test_evaluation_is_not_seen() -> None:
-    model, ((images, labels),) = net(), batches(1)
-    with watched(100) as steps, torch.no_grad():
-        F.cross_entropy(model(images), labels)
-    assert not steps.sizes
 
 
 def test_a_loss_that_nobody_learns_from_is_no_step() -> None:
@@ -97,61 +83,11 @@ def test_what_no_attack_simulates_of_a_batch_is_noted() -> None:
     assert steps.unmodelled == ["an image is more than once in a batch"]
 
 
-def test_gradients_that_are_gathered_make_one_step() -> None:
-    model, data = net(), batches(2)
-    optimizer = torch.optim.Adam(model.parameters())
-    with watched(100) as steps:
-        for images, labels in data:
-            F.nll_loss(F.log_softmax(model(images), 1), labels).backward()
-        optimizer.step()
-    assert (steps.sizes, steps.optimizer) == ([4], "Adam")
-
-
-def test_a_gradient_without_an_optimizer_is_a_step() -> None:
-    model, ((images, labels),) = net(), batches(1)
-    with watched(100) as steps:
-        F.cross_entropy(model(images), labels).backward()
-    assert (steps.sizes, steps.optimizer) == ([2], None)
-
-
-def test_what_prepares_images_is_not_the_model() -> None:
-    model, ((images, labels),) = net(), batches(1)
-    with watched(100) as steps:
-        F.cross_entropy(model(nn.ReflectionPad2d(0)(images * 2)), labels).backward()
-    assert torch.equal(torch.stack(steps.images), images * 2)
-
-
-def test_other_threads_are_not_seen() -> None:
-    with watched(100) as steps:
-        thread = threading.Thread(target=_train_plainly)
-        thread.start()
-        thread.join()
-    assert not steps.sizes
-
-
-def _train_plainly() -> None:
-    model, ((images, labels),) = net(), batches(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    F.cross_entropy(model(images), labels).backward()
-    optimizer.step()
-
-
 def test_nothing_stays_behind_when_training_fails() -> None:
     before = F.cross_entropy, F.nll_loss, len(hooks._global_forward_hooks)
     with pytest.raises(RuntimeError), watched(100):
         net()(torch.zeros(1, 5, 8, 8))
     assert (F.cross_entropy, F.nll_loss, len(hooks._global_forward_hooks)) == before
-
-
-def test_a_forward_that_fails_does_not_hide_the_next() -> None:
-    model, ((images, labels),) = net(), batches(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watched(100) as steps:
-        with pytest.raises(RuntimeError):
-            model(torch.zeros(1, 5, 8, 8))
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    assert torch.equal(torch.stack(steps.images), images)
 
 
 def test_trainings_that_overlap_in_threads_are_told_apart() -> None:
@@ -280,12 +216,6 @@ def test_groups_of_parameters_are_noted_and_betas_seen() -> None:
     assert (steps.settings["beta1"], steps.settings["beta2"]) == (0.5, 0.75)
 
 
-def test_backward_is_put_back() -> None:
-    before = torch.autograd.backward
-    trained(batches(1))
-    assert torch.autograd.backward is before
-
-
 def per_sample() -> None:
     model, ((images, labels),) = net(), batches(1)
     weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -338,26 +268,6 @@ def test_ignored_examples_are_no_truth(reduction: str, weighted: bool) -> None:
     assert torch.equal(torch.stack(steps.images), images[1:])
     assert (steps.labels, steps.unmodelled) == (labels[1:].tolist(), [])
     assert steps.factors == pytest.approx([{"mean": 1.0, "sum": kept, "none": kept / 4}[reduction]])
-
-
-def test_a_batch_of_ignored_examples_is_no_step() -> None:
-    model, ((images, labels),) = net(), batches(1)
-    with watched(100) as steps:
-        F.cross_entropy(model(images), torch.full_like(labels, -100), reduction="sum").backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert (steps.sizes, steps.failure) == ([], None)
-
-
-def test_a_rate_that_is_a_tensor_is_seen() -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
-
-    assert watch(lambda model, loss, number: loss, make=make).rates == [0.5, 0.25, 0.125]
-
-
-def test_one_step_tells_no_proximal_term() -> None:
-    steps = watch(lambda model, loss, number: loss + number * 0.1, count=2)
-    assert steps.proximal == 0 and len(steps.unmodelled) == 1
 
 
 @pytest.mark.parametrize("early", [False, True])
