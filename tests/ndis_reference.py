@@ -1,4 +1,4 @@
-"""High-precision references for the closed forms, each by two methods that share no formula."""
+"""High-precision references for the closed forms."""
 
 from __future__ import annotations
 
@@ -14,19 +14,6 @@ def gaussian_difference(mu: float, epsilon: float) -> Any:
         with mp.workdps(80 + int(2 * abs(mp.log10(mu)))):
             c = epsilon / mu - mu / 2
             return mp.ncdf(-c) - mp.exp(epsilon) * mp.ncdf(-c - mu)
-
-
-def gaussian_integral(mu: float, epsilon: float) -> Any:
-    """The integral of the positive part of the densities' difference."""
-    with mp.workdps(40):
-        mu, epsilon = mp.mpf(mu), mp.mpf(epsilon)
-        start = epsilon / mu + mu / 2
-
-        def height(t: Any) -> Any:
-            return mp.npdf(start + t - mu) * -mp.expm1(-mu * t)
-
-        scale = 1 / max(1, start - mu)
-        return mp.quad(height, [0, scale, 4 * scale, 10 * scale, 40 * scale, 120 * scale])
 
 
 def projection_difference(p: float, r: float, epsilon: float, reverse: bool = False) -> Any:
@@ -48,27 +35,6 @@ def projection_difference(p: float, r: float, epsilon: float, reverse: bool = Fa
             if first - second > first * mp.mpf(10) ** (25 - digits):
                 return first - second
     raise AssertionError("the two tails agree to 375 digits")
-
-
-def projection_integral(p: float, r: float, epsilon: float, reverse: bool = False) -> Any:
-    """The integral of a gamma density times 1 - exp(ε - L), which is positive."""
-    with mp.workdps(40):
-        at, a, eps = mp.mpf(p), mp.mpf(r) / 2, mp.mpf(epsilon)
-        log = -mp.log1p(-at)
-        edge = (a * log - eps) / at if reverse else (1 - at) * (eps + a * log) / at
-        rate = at if reverse else at / (1 - at)
-
-        def height(t: Any) -> Any:
-            x = edge - t if reverse else edge + t
-            if x <= 0:
-                return mp.mpf(0)
-            return mp.exp((a - 1) * mp.log(x) - x - mp.loggamma(a)) * -mp.expm1(-rate * t)
-
-        wide = mp.sqrt(a) + 1
-        ends = [0, *(wide * k for k in (0.01, 0.1, 0.5, 1, 2, 3, 5, 8, 12, 20, 40, 80))]
-        if reverse:
-            ends = [end for end in ends if end < edge] + [edge]
-        return mp.quad(height, ends)
 
 
 def regression_terms(p: float, q: float, r: float, d: int, epsilon: float, reverse: bool) -> Any:
@@ -114,16 +80,6 @@ def two_groups(a1: Any, a2: Any, b1: Any, c: Any, count: int) -> Any:
     if a1 != 0:  # where V has to be least, by far the likeliest if V's part is small
         ends |= {-b1 / a1 + j * mp.sqrt(abs(a2 / a1)) for j in range(-14, 15)}
     return mp.quad(lambda z: inner(z) * mp.npdf(z), sorted(x for x in ends if abs(x) <= 14))
-
-
-def vertical(log_moment: Any, epsilon: float, at: float, step: float, count: int) -> Any:
-    """The Bromwich integral of exp(K(s) - s ε) / (s (1 + s)) up a straight line at Re s = `at`."""
-    total = mp.mpf(0)
-    for j in range(count):
-        s = mp.mpc(at, j * mp.mpf(step))
-        height = (mp.exp(log_moment(s) - s * epsilon) / (s * (1 + s))).real
-        total += height / 2 if j == 0 else height
-    return total * step / mp.pi
 
 
 def rotated(log_moment: Any, epsilon: float, at: Any) -> Any:

@@ -47,7 +47,7 @@ _AMPLIFIED = (0.02, 1e5)
 """Noise multipliers whose Rényi divergences are computed: below they amplify nothing, and above
 rounding is larger than they are, so that the end of the range stands for all beyond it."""
 _ROUNDING = 1e-5
-"""Of a divergence, relative."""
+"""Relative rounding of a Rényi divergence, by which it is enlarged."""
 _LONGEST = 100_000
 """Steps whose correlation, or whose sampling, is accounted; beyond, a bound on all of them."""
 _PATIENCE = 10_000_000_000
@@ -57,7 +57,7 @@ _BALLS_PATIENCE = 1_500_000_000
 _BALLS_DRAWS = (25_000, 200_000)
 """Fewest and most draws of it. With few the interval is wider, so that the claim is larger."""
 _INDEPENDENT = ("poisson", "balls_in_bins")
-"""How batches may be drawn so that no example's being there depends on another's."""
+"""Samplings under which no example's presence depends on another's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +78,10 @@ class Entry:
     """
 
     rounds: int
-    """In which it released once what it computed on a batch."""
+    """Rounds in which it released once what it computed on a batch."""
     repeated_rounds: int = 0
-    """In which it released that `repeats` times: noise is drawn anew, batches are not, so that
-    sampling amplifies them together."""
+    """Rounds in which it released that `repeats` times: noise is drawn anew, batches are not, so
+    that sampling amplifies them together."""
     repeats: int = 1
     num_examples: int
     """How many it holds."""
@@ -105,7 +105,7 @@ class Entry:
 
 
 def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
-    """What `stack` guarantees to the client of `entry`.
+    """Returns what `stack` guarantees to the client of `entry`.
 
     `declared` is the local training before the stack's training defenses.
 
@@ -121,47 +121,57 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
     if not 0 < delta < 1:
         raise FedsimError(f"privacy.delta: {delta} is not a probability above 0 and below 1")
     held = stack.guarantees(declared, entry.release)[-1]
-    if held.mechanism is None:
-        return _unproven(held.reason)
     mechanism = held.mechanism
+    if mechanism is None:
+        return _unproven(held.reason)
     if reason := _not_covered(mechanism, entry):
         return _unproven(reason)
-    if isinstance(mechanism, ExactMechanism | Composed):
-        asked = sum(probe.count * probe.releases for probe in entry.probes)
-        releases = entry.rounds + entry.repeated_rounds * entry.repeats + asked
-        return _stated(_known(mechanism, releases, delta), delta, mechanism, mechanism.accountant)
-    if mechanism.shared and mechanism.correlation:
+    if not isinstance(mechanism, Mechanism):
+        probes = sum(probe.count * probe.releases for probe in entry.probes)
+        releases = entry.rounds + entry.repeated_rounds * entry.repeats + probes
+        epsilon, accountant = _of_statistic(mechanism, releases, delta), mechanism.accountant
+    elif mechanism.shared and mechanism.correlation:
         taken = frozenset(entry.schedules or [(True,) * rounds])
-        return _stated(_of_the_server(mechanism, taken, delta), delta, mechanism, OF_SERVER)
-    training = stack.training(declared)
-    batch_size = training.batch_size
-    if mechanism.sampling and batch_size > entry.num_examples:
-        raise FedsimError(
-            f"training.local.batch_size: a batch of {batch_size} is larger than the client's data "
-            f"({number_of(entry.num_examples, 'example')}); use a smaller batch"
-        )
-    if mechanism.sampling in _INDEPENDENT:
-        epsilon, accountant = of_steps(
-            mechanism,
-            training,
-            rounds=rounds,
-            num_examples=entry.num_examples,
-            delta=delta,
-            known=entry.known,
-        )
-        return _stated(epsilon, delta, mechanism, accountant)
-    spent = [
-        _Spent(mechanism, entry.rounds, 1, batch_size),
-        _Spent(mechanism, entry.repeated_rounds, entry.repeats, batch_size),
-    ]
-    for probe in entry.probes:
-        asked_of = stack.guarantees(probe.declared, entry.release)[-1].mechanism
-        if not isinstance(asked_of, Mechanism) or asked_of.relation != mechanism.relation:
-            return _unproven(_PROBED)
-        size = stack.training(probe.declared).batch_size
-        spent.append(_Spent(asked_of, probe.count, probe.releases, size))
-    epsilon, accountant = _composed(tuple(spent), entry.num_examples, delta)
-    return _stated(epsilon, delta, mechanism, accountant)
+        epsilon, accountant = _of_the_server(mechanism, taken, delta), OF_SERVER
+    else:
+        training, held_examples = stack.training(declared), entry.num_examples
+        if mechanism.sampling and training.batch_size > held_examples:
+            raise FedsimError(
+                f"training.local.batch_size: a batch of {training.batch_size} is larger than the "
+                f"client's data ({number_of(held_examples, 'example')}); use a smaller batch"
+            )
+        spent = [
+            _Spent(mechanism, entry.rounds, 1, training.batch_size),
+            _Spent(mechanism, entry.repeated_rounds, entry.repeats, training.batch_size),
+        ]
+        for probe in entry.probes:
+            probed = stack.guarantees(probe.declared, entry.release)[-1].mechanism
+            if not isinstance(probed, Mechanism) or probed.relation != mechanism.relation:
+                return _unproven(_PROBED)
+            size = stack.training(probe.declared).batch_size
+            spent.append(_Spent(probed, probe.count, probe.releases, size))
+        if mechanism.sampling in _INDEPENDENT:
+            epsilon, accountant = of_steps(
+                mechanism,
+                training,
+                rounds=rounds,
+                num_examples=held_examples,
+                delta=delta,
+                known=entry.known,
+            )
+        else:
+            epsilon, accountant = _composed(tuple(spent), held_examples, delta)
+    if not epsilon < _LARGEST:
+        return _unproven(f"the noise is too small for a finite ε (below {_LARGEST:g})")
+    return PrivacyClaim(
+        epsilon=epsilon,
+        delta=delta,
+        accountant=accountant,
+        unit=mechanism.unit,
+        relation=mechanism.relation,
+        reason=None,
+        covers=mechanism.holds if isinstance(mechanism, Mechanism) else "",
+    )
 
 
 def _not_covered(mechanism: Proven, entry: Entry) -> str | None:
@@ -194,15 +204,15 @@ def of_steps(
     delta: float,
     known: float = 0.0,
 ) -> tuple[float, str]:
-    """(ε, accountant) of so many rounds of `training` whose steps release by `mechanism`.
+    """Returns (ε, accountant) of so many rounds of `training` whose steps release by `mechanism`.
 
     Args:
-        mechanism: Of one step.
-        training: After the stack's training defenses.
-        rounds: In which the client takes part.
-        num_examples: How many it holds, at least a batch.
-        delta: At which ε is stated.
-        known: See `Entry`.
+        mechanism: what one step releases.
+        training: the local training after the stack's training defenses.
+        rounds: rounds that the client takes part in.
+        num_examples: examples that the client holds, at least a batch.
+        delta: δ that ε is stated at.
+        known: see `Entry`.
     """
     if mechanism.sampling not in _INDEPENDENT:
         spent = _Spent(mechanism, rounds, 1, training.batch_size)
@@ -213,7 +223,7 @@ def of_steps(
     rate = 1 / training.bins(num_examples) if balls else training.batch_size / num_examples
     steps = rounds * mechanism.releases
     if balls and known > 0:
-        bound, accountant = _of_known_bin(mechanism, steps, rate, delta)
+        bound, accountant = _of_curve(mechanism, steps, sampling, rate, delta, draw=False)
         if bound <= known:
             return bound, accountant
     return _of_curve(mechanism, steps, sampling, rate, delta)
@@ -229,11 +239,11 @@ _REPEATED = (
 )
 
 
-def worst_off(training: LocalTraining, held: Iterable[int]) -> list[int]:
-    """Of the numbers of examples that clients hold, those of which one has the largest ε.
+def worst_client_sizes(training: LocalTraining, held: Iterable[int]) -> list[int]:
+    """Returns client sizes among which the largest ε is attained.
 
-    The least; but of balls-in-bins it is not proven that fewer bins are worse, and so it is the
-    least for each number of bins.
+    Without balls-in-bins that is the smallest size. With it, fewer bins are not proven to be worse:
+    it is the smallest size for each number of bins.
     """
     if training.sampling != "balls_in_bins":
         return [min(held)]
@@ -241,22 +251,8 @@ def worst_off(training: LocalTraining, held: Iterable[int]) -> list[int]:
     return sorted(least.values())
 
 
-def _stated(epsilon: float, delta: float, mechanism: Proven, accountant: str) -> PrivacyClaim:
-    if not epsilon < _LARGEST:
-        return _unproven(f"the noise is too small for a finite ε (below {_LARGEST:g})")
-    return PrivacyClaim(
-        epsilon=epsilon,
-        delta=delta,
-        accountant=accountant,
-        unit=mechanism.unit,
-        relation=mechanism.relation,
-        reason=None,
-        covers=mechanism.holds if isinstance(mechanism, Mechanism) else "",
-    )
-
-
-def _known(mechanism: ExactMechanism | Composed, releases: int, delta: float) -> float:
-    """ε of so many releases by a mechanism that is no Gaussian one."""
+def _of_statistic(mechanism: ExactMechanism | Composed, releases: int, delta: float) -> float:
+    """Returns ε of so many releases by a mechanism that is no Gaussian one."""
     if isinstance(mechanism, Composed):
         return curves.of_mechanisms(mechanism.parts * releases, delta)
     return mechanism.epsilon(delta, releases) if releases else 0.0
@@ -268,7 +264,7 @@ def _unproven(reason: str) -> PrivacyClaim:
 
 @dataclass(frozen=True)
 class _Spent:
-    """Releases of one kind: of `batches` batches of one size, each `repeats` times."""
+    """Releases of one kind: `batches` batches of one size, each released `repeats` times."""
 
     mechanism: Mechanism
     batches: int
@@ -347,9 +343,18 @@ def _gaussian(multiplier: float, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _of_curve(
-    mechanism: Mechanism, steps: int, sampling: Sampling, rate: float, delta: float
+    mechanism: Mechanism,
+    steps: int,
+    sampling: Sampling,
+    rate: float,
+    delta: float,
+    *,
+    draw: bool = True,
 ) -> tuple[float, str]:
-    """(ε, accountant) of steps by the calculator's `correlated_gaussian`."""
+    """Returns (ε, accountant) of steps by the calculator's `correlated_gaussian`.
+
+    Without `draw`, batches are taken for known, which is quick and never too low.
+    """
     from fedsim.privacy.composition.dominating_pair import BallsInBins, TooFewDraws
     from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
     from fedsim.privacy.numerics.work import TooMuchWork
@@ -372,6 +377,9 @@ def _of_curve(
         noise_multiplier=mechanism.noise_multiplier,
         draws=draws,
     )
+    if not draw:
+        revealed = curve.revealed(delta)
+        return revealed.epsilon, revealed.method
     suffix = ", correlated noise" if mechanism.correlation else ""
     if mechanism.noise_multiplier < _AMPLIFIED[0]:
         patience = 0  # a batch shows who is in it, and draws would show no more
@@ -381,24 +389,6 @@ def _of_curve(
         revealed = curve.revealed(delta)
         epsilon, method = revealed.epsilon, revealed.method
     return epsilon, f"{method}{suffix}"
-
-
-@lru_cache(maxsize=4096)
-def _of_known_bin(mechanism: Mechanism, steps: int, rate: float, delta: float) -> tuple[float, str]:
-    """(ε, accountant) of balls-in-bins whose bins are taken for known: quick, and never too low."""
-    from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
-
-    if steps == 0 or steps > _LONGEST or mechanism.noise_multiplier < _LEAST:
-        return _of_curve(mechanism, steps, "balls_in_bins", rate, delta)
-    found = CorrelatedCurve(
-        steps=steps,
-        sampling_rate=rate,
-        correlation=mechanism.correlation,
-        sampling="balls_in_bins",
-        relation=mechanism.relation,
-        noise_multiplier=mechanism.noise_multiplier,
-    ).revealed(delta)
-    return found.epsilon, found.method
 
 
 @cache

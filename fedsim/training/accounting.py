@@ -7,7 +7,7 @@ from itertools import product
 
 from fedsim.contracts.defense import NoisyAggregation
 from fedsim.contracts.stack import Stack
-from fedsim.privacy.ledger import Entry, claim, worst_off
+from fedsim.privacy.ledger import Entry, claim, worst_client_sizes
 from fedsim.scenario.build import build_engine
 from fedsim.training.server import Server
 from fedsim.training.spending import Account, targets
@@ -26,7 +26,7 @@ def spent(
     """
     account = account_of(server)
     worst: PrivacyClaim | None = None
-    for most, held in product(account.most(round), account.worst_off(server.training)):
+    for most, held in product(account.most(round), account.worst_client_sizes(server.training)):
         found = claim(
             accounted_stack(server, seen_from),
             server.declared,
@@ -81,7 +81,7 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
                 unprotected=server.unprotected,
             ),
         )
-        for held in worst_off(server.training, (server.census.held[one] for one in own))
+        for held in worst_client_sizes(server.training, (server.census.held[one] for one in own))
     ]
     kind = "probe" if probing else "training update"
     covers = f"this {kind}" + (f", released {seen.releases} times" if again else "")

@@ -12,7 +12,7 @@ from itertools import product
 
 from fedsim.contracts.defense import AskedEpsilon, NoisyAggregation
 from fedsim.contracts.stack import Stack
-from fedsim.privacy.ledger import Entry, Probed, claim, worst_off
+from fedsim.privacy.ledger import Entry, Probed, claim, worst_client_sizes
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario
 from fedsim.scenario.document import blaming
@@ -81,7 +81,7 @@ def calibrated(
         account = Account(scenario, schedule, declared, held)
         worst = account.most(scenario.training.rounds)
         public = account.public(scenario.training.rounds, written)
-        counts = account.worst_off(written.training(declared))
+        counts = account.worst_client_sizes(written.training(declared))
         defenses = written.training_defenses
         before, behind = defenses[: asked[0]], defenses[asked[0] + 1 :]
 
@@ -133,9 +133,9 @@ class Account:
     declared: LocalTraining
     held: Sequence[int]
 
-    def worst_off(self, training: LocalTraining) -> list[int]:
+    def worst_client_sizes(self, training: LocalTraining) -> list[int]:
         """The counts of which one has the largest ε; one that is not known is taken for no less."""
-        return worst_off(training, [count for count in self.held if count] or self.held)
+        return worst_client_sizes(training, [count for count in self.held if count] or self.held)
 
     def participations(self, round: int) -> set[tuple[int, ...]]:
         """Which of the first `round` rounds a client takes part in; each answer that there is."""

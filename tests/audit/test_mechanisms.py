@@ -50,15 +50,6 @@ def test_what_is_tried_is_what_the_calculator_states(mechanism: str, keys: dict[
     assert tried == calculator.epsilon(mechanism, asked, delta=DELTA).epsilon
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mechanism", "keys"), CASES)
-def test_a_fifth_less_noise_is_caught(mechanism: str, keys: dict[str, Any]) -> None:
-    honest = audit(mechanism, keys, delta=DELTA)
-    lying = audit(mechanism, {**keys, "sabotage": 0.8}, delta=DELTA)
-    assert honest.holds
-    assert not lying.holds
-
-
 def test_the_gaussian_is_found_to_within_a_tenth_and_less_noise_is_caught() -> None:
     keys = {"sensitivity": 1.0, "sigma": 1.0}
     honest = audit("gaussian", keys, delta=1e-5)
@@ -87,13 +78,6 @@ def test_one_run_of_a_thousand_rows_bears_the_claim_and_catches_a_tenth_of_the_n
     assert lying.lower_bound < math.log(1000 / 4.6)
 
 
-def test_one_run_says_less_than_two_worlds() -> None:
-    keys = {"sensitivity": 1.0, "sigma": 1.0}
-    run = audit("gaussian", keys, delta=1e-5, method="one_run")
-    assert run.draws == 10_000
-    assert 1 < run.lower_bound < 0.5 * run.claim
-
-
 def test_the_papers_claim_for_batches_of_fixed_size_is_refuted() -> None:
     """KAN under correlated noise, Theorem F.12 (by F.8): at λ = 0 and T = 1 the others tell."""
     keys = {"steps": 1, "sampling_rate": 0.1, "noise_multiplier": 1.0, "sampling": "fixed_size"}
@@ -103,15 +87,6 @@ def test_the_papers_claim_for_batches_of_fixed_size_is_refuted() -> None:
         "correlated_gaussian", {**keys, "sampling": "poisson"}, delta=1e-3
     ).epsilon
     assert exact.lower_bound > amplified
-
-
-def test_the_same_seed_is_the_same_verdict() -> None:
-    keys = {"leverage": 0.1, "r": 20}
-    one, same, other = (
-        audit("random_projection", keys, delta=DELTA, draws=10_000, seed=seed) for seed in (1, 1, 2)
-    )
-    assert one == same
-    assert one.lower_bound != other.lower_bound
 
 
 def test_the_command_says_what_was_found() -> None:
@@ -149,9 +124,3 @@ def test_what_cannot_be_audited_is_exit_status_2(words: list[str], message: str)
     done = CliRunner().invoke(app, ["audit", *words])
     assert done.exit_code == 2
     assert message in done.output
-
-
-def test_no_claim_is_no_lie() -> None:
-    found = audit("gaussian_sampling", {"k": 5, "distance": 0.99}, delta=0.1, draws=1000)
-    assert math.isfinite(found.lower_bound)
-    assert found.holds

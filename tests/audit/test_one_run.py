@@ -37,13 +37,6 @@ def test_the_p_value_is_the_theorems(
     assert found == pytest.approx(by_hand(30, guesses, correct, epsilon, delta), rel=1e-9)
 
 
-def test_a_larger_claim_is_harder_to_refute() -> None:
-    p = [one_run_p_value(200, 100, 80, epsilon, 1e-4) for epsilon in np.linspace(0, 8, 50)]
-    assert p == sorted(p)
-    p = [one_run_p_value(200, 100, 80, 1.0, delta) for delta in (0, 1e-6, 1e-4, 1e-2)]
-    assert p == sorted(p)
-
-
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (2.0, 0.0), (1.0, 0.02), (0.3, 0.1)])
 @pytest.mark.parametrize("together", [False, True])
 def test_at_the_true_epsilon_it_rejects_no_more_than_its_confidence_allows(
@@ -82,14 +75,6 @@ def test_randomized_response_is_found_to_within_a_tenth() -> None:
     right = rng.random(canaries) < 1 / (1 + math.exp(-epsilon))
     found = one_run_bound(np.where(coins == right, 1.0, 0.0), coins, delta=1e-9)
     assert 0.9 * epsilon < found.epsilon <= epsilon
-
-
-def test_the_bound_is_where_the_p_value_is_the_error_allowed() -> None:
-    coins = np.arange(200) % 2 == 0
-    scores = coins.astype(float)
-    scores[:40] = 1 - scores[:40]
-    found = one_run_bound(scores, coins, delta=1e-6, confidence=0.95, guesses=(200,))
-    assert one_run_p_value(200, 200, 160, found.epsilon, 1e-6) == pytest.approx(0.05, rel=1e-3)
 
 
 @pytest.mark.parametrize(

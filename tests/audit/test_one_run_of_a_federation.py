@@ -100,19 +100,12 @@ def test_hardly_any_noise_shows_all_and_much_shows_none(
 
 
 @pytest.mark.parametrize(("kind", "behind", "sampling", "canaries"), EVERY_KIND)
-@pytest.mark.parametrize("multiplier", [0.5, 2.0])
 def test_a_true_claim_is_not_exceeded(
-    kind: Any, behind: list[dict[str, Any]], sampling: str, canaries: int, multiplier: float
+    kind: Any, behind: list[dict[str, Any]], sampling: str, canaries: int
 ) -> None:
-    audited = workload([*kind(multiplier), *behind], sampling)
+    audited = workload([*kind(0.5), *behind], sampling)
     bound = audited_epsilon(audited)
     assert 0 <= bound <= rows.spent(audited, 4).epsilon
-
-
-def test_most_of_what_a_thousand_canaries_can_show_is_shown_of_examples() -> None:
-    """All of 1,000 coins guessed refute 4.3."""
-    bound = audited_epsilon(workload(example(0.5)))
-    assert bound > 2.5
 
 
 def test_noise_that_was_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +146,6 @@ def test_examples_that_are_absent_are_in_no_batch() -> None:
     assert seen[1] <= int((part % 2 == 1).sum())
 
 
-def test_a_sketch_loses_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of contributions of 1,210 entries, compared by 800 sums of them."""
-    exact = right(workload(example(1.0)))
-    monkeypatch.setattr(one_run, "_SKETCHED", 800)
-    assert exact > 0.8
-    assert right(workload(example(1.0))) > exact - 0.06
-
-
 def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
     audited = workload(example(1.0), "poisson")
     images = audited.dataset.train_labels.clone()
@@ -168,35 +153,6 @@ def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
     np.testing.assert_array_equal(first[0], second[0])
     np.testing.assert_array_equal(first[1], second[1])
     assert torch.equal(audited.dataset.train_labels, images)
-
-
-def test_every_row_of_a_run_says_what_was_found(tmp_path: Path) -> None:
-    scenario = workload(client(0.5)).scenario
-    fedsim.run(
-        scenario.model_copy(
-            update={
-                "training": scenario.training.model_copy(update={"rounds": 1}),
-                "attacks": resolve_attacks(),
-            }
-        ),
-        out=tmp_path / "run",
-        workers=1,
-    )
-    found = [json.loads(line) for line in (tmp_path / "run/results.jsonl").read_text().splitlines()]
-    assert found
-    for row in found:
-        assert 0 < row["privacy"]["audited_epsilon"] <= row["privacy"]["epsilon"]
-
-
-def resolve_attacks() -> Any:
-    return resolve(
-        {
-            "name": "attacks",
-            "data": {"source": "digits"},
-            "model": {"name": "mlp"},
-            "attacks": ["label_inference"],
-        }
-    ).attacks
 
 
 def test_a_finished_audit_is_not_lost_and_is_told_where_nothing_is_attacked(
@@ -232,27 +188,3 @@ def test_too_many_canaries_for_one_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match=r"audit\.canaries: 10001 in one run"):
         fedsim.run(scenario.model_copy(update={"audit": many}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_weights_are_those_of_the_linear_model_and_their_scale_is_found() -> None:
-    """Rows in a space of 2,000 entries, weights of variance 4 about a mean of 30, noise of 1."""
-    stream = torch.Generator().manual_seed(0)
-    rows = torch.randn(60, 2000, generator=stream)
-    weights = 2 * torch.randn(60, generator=stream)
-    noise = torch.randn(2000, generator=stream)
-    certain = torch.randn(3, 2000, generator=stream)
-    vector = weights @ rows + 30 * certain.sum(0) + noise
-
-    def told(part: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part, (part @ vector)[:, None]], dim=1)
-
-    regression = one_run._Regression(vector, told(rows), told(certain))
-    mean = certain.sum(0) / certain.sum(0).norm()
-    left = vector - (vector @ mean) * mean
-    assert regression.energy == pytest.approx(float(left.square().sum()), rel=1e-3)
-    scale = one_run._likeliest([regression])
-    assert 1.5 < scale < 10
-    found = regression.weights(scale)[:60]
-    assert float((found - weights).abs().max()) < 0.2
-    shrunk = regression.weights(1e-4)[:60]
-    assert float(shrunk.norm()) < 0.5 * float(found.norm())

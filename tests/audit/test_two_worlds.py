@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from fedsim.types import FedsimError, Tensors, Update
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
 CLIENT = [{"name": "clip", "norm": 0.5}, {"name": "gaussian_noise", "multiplier": 1.5}]
-LOUD = {"name": "gaussian_noise", "multiplier": 0.5}
 EXAMPLE = [{"name": "dp_sgd", "norm": 0.2, "noise_multiplier": 1.0}]
 BASE: dict[str, Any] = {
     "name": "tiny",
@@ -46,7 +44,7 @@ BASE: dict[str, Any] = {
         "example": EXAMPLE,
     },
     "attacks": [],
-    "audit": {"canaries": 1000, "confidence": 0.99},
+    "audit": {"canaries": 600, "confidence": 0.99},
 }
 
 
@@ -93,19 +91,6 @@ def test_the_sign_of_weight_differences_is_the_gradients() -> None:
     bound = audited_epsilon(audited)
     assert bound is not None
     assert bound > 1
-
-
-def test_sampling_hides_most_of_an_example() -> None:
-    audited = workload(
-        "example",
-        training={"rounds": 1, "local": {"batch_size": 5, "lr": 0.2}},
-        audit={"canaries": 300},
-    )
-    claim = rows.spent(audited, 1)
-    assert claim.accountant == "RDP, sampled without replacement"
-    bound = audited_epsilon(audited)
-    assert bound is not None
-    assert bound <= claim.epsilon
 
 
 def test_an_example_that_is_there_or_not_is_found_where_batches_are_drawn_independently() -> None:
@@ -177,30 +162,6 @@ def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
     assert found > 0, "else it would say nothing that it is found again"
     assert audited_epsilon(audited) == found
     assert (audited.dataset, audited.parts, audited.scenario) == before
-
-
-def test_every_row_of_a_run_says_what_was_found(tmp_path: Path) -> None:
-    fedsim.run(
-        scenario(
-            training={"rounds": 1, "local": {"batch_size": 4}},
-            defenses={
-                "none": [],
-                "client": [CLIENT[0], {"name": "gaussian_noise", "multiplier": 0.5}],
-            },
-            attacks=["label_inference"],
-            audit={"canaries": 200},
-        ),
-        out=tmp_path / "run",
-        workers=1,
-    )
-    found = [json.loads(line) for line in (tmp_path / "run/results.jsonl").read_text().splitlines()]
-    audited = {row["defense"]["name"]: row["privacy"] for row in found}
-    assert audited["none"]["audited_epsilon"] is None
-    assert 0 < audited["client"]["audited_epsilon"] <= audited["client"]["epsilon"]
-
-
-def test_without_the_key_nothing_is_audited() -> None:
-    assert audited_epsilon(workload("client", audit=None)) is None
 
 
 def test_stacks_that_claim_nothing_have_nothing_to_audit(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import pytest
 import yaml
 from page_package import blocks, run_tests, write_package
 
-from fedsim import testing
-from fedsim.contracts import defense
 from fedsim.scenario.resolve import resolve
 
 PAGE = "adding-a-defense.md"
@@ -70,13 +68,3 @@ def test_the_scenario_of_the_page_is_accepted() -> None:
         for name, stack in document["defenses"].items()
     }
     assert resolve({**document, "defenses": without}).observe.trials == 5
-
-
-def test_every_kind_of_defense_that_the_page_names_is_there() -> None:
-    text = (Path(__file__).parents[2] / "docs" / PAGE).read_text(encoding="utf-8")
-    table = text[text.index("| what it changes") : text.index("The classes are in")]
-    kinds = set(re.findall(r"`(\w+Defense)`", table))
-    assert kinds == {kind.__name__ for kind in defense.Defense.__args__}
-    assert set(re.findall(r"`(\w+Contract)`", table)) == {
-        name for name in testing.__all__ if name.endswith("DefenseContract")
-    }

@@ -15,10 +15,9 @@ from fedsim.models.base import Classifier
 from fedsim.models.local import LossFn, gradient, loss_function
 from fedsim.models.mlp import MLP
 from fedsim.models.resnet import ResNet18
-from fedsim.testing.cases import local_step, same, stream
+from fedsim.testing.cases import local_step, stream
 from fedsim.types import FedsimError, LocalTraining, Relation, Sampling, Tensors
 from fedsim_defenses.dp_sgd import DPSGD
-from fedsim_defenses.dropout import Dropout
 
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=6, lr=0.1)
 HUGE = 1e12
@@ -95,32 +94,6 @@ def test_the_measured_deviation_is_z_norm_over_the_batch_size() -> None:
     assert abs(float(found["a"].mean())) < 0.02
 
 
-def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, at = setup(mlp())
-    data = batch(count=7)
-    defense = DPSGD(norm=0.5, noise_multiplier=0)
-    whole = step(defense, loss, at, data)
-    sizes: list[int] = []
-    original = module._per_example
-
-    def counted(loss: LossFn, at: Tensors, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        sizes.append(len(images))
-        return original(loss, at, images, labels)
-
-    monkeypatch.setattr(module, "_per_example", counted)
-    per_example = sum(value.numel() * 4 for value in at.values())
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 3 * per_example)
-    chunked = step(defense, loss, at, data)
-    assert sizes == [3, 3, 1]
-    torch.testing.assert_close(dict(chunked), dict(whole), rtol=1e-5, atol=1e-7)
-
-
-def test_a_large_model_takes_few_examples_at_a_time() -> None:
-    resnet = {"a": torch.empty(11_173_962, device="meta")}
-    assert 1 <= module._chunk_size(resnet) * 4 * 11_173_962 <= 1 << 28
-    assert module._chunk_size({"a": torch.empty(10**9, device="meta")}) == 1
-
-
 def test_a_non_finite_example_counts_as_zero() -> None:
     loss, at = setup(mlp())
     images, labels = batch(count=4)
@@ -141,30 +114,12 @@ def test_batch_norm_in_train_mode_is_refused_with_the_remedy() -> None:
         step(DPSGD(norm=1.0, noise_multiplier=1.0), loss, at, batch(size=8))
 
 
-def test_batch_norm_in_eval_mode_keeps_the_examples_apart() -> None:
-    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=6, lr=0.1, mode="eval")
-    loss, at = setup(ResNet18(width=4).build((1, 8, 8), 3), training)
-    data = batch(size=8)
-    found = step(DPSGD(norm=HUGE, noise_multiplier=0), loss, at, data)
-    torch.testing.assert_close(dict(found), dict(gradient(loss, at, *data)), rtol=1e-4, atol=1e-6)
-
-
 def test_another_error_in_the_loss_is_not_renamed() -> None:
     def broken(*_: object) -> Tensor:
         raise RuntimeError("CUDA error: out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck"):
         step(DPSGD(norm=1.0, noise_multiplier=1.0), broken, {"a": torch.zeros(1)}, batch())
-
-
-def test_dropout_drops_other_neurons_for_each_example() -> None:
-    model = MLP(head={"width": 200}).build((1, 4, 4), 3)  # type: ignore[arg-type]
-    loss, at = setup(model, Dropout(rate=0.5).training(DECLARED))
-    image, label = batch(count=1)
-    grads = module._per_example(loss, at, image.expand(2, -1, -1, -1), label.expand(2))
-    first, second = grads["head.output.weight"]
-    assert not torch.equal(first == 0, second == 0)
-    assert not same({"a": first}, {"a": second})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.commands import app
 from fedsim.forecasting.forecast import Forecast, render
-from fedsim.forecasting.gain import UpdateMap, slope_share, spectrum
+from fedsim.forecasting.gain import UpdateMap, spectrum
 from fedsim.forecasting.preflight import preflight_file
 from fedsim.models import live
 from fedsim.models.base import Classifier
@@ -83,13 +83,6 @@ def test_one_image_of_a_linear_layer_is_attackable() -> None:
     assert named(forecast, "rank, last layer").number == 1
 
 
-def test_what_to_begin_with_follows_from_images_and_classes() -> None:
-    noisy = noise(1e-3)
-    few, many = (told(smooth(), size, defenses=noisy) for size in (2, CLASSES))
-    assert few.first_attack == "factored_inversion"
-    assert many.first_attack == "inverting_gradients"
-
-
 def test_noise_a_hundred_times_the_signal_hides_it() -> None:
     model = smooth()
     rms = named(told(model, defenses=noise(1e-3)), "noise over update").number / 1e-3
@@ -97,20 +90,6 @@ def test_noise_a_hundred_times_the_signal_hides_it() -> None:
     assert named(forecast, "noise over update").number == pytest.approx(100, rel=1e-6)
     assert forecast.attackable == "no"
     assert forecast.gain < 0.1
-
-
-def test_sixty_four_images_of_ten_classes_gain_less_than_one() -> None:
-    one, many = told(smooth()), told(smooth(), 64)
-    assert named(many, "labels").number == 0
-    assert named(many, "labels").helps == "client"
-    assert many.num_images == 64
-    assert many.gain < one.gain
-
-
-def test_batch_norm_helps_the_client_in_train_mode_only() -> None:
-    train, evaluated = (named(told(normed(), 2, mode=m), "norm layers") for m in ("train", "eval"))
-    assert (train.helps, train.value) == ("client", "1 batch (train)")
-    assert (evaluated.helps, evaluated.value) == ("neither", "1 batch (eval)")
 
 
 def test_rectified_units_stall_a_descent() -> None:
@@ -143,15 +122,6 @@ def test_no_gain_is_told_of_what_the_first_attack_does_other_than_match() -> Non
     assert forecast.reason in " ".join(text.split())
 
 
-def test_what_was_not_looked_at_has_no_number() -> None:
-    torch.manual_seed(0)
-    wide = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU()]
-    model = nn.Sequential(nn.Flatten(), *wide, nn.Linear(256, CLASSES))
-    pruned = told(model, 8, defenses=[{"name": "gradient_pruning", "ratio": 0.999}])
-    assert pruned.estimate.stall == 1 and pruned.estimate.unfinished is None
-    assert all(each.name != "left undone" for each in pruned.indicators)
-
-
 def test_weights_that_are_no_numbers_are_refused() -> None:
     model = linear()
     with torch.no_grad():
@@ -162,7 +132,7 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
 
 def test_more_noise_never_raises_the_gain() -> None:
     for before in ([], [{"name": "clip", "norm": 0.1}]):
-        stds = [0.0001 * 4**k for k in range(8)]
+        stds = [0.0001 * 16**k for k in range(4)]
         found = [told(smooth(), defenses=[*before, *noise(std)]) for std in stds]
         gains = [forecast.estimate.gain for forecast in found]
         assert found[-1].attackable == "no" and found[-1].gain == gains[-1]
@@ -172,32 +142,13 @@ def test_more_noise_never_raises_the_gain() -> None:
 
 def test_a_larger_batch_never_raises_the_gain() -> None:
     for model in (smooth(), normed()):
-        gains = [told(model, size, mode="eval").estimate.gain for size in (1, 2, 3, 4, 6, 8)]
+        gains = [told(model, size, mode="eval").estimate.gain for size in (1, 3, 4, 8)]
         assert all(after <= before for before, after in pairwise(gains))
 
 
 def test_more_clients_in_a_sum_never_raise_the_gain() -> None:
     alone, few, many = (told(smooth(), 2, clients=clients).estimate.gain for clients in (1, 2, 4))
     assert many <= alone and few <= alone
-
-
-def test_clipping_hides_the_length_however_short_it_makes_it() -> None:
-    clipped, more = (
-        told(smooth(), defenses=[{"name": "clip", "norm": norm}]).gain for norm in (0.01, 0.001)
-    )
-    assert 0 < clipped < told(smooth()).gain
-    assert more == pytest.approx(clipped)
-
-
-def test_the_answer_is_what_the_band_says() -> None:
-    forecast = told(linear())
-    low, high = forecast.band
-    assert low <= forecast.gain <= high
-    assert f"{forecast.gain:.1f} dB" in forecast.verdict
-
-
-def test_the_same_call_gives_the_same_forecast() -> None:
-    assert told(normed(), 2, mode="eval").as_row() == told(normed(), 2, mode="eval").as_row()
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -240,12 +191,6 @@ def test_the_spectrum_is_that_of_the_jacobian() -> None:
     assert float(found.eigenvalues.max()) == pytest.approx(
         float(torch.linalg.eigvalsh(gram).max()), rel=1e-4
     )
-
-
-def test_the_slope_explains_all_near_the_truth_of_a_smooth_map() -> None:
-    update_map, image, label = quadratic_map(torch.ones(()))
-    way = 0.5 - image
-    assert slope_share(update_map, image, label, way, None, 0.01) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -312,15 +257,6 @@ def test_the_command_prints_a_table_or_json(plan: Path) -> None:
     assert done.exit_code == 0 and len(others) == 3
     assert first["attackable"] == "yes" and math.isfinite(first["gain"])
     assert {each["name"] for each in first["indicators"]} >= {"labels", "local steps", "server"}
-
-
-def test_a_forecast_that_takes_long_says_how_far_it_is(
-    plan: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedsim.progress._PATIENCE", 0.0)
-    monkeypatch.setattr("fedsim.progress._EVERY", 0.0)
-    done = CliRunner().invoke(app, ["preflight", str(plan)])
-    assert "preflight: 75% of the forecasts\n" in done.stderr and "preflight:" not in done.stdout
 
 
 def test_a_run_is_forecast_at_weights_that_it_recorded(plan: Path, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from fedsim.privacy.contract import (
     Stated,
     larger,
 )
-from fedsim.privacy.mechanisms import kernel_distance
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
@@ -83,28 +82,6 @@ def keys(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {"file": str(path)}
 
 
-def test_gaussian_sampling_of_a_lifted_kernel_is_known_better_than_by_its_distance() -> None:
-    keys = {"beta": 0.05, "lift": 3.0, "gain": 2.0, "row_norm": 0.7}
-    distance = kernel_distance.lifted(0.05, 3.0, gain=2.0, row_norm=0.7)
-    known = calculator.epsilon("gaussian_sampling", {"k": 50, **keys}, delta=1e-3)
-    apart = calculator.epsilon("gaussian_sampling", {"k": 50, "distance": distance}, delta=1e-3)
-    assert 0.5 * apart.epsilon < known.epsilon < 0.97 * apart.epsilon
-    assert "proven" in known.method
-    assert calculator.delta(
-        "gaussian_sampling", {"k": 50, **keys}, epsilon=known.epsilon
-    ).delta == pytest.approx(1e-3)
-    draws = calculator.calibrate("gaussian_sampling", keys, epsilon=known.epsilon, delta=1e-3).draws
-    assert draws is not None
-    assert abs(draws - 50) <= 1
-    paper = {"k": 50, "variant": "paper"}
-    assert (
-        calculator.epsilon("gaussian_sampling", {**paper, **keys}, delta=1e-3).epsilon
-        == calculator.epsilon(
-            "gaussian_sampling", {**paper, "distance": distance}, delta=1e-3
-        ).epsilon
-    )
-
-
 @pytest.mark.parametrize("name", CURVES)
 def test_delta_and_epsilon_are_inverse_and_the_curve_agrees(
     name: str, keys: dict[str, Any]
@@ -156,49 +133,10 @@ def test_the_command_says_what_python_says(name: str, keys: dict[str, Any]) -> N
     assert read["delta"] == expected.delta
     assert read["log_delta"] == expected.log_delta
     assert read["interval"] is None
+    assert expected.unit and expected.neighbours
     shown = invoke("epsilon", name, *words, "--delta", 0.01)
     assert shown.exit_code == 0, shown.output
-    assert shown.output.splitlines()[0].split()[0] == "epsilon"
-    assert "None" not in shown.output
-
-
-def beside(output: str) -> list[str]:
-    """What stands in brackets behind the ε of each line that has one."""
-    lines = [line for line in output.splitlines() if "ε = " in line]
-    assert not [line for line in lines if not line.endswith(")")]
-    return [line.rpartition(" (δ ")[2].removesuffix(")") for line in lines]
-
-
-@pytest.mark.parametrize("name", CURVES)
-def test_no_epsilon_is_printed_without_delta_unit_and_neighbours(
-    name: str, keys: dict[str, Any]
-) -> None:
-    words = [f"{key}={value}" for key, value in keys.items()]
-    found = calculator.delta(name, keys, epsilon=0.4)
-    assert found.unit and found.neighbours
-    of = f"{found.unit}, {found.neighbours}"
-    assert beside(invoke("epsilon", name, *words, "--delta", 0.01).output) == [f"0.01, {of}"]
-    given = invoke("delta", name, *words, "--epsilon", 0.4).output
-    assert beside(given) == [f"{found.delta:.10g}, {of}"]
-
-
-def test_every_epsilon_of_an_audit_says_of_what() -> None:
-    words = ["correlated_gaussian", "steps=2", "sampling=full", "noise_multiplier=2"]
-    found = invoke("audit", *words, "--delta", 0.01, "--draws", 1000)
-    assert found.exit_code == 0, found.output
-    assert len(beside(found.output)) == 3, "of the claim, the bound, and each method's"
-
-
-@pytest.mark.parametrize("question", ["delta", "epsilon", "calibrate", "audit"])
-def test_an_unknown_mechanism_is_told_before_a_missing_option(question: str) -> None:
-    result = invoke(question, "gaussan", "sigma=1")
-    assert result.exit_code == 2
-    assert "did you mean 'gaussian'?" in result.stderr
-    missing = invoke(
-        question, "gaussian", "sensitivity=1", *["sigma=1"] * (question != "calibrate")
-    )
-    assert missing.exit_code == 2
-    assert "is missing; add for instance" in missing.stderr
+    assert f"(δ 0.01, {expected.unit}, {expected.neighbours})" in shown.output
 
 
 def test_what_is_infinite_is_still_strict_json() -> None:
@@ -220,23 +158,17 @@ def test_an_estimate_comes_with_its_interval(tmp_path: Path) -> None:
         calculator.epsilon("normal", keys, delta=0.1)
 
 
-@pytest.mark.parametrize("words", [[], ["delta"], ["epsilon"], ["calibrate"]])
+@pytest.mark.parametrize("words", [[], ["delta"]])
 def test_without_a_mechanism_it_lists_them(words: list[str]) -> None:
-    result = invoke(*words)
-    assert result.exit_code == 0, result.output
-    for name in NAMES:
-        assert name in result.output
-    assert "> 0" in result.output
-    assert "units of the release" in result.output
+    assert all(name in invoke(*words).output for name in NAMES)
     rows = json.loads(invoke(*words, "--json").output)
     assert {row["mechanism"] for row in rows} == set(NAMES)
 
 
-@pytest.mark.parametrize("name", ["random_projection", "gaussian_sampling"])
-def test_the_plot_is_a_picture_of_both_directions(name: str, tmp_path: Path) -> None:
+def test_the_plot_is_a_picture_of_both_directions(tmp_path: Path) -> None:
     path = tmp_path / "curve.png"
-    words = [f"{key}={value}" for key, value in CURVES[name].items()]
-    result = invoke("delta", name, *words, "--epsilon", 0.4, "--plot", path)
+    words = ["random_projection", "leverage=0.1", "r=20"]
+    result = invoke("delta", *words, "--epsilon", 0.4, "--plot", path)
     assert result.exit_code == 0, result.output
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
@@ -250,26 +182,18 @@ REFUSED = [
     ("delta gaussian sigma=2 --epsilon 1", "sensitivity: missing; add sensitivity="),
     ("delta gaussian sensitivity=1 sigma=2", "--epsilon is missing"),
     ("epsilon gaussian sensitivity=1 sigma=2", "--delta is missing"),
-    ("calibrate gaussian sensitivity=1 --epsilon 1", "--delta is missing"),
+    ("audit gaussian sigma=2", "--delta is missing"),
     ("delta gaussian sensitivity=1 sigma=nan --epsilon 1", "sigma: expected a finite number"),
-    ("delta gaussian sensitivity=1 sigma=-2 --epsilon 1", "sigma: expected >= 0, got -2"),
-    ("delta gaussian sensitivity=0 sigma=2 --epsilon 1", "sensitivity: expected >= 1e-12"),
     ("delta gaussian sensitivity=much sigma=2 --epsilon 1", "expected a number, got 'much'"),
     ("delta gaussian sensitivity --epsilon 1", "is not key=value"),
     ("delta gaussian sigma=1 sigma=2 --epsilon 1", "sigma: given twice"),
     ("delta gaussian sensitivity=1 sigma=2 --epsilon nan", "epsilon: got nan"),
-    ("delta gaussian sensitivity=1 sigma=2 --epsilon -1", "epsilon: got -1"),
-    ("delta gaussian sensitivity=1 sigma=2 --epsilon inf", "epsilon: got inf"),
     ("epsilon gaussian sensitivity=1 sigma=2 --delta 1", "delta: got 1"),
-    ("epsilon gaussian sensitivity=1 sigma=2 --delta 0", "delta: got 0"),
-    ("delta random_projection leverage=1.5 r=20 --epsilon 1", "leverage: expected <= 1"),
     ("delta random_projection leverage=0.5 r=1.5 --epsilon 1", "r: expected a whole number"),
-    ("delta least_squares p=0.5 q=0.2 r=9 d=2 --epsilon 1", "more than q"),
     ("calibrate normal file=x --epsilon 1 --delta 0.1", "normal has no calibration"),
     ("delta normal file=/no/such.json --epsilon 1", "cannot be read"),
     ("calibrate truncated_laplace sensitivity=1 --epsilon 0 --delta 0.1", "epsilon: got 0"),
     ("calibrate gaussian_sampling distance=2 --epsilon 1 --delta 0.1", "not even one draw"),
-    ("epsilon gaussian_sampling k=5 --delta 0.1", "takes distance, or else both beta and lift"),
     ("epsilon gaussian_sampling k=5 beta=1 --delta 0.1", "or else both beta and lift"),
     ("delta gaussian sensitivity=1 sigma=2 --epsilon 1 --plot curve.svg", "does not end in .png"),
 ]
@@ -292,16 +216,13 @@ def test_curve_and_calibration_of_a_mechanism_protect_the_same() -> None:
         assert len({part.unit for part in parts if issubclass(part, Stated)}) <= 1, name
 
 
-LEAST_SQUARES = "audit least_squares r=20 d=3 --delta 1e-5"
-SAMPLING = "gaussian_sampling k=5"
 FEW = "--delta 1e-5 --draws 1000"
-STEPS = "steps=3 sampling_rate=0.5"
-MANY = "9" * 400
 EXTREME = [
-    (f"{LEAST_SQUARES} p=0.5 q=0.2", "p: got 0.5, more than q = 0.2"),
-    (f"{LEAST_SQUARES} p=0.5 q=0", "p: got 0.5, more than q = 0"),
-    (f"audit {SAMPLING} distance=0.1 sabotage=10 {FEW}", "no draw of k = 5; use at most 2.23"),
-    (f"delta {SAMPLING} distance=1e-300 --epsilon 1", "distance: expected >= 1e-12"),
+    ("audit least_squares r=20 d=3 --delta 1e-5 p=0.5 q=0.2", "p: got 0.5, more than q = 0.2"),
+    (
+        f"audit gaussian_sampling k=5 distance=0.1 sabotage=10 {FEW}",
+        "no draw of k = 5; use at most 2.23",
+    ),
     (
         f"calibrate least_squares row_norm=1 r=20 d={10**9} --epsilon 1 --delta 1e-5",
         "beyond what can be computed",
@@ -314,28 +235,13 @@ EXTREME = [
         "calibrate truncated_laplace sensitivity=1 --epsilon 1 --delta 5e-324",
         "delta: 4.94066e-324 at epsilon 1 takes noise beyond what can be computed",
     ),
-    ("calibrate gaussian sensitivity=1e308 --epsilon 1 --delta 0.1", "expected <= 1e+12"),
     ("epsilon gaussian sensitivity=1 sigma=1e-300 --delta 0.1", "sigma: expected 0 or >= 1e-12"),
     (
         "epsilon truncated_laplace sensitivity=1 scale=1e-12 bound=100 --delta 1e-5",
         "beyond what can be computed",
     ),
-    (f"audit gaussian sigma=1e308 {FEW}", "sigma: expected <= 1e+12"),
-    (f"audit poisson_gaussian {STEPS} noise_multiplier=1e-300 {FEW}", "expected >= 0.1"),
-    (
-        f"audit correlated_gaussian {STEPS} sampling=full noise_multiplier=1e18 {FEW}",
-        "expected <= 1e+12",
-    ),
-    (f"audit gaussian sigma=1 sabotage=1e300 {FEW}", "sabotage: expected <= 1000"),
-    (f"audit {SAMPLING} distance=0.1 sabotage=1e-300 {FEW}", "sabotage: expected >= 0.001"),
     (f"audit gaussian sigma=1 --delta 1e-5 --draws {10**26}", "use at most 100000000"),
-    (f"audit gaussian sigma=1 --delta 1e-5 --draws {10**13} --method one_run", "too many to draw"),
-    (f"delta random_projection leverage=0.1 r={MANY} --epsilon 1", "r: expected <= 1"),
-    (f"delta gaussian_sampling distance=0.1 k={MANY} --epsilon 1", "k: expected <= 1"),
-    (
-        "audit poisson_gaussian steps=100000 sampling_rate=0.5 noise_multiplier=1 --delta 1e-5",
-        "steps: expected <= ",
-    ),
+    (f"delta random_projection leverage=0.1 r={'9' * 400} --epsilon 1", "r: expected <= 1"),
     (
         "audit correlated_gaussian steps=100000 sampling=full noise_multiplier=1 --delta 1e-5",
         "draws: 1000000 is too many to draw; use at most 4999",
@@ -361,9 +267,6 @@ def refuse(line: str, said: str) -> None:
     assert "Traceback" not in result.output
 
 
-ONE = {"mean1": [0.0], "cov1": [[1.0]], "mean2": [1.0], "cov2": [[1.0]]}
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -371,17 +274,7 @@ ONE = {"mean1": [0.0], "cov1": [[1.0]], "mean2": [1.0], "cov2": [[1.0]]}
         ("[]", "holds no object"),
         (json.dumps({**NORMAL, "mean3": [0]}), "unknown keys: mean3"),
         (json.dumps({"mean1": [0]}), "lacks cov1, mean2, cov2"),
-        (json.dumps({**NORMAL, "cov1": [[1, 0.5], [0, 1]]}), "not symmetric"),
-        (json.dumps({**NORMAL, "cov1": [[1, 2], [2, 1]]}), "not a covariance"),
-        (json.dumps({**NORMAL, "mean2": [0, 0, 0]}), "mean2: has 3 dimensions"),
-        (json.dumps({**NORMAL, "mean2": [0, math.nan]}), "not finite"),
-        (json.dumps({**ONE, "mean2": [1e308]}), "mean2: holds a number beyond ± 1e+100; use other"),
-        (json.dumps({**ONE, "cov1": [[1e308]], "cov2": [[1e-308]]}), "cov1: holds a number beyond"),
-        (
-            json.dumps({**ONE, "cov1": [[1e100]], "cov2": [[1e-200]]}),
-            "variances differ by a factor of more than 1e+100",
-        ),
-        (json.dumps({**ONE, "mean1": [int("9" * 4000)]}), "mean1: holds a number beyond"),
+        (json.dumps({**NORMAL, "mean1": [int("9" * 4000), 0]}), "mean1: holds a number beyond"),
         ("9" * 5000, "is not JSON"),
         ("\x00\xff", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
@@ -397,33 +290,7 @@ def test_a_bad_file_is_refused_with_its_cause(
     assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        f"audit poisson_gaussian {STEPS} noise_multiplier=1 sabotage=0.001 {FEW}",
-        "epsilon least_squares p=0.3 q=0.9999999999999999 r=10 d=10 --delta 1e-5",
-    ],
-)
-def test_what_overflows_on_the_way_warns_nobody(
-    line: str, recwarn: pytest.WarningsRecorder
-) -> None:
-    result = invoke(*line.split())
-    assert result.exit_code in (0, 1)
-    assert isinstance(result.exception, SystemExit | None)
-    assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
-
-
-def test_the_epsilon_of_means_too_far_apart_is_refused_and_their_delta_told(tmp_path: Path) -> None:
-    path = tmp_path / "pair.json"
-    one = {"mean1": [0], "cov1": [[1]], "mean2": [1e100], "cov2": [[1]]}
-    path.write_text(json.dumps(one), encoding="utf-8")
-    with pytest.raises(FedsimError, match="more than 1e\\+30 standard deviations apart"):
-        calculator.epsilon("normal", {"file": path}, delta=0.1)
-    assert calculator.delta("normal", {"file": path}, epsilon=1.0).delta == 1.0
-
-
-@pytest.mark.parametrize("name", ["delta", "sigma", "scale"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("name", "value"), [("delta", math.nan), ("sigma", math.inf)])
 def test_no_answer_is_printed_that_is_not_a_number(
     name: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ from fedsim.contracts.stack import Stack
 from fedsim.privacy import calculator, ledger
 from fedsim.privacy.composition import correlated, poisson
 from fedsim.privacy.ledger import Entry, claim
-from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.numerics import gaussian, work
 from fedsim.scenario.build import build_stack
 from fedsim.scenario.model import PluginRef
@@ -184,22 +183,6 @@ def test_what_takes_too_long_is_refused_with_a_remedy() -> None:
     }
     with pytest.raises(FedsimError, match="are computed; use fewer steps"):
         calculator.epsilon("correlated_gaussian", keys, delta=1e-5)
-
-
-def test_calibration_looks_at_few_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    original = CorrelatedCurve._pair
-
-    def pair(self: CorrelatedCurve, noise: float, draws: int, seed: int, *more: int) -> object:
-        made.append(draws)
-        return original(self, noise, draws, seed, *more)
-
-    monkeypatch.setattr("fedsim.privacy.mechanisms.correlated_gaussian._Keys._pair", pair)
-    keys = {"steps": 4, "sampling": "poisson", "sampling_rate": 0.1, "correlation": 0.5}
-    found = calculator.calibrate("correlated_gaussian", keys, epsilon=1.0, delta=1e-3)
-    assert sum(made) <= 8192 * 9 / 8 + 3 * 8192
-    at = CorrelatedCurve.model_validate({**keys, "noise_multiplier": found.noise_multiplier})
-    assert at.delta(1.0).delta <= 1e-3
 
 
 @pytest.mark.parametrize("noise", [0.02, 1.0, 1e3, 1e5, 1e7, 1e9, 1e12])

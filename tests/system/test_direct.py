@@ -61,12 +61,3 @@ def test_a_system_without_it_writes_as_always(
     monkeypatch.setattr(direct, "fcntl", None)
     content = noise(1, 5 << 20)
     assert written(tmp_path / "file", [content]) == content
-
-
-def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        written(tmp_path / "file", [b"x"])

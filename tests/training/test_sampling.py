@@ -15,7 +15,7 @@ from torch import Tensor
 import fedsim
 from fedsim.contracts.stack import chain
 from fedsim.privacy.composition import correlated
-from fedsim.privacy.ledger import Entry, claim, worst_off
+from fedsim.privacy.ledger import Entry, claim, worst_client_sizes
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.files import read_tensors
@@ -256,7 +256,7 @@ def test_known_bins_are_the_mean_over_them(bins: int) -> None:
 def test_each_number_of_bins_may_be_the_worst() -> None:
     held = [100, 61, 64, 99, 30]
     declared = LocalTraining(algorithm="fedsgd", steps=1, batch_size=10, lr=0.1)
-    assert worst_off(declared, held) == [30]
+    assert worst_client_sizes(declared, held) == [30]
     for sampling, expected in (("poisson", [30]), ("balls_in_bins", [30, 61, 99])):
         training = LocalTraining(
             algorithm="fedsgd",
@@ -265,7 +265,7 @@ def test_each_number_of_bins_may_be_the_worst() -> None:
             lr=0.1,
             sampling=sampling,  # type: ignore[arg-type]
         )
-        assert worst_off(training, held) == expected
+        assert worst_client_sizes(training, held) == expected
 
 
 def test_a_costly_claim_of_a_round_is_that_of_a_later_one() -> None:

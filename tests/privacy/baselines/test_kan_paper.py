@@ -58,14 +58,6 @@ def test_f8_is_refuted_by_running_the_algorithm() -> None:
     assert least - math.exp(EPSILON) * most > 10 * 2.1e-4
 
 
-def test_what_is_claimed_here_for_a_fixed_size_covers_the_counterexample() -> None:
-    true = hockey_stick({-1.0: 1 - RATE, 1.0: RATE}, {-1.0: 1 - RATE, 0.0: RATE})
-    keys = {"steps": 1, "sampling_rate": RATE, "noise_multiplier": SIGMA, "sampling": "fixed_size"}
-    claimed = CorrelatedCurve.model_validate(keys).delta(EPSILON).delta
-    assert true <= claimed
-    assert claimed == pytest.approx(RATE * math.exp(gaussian.log_delta(SIGMA, EPSILON)), rel=1e-9)
-
-
 def test_f8_is_right_for_poisson_sampling() -> None:
     keys = {"steps": 1, "sampling_rate": RATE, "noise_multiplier": SIGMA, "sampling": "poisson"}
     claimed = CorrelatedCurve.model_validate(keys).delta(EPSILON).delta

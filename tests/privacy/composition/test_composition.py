@@ -49,15 +49,6 @@ def test_a_single_curve_is_exact() -> None:
     assert curves.epsilon([], 1e-5) == 0.0
 
 
-def test_randomized_responses_compose_as_they_must() -> None:
-    """Two of ε = 1: at δ below both being answered truly, ε is 2; at more it is that of the sum."""
-    both = (math.e / (1 + math.e)) ** 2
-    for epsilon in (0.5, 1.0, 1.7):
-        delta = both * -math.expm1(epsilon - 2)
-        found = curves.epsilon([response(1.0, 0.0)] * 2, delta)
-        assert epsilon <= found <= epsilon + 1e-6
-
-
 def composed(parts: list[tuple[float, float]], epsilon: float) -> float:
     """δ(ε) of randomized responses of (ε_i, δ_i) together, exactly: a sum over their outcomes."""
     sums = [(1.0, 0.0)]
@@ -83,7 +74,7 @@ SEVERAL = (
 
 
 @pytest.mark.parametrize("parts", SEVERAL)
-@pytest.mark.parametrize("beside", [1e-300, 1e-12, 1e-6, 1e-2])
+@pytest.mark.parametrize("beside", [1e-300, 1e-6])
 def test_no_more_than_basic_composition_and_no_less_than_the_truth(
     parts: list[tuple[float, float]], beside: float
 ) -> None:
@@ -117,16 +108,6 @@ def test_what_is_lost_for_sure_is_lost() -> None:
         curves.epsilon([normal(1.0), response(0.1, lost)], 1e-3) for lost in (5e-4, 0.0)
     )
     assert with_it > without
-
-
-def test_it_is_less_than_the_sum_and_nothing_costs_nothing() -> None:
-    alone = float(gaussian.epsilon(1.0, 5e-6))
-    together = curves.epsilon([normal(1.0), normal(1.0)], 1e-5)
-    assert together < 0.8 * 2 * alone
-    nothing: LogDelta = lambda epsilons: np.full_like(epsilons, -np.inf)  # noqa: E731
-    expected = float(gaussian.epsilon(1.0, 1e-5))
-    assert curves.epsilon([normal(1.0), nothing], 1e-5) == pytest.approx(expected, rel=1e-3)
-    assert curves.epsilon([nothing], 1e-5) == 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,7 @@ def pld(steps: int, rate: float, sigma: float):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(("steps", "rate", "sigma"), [(50, 0.1, 1.0), (200, 0.02, 0.8)])
-@pytest.mark.parametrize("epsilon", [0.1, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("epsilon", [0.1, 4.0])
 def test_without_correlation_poisson_agrees_with_pld(
     steps: int, rate: float, sigma: float, epsilon: float
 ) -> None:
@@ -105,14 +105,6 @@ def test_intervals_cover() -> None:
     assert width == pytest.approx(2 * 2.807 * spread, rel=0.5)
 
 
-def test_one_bin_is_full_participation() -> None:
-    exact = CorrelatedCurve(steps=6, correlation=0.5, sampling="full", noise_multiplier=8.0)
-    found = PairCurve(BallsInBins(6, 1, 0.5), 8.0, 40_000, 0)
-    for epsilon in (0.1, 0.5, 1.5):
-        at = found.at(epsilon)
-        assert at.low <= exact.delta(epsilon).delta <= at.high
-
-
 def test_the_likelihood_is_the_mean_over_all_participations() -> None:
     steps, rate, correlation, sigma = 7, 0.3, 0.6, 1.3
     x = np.random.default_rng(3).normal(size=(50, steps))
@@ -127,25 +119,10 @@ def test_the_likelihood_is_the_mean_over_all_participations() -> None:
     np.testing.assert_allclose(above, exact, atol=0.3)
 
 
-def test_balls_in_bins_have_the_likelihood_of_jax_privacy() -> None:
-    module = pytest.importorskip("jax_privacy.experimental.monte_carlo.sample_generation")
-    steps, bins, correlation, sigma = 12, 4, 0.6, 1.7
-    x = np.random.default_rng(4).normal(size=(20, steps))
-    column = correlation ** np.arange(steps)
-    expected = [module._compute_balls_in_bins_privacy_loss(bins, row, sigma, column) for row in x]
-    found = BallsInBins(steps, bins, correlation).log_ratios(x, sigma, 1.0, 1, "up")[0]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_too_few_draws_are_said() -> None:
     curve = PairCurve(BallsInBins(10, 10, 0.3), 2.0, 2000, 0)
     with pytest.raises(TooFewDraws, match="raise draws"):
         curve.at(30.0)
-
-
-def test_same_seed_same_figures() -> None:
-    first, again, other = (PairCurve(BallsInBins(10, 5, 0.3), 2.0, 2000, s) for s in (1, 1, 2))
-    assert first.at(0.5) == again.at(0.5) != other.at(0.5)
 
 
 def test_a_calibrated_noise_holds_on_other_draws() -> None:
@@ -161,20 +138,3 @@ def test_a_calibrated_noise_holds_on_other_draws() -> None:
     assert epsilon.interval is not None
     assert epsilon.interval[0] <= epsilon.epsilon <= epsilon.interval[1]
     assert epsilon.epsilon == pytest.approx(1.0, abs=0.06)
-
-
-@pytest.mark.parametrize("sampling", ["poisson", "balls_in_bins"])
-def test_sampling_amplifies_and_correlation_costs(sampling: str) -> None:
-    def delta(correlation: float, sampling: str = sampling) -> float:
-        keys = {
-            "steps": 10,
-            "sampling_rate": 0.2,
-            "noise_multiplier": 3.0,
-            "draws": 2000,
-            "correlation": correlation,
-            "sampling": sampling,
-        }
-        return CorrelatedCurve.model_validate(keys).delta(0.3).delta
-
-    assert delta(0.2) < delta(0.8)
-    assert delta(0.5) < delta(0.5, "fixed_size")

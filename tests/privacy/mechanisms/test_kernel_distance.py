@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import ntk_paper as paper
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from fedsim.learners import ntk
 from fedsim.privacy.mechanisms import kernel_distance
-from fedsim.types import FedsimError
 
 
 def stream(seed: int) -> torch.Generator:
@@ -57,7 +55,7 @@ def test_no_neighbour_is_farther(neurons: int | None, length: float, beta: float
     if weights is not None:
         gain = float(torch.linalg.eigvalsh(weights.T @ weights / len(weights))[-1])
     sizes = {"gain": gain, "row_norm": length}
-    for seed in range(12):
+    for seed in range(5):
         n = 3 + seed
         x = rows(n, 7, seed, length)
         y = neighbour(x, beta, seed, length)
@@ -110,7 +108,7 @@ def test_both_eigenvalues_under_a_lift_are_attained_together(a: float) -> None:
 
 def test_no_features_of_any_kind_exceed_the_bound_under_a_lift() -> None:
     """Rows of very different lengths, any one of which moves by r."""
-    for seed in range(300):
+    for seed in range(60):
         draw = stream(seed)
         n, p = 2 + seed % 3, 1 + seed % 4
         lengths = 10 ** (4 * torch.rand(n, 1, generator=draw, dtype=torch.float64) - 2)
@@ -121,33 +119,3 @@ def test_no_features_of_any_kind_exceed_the_bound_under_a_lift() -> None:
         lift = torch.eye(n, dtype=torch.float64)
         found = changes(moved @ moved.T + lift, features @ features.T + lift)
         assert within(found, kernel_distance.lifted_eigenvalues(0.25, 1.0))
-
-
-def test_laws() -> None:
-    """Small β counts in proportion, and γ, s and B by what they do to r / sqrt(γ)."""
-    for bound in (kernel_distance.lifted, paper.assumed):
-        small = bound(1e-9, 2.0)
-        assert bound(2e-9, 2.0) == pytest.approx(2 * small, rel=1e-6)
-        assert bound(1e-9, 8.0) == pytest.approx(small / 2, rel=1e-6)
-        assert bound(1e-9, 2.0, gain=9.0) == pytest.approx(3 * small, rel=1e-6)
-        assert bound(1e-9, 2.0, row_norm=5.0) == pytest.approx(5 * small, rel=1e-6)
-        # No two rows of norm 1 are farther apart than 2.
-        assert bound(2.0, 3.0) == bound(50.0, 3.0)
-    ratio = paper.assumed(1e-9, 2.0) / kernel_distance.lifted(1e-9, 2.0)
-    assert ratio == pytest.approx(math.sqrt(2), rel=1e-6)
-    back = paper.assumed(1e-3, 0.1)
-    assert paper.of_data(1e-3, 0.1) == pytest.approx(back / (1 - back))
-    assert paper.of_data(1.0, 0.1) == math.inf
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_out_of_range_is_refused(value: float) -> None:
-    for call in (
-        kernel_distance.lifted,
-        kernel_distance.lifted_eigenvalues,
-        kernel_distance.assumed_eigenvalues,
-    ):
-        with pytest.raises(FedsimError, match="beta"):
-            call(value, 1.0)
-        with pytest.raises(FedsimError, match=r"l(ift|east)"):
-            call(1.0, value)

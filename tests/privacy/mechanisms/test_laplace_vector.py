@@ -9,7 +9,6 @@ import pytest
 from scipy.signal import fftconvolve
 
 from fedsim.privacy.mechanisms import laplace, laplace_vector
-from fedsim.types import FedsimError
 
 EPSILONS = np.linspace(0.0, 3.0, 13)
 
@@ -91,14 +90,3 @@ def test_the_papers_scale_is_that_of_the_l1_sensitivity() -> None:
         for calibration in ("tight", "paper")
     )
     assert paper / tight == pytest.approx(4.456, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [((0, 1, 1, 1), "distance"), ((1, 0, 1, 1), "scale"), ((1, 1, 0, 1), "bound")],
-)
-def test_what_is_out_of_range_is_refused(arguments: tuple[float, ...], said: str) -> None:
-    with pytest.raises(FedsimError, match=said):
-        laplace_vector.log_delta(*arguments, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(FedsimError, match="dimension"):
-        laplace_vector.outside(1.0, 1.0, 1.0, 0)

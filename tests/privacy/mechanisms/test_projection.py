@@ -6,14 +6,12 @@ import math
 
 import mpmath as mp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ndis_reference import projection_difference, projection_integral
+from ndis_reference import projection_difference
 
 from fedsim.privacy.mechanisms import projection
-from fedsim.privacy.numerics import gaussian, quadratic
-from fedsim.types import FedsimError
+from fedsim.privacy.numerics import quadratic
 
 DOMAIN = {
     "p": st.one_of(
@@ -42,7 +40,7 @@ def check(p: float, r: int, epsilon: float, reverse: bool) -> None:
         assert abs(found / expected - 1) < 1e-8
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(**DOMAIN)
 def test_the_removal_agrees_with_high_precision(p: float, r: int, share: float, near: bool) -> None:
     # near: where δ is neither 1 nor tiny
@@ -50,20 +48,11 @@ def test_the_removal_agrees_with_high_precision(p: float, r: int, share: float, 
     check(p, r, epsilon, reverse=False)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(**DOMAIN)
 def test_the_reverse_agrees_with_high_precision(p: float, r: int, share: float, near: bool) -> None:
     most = -r / 2 * math.log1p(-p)  # beyond that the reverse δ is 0
     check(p, r, min(10.0, most * share * 0.999) if near else 10 * share, reverse=True)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("p", "r", "epsilon"), [(0.1, 20, 0.5), (1e-4, 7, 1e-4), (0.6, 3, 0.9)])
-def test_the_second_method_agrees_with_the_first(
-    p: float, r: int, epsilon: float, reverse: bool
-) -> None:
-    first = projection_difference(p, r, epsilon, reverse)
-    assert abs(projection_integral(p, r, epsilon, reverse) / first - 1) < 1e-15
 
 
 def test_the_contour_integral_agrees() -> None:
@@ -111,13 +100,6 @@ def test_it_grows_with_the_leverage_and_the_columns_and_falls_with_epsilon() -> 
     assert (np.diff(projection.log_delta(0.1, 10, np.linspace(0, 10, 60))) < 0).all()
 
 
-def test_many_columns_of_small_leverage_are_a_gaussian_mechanism() -> None:
-    """The log-likelihood ratio tends to a normal number of variance r p² / 2."""
-    p, r = 1e-5, 2 * 10**10
-    found = projection.log_delta(p, r, [0.0, 0.5, 2.0])
-    assert np.allclose(found, gaussian.log_delta(1.0, [0.0, 0.5, 2.0]), atol=1e-4)
-
-
 def test_the_inverses_return_to_where_they_came_from() -> None:
     log_delta = np.array([-0.01, -1.0, -12.0, -300.0, -650.0])
     r = np.array([1.0, 30.0, 10_000.0])[:, None]
@@ -129,41 +111,3 @@ def test_the_inverses_return_to_where_they_came_from() -> None:
         assert np.allclose(found, epsilon, rtol=1e-9, atol=1e-9)
     assert projection.epsilon(1.0, 5, 1e-5) == math.inf
     assert projection.epsilon(0.0, 5, 1e-5) == 0.0
-
-
-def test_the_noise_brings_the_worst_row_to_the_allowed_leverage() -> None:
-    sigma = float(projection.sigma(2.0, 20, 1.0, 1e-5))
-    paper = float(projection.sigma(2.0, 20, 1.0, 1e-5, "paper"))
-    worst = 4 / (4 + sigma**2)  # a database of the one row, norm 2
-    assert float(np.exp(projection.log_delta(worst, 20, 1.0))) == pytest.approx(1e-5, rel=1e-10)
-    assert paper**2 == pytest.approx(sigma**2 + 4, rel=1e-12)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_it_is_what_a_threshold_test_of_real_releases_finds(count: int) -> None:
-    """Pr[S | D] - exp(ε) Pr[S | D'] of the best set S, from sketches of two data sets."""
-    stream, draws = np.random.default_rng(7), 400_000
-    data = stream.normal(size=(6, 2))
-    inverse = np.linalg.inv(data.T @ data)
-    p = float(data[0] @ inverse @ data[0])
-    without = np.linalg.inv(data[1:].T @ data[1:])
-    log_ratio = []
-    for rows in (data, data[1:]):
-        sketch = np.einsum("ni,dnr->dri", rows, stream.normal(size=(draws, len(rows), count)))
-        gap = np.einsum("dri,ij,drj->d", sketch, without - inverse, sketch) / 2
-        log_ratio.append(gap + count / 2 * math.log1p(-p))
-    epsilon = 0.3
-    with_row, without_row = (float((ratio > epsilon).mean()) for ratio in log_ratio)
-    found = with_row - math.exp(epsilon) * without_row
-    assert found == pytest.approx(float(np.exp(projection.log_delta(p, count, epsilon))), abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [((1.1, 2, 1.0), "leverage"), ((0.1, 0, 1.0), "r: got 0"), ((0.1, 2, -1.0), "epsilon")],
-)
-def test_what_is_out_of_range_is_refused(arguments: tuple[float, ...], said: str) -> None:
-    with pytest.raises(FedsimError, match=said):
-        projection.log_delta(*arguments)
-    with pytest.raises(FedsimError, match="delta: got 0"):
-        projection.max_leverage(1.0, 0.0, 5)

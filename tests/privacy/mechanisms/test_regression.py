@@ -7,11 +7,10 @@ import math
 import mpmath as mp
 import numpy as np
 import pytest
-from ndis_reference import regression_terms, two_groups, vertical
+from ndis_reference import regression_terms, two_groups
 
 from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.privacy.numerics import ndis
-from fedsim.types import FedsimError
 
 WAYS = ("forward", "reverse")
 POINTS = [
@@ -34,21 +33,6 @@ def test_it_agrees_with_high_precision(
         expected = two_groups(a1, a2, b1, c, d - 1)
         found = float(least_squares.log_delta(p, q, r, d, epsilon, way))  # type: ignore[arg-type]
         assert abs(mp.expm1(found - mp.log(expected))) < 1e-10
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_second_method_agrees_with_the_first(way: str) -> None:
-    p, q, r, d, epsilon = 0.02, 0.05, 300, 12, 1.0
-    with mp.workdps(25):
-        a1, a2, b1, c = regression_terms(p, q, r, d, epsilon, way == "reverse")
-
-        def log_moment(s: object) -> object:
-            groups = -(mp.log1p(s * a1) + (d - 1) * mp.log1p(s * a2)) / 2
-            return groups + s**2 * b1**2 / (1 + s * a1) / 2 - s * (c - epsilon)
-
-        expected = vertical(log_moment, epsilon, at=4.0, step=0.2, count=1500)
-        found = least_squares.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
-        assert abs(mp.expm1(float(found) - mp.log(expected))) < 1e-9
 
 
 def test_the_limits_are_random_projections() -> None:
@@ -102,16 +86,6 @@ def test_nothing_is_lost_over_the_whole_range() -> None:
     assert np.exp(least_squares.log_delta(0.0, 0.0, 10, 2, 0.0)) == 0.0
 
 
-def test_epsilon_returns_to_where_it_came_from() -> None:
-    log_delta = np.array([-2.0, -12.0, -400.0])
-    for way in WAYS:
-        keys = (0.02, 0.05, 300, 12)
-        epsilon = least_squares.epsilon(*keys, np.exp(log_delta), way)  # type: ignore[arg-type]
-        again = least_squares.log_delta(*keys, epsilon, way)  # type: ignore[arg-type]
-        assert np.allclose(again, log_delta, rtol=1e-10)
-    assert least_squares.epsilon(0.5, 1.0, 3, 2, 0.1) == math.inf
-
-
 def test_the_worst_row_is_not_beaten_by_any_other() -> None:
     stream = np.random.default_rng(1)
     for bound, r, d, epsilon in ((0.1, 1000, 10, 1.0), (0.3, 20, 2, 3.0), (0.04, 300, 12, 1.0)):
@@ -128,18 +102,3 @@ def test_the_noise_is_the_least_that_keeps_every_row_private() -> None:
     assert worst.log_delta == pytest.approx(math.log(1e-4), rel=1e-9)
     weaker = least_squares.worst(1 / (1 + (0.99 * sigma) ** 2), 100, 5, 1.0)
     assert weaker.log_delta > math.log(1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((0.3, 0.2, 5, 2, 1.0), "more than q"),
-        ((0.1, 1.2, 5, 2, 1.0), "q: got 1.2"),
-        ((0.1, 0.2, 0.5, 2, 1.0), "r: got 0.5"),
-        ((0.1, 0.2, 5, math.nan, 1.0), "d: got nan"),
-        ((0.1, 0.2, 5, 2, math.inf), "epsilon"),
-    ],
-)
-def test_what_is_out_of_range_is_refused(arguments: tuple[float, ...], said: str) -> None:
-    with pytest.raises(FedsimError, match=said):
-        least_squares.log_delta(*arguments)
