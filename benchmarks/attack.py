@@ -42,7 +42,7 @@ from fedsim.models.local import gradient, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, root_of
 from fedsim.recording.truth import load_truth
-from fedsim.system.device import compute_exactly, moved, resolve_device
+from fedsim.system.device import compute_exactly, move_tensors, resolve_device
 from fedsim.system.memory import keep_freed
 from fedsim.types import Effect, GroundTruth, LocalTraining, ModelSpec, Observation, Reconstruction
 
@@ -71,7 +71,7 @@ def victim(
     Or of a folder of recordings, in place of a case, the one at `index`. Both lie on `device`.
     """
     observation, truth = _victim(case, batch, images, index)
-    return moved(observation, device), moved(truth, device)
+    return move_tensors(observation, device), move_tensors(truth, device)
 
 
 def _victim(case: str, batch: int, images: Tensor, index: int) -> tuple[Observation, GroundTruth]:
@@ -240,7 +240,7 @@ def breaching_runner(
 
 def psnr(pixels: Tensor, truth: GroundTruth) -> float:
     claim = Reconstruction(images=pixels.cpu(), loss=0.0, iterations=0)
-    value = scoring.score(claim, moved(truth, "cpu"))["psnr"]
+    value = scoring.score(claim, move_tensors(truth, "cpu"))["psnr"]
     assert value is not None
     return value
 

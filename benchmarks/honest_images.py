@@ -36,7 +36,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.scoring import score, student_interval
 from fedsim.scoring.guess import Guesser
-from fedsim.system.device import moved, resolve_device
+from fedsim.system.device import move_tensors, resolve_device
 from fedsim.types import GroundTruth, Observation
 
 ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -132,9 +132,9 @@ def measured(
     clock = time.process_time if device == "cpu" else time.perf_counter
     start = clock()
     found = solve(
-        create(*ATTACKS[attack]), moved(observation, device), Knowledge(), seed=trial
+        create(*ATTACKS[attack]), move_tensors(observation, device), Knowledge(), seed=trial
     ).reconstruction
-    found = moved(found, "cpu")
+    found = move_tensors(found, "cpu")
     seconds = clock() - start
     assert found.images is not None
     scores = score(found, truth)

@@ -115,7 +115,7 @@ def condition(epsilon: float, delta: float, samples: int, distance: float) -> bo
 
 def assumed(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
     """The largest M if the neighbour's kernel matrix has no eigenvalue below `least`."""
-    a = kernel_distance.displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(least)
+    a = kernel_distance.feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(least)
     return 2 * a + a * a
 
 
@@ -137,7 +137,7 @@ def of_data_eigenvalues(
     In both orders. Where the neighbour's matrix may be singular some λ- is at least 1. They are
     computed from the data, and so reveal something of them.
     """
-    forth = kernel_distance.assumed_eigenvalues(beta, least, gain=gain, row_norm=row_norm)
+    forth = kernel_distance.eigenvalues_above_floor(beta, least, gain=gain, row_norm=row_norm)
     up, down = forth.T
     with np.errstate(divide="ignore"):
         back = np.stack([np.where(down < 1, down / (1 - down), np.inf), up / (1 + up)], axis=-1)

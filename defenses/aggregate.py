@@ -67,7 +67,7 @@ class Aggregate(AggregationDefense):
         return Effect()
 
 
-def summed(updates: Iterable[Update], who: str) -> Update:
+def sum_updates(updates: Iterable[Update], who: str) -> Update:
     """Sum of tensors, added up in float64, and mean of buffers; `num_examples` is the total.
 
     `who` asks, for the message.

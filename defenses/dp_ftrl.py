@@ -12,10 +12,10 @@ from pydantic import Field
 from fedsim.contracts.defense import NoisyAggregation, ServerRound, add_noise, standard_normal
 from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.types import Effect, FedsimError, Noise, Update
-from fedsim_defenses.aggregate import summed
+from fedsim_defenses.aggregate import sum_updates
 
 _ROUNDING = 2.0**-22
-"""Of a client's bound, for each client asked: how far rounding may part the sums of two worlds.
+"""How far rounding may part the sums of two worlds: share of a client's bound, for each client.
 Each is rounded once, by at most 2^-24 of its length, which is at most the bound times the clients.
 """
 
@@ -55,7 +55,7 @@ class DPFTRL(NoisyAggregation):
         Raises:
             FedsimError: there is no update, or their tensors differ in name or shape.
         """
-        return summed(updates, "dp_ftrl")
+        return sum_updates(updates, "dp_ftrl")
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
         """See the class."""

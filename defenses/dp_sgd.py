@@ -47,7 +47,7 @@ class DPSGD(TrainingDefense):
     """The ε of the client that is worst off, after all rounds and probes: z is then the least by
     which the ledger states no more."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of `epsilon`; default: `privacy.delta`, and no other than that."""
+    """δ of `epsilon`; default: `privacy.delta`, and no other than that."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

@@ -103,19 +103,19 @@ class GaussianSampling(StatisticDefense):
         return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
 
     def guarantee(self, release: Release) -> Sampled:
-        """As many draws as are made, of a matrix that changes as much as any neighbour's may.
+        """Returns the draws that are made, of a matrix that changes as much as any neighbour's may.
 
         Raises:
             FedsimError: not a single draw is private enough.
         """
         gain, row_norm = release.gain, release.row_norm
         if self.lift is not None:
-            change = kernel_distance.lifted_eigenvalues(
+            change = kernel_distance.eigenvalues_under_lift(
                 self.beta, self.lift, gain=gain, row_norm=row_norm
             )
         else:
             assert self.least_eigenvalue is not None
-            change = kernel_distance.assumed_eigenvalues(
+            change = kernel_distance.eigenvalues_above_floor(
                 self.beta, self.least_eigenvalue, gain=gain, row_norm=row_norm
             )
         eigenvalues = tuple((up, down) for up, down in change.tolist())

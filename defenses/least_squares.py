@@ -19,7 +19,7 @@ from fedsim.types import FedsimError, Relation
 from fedsim_defenses.leverage import max_leverage, require
 
 _UP = 1 + 1e-7
-"""Of σ: what the search for the largest leverage may leave, so that no more ε is stated."""
+"""Factor on σ for what the search for the largest leverage may leave: no more ε is stated."""
 
 
 @final
@@ -63,7 +63,7 @@ class LeastSquaresMechanism(DataDefense):
             require(self.leverage, rows, f"client {client}", "least_squares")
 
     def sigma(self, release: Release) -> float:
-        """In the units of the rows.
+        """Returns σ, in the units of the rows.
 
         Raises:
             FedsimError: what is released are no coefficients with randomness of their own, or no σ

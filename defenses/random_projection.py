@@ -76,7 +76,7 @@ class RandomProjection(DataDefense):
             require(self.leverage, rows, of, "random_projection")
 
     def sigma(self, release: Release) -> float:
-        """Of one client, in the units of the rows.
+        """Returns σ of one client, in the units of the rows.
 
         Raises:
             FedsimError: what is released is no sketch.
@@ -91,8 +91,8 @@ class RandomProjection(DataDefense):
         """
         # Of a single client's rows nothing is known if the leverage is that in the union.
         own = 1.0 if self.shared_among > 1 else self.leverage
-        alone = self._projected(release, self.sigma(release), own)
-        together = self._projected(release, self._whole(release), self.leverage)
+        alone = self._make_mechanism(release, self.sigma(release), own)
+        together = self._make_mechanism(release, self._whole(release), self.leverage)
         return Guarantee(
             mechanism=alone, pooled=together if self.shared_among > 1 else None, reason=""
         )
@@ -115,7 +115,7 @@ class RandomProjection(DataDefense):
             return least
         return norm * math.sqrt(1 / allowed)
 
-    def _projected(self, release: Release, sigma: float, leverage: float) -> Projected:
+    def _make_mechanism(self, release: Release, sigma: float, leverage: float) -> Projected:
         return Projected(
             unit="example",
             relation="add_or_remove" if leverage == 1 else "relative",

@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 from fedsim.contracts.defense import MaskedAggregation, ServerRound, SumTerms, add_gaussian
 from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.types import Effect, FedsimError, Noise, Tensors, Update
-from fedsim_defenses.aggregate import Aggregate, summed
+from fedsim_defenses.aggregate import Aggregate, sum_updates
 
 _ROUNDING = 1e-9
-"""Of the noise, relative: more than what float64 may add to the length of a rounded vector."""
+"""Relative margin of the noise: more than float64 may add to the length of a rounded vector."""
 
 
 @final
@@ -99,9 +99,9 @@ class SecureAggregation(MaskedAggregation):
             FedsimError: there is no update, one counts less than one example, or their tensors
                 differ in name or shape.
         """
-        clipped = self._clipped(updates)
+        clipped = self._clip_updates(updates)
         if self.noise_multiplier:
-            return summed(clipped, "secure_aggregation")
+            return sum_updates(clipped, "secure_aggregation")
         return Aggregate().combine(clipped)
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
@@ -141,7 +141,7 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def seen_by_one_of(self, participants: int) -> SecureAggregation:
-        """With what is left of the noise where one client knows its own share.
+        """Returns the defense with what is left of the noise where one client knows its own share.
 
         It may be one of those that collude, of whom all shares are known already.
         """
@@ -161,7 +161,7 @@ class SecureAggregation(MaskedAggregation):
         """Standard deviation on a sum of all that are asked."""
         return self.terms(Guarantee(sensitivity=sensitivity), 1).client_noise(1)
 
-    def _clipped(self, updates: Iterable[Update]) -> Iterator[Update]:
+    def _clip_updates(self, updates: Iterable[Update]) -> Iterator[Update]:
         for update in updates:
             yield Update(
                 tensors=_within(update.tensors, self.range),

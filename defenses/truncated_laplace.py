@@ -38,13 +38,13 @@ class TruncatedLaplace(StatisticDefense):
     the least b that is proven to be enough, smaller by up to sqrt(d) / 1.25."""
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Of (n, d) features."""
+        """Adds noise to (n, d) features."""
         made = self.guarantee(release)
         return draws.truncated_laplace(value, made.scale, made.bound, rng)
 
     def guarantee(self, release: Release) -> Shaken:
         """What is proven of the noise in use, whichever calibration chose it."""
-        scale, bound = laplace_vector.calibrated(
+        scale, bound = laplace_vector.calibrate_noise(
             self.beta, release.features, self.epsilon, self.delta, self.calibration
         )
         return Shaken(

@@ -18,7 +18,7 @@ from fedsim.federation.network.link import Link
 from fedsim.report.figures import format_claim
 from fedsim.scenario import Document, Scenario, Variant, expand, locate, open_document
 from fedsim.system.device import resolve_device
-from fedsim.system.threads import fixed
+from fedsim.system.threads import fix_within
 from fedsim.training import accounting, spending
 from fedsim.training.server import Server
 from fedsim.training.source import load_dataset
@@ -207,7 +207,7 @@ def accept(
             wanted = number_of(scenario.data.clients, "node")
             print(f"waiting: {there} of {wanted} there", file=sys.stderr)
 
-    with fixed(scenario.threads):
+    with fix_within(scenario.threads):
         refusals.check_scenario(scenario)
         engine = federation.build_engine(scenario)
         deployed = engine.clients_of(scenario, out, link, on_wait) if out else None

@@ -29,8 +29,8 @@ from fedsim.scenario import Scenario, cautions, dump, expand, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.system import paths
 from fedsim.system.device import resolve_device
-from fedsim.system.lock import is_locked, locked
-from fedsim.system.threads import fixed
+from fedsim.system.lock import is_locked, lock_folder
+from fedsim.system.threads import fix_within
 from fedsim.training import spending
 from fedsim.training.server import Server
 from fedsim.training.source import digest_of_inputs
@@ -83,7 +83,7 @@ def run(
                 place = acceptance.place_of(number, variants)
                 accepted = acceptance.accept(variant, place, quiet=quiet, out=folder, link=link)
                 executions.append(_Execution(accepted, folder, resume, workers, link))
-            until_the_end.enter_context(locked(root))
+            until_the_end.enter_context(lock_folder(root))
             for execution in executions:  # another run may have been there in the meantime
                 execution.refuse_other_run()
         with _failing(), progress.display(quiet) as display:
@@ -94,7 +94,7 @@ def run(
                 display.note(f"WARNING: {line}")
             for execution in executions:
                 # Somebody may run a variant by itself, in its folder.
-                with locked(execution.out) if execution.out != root else nullcontext():
+                with lock_folder(execution.out) if execution.out != root else nullcontext():
                     execution.execute(display)
         with _failing():
             if len(executions) > 1:
@@ -127,7 +127,7 @@ def collect(
     root = Path(folder)
     paths.writable_folder(root, str(root))
     (variant,) = expand(open_document(root / "scenario.yaml", ()))
-    with locked(root):
+    with lock_folder(root):
         engine = federation.build_engine(variant.scenario)
         engine.join(root, [Path(home) for home in homes])
         files.remove_torn(root)
@@ -232,7 +232,7 @@ class _Execution:
                 display.note(
                     f"{self.place}{acceptance.claimed(server, self.accepted.claims[name])}"
                 )
-        with fixed(self.scenario.threads):
+        with fix_within(self.scenario.threads):
             self._federate(display)
         self.attack(display, started)
 
@@ -243,7 +243,7 @@ class _Execution:
             FedsimError: the work failed.
         """
         started = time.perf_counter() if started is None else started
-        with fixed(self.scenario.threads):
+        with fix_within(self.scenario.threads):
             self._attack(display)
         public = self._attack_public
         order = rows.order(self.scenario)

@@ -21,7 +21,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.plugins import PluginError
 from fedsim.models.head import TwoLayerHead
 from fedsim.models.victim import rebuild
-from fedsim.system.device import moved
+from fedsim.system.device import move_tensors
 from fedsim.types import Observation, Reconstruction
 from fedsim.words import number_of
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient, implied
@@ -72,7 +72,7 @@ def head_of(observation: Observation) -> Head:
     Raises:
         AttackFailed: the head is of neither kind, or nothing is left of a two-layer head's update.
     """
-    observation = moved(observation, "cpu")
+    observation = move_tensors(observation, "cpu")
     if isinstance(rebuild(observation).head, TwoLayerHead):
         return HeadGradient.of(observation)
     return ClassifierGradient.of(observation)
@@ -215,7 +215,7 @@ def signals(observation: Observation, features: Tensor) -> Signals:
     neurons that were dropped, and scaled as the update is.
     """
     device = features.device
-    found = _signals(moved(observation, "cpu"), features.cpu())
+    found = _signals(move_tensors(observation, "cpu"), features.cpu())
     return Signals(*(each.to(device) for each in found))
 
 

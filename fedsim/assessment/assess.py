@@ -38,8 +38,8 @@ from fedsim.results import record
 from fedsim.results.plan import Plan as Announced
 from fedsim.results.record import Run
 from fedsim.system import paths
-from fedsim.system.lock import locked
-from fedsim.system.threads import fixed
+from fedsim.system.lock import lock_folder
+from fedsim.system.threads import fix_within
 from fedsim.types import FedsimError, GroundTruth, Mode, Observation
 
 
@@ -74,7 +74,7 @@ def assess(
     homes = [truth] if isinstance(truth, str | Path) else list(truth)
     tape = _Tape.read(Path(tapped), homes, asked)
     app = _App(model, tape, asked)
-    with locked(folder), fixed(1):
+    with lock_folder(folder), fix_within(1):
         context, setting = _fill(folder, tape, app, asked)
         planned = [
             (_job(files.path_of(folder, id), name, parameters), seen)

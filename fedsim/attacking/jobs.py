@@ -47,7 +47,7 @@ from fedsim.recording.files import (
 )
 from fedsim.recording.truth import IncompleteTruth, load_truth
 from fedsim.system import processes, threads
-from fedsim.system.interrupts import held
+from fedsim.system.interrupts import delay_interrupts
 from fedsim.types import Observation, RunFailed, Truth
 
 OnProgress = Callable[[Progress], None]
@@ -205,7 +205,7 @@ def run_jobs(
 
     try:
         with ExitStack() as running:
-            running.enter_context(threads.fixed(setting.threads))
+            running.enter_context(threads.fix_within(setting.threads))
             attackers, news = running.enter_context(processes.pool(workers, around))
             score: Callable[[Job, Outcome], Future[Result]]
             if workers > 1:
@@ -218,7 +218,7 @@ def run_jobs(
             while asked or pending:
                 while asked and asking < _AHEAD * workers:
                     if questions := asked.next():
-                        with held():
+                        with delay_interrupts():
                             future = attackers.submit(answered, asked.index, questions)
                         pending[future] = partial(take, asked, asked.sent)
                         asking += 1
@@ -476,7 +476,7 @@ def _at_once(
 
 def _in_worker(scorers: Executor, job: Job, outcome: Outcome) -> Future[Result]:
     """Score in a worker. Pickled here, since multiprocessing would send a file per tensor."""
-    with held():
+    with delay_interrupts():
         return scorers.submit(_score_job, job, pickle.dumps(outcome))
 
 
@@ -489,6 +489,6 @@ def _score_job(job: Job, outcome: bytes) -> Result:
 @cache
 def _prepared() -> tuple[Setting, Aids]:
     """In a worker that scores, before its first job."""
-    setting: Setting = processes.shared()
+    setting: Setting = processes.get_shared()
     threads.fix(setting.threads)
     return setting, setting.aids

@@ -20,7 +20,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models import live
 from fedsim.models.base import Classifier
 from fedsim.system import processes, threads
-from fedsim.system.device import moved
+from fedsim.system.device import move_tensors
 from fedsim.types import FedsimError, Observation, Reconstruction
 
 
@@ -101,7 +101,7 @@ def answered(index: int, questions: bytes) -> bytes:
     """
     around = _prepared()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
-    observation = moved(observation, around.device)
+    observation = move_tensors(observation, around.device)
     answers: list[Answer] = []
     for written in rest:
         attack, known, seed, restarts = pickle.loads(written)  # noqa: S301 - as above
@@ -109,7 +109,7 @@ def answered(index: int, questions: bytes) -> bytes:
         asked = Question(
             attack=attack,
             observation=observation,
-            knowledge=moved(known, around.device, but=("other_rows", "candidate")),
+            knowledge=move_tensors(known, around.device, but=("other_rows", "candidate")),
             seed=seed,
             restarts=restarts,
         )
@@ -154,7 +154,7 @@ def on_cpu(found: Reconstruction) -> Reconstruction:
 @cache
 def _prepared() -> Surroundings:
     """In a worker, before its first question."""
-    around: Surroundings = processes.shared()
+    around: Surroundings = processes.get_shared()
     threads.fix(around.threads)
     live.adopt(around.models)
     return around

@@ -25,7 +25,7 @@ from fedsim.models.victim import rebuild
 from fedsim.recording import files
 from fedsim.recording.truth import has_truth, load_truth
 from fedsim.system.device import resolve_device
-from fedsim.system.threads import fixed
+from fedsim.system.threads import fix_within
 from fedsim.types import (
     FedsimError,
     GroundTruth,
@@ -102,7 +102,7 @@ def attack(
     if missing := grant.lacks(chosen.required()):
         raise FedsimError(f"attack {name} {missing}")
     public = Public.of(root, grant)
-    with fixed(threads):
+    with fix_within(threads):
         solution = question(
             chosen,
             observation,

@@ -38,10 +38,10 @@ LEAST_DRAWS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """With probability of at least `confidence`, the release is not (ε', δ)-private for ε' < ε."""
+    """The release is not (ε', δ)-private for any ε' < ε, with probability at least `confidence`."""
 
     epsilon: float
-    """At least 0; 0 says nothing."""
+    """ε, at least 0; a bound of 0 says nothing."""
     delta: float
     confidence: float
     method: Method
@@ -50,7 +50,7 @@ class LowerBound:
 def threshold_bound(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float = 0.99
 ) -> LowerBound:
-    """The bound from one threshold on the score, in whichever direction shows more.
+    """Returns the bound from one threshold on the score, in the direction that shows more.
 
     (ε, δ)-privacy says P(S) <= exp(ε) Q(S) + δ of every set S, both ways; S is a tail of the
     scores, and Clopper-Pearson bounds P(S) from below and Q(S) from above. Both directions' four
@@ -76,7 +76,7 @@ def threshold_bound(
     epsilon = 0.0
     # Present over absent in the upper tail; negated scores make it absent over present.
     for sign, likelier, other in ((1, 1, 0), (-1, 0, 1)):
-        at = _threshold(sign * fitted[likelier], sign * fitted[other], delta, error)
+        at = _choose_threshold(sign * fitted[likelier], sign * fitted[other], delta, error)
         low = lower_end(*_tail(sign * counted[likelier], at), error)
         high = upper_end(*_tail(sign * counted[other], at), error)
         epsilon = max(epsilon, float(_ratio(low, high, delta)[0]))
@@ -86,7 +86,7 @@ def threshold_bound(
 def two_world_bounds(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float, gaussian: bool
 ) -> list[LowerBound]:
-    """`threshold_bound`, and `gaussian_bound` if that applies; all hold at once."""
+    """Returns `threshold_bound`, and `gaussian_bound` if that applies; all hold at once."""
     methods = [threshold_bound, gaussian_bound] if gaussian else [threshold_bound]
     each = 1 - (1 - confidence) / len(methods)
     return [bound(absent, present, delta=delta, confidence=each) for bound in methods]
@@ -95,7 +95,7 @@ def two_world_bounds(
 def gaussian_bound(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float = 0.99
 ) -> LowerBound:
-    """The bound that one threshold gives if the release's trade-off curve is a Gaussian one.
+    """Returns the bound of one threshold if the release's trade-off curve is a Gaussian one.
 
     A test with false positive rate α and false negative rate β shows that the release is not μ-GDP
     for μ < Φ⁻¹(1 - α) - Φ⁻¹(β) (Dong, Roth and Su, Gaussian Differential Privacy, JRSS-B 2022,
@@ -112,7 +112,7 @@ def gaussian_bound(
 
 
 def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
-    """The μ >= 0 below which the release is not μ-GDP; each of two rates errs with `error`."""
+    """Returns the μ >= 0 below which the release is not μ-GDP; each of two rates errs with `error`."""
     from scipy.special import ndtri
 
     fitted, counted = zip(*map(_halves, _worlds(absent, present)), strict=True)
@@ -130,7 +130,7 @@ def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
 
 
 def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
-    """Clopper and Pearson's bound of a probability from below, which fails with `error` at most.
+    """Returns Clopper and Pearson's lower bound of a probability, which fails with `error` at most.
 
     >>> float(lower_end(0, 100, 0.05)), round(float(upper_end(0, 100, 0.05)), 4)
     (0.0, 0.0295)
@@ -143,7 +143,7 @@ def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.flo
 
 
 def upper_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
-    """The bound from above."""
+    """Returns the upper bound of a probability, as `lower_end` does the lower one."""
     return 1 - lower_end(trials - np.asarray(successes), trials, error)
 
 
@@ -155,10 +155,10 @@ def _ratio(
     return np.where(left > 0, np.log(np.maximum(left, np.finfo(float).tiny) / high), -math.inf)
 
 
-def _threshold(
+def _choose_threshold(
     likelier: NDArray[np.float64], other: NDArray[np.float64], delta: float, error: float
 ) -> NDArray[np.float64]:
-    """(1,) the threshold with the best bound on these (sorted or not) scores."""
+    """Returns (1,) the threshold with the best bound on these scores."""
     candidates = _candidates(other, likelier)
     low = lower_end(*_tail(likelier, candidates), error)
     high = upper_end(*_tail(other, candidates), error)
@@ -206,7 +206,7 @@ def _worlds(
 
 
 def error_probability(delta: float, confidence: float) -> float:
-    """1 - confidence, where both are probabilities above 0 and below 1.
+    """Returns 1 - confidence, once both are found to be probabilities above 0 and below 1.
 
     Raises:
         FedsimError: one of them is not.
@@ -219,7 +219,7 @@ def error_probability(delta: float, confidence: float) -> float:
 
 
 _HIGHEST = 64.0
-"""Of ε: above it a guess of an ε-private run may always be right, in double precision."""
+"""The largest ε searched: beyond it a guess may always be right, in double precision."""
 
 
 def one_run_bound(
@@ -230,7 +230,7 @@ def one_run_bound(
     confidence: float = 0.99,
     guesses: Sequence[int] | None = None,
 ) -> LowerBound:
-    """The ε that a run's canaries refute.
+    """Returns the largest ε that a run's canaries refute.
 
     Args:
         scores: (m,) of the canaries, the higher the likelier included.
@@ -259,7 +259,7 @@ def one_run_bound(
     if np.isnan(values).any():
         raise FedsimError("scores: a score is NaN; the score has to order every canary")
     canaries = len(values)
-    counts = _counts(canaries) if guesses is None else list(guesses)
+    counts = _default_guesses(canaries) if guesses is None else list(guesses)
     if not counts or not all(0 < n <= canaries and n % 2 == 0 for n in counts):
         raise FedsimError(
             f"guesses: {counts} of {number_of(canaries, 'canary', 'canaries')}; "
@@ -267,7 +267,7 @@ def one_run_bound(
         )
     ordered = truth[np.argsort(values, kind="stable")]
     epsilon = max(
-        _refuted(
+        _largest_refuted(
             canaries,
             n,
             int(np.count_nonzero(ordered[-n // 2 :]) + np.count_nonzero(~ordered[: n // 2])),
@@ -282,7 +282,7 @@ def one_run_bound(
 def one_run_p_value(
     canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """Bound of the probability that so many guesses, or more, are right of an (ε, δ)-private run.
+    """Bounds the probability that an (ε, δ)-private run has so many right guesses, or more.
 
     β + 2 m δ max_i (Pr[correct > W >= correct - i] / i) with W ~ Binomial(guesses,
     1 / (1 + exp(-ε))) and β = Pr[W >= correct].
@@ -313,15 +313,17 @@ def one_run_p_value(
     return min(1.0, beta + 2 * canaries * delta * float(np.max(below / steps)))
 
 
-def _counts(canaries: int) -> list[int]:
+def _default_guesses(canaries: int) -> list[int]:
     """m, m / 2, m / 4, m / 8 guesses, even, at least 2."""
     if canaries < 2:
         raise FedsimError(f"canaries: expected at least 2, got {canaries}")
     return sorted({max(2, canaries // share // 2 * 2) for share in (1, 2, 4, 8)})
 
 
-def _refuted(canaries: int, guesses: int, correct: int, delta: float, error: float) -> float:
-    """The largest ε whose p-value is below `error`; 0 if there is none."""
+def _largest_refuted(
+    canaries: int, guesses: int, correct: int, delta: float, error: float
+) -> float:
+    """Returns the largest ε whose p-value is below `error`; 0 if there is none."""
 
     def p_value(epsilon: float) -> float:
         return one_run_p_value(canaries, guesses, correct, epsilon, delta)

@@ -20,7 +20,7 @@ from fedsim.types import Dataset, Tensors, as_pixels
 
 
 class Contributions:
-    """What the canaries of one workload contribute at the model's start, or at another model."""
+    """Computes what canaries of a workload contribute, at the model's start or another model."""
 
     def __init__(self, workload: Workload, start: tuple[Tensors, Tensors] | None = None) -> None:
         self._workload = workload
@@ -28,7 +28,7 @@ class Contributions:
         """(parameters, buffers)."""
 
     def client_update(self, *path: int) -> Tensors:
-        """An update of twice the stack's bound on a client's, in a random direction of its own."""
+        """Returns an update of twice the stack's bound on a client's, in a random direction."""
         proven = self._workload.stack.guarantees(self._workload.declared)
         bound = [held.sensitivity for held in proven if held.mechanism is None][-1]
         stream = rng.generator(self._workload.scenario.seed, "canary", *path)
@@ -40,7 +40,7 @@ class Contributions:
         return {name: size * value for name, value in toward.items()}
 
     def unit_gradient(self, image: Tensor, label: Tensor) -> Tensors:
-        """The gradient of one example's loss, scaled to a norm of 1.
+        """Returns the gradient of one example's loss, scaled to a norm of 1.
 
         Args:
             image: (1, C, H, W), as the dataset holds it.
@@ -65,18 +65,18 @@ class Contributions:
 
 
 def images(workload: Workload) -> Dataset:
-    """The workload's data, which are images: no closed-form learner claims what canaries try."""
+    """Returns the workload's images: no closed-form learner makes a claim that canaries try."""
     assert isinstance(workload.dataset, Dataset), "closed-form learners make no such claim"
     return workload.dataset
 
 
 def other_label(data: Dataset, label: Tensor) -> Tensor:
-    """The label that a canary has in the other world."""
+    """Returns the label that a canary has in the other world."""
     return (label + 1) % len(data.classes)
 
 
 def along(update: Tensors, toward: Tensors) -> float:
-    """Their inner product, all tensors together."""
+    """Returns the inner product of two updates, all tensors together."""
     return sum(
         float(torch.dot(update[name].flatten().double(), value.flatten().double()))
         for name, value in toward.items()

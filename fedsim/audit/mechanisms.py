@@ -14,7 +14,7 @@ from fedsim.privacy.contract import Experiment
 from fedsim.types import AuditMethod, FedsimError
 
 DRAWS: dict[AuditMethod, int] = {"two_worlds": 1_000_000, "one_run": 10_000}
-"""By default. Of one run, more than about 0.1 / δ canaries would show less."""
+"""Default number of draws. In one run, more than about 0.1 / δ canaries would show less."""
 
 _MOST_DRAWS = 100_000_000
 _MOST_WORK = 2_000_000_000
@@ -23,7 +23,7 @@ _MOST_WORK = 2_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismVerdict:
-    """What was claimed, and what releases drawn under two neighbours say to it."""
+    """A mechanism's claim, and what releases drawn under two neighbours say to it."""
 
     claim: float
     """ε at δ; infinite if nothing is claimed."""
@@ -35,12 +35,12 @@ class MechanismVerdict:
     delta: float
     confidence: float
     draws: int
-    """Of each of the two worlds; of one run, of both together."""
+    """Draws of each of the two worlds; in one run, canaries of both together."""
     seed: int
     unit: str
-    """Whose data the claim is of."""
+    """Who is protected: a row, an example or a client."""
     neighbours: str
-    """What the two worlds differ in."""
+    """The difference between the two worlds, in words."""
 
     @property
     def holds(self) -> bool:
@@ -63,7 +63,7 @@ def audit(
     seed: int = 0,
     method: AuditMethod = "two_worlds",
 ) -> MechanismVerdict:
-    """What `mechanism` claims at δ, and what an attacker can show of its releases.
+    """Returns what `mechanism` claims at δ, and what an attacker can show of its releases.
 
     Args:
         mechanism: its name in the privacy calculator.
@@ -91,7 +91,7 @@ def audit(
         raise FedsimError(f"draws: {draws} is too many to draw; use at most {most}")
     claimed = experiment.curve()
     bound = _one_run if method == "one_run" else _two_worlds
-    with calculator.computed():
+    with calculator.numerics_errors():
         found = bound(experiment, delta, draws, confidence, seed)
         verdict = MechanismVerdict(
             claim=experiment.claim(delta),
@@ -104,7 +104,7 @@ def audit(
             unit=claimed.unit,
             neighbours=claimed.neighbours(),
         )
-    return calculator.told(verdict)
+    return calculator.require_finite(verdict)
 
 
 def _two_worlds(

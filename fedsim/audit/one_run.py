@@ -30,7 +30,7 @@ _SKETCHED = 1 << 15
 _NEGLIGIBLE = 1e-6
 """A direction of rows with less of the strongest one's energy is none: rows are float32."""
 _ROUNDING = 1e-12
-"""Of a vector's energy: noise below that is the rounding of its entries (float32)."""
+"""Share of a vector's energy below which noise is the rounding of its float32 entries."""
 
 
 def scores(
@@ -63,18 +63,18 @@ def scores(
         for viewed, update in sent.items():
             seen[viewed] = seen.get(viewed, 0) + cast.sign * cast.flat(update)
         on_progress(round, rounds)
-    return cast.told(seen), cast.coins.numpy()
+    return cast.score_canaries(seen), cast.coins.numpy()
 
 
 _ALL = -1
-"""Whose the aggregate is."""
+"""Stands for the sender of the aggregate."""
 
 
 class _Cast(ABC):
     """The canaries of a run, client by client."""
 
     sign = 1.0
-    """By which what a client sends points the way of what its canaries contribute."""
+    """Sign that turns what a client sends into the direction of its canaries' contributions."""
 
     def __init__(self, workload: Workload, owners: list[int]) -> None:
         self.workload = workload
@@ -93,11 +93,11 @@ class _Cast(ABC):
 
     @abstractmethod
     def release(self, client: int, round: int, state: Tensors) -> tuple[Tensors, Tensors]:
-        """What `client` sends, and its state afterwards."""
+        """Returns what `client` sends, and its state afterwards."""
 
     @abstractmethod
-    def contributed(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """What some canaries contribute: (what their coins decide on, what is there in any case).
+    def contribution_rows(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what canaries contribute: (what coins decide on, what is there in any case).
 
         Args:
             canaries: (c,) indices.
@@ -109,7 +109,7 @@ class _Cast(ABC):
         """
 
     def row(self, update: Tensors, vector: Tensor) -> Tensor:
-        """(k + 1,): a sketch of all entries, which keeps inner products, and that with `vector`.
+        """Returns (k + 1,): a sketch of the entries, which keeps inner products, and that with `vector`.
 
         Only rows are compared by sketches: noise on `vector` would weigh more in one.
         """
@@ -124,15 +124,17 @@ class _Cast(ABC):
         """(entries,)."""
         return torch.cat([update[name].flatten() for name in self.start[0]]).float()
 
-    def told(self, seen: dict[int, Tensor]) -> NDArray[np.float64]:
-        """(m,) how much of each canary was seen, given the sum of what was seen of each client."""
+    def score_canaries(self, seen: dict[int, Tensor]) -> NDArray[np.float64]:
+        """Returns (m,) how much of each canary was seen, given the sum of what each client sent."""
         found = torch.zeros(len(self.owners), dtype=torch.float64)
         parts = []
         for client, vector in seen.items():
             canaries = torch.nonzero((self.owners == client) | (client == _ALL))[:, 0]
             if len(canaries):
-                parts.append((canaries, _Regression(vector, *self.contributed(canaries, vector))))
-        scale = _likeliest([part for _, part in parts])
+                parts.append(
+                    (canaries, _Regression(vector, *self.contribution_rows(canaries, vector)))
+                )
+        scale = _fit_scale([part for _, part in parts])
         for canaries, part in parts:
             found[canaries] = part.weights(scale)[: len(canaries)]
         return found.numpy()
@@ -151,7 +153,7 @@ class _Clients(_Cast):
         state = state or stack.init(update, self.workload.declared)
         return stack.apply(update, state, rng.generator(self.seed, "noise", round, client))
 
-    def contributed(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    def contribution_rows(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         rows = [self.row(self.contributions.client_update(c), vector) for c in canaries.tolist()]
         return torch.stack(rows), torch.zeros(0, len(rows[0]))
 
@@ -184,10 +186,10 @@ class _Examples(_Cast):
             labels[self.examples] = exchanged
         self.data = replace(data, train_images=shown, train_labels=labels)
         self.run = workload.of_neighbours(self.data)
-        self.clients = [self._thrown(client) for client in self.run.clients]
+        self.clients = [self._apply_coins(client) for client in self.run.clients]
 
-    def _thrown(self, client: Client) -> Client:
-        """The client with the examples that coins left it, and randomness of the audit's own."""
+    def _apply_coins(self, client: Client) -> Client:
+        """Returns the client with the examples that coins left it, and the audit's randomness."""
         if self.replaced:
             return replace(client, seed=self.seed)
         there = torch.isin(client.own, self.examples[self.coins])
@@ -197,7 +199,7 @@ class _Examples(_Cast):
         result = self.clients[client].update(self.run, round, *self.start, state)
         return result.update.tensors, result.state
 
-    def contributed(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    def contribution_rows(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         examples, labels = self.examples[canaries], self.labels[canaries]
         present = self._gradients(examples, other_label(self.data, labels), vector)
         if not self.replaced:
@@ -212,7 +214,7 @@ class _Examples(_Cast):
         return present - absent, torch.cat([(present + absent) / 2, *copies])
 
     def _gradients(self, examples: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
-        """(n, k + 1), as `row`."""
+        """Returns (n, k + 1) rows of `row`, one for each example."""
         pixels = self.data.train_images
         rows = [
             self.row(self.contributions.unit_gradient(pixels[[example]], label), vector)
@@ -225,7 +227,7 @@ class _Regression:
     """A vector as a sum of rows with normal weights, and of noise, by sufficient statistics."""
 
     def __init__(self, vector: Tensor, decided: Tensor, certain: Tensor) -> None:
-        """Rows are `decided` (c, k + 1) and `certain` (any, k + 1), as of `_Cast.contributed`.
+        """Takes `decided` (c, k + 1) and `certain` (any, k + 1) of `_Cast.contribution_rows`.
 
         The sum of `certain` is in `vector` (entries,) whatever the coins, and is taken out of all;
         its rows have weights all the same, since what is sampled is there more often or less.
@@ -247,13 +249,13 @@ class _Regression:
         self.projected = self._vectors.T @ rows[:, -1]
 
     def weights(self, scale: float) -> Tensor:
-        """Means a posteriori, of prior variances `scale` times that of the noise on an entry."""
+        """Returns posterior means for prior variances of `scale` times the noise's on an entry."""
         shrunk = scale / (scale * self.spectrum + 1)
         return torch.mv(self._vectors, shrunk * self.projected)
 
 
-def _likeliest(parts: list[_Regression]) -> float:
-    """The scale of weights at which all vectors together are likeliest (empirical Bayes)."""
+def _fit_scale(parts: list[_Regression]) -> float:
+    """Returns the scale of weights at which all vectors are likeliest (empirical Bayes)."""
     spectrum = torch.cat([part.spectrum for part in parts])
     projected = torch.cat([part.projected for part in parts])
     energy, entries = sum(part.energy for part in parts), sum(part.entries for part in parts)

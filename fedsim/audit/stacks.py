@@ -26,7 +26,7 @@ AUDITED: tuple[tuple[Unit, Relation], ...] = (
 
 
 def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
-    """Refuse an audit of stacks, by name, that nothing could come of.
+    """Refuses an audit of stacks, by name, that could show nothing.
 
     Raises:
         FedsimError: no stack claims anything, one does that there is no canary for, or one run has
@@ -58,10 +58,10 @@ def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> Non
 
 
 _MOST = 10_000
-"""Canaries in one run: twice as many rows are compared, each with each."""
+"""Most canaries in one run: twice as many rows are compared, each with each."""
 
 _LEAST_CLIENTS = 20
-"""Of which one run with all coins guessed refutes an ε of 1.5 at 99%."""
+"""Fewest clients of one run: with all their coins guessed, they refute an ε of 1.5 at 99%."""
 
 
 Step = Callable[[int, int], None]
@@ -80,11 +80,11 @@ def audited_epsilon(
     taken: Collection[tuple[int, ...]],
     on_progress: Step = quiet,
 ) -> float:
-    """A lower bound of the stack's ε at the claim's δ.
+    """Returns a lower bound of the stack's ε at the claim's δ.
 
-    Of two worlds, where the claim is one of Gaussian noise without sampling, it is the ε of the
-    strongest Gaussian claim (μ-GDP) that is not refuted; else that of any (ε, δ) claim. Above the
-    claim's ε it refutes the claim with the audit's confidence; below, it proves nothing.
+    For Gaussian noise without sampling, two worlds give the ε of the strongest Gaussian claim
+    (μ-GDP) that is not refuted; else that of any (ε, δ) claim. Above the claim's ε the bound
+    refutes the claim with the audit's confidence; below, it proves nothing.
 
     Args:
         workload: of the stack.

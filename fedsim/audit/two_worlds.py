@@ -36,17 +36,17 @@ _COMPARED = 1024
 _ROUNDS = 20
 """Most rounds that are looked at apart."""
 _RIDGE = 1e-9
-"""Of the mean variance: features whose noise is less are taken to have that much."""
+"""Least noise variance of a feature, as a share of the mean variance."""
 _PER_FEATURE = 4
 """Trials for each feature that their covariance is measured from; with fewer, variances alone."""
 _GAIN = 1.2
-"""By what factor another look has to tell more, in standard deviations, to be taken for the sum."""
+"""Factor in standard deviations by which another look must beat the sum to be taken for it."""
 _ERROR = 0.05
 """How often the comparison of looks may err."""
 
 
 class Looks:
-    """What is looked at of a trial: sums along the canary, by tensor and round, and few entries."""
+    """Features of a trial: sums along the canary, by tensor and round, and a few entries."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Looks:
         self._pair = some[list(np.unravel_index(int(told.argmax()), told.shape))]
 
     def features(self, seen: Sequence[Tensors]) -> Array:
-        """(F,): the weighted sum of all first, an entry and the difference of rounds second."""
+        """Returns (F,): the weighted sum of all, an entry, the rounds' difference, and the rest."""
         own = np.array(
             [
                 [along({name: one[name]}, {name: toward[name]}) for name in toward]
@@ -116,8 +116,8 @@ class Looks:
         )
 
 
-def strongest(absent: Array, present: Array) -> tuple[Array, Array]:
-    """(n,) and (m,) scores of what tells the canary best in the first half of each world's trials.
+def choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
+    """Returns (n,) and (m,) scores by the look that tells the canary best in the first halves.
 
     Args:
         absent: (n, F) `Looks.features` without the canary.
@@ -136,7 +136,7 @@ def strongest(absent: Array, present: Array) -> tuple[Array, Array]:
 
 
 def _discriminant(absent: Array, present: Array) -> Array:
-    """(F,) Fisher's linear discriminant, of the first half of what is given."""
+    """Returns (F,) Fisher's linear discriminant of the first halves of what is given."""
     some = [half[: len(half) // 2] for half in (absent, present)]
     shift = some[1].mean(0) - some[0].mean(0)
     scale = np.sqrt(np.mean([half.var(0) for half in some], axis=0))
@@ -162,7 +162,7 @@ def scores(
     canaries: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """((canaries,) without the canary, (canaries,) with it): what is seen along its direction.
+    """Returns (canaries,) scores without the canary and as many with it.
 
     It takes part as the client that is worst off among those whose rounds are `taken`: the one with
     the most, or, where the server's own noise goes on while it is away, the one that is farthest
@@ -173,9 +173,9 @@ def scores(
     """
 
     trials = (
-        _of_client(workload, taken)
+        _client_trials(workload, taken)
         if unit == "client"
-        else _of_example(workload, relation, max(map(len, taken)))
+        else _example_trials(workload, relation, max(map(len, taken)))
     )
     looks = Looks(trials.run, trials.towards, trials.weights)
 
@@ -186,7 +186,7 @@ def scores(
             on_progress(int(present) * canaries + trial + 1, 2 * canaries)
         return np.array(found)
 
-    return strongest(draw(False), draw(True))
+    return choose_look(draw(False), draw(True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,15 +202,15 @@ class _Trials:
     """What each round counts where all noise is as declared."""
 
 
-def _of_client(workload: Workload, taken: Collection[tuple[int, ...]]) -> _Trials:
-    """Of a client that sends updates of twice the bound whenever asked, or noise alone.
+def _client_trials(workload: Workload, taken: Collection[tuple[int, ...]]) -> _Trials:
+    """Returns trials of a client that sends updates of twice the bound, or noise alone.
 
     Where noise is declared independent between rounds, each has a direction of its own: noise that
     comes again is then told from the canary.
     """
     stack, declared = workload.stack, workload.declared
     seed = workload.scenario.seed
-    rounds, weights = _asked(workload, taken)
+    rounds, weights = _worst_participation(workload, taken)
     contributions = Contributions(workload)
     turns = not isinstance(stack.aggregation, NoisyAggregation)
     towards = [
@@ -228,18 +228,18 @@ def _of_client(workload: Workload, taken: Collection[tuple[int, ...]]) -> _Trial
             if round in rounds:
                 noise = rng.generator(seed, "canary", world, trial, round)
                 released, state = stack.apply(toward if world == 1 else away, state, noise)
-            seen.append(_seen(workload, released, round, server))
+            seen.append(_server_view(workload, released, round, server))
         return seen
 
     return _Trials(run=run, towards=towards, weights=weights)
 
 
-def _asked(
+def _worst_participation(
     workload: Workload, taken: Collection[tuple[int, ...]]
 ) -> tuple[frozenset[int], NDArray[np.float64]]:
-    """The worst client's rounds, and what each counts: as it is most likely to be noticed.
+    """Returns rounds and weights of the client that is easiest to detect.
 
-    Against noise C^-1 Z, who takes part as z says is told best by <C z, C y> of what is seen, y.
+    With noise C^-1 Z, <C z, C y> is the matched filter for participation z in what is seen, y.
     """
     if not isinstance(workload.stack.aggregation, NoisyAggregation):
         most = max(map(len, taken))
@@ -248,14 +248,14 @@ def _asked(
     correlation = getattr(mechanism, "correlation", 0.0)
     ordered, past = sorted(taken), range(1, workload.scenario.training.rounds + 1)
     present = np.array([[round in each for round in past] for each in ordered])
-    moved = participation.seen(present, correlation)  # C z of each
+    moved = participation.accumulate(present, correlation)  # C z of each
     farthest = int(np.linalg.norm(moved, axis=1).argmax())
-    weights = participation.seen(moved[farthest, None, ::-1], correlation)[0, ::-1]  # C'C z
+    weights = participation.accumulate(moved[farthest, None, ::-1], correlation)[0, ::-1]  # C'C z
     return frozenset(ordered[farthest]), weights
 
 
-def _of_example(workload: Workload, relation: Relation, rounds: int) -> _Trials:
-    """Of a client with one example that matters.
+def _example_trials(workload: Workload, relation: Relation, rounds: int) -> _Trials:
+    """Returns trials of a client with one example that matters.
 
     Under `replace_one` all of its examples are alike, but for one or not even that; under
     `zero_out` none is there, but for one or not even that. The client is the one with the least
@@ -264,15 +264,15 @@ def _of_example(workload: Workload, relation: Relation, rounds: int) -> _Trials:
     which the canary contributes something else: noise that comes again is then told from it.
     """
     client = min(workload.clients, key=lambda one: len(one.own))
-    base = _farthest_labels(workload, client)
-    absent = _world(workload, relation, client, base, None)
+    base = _choose_base_image(workload, client)
+    absent = _make_world(workload, relation, client, base, None)
 
     def shift(canary: _World, start: tuple[Tensors, Tensors]) -> Tensors:
-        moved, without = _contributed(canary, start), _contributed(absent, start)
+        moved, without = _sum_contributions(canary, start), _sum_contributions(absent, start)
         return {name: value - without[name] for name, value in moved.items()}
 
     start = workload.initial()
-    tried = [_world(workload, relation, client, base, how) for how in _CANARIES]
+    tried = [_make_world(workload, relation, client, base, how) for how in _CANARIES]
     shifts = [(canary, shift(canary, start)) for canary in tried]
     there, toward = shifts[0]
     farthest = max(shifts, key=lambda pair: float(global_norm(pair[1])))
@@ -295,7 +295,7 @@ def _of_example(workload: Workload, relation: Relation, rounds: int) -> _Trials:
         for round, at in enumerate(starts, 1):
             result = one.update(canary.federation, round, *at, state)
             state = result.state
-            released = _seen(canary.federation, result.update.tensors, round, seed)
+            released = _server_view(canary.federation, result.update.tensors, round, seed)
             seen.append({name: sign * value for name, value in released.items()})
         return seen
 
@@ -321,15 +321,15 @@ _MOST_OF_ONE = 2 + 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class _World:
-    """One of the two neighbours."""
+    """One of the two neighbouring federations."""
 
     federation: Workload
     client: Client
-    """The canary's, or who holds the rest of its data where there is none."""
+    """The canary's client, or the holder of the rest of its data where there is no canary."""
 
 
-def _farthest_labels(workload: Workload, client: Client) -> int:
-    """Which of the client's first images contributes what differs most between two labels."""
+def _choose_base_image(workload: Workload, client: Client) -> int:
+    """Returns the client's image whose contribution differs most between two labels."""
     data, contributions = images(workload), Contributions(workload)
 
     def apart(index: int) -> float:
@@ -345,14 +345,14 @@ def _farthest_labels(workload: Workload, client: Client) -> int:
 _TRIED = 8
 
 
-def _world(
+def _make_world(
     workload: Workload,
     relation: Relation,
     client: Client,
     base: int,
     canary: Callable[[Tensor], Tensor] | None,
 ) -> _World:
-    """The federation on data with the canary, or on the neighbouring data without it (None).
+    """Returns the federation on data with the canary, or on neighbouring data without it (None).
 
     All images of the client are the one at `base`, and the first of them is the canary.
     In its place there is then an image like all others (`replace_one`), or none that is computed
@@ -371,8 +371,8 @@ def _world(
     return _World(federation=federation, client=own)
 
 
-def _contributed(world: _World, start: tuple[Tensors, Tensors]) -> Tensors:
-    """The sum of what the client's examples contribute at that model, each at a norm of 1."""
+def _sum_contributions(world: _World, start: tuple[Tensors, Tensors]) -> Tensors:
+    """Returns the sum of the client's contributions at that model, each at a norm of 1."""
     data, part = images(world.federation), world.client.own
     contributions = Contributions(world.federation, start)
     total = {name: torch.zeros_like(value) for name, value in contributions.start[0].items()}
@@ -389,8 +389,8 @@ def _contributed(world: _World, start: tuple[Tensors, Tensors]) -> Tensors:
     return total
 
 
-def _seen(workload: Workload, released: Tensors, round: int, seed: int) -> Tensors:
-    """What the server, whose noise is of `seed`, sees of it, if it knows what all others sent."""
+def _server_view(workload: Workload, released: Tensors, round: int, seed: int) -> Tensors:
+    """Returns what a server with noise of `seed` sees, if it knows what all others sent."""
     if workload.stack.aggregation is None:
         return released
     return workload.combined([Update(tensors=released, num_examples=1)], round, seed=seed).tensors

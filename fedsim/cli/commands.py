@@ -478,9 +478,9 @@ def preflight(
         from fedsim.forecasting.preflight import preflight_file
         from fedsim.privacy.numerics import work
         from fedsim.progress import report_work
-        from fedsim.system.threads import fixed
+        from fedsim.system.threads import fix_within
 
-        with fixed(1), report_work("preflight", "the forecasts"):
+        with fix_within(1), report_work("preflight", "the forecasts"):
             forecasts = preflight_file(origin, settings or [], tell=work.tell)
         rows = [forecast.as_row() for forecast in forecasts]
         typer.echo(json.dumps(rows, indent=2) if as_json else render(forecasts), nl=as_json)

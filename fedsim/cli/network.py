@@ -93,7 +93,7 @@ def register(
         flower.check_version()
         link.check(superlink, roots)
         reached = link.Link(superlink=superlink, roots=roots)
-        contents = [paths.named(path, "KEY", paths.TEXT) for path in public]
+        contents = [paths.read_named(path, "KEY", paths.TEXT) for path in public]
         for path, content in zip(public, contents, strict=True):
             try:
                 is_new = flower.register(reached, content)

@@ -24,7 +24,7 @@ from fedsim.contracts import plugins
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import Plugin
 from fedsim.system import memory
-from fedsim.system.device import compute_exactly, moved
+from fedsim.system.device import compute_exactly, move_tensors
 from fedsim.system.paths import from_home
 from fedsim.types import FedsimError, Observation, Payload, Reconstruction
 
@@ -192,7 +192,7 @@ def solve(
     compute_exactly(device)
     elsewhere = attack.on_processor and device.type != "cpu"
     if elsewhere:
-        observation, knowledge = moved(observation, "cpu"), moved(knowledge, "cpu")
+        observation, knowledge = move_tensors(observation, "cpu"), move_tensors(knowledge, "cpu")
     start = time.perf_counter()
     found: list[Reconstruction] = []
     for restart in range(restarts):
@@ -218,7 +218,7 @@ def solve(
     if not math.isfinite(losses[best]):
         raise AttackFailed(f"no restart ended at a finite loss and answer (losses: {losses})")
     return Solution(
-        reconstruction=moved(found[best], device) if elsewhere else found[best],
+        reconstruction=move_tensors(found[best], device) if elsewhere else found[best],
         restart=best,
         losses=losses,
         seconds=time.perf_counter() - start,

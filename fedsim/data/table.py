@@ -111,7 +111,7 @@ class TableFile(TableSource):
     def _lines(self) -> Iterator[tuple[int, dict[str, str]]]:
         """Yields (line number, column -> text) of each row."""
         try:
-            with paths.opened(paths.from_home(self.path), paths.LINES) as file:
+            with paths.open_regular(paths.from_home(self.path), paths.LINES) as file:
                 text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
                 yield from self._parsed(self._bounded(text))
         except OSError as error:

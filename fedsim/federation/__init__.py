@@ -77,7 +77,7 @@ def federate(
         out=str(out.resolve()),
         threads=scenario.threads,
     )
-    with strategies.quiet_flower(), threads.fixed(scenario.threads):
+    with strategies.quiet_flower(), threads.fix_within(scenario.threads):
         known = server or Workload(scenario, stack)
         build_engine(scenario).train(job, known, on_round, link)
 

@@ -171,7 +171,7 @@ def _find_owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
     for home in homes:
         if not home.is_dir():
             raise FedsimError(f"--from: {home}: no such folder")
-        kept = paths.unlinked(run_folder(home, run_name(out)), home)
+        kept = paths.refuse_links(run_folder(home, run_name(out)), home)
         client = truth.owner(kept)
         if client is None:
             continue

@@ -27,21 +27,21 @@ _FACTOR, _MARGIN = 2.0, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What attacks on one kind of update will gain, where the formula says that."""
+    """The expected gain of attacks on one kind of update, where the formula tells it."""
 
     stack: str
     rounds: tuple[int, ...]
-    """Whose weights were looked at."""
+    """Rounds whose weights were looked at."""
     batch_size: int
     num_images: int
-    """That the update is of, all clients and steps together."""
+    """Images that the update was computed on, all clients and steps together."""
     indicators: tuple[Indicator, ...]
     estimate: Estimate
     first_attack: str
     beyond: str
     """What the first attack does that the formula knows nothing of; empty if it knows."""
     source: str
-    """Of the stand-in images."""
+    """Origin of the stand-in images."""
 
     @property
     def gain(self) -> float | None:
@@ -78,7 +78,8 @@ class Forecast:
         """One plain sentence."""
         what = f"{number_of(self.num_images, 'image')} behind {self.stack}"
         run = f"Run {self.first_attack} to know what it gains."
-        told = f"expected gain {worded(self.estimate.gain)[0]} dB {worded(self.estimate.gain)[1]}"
+        gain, band = format_gain(self.estimate.gain)
+        told = f"expected gain {gain} dB {band}"
         return {
             "yes": f"Attackable: {what}, first by {self.first_attack}; {told}.",
             "with luck": f"Attackable with luck: {what}, first by {self.first_attack}; {told}.",
@@ -124,7 +125,7 @@ def _answer(gain: float) -> Answer:
     return "no" if high < LEAK else "with luck"
 
 
-def worded(gain: float) -> tuple[str, str]:
+def format_gain(gain: float) -> tuple[str, str]:
     """Words a gain, and its band."""
     low, high = band_of(gain)
     return f"{gain:.1f}", f"({low:.1f} to {high:.1f})"
@@ -204,7 +205,7 @@ def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
     worst = max(forecasts, key=lambda each: each.estimate.gain)
     lines = [f"{'defense':16} {'B':>3} {'images':>6}  {'attackable':10} {'gain dB':>18}  first"]
     for each in forecasts:
-        gain = "–" if each.gain is None else " ".join(worded(each.gain))
+        gain = "–" if each.gain is None else " ".join(format_gain(each.gain))
         lines.append(
             f"{_cut(each.stack, 16):16} {each.batch_size:>3} {each.num_images:>6}  "
             f"{each.attackable:10} {gain:>18}  {each.first_attack}"

@@ -139,7 +139,7 @@ def disturbance(
     seen = torch.stack([flat(each, names) for each in defended]).mean(0).double()
     scale = 1.0
     if effect.scaled_examples or (scaled and effect.bound is None):
-        scale = _projected(seen, computed, std)
+        scale = _project_scale(seen, computed, std)
     elif scaled:
         assert effect.bound is not None
         norms = [float(flat(each, names).norm()) for each in plain]
@@ -151,7 +151,7 @@ def disturbance(
     )
 
 
-def _projected(seen: Tensor, computed: Tensor, std: float) -> float:
+def _project_scale(seen: Tensor, computed: Tensor, std: float) -> float:
     """Returns the factor of `computed` in `seen`, less two deviations of what noise adds to it."""
     norm = max(float(computed.norm()), 1e-30)
     factor = float(seen @ computed) / norm**2 - 2 * std / norm
@@ -194,8 +194,8 @@ DISTANCES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the way from the truth to the guess at which the slope is looked at."""
 LANCZOS_STEPS = 12
 _STEP = 1e-6
-"""Of a difference quotient in float64, in units of the way from guess to truth: so short that
-hardly any unit of a network switches within it."""
+"""Step of a difference quotient in float64, in units of the way from guess to truth. Hardly any
+unit of a network switches within it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +378,7 @@ STALL_SHARE = 0.25
 MOST_GAIN = 50.0
 """dB: what float32 gradients resolve of pixels."""
 MOST_IMAGES = 32
-"""Images of one update that are computed with; of more, the gain is at most that of so many."""
+"""Images per update that the estimate uses. For larger updates the result is an upper bound."""
 DRAWS = 4
 """Batches of stand-in images that are averaged over."""
 _WORK = 2e7
@@ -394,7 +394,7 @@ class Estimate:
     """The expected gain of one plan, and what it is made of."""
 
     gain: float
-    """Of attacks that match gradients, or read a closed form: dB over the guess, 0 to
+    """Gain of attacks that match gradients or read a closed form: dB over the guess, 0 to
     `MOST_GAIN`."""
     stall: float
     """t_s, 0 to 1."""
@@ -406,7 +406,7 @@ class Estimate:
     between; None where something else does, or nothing."""
     closed_form: bool
     images: int
-    """In the largest update that was computed."""
+    """Images in the largest update that was computed."""
     draws: int
 
 
@@ -472,7 +472,7 @@ def _at(plan: UpdatePlan, largest: int) -> Estimate:
     stall = 0.0 if closed or rows_are_the_image(plan) else _stall(cases)
     noisy = all(case.disturbance.error is None and case.disturbance.std > 0 for case in cases)
     stuck = stall >= 1
-    left = [] if stuck and not noisy else [_unfinished(case, floor) for case in cases]
+    left = [] if stuck and not noisy else [_measure_remainder(case, floor) for case in cases]
     return Estimate(
         gain=0.0 if stuck else _mean_gain([each.descent + stall**2 for each in left]),
         stall=stall,
@@ -485,7 +485,7 @@ def _at(plan: UpdatePlan, largest: int) -> Estimate:
 
 
 def _case(plan: UpdatePlan, observation: Observation, draw: int, largest: int) -> _Case:
-    images, labels, way = plan.drawn(draw, largest)
+    images, labels, way = plan.draw_batch(draw, largest)
     model = rebuild(observation)
     names = tuple(observation.parameters)
     disturbed = disturbance(plan, observation, model, images, labels, names)
@@ -529,12 +529,12 @@ class _Left:
     """What is left of the squared error, 0 to 1."""
 
     descent: float
-    """By noise, pruning and the limited steps."""
+    """Share left by noise, pruning and the limited number of steps."""
     noise: float
-    """By noise and pruning alone."""
+    """Share left by noise and pruning alone."""
 
 
-def _unfinished(case: _Case, floor: float) -> _Left:
+def _measure_remainder(case: _Case, floor: float) -> _Left:
     """What noise, pruning and the limited steps leave of the squared error.
 
     `floor` is the least μ, in units of the largest eigenvalue that counts.
@@ -543,7 +543,7 @@ def _unfinished(case: _Case, floor: float) -> _Left:
     if length == 0:
         return _Left(1.0, 1.0)
     own = spectrum(case.update_map, case.images, case.labels, case.way, length)
-    displaced = _displaced(case, length)
+    displaced = _displacement_spectrum(case, length)
     top = own.eigenvalues.sort(descending=True).values[:2]
     if float(top[0]) == 0:
         return _Left(1.0, 1.0)
@@ -566,7 +566,7 @@ def _error(own: Spectrum, displaced: Spectrum | None, mu: float, length: float) 
     return error
 
 
-def _displaced(case: _Case, length: float) -> Spectrum | None:
+def _displacement_spectrum(case: _Case, length: float) -> Spectrum | None:
     """The spectrum as J'e sees it; None of an exact update."""
     error = case.disturbance.error
     if error is None:

@@ -17,7 +17,7 @@ from fedsim.types import Tensors
 from fedsim.words import number_of
 
 Side = Literal["attacker", "client", "neither"]
-"""Whom it helps."""
+"""The side that an indicator helps."""
 
 _RANK_TOLERANCE = 1e-6
 """Singular values below so much of the largest count as zero."""
@@ -32,7 +32,7 @@ class Indicator:
 
     name: str
     value: str
-    """For people."""
+    """The value as people read it."""
     number: float | None
     """The value as a number; None where it is a word."""
     helps: Side
@@ -47,7 +47,7 @@ def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
     clients = max(1, min(clients, MOST_IMAGES // steps))
     size = min(plan.training.batch_size, max(1, MOST_IMAGES // (steps * clients)))
     small = plan.of_batches(size, clients)
-    images, labels, _ = small.drawn(0, size)
+    images, labels, _ = small.draw_batch(0, size)
     model = rebuild(observation)
     active = _active_share(model, images)
     update_map = UpdateMap(
@@ -64,7 +64,7 @@ def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
         *_sizes(plan),
         _noise(small, images, labels, update_map),
         _server(plan),
-        *_descent(estimate),
+        *_descent_indicators(estimate),
     ]
 
 
@@ -250,7 +250,7 @@ def _server(plan: UpdatePlan) -> Indicator:
     return Indicator("server", server, None, "neither" if server == "honest" else "attacker", why)
 
 
-def _descent(estimate: Estimate) -> list[Indicator]:
+def _descent_indicators(estimate: Estimate) -> list[Indicator]:
     if estimate.closed_form:
         why = "images are read by a formula: no descent has to find the way"
         return [Indicator("closed form", "yes", 1.0, "attacker", why)]

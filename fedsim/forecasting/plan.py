@@ -54,7 +54,7 @@ class UpdatePlan:
 
     stack_name: str
     observations: tuple[Observation, ...]
-    """As an attacker is told, one of each round that is looked at. `update` may be empty."""
+    """Observations as an attacker gets them, one a round looked at; `update` may be empty."""
     stack: Stack
     declared: LocalTraining
     """The local training before the stack's training defenses."""
@@ -86,7 +86,7 @@ class UpdatePlan:
             declared=replace(self.declared, batch_size=size),
         )
 
-    def drawn(self, draw: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+    def draw_batch(self, draw: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (normalized images, labels, way to the guess), in float64.
 
         The batches of a smaller size are the beginnings of those of a larger one.
@@ -132,7 +132,7 @@ def synthetic(spec: ModelSpec, seed: int, count: int = 64) -> StandIns:
 
 
 MOST_ROUNDS = 3
-"""Of a run, so many rounds are looked at: the first, the last, and one between."""
+"""Most rounds of a run that are looked at: the first, the last, and one between."""
 _MOST_STAND_INS = 1024
 
 
@@ -193,7 +193,7 @@ def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
             "sweep, that of a variant)"
         )
     scenario = _only(open_document(root / "scenario.yaml", ()), root)
-    recorded = _recorded(root)
+    recorded = _find_recordings(root)
     if not recorded:
         raise FedsimError(
             f"{root}: no recording of a server below observations/; run the scenario, or name its "
@@ -205,7 +205,7 @@ def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
     ]
     first = observations[0][1][0]
     observations.sort(key=lambda each: each[1][0].training.batch_size)
-    declared, images = declared_training(scenario), _found_stand_ins(scenario, first)
+    declared, images = declared_training(scenario), _stand_ins_of_run(scenario, first)
     return [
         UpdatePlan(
             stack_name=stack,
@@ -231,7 +231,7 @@ def _only(document: Document, origin: str | Path) -> Scenario:
     return variants[0].scenario
 
 
-def _recorded(root: Path) -> dict[tuple[str, str], list[Path]]:
+def _find_recordings(root: Path) -> dict[tuple[str, str], list[Path]]:
     """Recordings by (stack, batch size), of up to `MOST_ROUNDS` rounds, one a round."""
     found: dict[tuple[str, str], dict[str, Path]] = {}
     pattern = re.compile(r"(client|aggregate)(-\d+)?-?(training|b\d+-t0)")
@@ -269,7 +269,7 @@ def _stand_ins(dataset: Dataset | Table) -> StandIns:
     )
 
 
-def _found_stand_ins(scenario: Scenario, observation: Observation) -> StandIns:
+def _stand_ins_of_run(scenario: Scenario, observation: Observation) -> StandIns:
     """The test split of the run's data source; synthetic images where that is not here."""
     try:
         return _stand_ins(load_dataset(scenario))

@@ -30,7 +30,13 @@ import math
 import numpy as np
 
 from fedsim.privacy.numerics import gaussian
-from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon, solve
+from fedsim.privacy.numerics.special import (
+    Array,
+    require_delta,
+    require_epsilon,
+    require_range,
+    solve,
+)
 from fedsim.types import FedsimError
 
 
@@ -46,10 +52,12 @@ def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> fl
     >>> round(sheffet_sigma(1.1075, 300, 1.0, 1 / 2809), 3)
     20.317
     """
-    norm = float(checked("row_norm", row_norm, 0.0, 1e300, "a norm of at least 0"))
-    columns = float(checked("r", r, 1.0, 1e300, "a number of columns, at least 1"))
-    eps = float(checked("epsilon", checked_epsilon(epsilon), 1e-300, 1e300, "a number above 0"))
-    log = math.log(4 / float(checked_delta(delta)))
+    norm = float(require_range("row_norm", row_norm, 0.0, 1e300, "a norm of at least 0"))
+    columns = float(require_range("r", r, 1.0, 1e300, "a number of columns, at least 1"))
+    eps = float(
+        require_range("epsilon", require_epsilon(epsilon), 1e-300, 1e300, "a number above 0")
+    )
+    log = math.log(4 / float(require_delta(delta)))
     return 2 * norm * math.sqrt((math.sqrt(2 * columns * log) + log) / eps)
 
 
@@ -62,8 +70,8 @@ def mutual_information_leverage(delta: float, r: float) -> float:
     >>> f"{mutual_information_leverage(1e-3, 300):.3e}"
     '8.165e-05'
     """
-    columns = float(checked("r", r, 1.0, 1e300, "a number of columns, at least 1"))
-    target = 2 * math.log(float(checked_delta(delta))) - math.log(columns)
+    columns = float(require_range("r", r, 1.0, 1e300, "a number of columns, at least 1"))
+    target = 2 * math.log(float(require_delta(delta))) - math.log(columns)
 
     def excess(log_odds: Array) -> tuple[Array, Array]:
         odds = np.exp(log_odds)

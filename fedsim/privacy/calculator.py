@@ -35,7 +35,7 @@ QUESTIONS = {
     "calibrate": "calibration",
     "audit": "experiment",
 }
-"""Which part of a mechanism answers which question."""
+"""The part of a mechanism that answers each question."""
 
 
 def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
@@ -49,8 +49,8 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
     0.00683
     """
     made, at = curve(mechanism, keys), _epsilon(epsilon)
-    with computed():
-        return _of(made, told(made.delta(at)))
+    with numerics_errors():
+        return _with_unit(made, require_finite(made.delta(at)))
 
 
 def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
@@ -60,8 +60,8 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
         FedsimError: as of `delta`.
     """
     made, at = curve(mechanism, keys), probability(delta)
-    with computed():
-        return _of(made, told(made.epsilon(at)))
+    with numerics_errors():
+        return _with_unit(made, require_finite(made.epsilon(at)))
 
 
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
@@ -78,8 +78,8 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
             f"epsilon: got {least:g}; expected at most {_MOST_EPSILON:g}, beyond which noise is "
             "not looked for"
         )
-    with computed():
-        return _of(made, told(made.calibrate(least, at)))
+    with numerics_errors():
+        return _with_unit(made, require_finite(made.calibrate(least, at)))
 
 
 def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
@@ -94,8 +94,8 @@ def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
 
 
 @contextmanager
-def computed() -> Iterator[None]:
-    """Silence the numerics' warnings, and say of what they cannot compute that it is so.
+def numerics_errors() -> Iterator[None]:
+    """Silences the numerics' warnings, and turns their errors into refusals.
 
     Raises:
         FedsimError: in place of their errors.
@@ -105,20 +105,20 @@ def computed() -> Iterator[None]:
         try:
             yield
         except (ArithmeticError, ValueError, RuntimeError, MemoryError) as error:
-            raise _beyond(f"{error}" or type(error).__name__) from error
+            raise _out_of_reach(f"{error}" or type(error).__name__) from error
 
 
-def _of(made: Stated, answer: Answer) -> Answer:
+def _with_unit(made: Stated, answer: Answer) -> Answer:
     """`answer` with what it is said of."""
     return replace(answer, unit=made.unit, neighbours=made.neighbours())
 
 
-def told(found: _Found) -> _Found:
-    """What was found, if it is a number wherever it has to be."""
+def require_finite(found: _Found) -> _Found:
+    """Returns `found`; raises if a field that must be a finite number is not."""
     for name, value in asdict(found).items():
         numbers = _numbers(value)
         if any(map(math.isnan, numbers)) or (name in _FINITE and any(map(math.isinf, numbers))):
-            raise _beyond(f"{name} is not a finite number")
+            raise _out_of_reach(f"{name} is not a finite number")
     return found
 
 
@@ -129,7 +129,7 @@ def _numbers(value: Any) -> list[float]:
     return [number for number in each if isinstance(number, float)]
 
 
-def _beyond(cause: str) -> FedsimError:
+def _out_of_reach(cause: str) -> FedsimError:
     return FedsimError(f"beyond what can be computed: {cause}; use less extreme keys")
 
 

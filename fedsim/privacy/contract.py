@@ -20,7 +20,7 @@ from pydantic import Field
 from fedsim.contracts.plugins import Plugin
 
 Direction = Literal["forward", "reverse", "both"]
-"""Of δ between two neighbours P and Q, the least with P(S) <= exp(ε) Q(S) + δ for every S:
+"""Direction of δ between neighbours P and Q, the least with P(S) <= exp(ε) Q(S) + δ for every S:
 `forward` is P with the row and Q without it, `reverse` the other way round, `both` their larger."""
 WAYS: tuple[Direction, ...] = ("forward", "reverse")
 
@@ -48,17 +48,17 @@ class Answer:
     max_leverage: float | None = None
     """The largest leverage of a row at which the release is still (ε, δ)-private."""
     scale: float | None = None
-    """Of Laplace noise: its scale, in the units of the release."""
+    """Scale of Laplace noise, in the units of the release."""
     bound: float | None = None
     """The largest magnitude of bounded noise, in the units of the release."""
     draws: int | None = None
-    """Of a sampling mechanism: how often it draws."""
+    """Number of draws of a sampling mechanism."""
     interval: tuple[float, float] | None = None
-    """Of an estimated figure: a confidence interval of the figure that was asked for."""
+    """Confidence interval of an estimated figure: the one that was asked for."""
     confidence: float | None = None
-    """That of the interval."""
+    """Probability that the interval holds the figure."""
     unit: str | None = None
-    """Whose data ε and δ protect."""
+    """Who is protected by ε and δ: a row, an example or a client."""
     neighbours: str | None = None
     """What two neighbours differ in: of any others nothing is said."""
 
@@ -76,7 +76,7 @@ class Stated(Keys):
     """A release of which ε and δ are stated: of whose data, and between which neighbours."""
 
     unit: ClassVar[str] = "row"
-    """Whose data ε and δ protect."""
+    """Who is protected by ε and δ: a row, an example or a client."""
 
     @abstractmethod
     def neighbours(self) -> str:

@@ -29,7 +29,7 @@ class _Keys(Stated):
     batch_size: Annotated[int, Field(ge=1, le=1_000_000)]
     """B: examples of a step's batch; their mean, where that varies."""
     rounds: Annotated[int, Field(ge=1, le=100_000)]
-    """In which the client takes part: at full participation, all of the training."""
+    """Rounds that the client takes part in: at full participation, all of the training."""
     steps: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Local steps in a round, each of a batch of its own."""
     sampling: Sampling = "without_replacement"

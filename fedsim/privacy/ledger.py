@@ -123,9 +123,9 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
     held = stack.guarantees(declared, entry.release)[-1]
     mechanism = held.mechanism
     if mechanism is None:
-        return _unproven(held.reason)
+        return _claim_nothing(held.reason)
     if reason := _not_covered(mechanism, entry):
-        return _unproven(reason)
+        return _claim_nothing(reason)
     if not isinstance(mechanism, Mechanism):
         probes = sum(probe.count * probe.releases for probe in entry.probes)
         releases = entry.rounds + entry.repeated_rounds * entry.repeats + probes
@@ -147,7 +147,7 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
         for probe in entry.probes:
             probed = stack.guarantees(probe.declared, entry.release)[-1].mechanism
             if not isinstance(probed, Mechanism) or probed.relation != mechanism.relation:
-                return _unproven(_PROBED)
+                return _claim_nothing(_PROBED)
             size = stack.training(probe.declared).batch_size
             spent.append(_Spent(probed, probe.count, probe.releases, size))
         if mechanism.sampling in _INDEPENDENT:
@@ -160,9 +160,9 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
                 known=entry.known,
             )
         else:
-            epsilon, accountant = _composed(tuple(spent), held_examples, delta)
+            epsilon, accountant = _compose(tuple(spent), held_examples, delta)
     if not epsilon < _LARGEST:
-        return _unproven(f"the noise is too small for a finite ε (below {_LARGEST:g})")
+        return _claim_nothing(f"the noise is too small for a finite ε (below {_LARGEST:g})")
     return PrivacyClaim(
         epsilon=epsilon,
         delta=delta,
@@ -216,7 +216,7 @@ def of_steps(
     """
     if mechanism.sampling not in _INDEPENDENT:
         spent = _Spent(mechanism, rounds, 1, training.batch_size)
-        return _composed((spent,), num_examples, delta)
+        return _compose((spent,), num_examples, delta)
     sampling = mechanism.sampling
     assert mechanism.relation == "zero_out", "an example that is drawn is there or not"
     balls = sampling == "balls_in_bins"
@@ -258,7 +258,7 @@ def _of_statistic(mechanism: ExactMechanism | Composed, releases: int, delta: fl
     return mechanism.epsilon(delta, releases) if releases else 0.0
 
 
-def _unproven(reason: str) -> PrivacyClaim:
+def _claim_nothing(reason: str) -> PrivacyClaim:
     return PrivacyClaim(epsilon=math.inf, delta=None, accountant=None, unit=None, reason=reason)
 
 
@@ -283,7 +283,7 @@ class _Spent:
 
 
 @lru_cache(maxsize=4096)
-def _composed(parts: tuple[_Spent, ...], num_examples: int, delta: float) -> tuple[float, str]:
+def _compose(parts: tuple[_Spent, ...], num_examples: int, delta: float) -> tuple[float, str]:
     """(ε, accountant) of all `parts` together: the least valid bound."""
     parts = tuple(part for part in parts if part.drawn and part.repeats)
     if not parts:
@@ -378,15 +378,15 @@ def _of_curve(
         draws=draws,
     )
     if not draw:
-        revealed = curve.revealed(delta)
+        revealed = curve.epsilon_of_known_batches(delta)
         return revealed.epsilon, revealed.method
     suffix = ", correlated noise" if mechanism.correlation else ""
     if mechanism.noise_multiplier < _AMPLIFIED[0]:
         patience = 0  # a batch shows who is in it, and draws would show no more
     try:
-        epsilon, method = curve.claimed(delta, patience)
+        epsilon, method = curve.claim(delta, patience)
     except (TooFewDraws, TooMuchWork):
-        revealed = curve.revealed(delta)
+        revealed = curve.epsilon_of_known_batches(delta)
         epsilon, method = revealed.epsilon, revealed.method
     return epsilon, f"{method}{suffix}"
 

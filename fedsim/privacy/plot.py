@@ -20,7 +20,7 @@ _LINES = {
 }
 _POINTS = 200
 _LOWEST = -30.0
-"""Of the axis, as a power of ten, unless the answer itself lies below."""
+"""Lowest end of the axis, as a power of ten, unless the answer itself lies below."""
 
 
 def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) -> None:
@@ -43,7 +43,7 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
     floor = lowest * math.log(10)
     center = answer.epsilon if math.isfinite(answer.epsilon) else 0.0
     reach = max(2 * center, 1.0)
-    with calculator.computed():
+    with calculator.numerics_errors():
         while reach < 1e6 and curve.delta(reach).log_delta > floor / 2:
             reach *= 2
         epsilons = np.linspace(0.0, reach, _POINTS)

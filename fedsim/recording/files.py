@@ -274,7 +274,7 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
             the memory.
     """
     place = path.relative_to(source)
-    content = paths.content(paths.unlinked(path, source), memory.limit())
+    content = paths.content(paths.refuse_links(path, source), memory.limit())
     write_bytes(target / place, content, private=True)
 
 
@@ -362,7 +362,7 @@ def _sha256(path: Path) -> str:
 @lru_cache(maxsize=16)
 def _digest(path: Path, _modified: int) -> str:
     # Cached: every observation of a round names the digest of the same global weights.
-    with paths.opened(path, memory.limit()) as file:
+    with paths.open_regular(path, memory.limit()) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -102,7 +102,7 @@ def digest_of_file(path: Path) -> str:
         FedsimError: it cannot be read.
     """
     digest = xxhash.xxh3_128()
-    with paths.opened(path, paths.ARCHIVE) as file:
+    with paths.open_regular(path, paths.ARCHIVE) as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
     return digest.hexdigest()

@@ -83,7 +83,7 @@ def copy(source: Path, target: Path) -> int:
     Raises:
         FedsimError: one of them is a link to elsewhere, or another one is there already.
     """
-    found = [paths.unlinked(path, source) for path in _files(source)]
+    found = [paths.refuse_links(path, source) for path in _files(source)]
     for path in found:
         there = target / path.relative_to(source)
         limit = memory.limit()

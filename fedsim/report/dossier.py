@@ -714,7 +714,7 @@ def check_command(name: str) -> Command:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with paths.opened(path, paths.ARCHIVE) as file:
+    with paths.open_regular(path, paths.ARCHIVE) as file:
         for chunk in iter(lambda: file.read(_CHUNK), b""):
             digest.update(chunk)
     return digest.hexdigest()

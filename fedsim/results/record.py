@@ -98,7 +98,7 @@ def drop_torn_line(path: Path) -> None:
     """Makes a file that a kill may have cut inside a line safe to append to."""
     if not path.exists():
         return
-    with paths.opened(path, paths.LINES) as file:
+    with paths.open_regular(path, paths.LINES) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
         last = file.read(1)
     if last != b"\n":

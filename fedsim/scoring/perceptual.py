@@ -167,5 +167,5 @@ def _digest_in_name(backbone: Backbone) -> str:
 
 
 def _sha256(path: Path) -> str:
-    with paths.opened(path, memory.limit()) as file:
+    with paths.open_regular(path, memory.limit()) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -43,7 +43,7 @@ def compute_exactly(device: str | torch.device) -> None:
     torch.backends.cudnn.deterministic = True
 
 
-def moved(value: T, device: str | torch.device, but: Collection[str] = ()) -> T:
+def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()) -> T:
     """Returns a dataclass with its tensors, and mappings of tensors, on `device`.
 
     Args:

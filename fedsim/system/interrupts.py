@@ -89,7 +89,7 @@ def command() -> Iterator[None]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """Delays interrupts until the block is over; processes started within it never get any.
 
     So none is started by halves, and they leave it to this process to end them.

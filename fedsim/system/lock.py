@@ -28,7 +28,7 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def locked(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
+def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
     """Locks `folder` against other runs, also of this process; makes it for its owner if need be.
 
     `option` is what names another folder.

@@ -55,11 +55,11 @@ def regular(path: Path, max_bytes: int) -> Path:
         FedsimError: it is no regular file, or has more than `most` bytes.
         OSError: it is missing, or may not be read.
     """
-    with opened(path, max_bytes):
+    with open_regular(path, max_bytes):
         return path
 
 
-def unlinked(path: Path, root: Path) -> Path:
+def refuse_links(path: Path, root: Path) -> Path:
     """Checks that no part of `path` below the folder `root` is a link, and returns `path`.
 
     Raises:
@@ -75,7 +75,7 @@ def unlinked(path: Path, root: Path) -> Path:
     return path
 
 
-def named(path: Path, option: str, max_bytes: int) -> bytes:
+def read_named(path: Path, option: str, max_bytes: int) -> bytes:
     """Returns the content of a file that a user has named with `option`.
 
     Raises:
@@ -88,7 +88,7 @@ def named(path: Path, option: str, max_bytes: int) -> bytes:
 
 
 @contextmanager
-def opened(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
+def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
     """Opens the regular file at `path` for reading.
 
     Raises:
@@ -113,7 +113,7 @@ def content(path: Path, max_bytes: int) -> bytes:
         FedsimError: as of `regular`.
         OSError: it is missing, or may not be read.
     """
-    with opened(path, max_bytes) as file:
+    with open_regular(path, max_bytes) as file:
         # A read takes all the memory that it is allowed to fill, however small the file is.
         data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
         while len(data) <= max_bytes and (more := file.read(MIB)):

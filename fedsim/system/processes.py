@@ -67,8 +67,9 @@ class _SpawnContext(SpawnContext):
 def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Queue[Any]]]:
     """Starts `workers` processes that have `shared`, and a queue of what they `tell`.
 
-    Work is to be submitted within `interrupts.held`: submitting starts them. An exception in the
-    block ends them at once, in the middle of their work, and so does the end of this process.
+    Work is to be submitted within `interrupts.delay_interrupts`: submitting starts them. An
+    exception in the block ends them at once, in the middle of their work, and so does the end of
+    this process.
     """
     context = _SpawnContext()
     news: Queue[Any] = context.Queue()
@@ -94,7 +95,7 @@ def child(target: Callable[..., object], *arguments: object) -> Iterator[BasePro
     end, lifeline = context.Pipe(duplex=False)
     with end, lifeline:
         process = context.Process(target=_run, args=(end, target, arguments))
-        with interrupts.held():
+        with interrupts.delay_interrupts():
             process.start()
         try:
             yield process
@@ -109,7 +110,7 @@ def tell(message: Any) -> None:
     _context.news.put(message)
 
 
-def shared() -> Any:
+def get_shared() -> Any:
     """Returns a copy of what this worker's `pool` was started with."""
     assert _context is not None
     return pickle.loads(_context.shared)  # noqa: S301 - this process's parent wrote it

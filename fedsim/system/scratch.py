@@ -30,7 +30,7 @@ for _ in range(50):
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
     """Makes a folder for its owner alone; a process of its own, in its own session, removes it."""
-    with interrupts.held():
+    with interrupts.delay_interrupts():
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         sweeper = subprocess.Popen(  # noqa: S603 - this very Python
             [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)],

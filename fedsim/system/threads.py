@@ -21,7 +21,7 @@ def fix(threads: int) -> None:
 
 
 @contextmanager
-def fixed(threads: int) -> Iterator[None]:
+def fix_within(threads: int) -> Iterator[None]:
     """Computes on `threads` threads within the block, and on as many as before after it."""
     before = torch.get_num_threads()
     with threadpool_limits(threads):

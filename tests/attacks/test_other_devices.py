@@ -17,7 +17,7 @@ from test_attack_contracts import SUITES
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.plugins import load, names
-from fedsim.system.device import compute_exactly, moved
+from fedsim.system.device import compute_exactly, move_tensors
 from fedsim.testing.attack import AnyAttackContract
 from fedsim_attacks.fast_autograd import _tape
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
@@ -101,7 +101,9 @@ def test_stages_of_a_deep_body_become_graphs_that_read_no_value(
     monkeypatch.setattr(_tape, "PAYS", 1)
     _plain_on_the_processor(monkeypatch)
     observation, _ = observe([])
-    found = solve(FactoredInversion(iterations=12), moved(observation, elsewhere), Knowledge(), 5)
+    found = solve(
+        FactoredInversion(iterations=12), move_tensors(observation, elsewhere), Knowledge(), 5
+    )
     _lies_on(found.reconstruction, elsewhere)
     assert {function.__self__.__class__.__name__ for function in recorded} == {  # type: ignore[attr-defined]
         "PartGradient",
@@ -134,8 +136,8 @@ def _attack_there(suite: type[AnyAttackContract], device: str) -> None:
     for size in suite.batch_sizes:
         for most in (False, True):
             given, known = suite().case(size, most)
-            observation = moved(given, device)
-            knowledge = moved(known, device, but=_OTHERS_ROWS)
+            observation = move_tensors(given, device)
+            knowledge = move_tensors(known, device, but=_OTHERS_ROWS)
             try:
                 found = solve(suite().make(), observation, knowledge, 5).reconstruction
             except AttackFailed:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.audit.two_worlds import strongest
+from fedsim.audit.two_worlds import choose_look
 from fedsim.contracts.stack import Stack
 from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
@@ -146,7 +146,7 @@ def test_what_is_chosen_on_one_half_shows_nothing_on_the_other() -> None:
     wrong = 0
     for _ in range(60):
         worlds: Any = draw.normal(size=(2, 400, 40))
-        scores = strongest(*worlds)
+        scores = choose_look(*worlds)
         found = two_world_bounds(*scores, delta=1e-5, confidence=0.95, gaussian=True)
         wrong += max(bound.epsilon for bound in found) > 0
     assert wrong <= 8

@@ -206,7 +206,7 @@ def test_who_is_asked_when_is_that_of_the_run() -> None:
     bound = audited_epsilon(audited)
     assert bound is not None
     assert 0.3 * claim.epsilon < bound <= claim.epsilon
-    rounds, weights = two_worlds._asked(audited, taken)
+    rounds, weights = two_worlds._worst_participation(audited, taken)
     assert tuple(sorted(rounds)) in taken
     # Signal over noise of the weighted sum of C^-1 (C z + Z) is ||C z||.
     matrix = np.array([[0.7 ** max(i - j, 0) * (i >= j) for j in range(16)] for i in range(16)])

@@ -217,7 +217,7 @@ class TestErrorsOfThePaper:
             distances.append(
                 paper.neighbour_distance(ntk.kernel(x, x) + lift, ntk.kernel(other, other) + lift)
             )
-        assert max(distances) <= kernel_distance.lifted(1e-3, 0.5)
+        assert max(distances) <= kernel_distance.lift_distance(1e-3, 0.5)
         assert distances[1] < 1.1 * distances[0]
         printed = [paper.distance(n, 1e-3, 0.5) for n in (100, 1000)]
         assert printed[1] == pytest.approx(10 * printed[0])

@@ -132,9 +132,11 @@ def test_counting_participations_bounds_their_norms() -> None:
                 noise, 1.0, steps=given[0], sampling_rate=given[1], correlation=given[2], factor=1.0
             )
         ]
-        norms, weights, rest = correlated._counted(*given)
+        norms, weights, rest = correlated._norms_by_count(*given)
         assert sum(weights) + rest == pytest.approx(1.0)
-        bound = correlated._averaged(noise, 1.0, 1.0, norms[norms > 0], weights[norms > 0], rest)
+        bound = correlated._log_mean_delta(
+            noise, 1.0, 1.0, norms[norms > 0], weights[norms > 0], rest
+        )
         assert exact[0] <= bound <= 0
 
 

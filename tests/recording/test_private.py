@@ -15,7 +15,7 @@ from fedsim.federation.network.home import make_private, secret_seed
 from fedsim.recording import streaming
 from fedsim.recording.files import write_bytes, write_tensors, write_text
 from fedsim.recording.truth import copy, save_truth
-from fedsim.system.lock import locked
+from fedsim.system.lock import lock_folder
 from fedsim.types import FedsimError, GroundTruth
 
 
@@ -57,7 +57,7 @@ def test_a_page_is_for_whom_the_umask_lets(tmp_path: Path) -> None:
 
 
 def test_folders_of_runs_and_nodes_are_closed(tmp_path: Path) -> None:
-    with locked(tmp_path / "runs" / "one"):
+    with lock_folder(tmp_path / "runs" / "one"):
         assert (tmp_path / "runs" / "one").stat().st_mode & 0o777 == 0o700
     secret_seed(tmp_path / "home", "ab" * 8)
     for name in ("home", "new", "empty", "old", "other"):

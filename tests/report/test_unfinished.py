@@ -18,7 +18,7 @@ from fedsim.contracts import plugins
 from fedsim.report import load_runs, unfinished, write_report
 from fedsim.report.dossier import dossier_of, untried
 from fedsim.results.plan import PLAN, Plan
-from fedsim.system.lock import is_locked, locked
+from fedsim.system.lock import is_locked, lock_folder
 from fedsim.types import FedsimError, RunFailed
 
 FAR = "20 of 54 attack runs (7 of 18 lines of the leaderboard begun) and 9 of 9 rounds of training"
@@ -133,7 +133,7 @@ def test_a_plan_that_plans_nothing_is_refused(key: str, value: object, tmp_path:
 
 
 def test_a_run_at_work_is_not_to_be_continued(half: Path) -> None:
-    with locked(half):
+    with lock_folder(half):
         (line,) = unfinished(load_runs([half]))
         assert is_locked(half) and line.endswith(f"{FAR}, and is still going")
     (half / ".lock").write_text("process 1 on a machine\n")  # as a kill leaves it

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.commands import app
 from fedsim.results.record import read_lines
-from fedsim.system.lock import NAME, is_locked, locked
+from fedsim.system.lock import NAME, is_locked, lock_folder
 from fedsim.types import FedsimError
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
@@ -166,7 +166,7 @@ def test_workers_die_with_their_parent(path: Path, begin: Begin, moment: str, wo
     there = children(process.pid)
     process.kill()
     until(lambda: not any(map(runs, there)))
-    with locked(path.parent / "out"):
+    with lock_folder(path.parent / "out"):
         pass
 
 
@@ -217,7 +217,7 @@ def test_an_interrupt_that_comes_early_or_twice(
 
 def test_a_folder_in_use_is_refused(path: Path, tmp_path: Path) -> None:
     brief(path)
-    with locked(tmp_path / "out"), pytest.raises(FedsimError, match="in use by another run"):
+    with lock_folder(tmp_path / "out"), pytest.raises(FedsimError, match="in use by another run"):
         fedsim.run(path, out=tmp_path / "out", workers=1)
     assert not list((tmp_path / "out").iterdir()), "nothing was written, and no lock is left"
 
@@ -225,7 +225,7 @@ def test_a_folder_in_use_is_refused(path: Path, tmp_path: Path) -> None:
 def test_a_sweep_leaves_alone_the_variant_that_another_runs(path: Path, tmp_path: Path) -> None:
     brief(path, "sweep: {seed: [1, 2]}\n")
     out = tmp_path / "out"
-    with locked(out / "seed=2"), pytest.raises(FedsimError, match=r"seed=2 is in use"):
+    with lock_folder(out / "seed=2"), pytest.raises(FedsimError, match=r"seed=2 is in use"):
         fedsim.run(path, out=out, workers=1)
     assert (out / "seed=1" / "record.json").exists()
     assert not list((out / "seed=2").iterdir())
@@ -240,14 +240,14 @@ def test_a_folder_that_filled_up_in_the_meantime_is_refused(
     """Between the first look at it and the lock."""
     brief(path)
     out = tmp_path / "out"
-    patched = fedsim.pipeline.locked  # type: ignore[attr-defined]
+    patched = fedsim.pipeline.lock_folder  # type: ignore[attr-defined]
 
     def late(folder: Path) -> object:
         folder.mkdir()
         (folder / "scenario.yaml").write_text("of another run")
         return patched(folder)
 
-    monkeypatch.setattr("fedsim.pipeline.locked", late)
+    monkeypatch.setattr("fedsim.pipeline.lock_folder", late)
     with pytest.raises(FedsimError, match="holds a run already"):
         fedsim.run(path, out=out, workers=1)
     assert (out / "scenario.yaml").read_text() == "of another run"
@@ -255,9 +255,13 @@ def test_a_folder_that_filled_up_in_the_meantime_is_refused(
 
 def test_a_lock_whose_file_was_removed_is_not_taken_for_one(tmp_path: Path) -> None:
     """Whoever opened the file before its holder removed it must look again."""
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         (tmp_path / NAME).unlink()
-        with locked(tmp_path), pytest.raises(FedsimError, match="in use"), locked(tmp_path):
+        with (
+            lock_folder(tmp_path),
+            pytest.raises(FedsimError, match="in use"),
+            lock_folder(tmp_path),
+        ):
             pass
 
 
@@ -284,7 +288,7 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(kind: str, tmp_path: Path)
         os.mkfifo(run / ".lock")
     else:
         (run / ".lock").mkdir()
-    with pytest.raises(FedsimError, match="remove it"), locked(run):
+    with pytest.raises(FedsimError, match="remove it"), lock_folder(run):
         pass
     assert not is_locked(run), "nor is it waited for"
     assert precious.read_text() == "kept"

@@ -108,7 +108,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/data/test_bundled.py",
         ),
         "the sum of many clients' updates in float32": drop(
-            "defenses/aggregate.py:summed", "torch.float64", STATED
+            "defenses/aggregate.py:sum_updates", "torch.float64", STATED
         ),
         "noise of a server that ignores the rounding of its sum": swap(
             "defenses/dp_ftrl.py:DPFTRL.add_noise",
@@ -188,7 +188,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             LOW_BITS,
         ),
         "one look at noise that spares a tensor": swap(
-            "fedsim/audit/two_worlds.py:strongest",
+            "fedsim/audit/two_worlds.py:choose_look",
             "best if told[best] > _GAIN * told[0] else 0",
             "0",
             "tests/audit/test_noise_structure.py",
@@ -640,7 +640,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             EXTREMES,
         ),
         "participations counted at the least of each group": swap(
-            "fedsim/privacy/composition/correlated.py:_counted",
+            "fedsim/privacy/composition/correlated.py:_norms_by_count",
             "prepend=0.0",
             "append=1.0",
             EXTREMES,
@@ -708,7 +708,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     },
     12: {
         "a run computes on as many threads as its machine likes": swap(
-            "fedsim/system/threads.py:fixed",
+            "fedsim/system/threads.py:fix_within",
             "before = torch.get_num_threads()",
             "before = threads = torch.get_num_threads()",
             THREADS,
@@ -780,7 +780,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     14: {
         "two runs fill one folder": drop(
             "fedsim/pipeline.py:run",
-            "until_the_end.enter_context(locked(root))",
+            "until_the_end.enter_context(lock_folder(root))",
             "tests/system/test_processes.py::test_a_folder_in_use_is_refused",
         ),
         "a run overwrites one that came in between": swap(

@@ -287,7 +287,7 @@ def server_app(
     if link.secret is not None:
         interceptors.append(
             SuperExecAuthHttpInterceptor(
-                master_secret=paths.named(link.secret, "--superexec-secret", paths.TEXT),
+                master_secret=paths.read_named(link.secret, "--superexec-secret", paths.TEXT),
                 protected_methods={"/flwr.proto.Runtime/AcquireTask"},
             )
         )

@@ -208,7 +208,7 @@ def read_identity(key: Path | None, peers: Path | None) -> Identity | None:
         return None
     if key is None or peers is None:
         raise FedsimError("--signing-key, --peers: give both, or neither")
-    secret = paths.named(key, "--signing-key", paths.TEXT)
+    secret = paths.read_named(key, "--signing-key", paths.TEXT)
     if len(secret) != KEY:
         raise FedsimError(
             f"--signing-key: {key}: expected {KEY} bytes, got {len(secret)}: a private Ed25519 key "
@@ -220,7 +220,7 @@ def read_identity(key: Path | None, peers: Path | None) -> Identity | None:
 
 
 def _peers(path: Path) -> Mapping[int, bytes]:
-    content = paths.named(path, "--peers", paths.TEXT)
+    content = paths.read_named(path, "--peers", paths.TEXT)
     try:
         written = json.loads(content)
         found = {int(client): bytes.fromhex(key) for client, key in written.items()}

@@ -24,7 +24,7 @@ from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.superlink import Child, free_port, program
 from fedsim.recording.files import remove_torn
 from fedsim.system import paths
-from fedsim.system.lock import locked
+from fedsim.system.lock import lock_folder
 from fedsim.types import FedsimError, RunFailed
 
 # Between two tries to join.
@@ -75,7 +75,7 @@ def serve(
         if member.roots is None:
             raise FedsimError("--key: a node shows its key over TLS only; give --root-certificates")
     make_private(member.home)
-    with locked(member.home, "--home"):
+    with lock_folder(member.home, "--home"):
         remove_torn(member.home)
         _take_part(app, member, say, stop)
 

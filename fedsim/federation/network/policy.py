@@ -82,7 +82,7 @@ class Policy(BaseModel):
         if path is None:
             return cls()
         try:
-            text = paths.named(path, "--policy", MAX_BYTES).decode("utf-8-sig")
+            text = paths.read_named(path, "--policy", MAX_BYTES).decode("utf-8-sig")
             is_empty = all(line.lstrip()[:1] in ("", "#") for line in text.splitlines())
             written = {} if is_empty else parse_yaml(text, "").value
         except (UnicodeDecodeError, ScenarioError) as error:

@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fedsim.privacy.composition.participation import Array, grid_size, seen, squared_norms
+from fedsim.privacy.composition.participation import Array, accumulate, grid_size, squared_norms
 from fedsim.privacy.numerics import gaussian
 
 
@@ -50,7 +50,7 @@ def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
     True
     """
     present = np.array(list(schedules), dtype=bool)
-    return float(np.linalg.norm(seen(present, correlation), axis=1).max())
+    return float(np.linalg.norm(accumulate(present, correlation), axis=1).max())
 
 
 def log_delta(noise_multiplier: float, epsilon: float, reach: float) -> float:
@@ -75,25 +75,25 @@ def log_delta_revealed(
     batches of a fixed size too, whose other members may depend on whether the example was drawn.
     Averaging over z is all the amplification there is in it.
     """
-    return _averaged(
-        noise_multiplier, epsilon, factor, *_reached(steps, sampling_rate, correlation)
+    return _log_mean_delta(
+        noise_multiplier, epsilon, factor, *_group_norms(steps, sampling_rate, correlation)
     )
 
 
 def log_delta_known_bin(
     noise_multiplier: float, epsilon: float, *, steps: int, bins: int, correlation: float
 ) -> float:
-    """As `log_delta_revealed`, of an example in every `bins`-th step from a random one on."""
+    """Returns `log_delta_revealed` of an example in every `bins`-th step from a random one on."""
     if steps * bins > _MOST_CELLS:
         reached = [sensitivity(steps, correlation, math.ceil(steps / bins))]
-        return _averaged(noise_multiplier, epsilon, 1.0, reached, [1.0], 0.0)
+        return _log_mean_delta(noise_multiplier, epsilon, 1.0, reached, [1.0], 0.0)
     present = np.arange(steps) % bins == np.arange(bins)[:, None]
-    norms = np.linalg.norm(seen(present, correlation), axis=1)
+    norms = np.linalg.norm(accumulate(present, correlation), axis=1)
     reached = norms[norms > 0].tolist()
-    return _averaged(noise_multiplier, epsilon, 1.0, reached, [1 / bins] * len(reached), 0.0)
+    return _log_mean_delta(noise_multiplier, epsilon, 1.0, reached, [1 / bins] * len(reached), 0.0)
 
 
-def _averaged(
+def _log_mean_delta(
     noise_multiplier: float,
     epsilon: float,
     factor: float,
@@ -146,7 +146,7 @@ def log_delta_fixed_size(
 
 
 @lru_cache(maxsize=64)
-def _reached(
+def _group_norms(
     steps: int, sampling_rate: float, correlation: float
 ) -> tuple[list[float], list[float], float]:
     """(||C z||, probabilities, rest), in a few hundred groups at the largest norm of each.
@@ -158,7 +158,7 @@ def _reached(
         squares, weights, rest = squared_norms(steps, sampling_rate, correlation)
         norms = np.sqrt(squares)
     else:
-        norms, weights, rest = _counted(steps, sampling_rate, correlation)
+        norms, weights, rest = _norms_by_count(steps, sampling_rate, correlation)
     edges = np.linspace(0.0, norms.max(), _GROUPS)
     group = np.minimum(np.searchsorted(edges, norms, side="left"), _GROUPS - 1)
     mass = np.bincount(group, weights, minlength=_GROUPS)
@@ -166,7 +166,7 @@ def _reached(
     return edges[held].tolist(), mass[held].tolist(), rest
 
 
-def _counted(steps: int, rate: float, correlation: float) -> tuple[Array, Array, float]:
+def _norms_by_count(steps: int, rate: float, correlation: float) -> tuple[Array, Array, float]:
     """(norms, probabilities, rest) by how often the example takes part, wherever in time that is.
 
     A norm is at most sqrt(k) / (1 - λ) for k participations, whatever their places.

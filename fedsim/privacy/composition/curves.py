@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedsim.contracts.guarantee import CurveMechanism
-from fedsim.privacy.numerics.special import Array, checked_delta, least
+from fedsim.privacy.numerics.special import Array, least, require_delta
 
 if TYPE_CHECKING:
     from dp_accounting.pld.pld_pmf import PLDPmf
@@ -55,7 +55,7 @@ def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
     Raises:
         FedsimError: δ is not in (0, 1).
     """
-    target = float(checked_delta(delta))
+    target = float(require_delta(delta))
     # what releases nothing costs nothing, not even the rounding of a composition
     curves = [curve for curve in curves if _at(curve, 0.0) > -math.inf]
     if not curves:

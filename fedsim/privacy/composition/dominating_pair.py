@@ -22,7 +22,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedsim.privacy.composition.participation import Array, Grid, Rounding, grid, grid_size, seen
+from fedsim.privacy.composition.participation import (
+    Array,
+    Grid,
+    Rounding,
+    accumulate,
+    grid,
+    grid_size,
+)
 from fedsim.privacy.contract import Direction
 from fedsim.privacy.numerics import work
 from fedsim.types import FedsimError
@@ -39,7 +46,7 @@ _FEWEST = 100
 _WORST = 0.1
 """Relative standard error of δ above which the normal approximation is not trusted."""
 _TILTS = (1.5, 3.0, 5.0)
-"""Of the parts of the mixture, in standard deviations."""
+"""Shifts of the mixture's parts, in standard deviations."""
 
 
 class TooFewDraws(FedsimError):  # noqa: N818 - reads as what happened
@@ -74,7 +81,7 @@ class Participations(Protocol):
 
 @dataclass(frozen=True)
 class Poisson:
-    """In each step's batch with probability `sampling_rate`, independently."""
+    """An example that is in each step's batch with probability `sampling_rate`, independently."""
 
     steps: int
     sampling_rate: float
@@ -154,7 +161,7 @@ def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
 
 @dataclass(frozen=True)
 class BallsInBins:
-    """In every `bins`-th step's batch, the first of them being uniform among the first `bins`."""
+    """An example in every `bins`-th step's batch, from a uniform one of the first `bins` on."""
 
     steps: int
     bins: int
@@ -192,7 +199,7 @@ class BallsInBins:
         nothing.
         """
         present = np.arange(self.steps) % self.bins == np.arange(self.bins)[:, None]
-        triangle: Array = np.linalg.qr(seen(present, self.correlation).T)[1]
+        triangle: Array = np.linalg.qr(accumulate(present, self.correlation).T)[1]
         return triangle.T
 
 
@@ -248,9 +255,9 @@ class PairCurve:
             most,
         )
         self._of, self._sigma, self._count, self._seed = participations, sigma, draws, seed
-        self._draws_of = cache(self._drawn)
+        self._draws_of = cache(self._make_draws)
 
-    def _cached(self, direction: Direction, rounding: Rounding) -> _Draws:
+    def _draws(self, direction: Direction, rounding: Rounding) -> _Draws:
         return self._draws_of(direction, rounding if self._of.rounded else "up")
 
     def at(self, epsilon: float) -> SampledDelta:
@@ -259,15 +266,15 @@ class PairCurve:
         Raises:
             TooFewDraws: too few draws reach so far into the tail.
         """
-        forward = self._cached("forward", "down").delta(epsilon)
-        reverse = self._cached("reverse", "down").delta(epsilon)
+        forward = self._draws("forward", "down").delta(epsilon)
+        reverse = self._draws("reverse", "down").delta(epsilon)
         lows = [delta - _QUANTILE * error for delta, error, _ in (forward, reverse)]
         delta, high, direction = self._upper(epsilon)
         return SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
 
     def estimate(self, epsilon: float) -> float:
         """δ of removal, however few draws reach there: for a search, not for a claim."""
-        return self._cached("forward", "up").delta(epsilon)[0]
+        return self._draws("forward", "up").delta(epsilon)[0]
 
     def upper(self, epsilon: float) -> float:
         """The upper end alone, which is what a claim may use.
@@ -277,26 +284,26 @@ class PairCurve:
         """
         return self._upper(epsilon)[1]
 
-    def claimed(self, epsilon: float) -> tuple[float, Direction]:
-        """As `upper`, with the direction that it is of."""
+    def upper_with_direction(self, epsilon: float) -> tuple[float, Direction]:
+        """Returns `upper`, and the direction that it belongs to."""
         return self._upper(epsilon)[1:]
 
     def _upper(self, epsilon: float) -> tuple[float, float, Direction]:
-        delta, error, tail = self._cached("forward", "up").delta(epsilon)
+        delta, error, tail = self._draws("forward", "up").delta(epsilon)
         if tail < _FEWEST or error > _WORST * delta:
             raise TooFewDraws(
                 f"only {tail} of {number_of(self._count, 'draw')} reach ε = {epsilon:g}, too few "
                 "for an interval: raise draws, or ask for a smaller ε (a larger δ)"
             )
         high = delta + _QUANTILE * error
-        reverse, reverse_error, tail = self._cached("reverse", "up").delta(epsilon)
+        reverse, reverse_error, tail = self._draws("reverse", "up").delta(epsilon)
         # Where hardly any draw gets there, although some are tilted that way by five standard
         # deviations, addition is far below removal.
         reverse_high = reverse + _QUANTILE * reverse_error if tail >= _FEWEST else 0.0
         direction: Direction = "reverse" if reverse_high > high else "forward"
         return max(delta, reverse), min(1.0, max(high, reverse_high)), direction
 
-    def _drawn(self, direction: Direction, rounding: Rounding) -> _Draws:
+    def _make_draws(self, direction: Direction, rounding: Rounding) -> _Draws:
         rng = np.random.default_rng([self._seed, direction == "forward"])
         draw = _removal if direction == "forward" else _addition
         parts = []
@@ -310,7 +317,7 @@ class PairCurve:
 
 
 _QUANTILE = 2.807
-"""Of the standard normal at 1 - (1 - `CONFIDENCE`) / 4: two sides, two directions."""
+"""Quantile of the standard normal at 1 - (1 - `CONFIDENCE`) / 4: two sides, two directions."""
 
 
 def _removal(

@@ -25,7 +25,7 @@ _ROUNDING = 1e-12
 _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
 
 
-def seen(present: Array | NDArray[np.bool_], correlation: float) -> Array:
+def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
     """(k, T) y of each row of participations."""
     y = present.astype(np.float64)
     for t in range(1, y.shape[1]):

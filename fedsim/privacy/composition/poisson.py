@@ -32,7 +32,7 @@ _MOST_STEPS = 100_000
 _ROUNDING = 2.3e-16
 """What a convolution adds to the rounding of a probability, for each of the steps."""
 _ORDERS = (*range(2, 512), *range(512, 1025, 4))
-"""Of Rényi divergences: whole ones, of which the sums have no terms that cancel."""
+"""Orders of the Rényi divergences: whole numbers, whose sums have no terms that cancel."""
 _ROUNDING_OF_LOGS = 1e-11
 """What rounding may take off a moment's logarithm, whose terms are logarithms up to 1e4."""
 

@@ -58,7 +58,7 @@ class CorrelatedReleases(Keys):
     """Standard deviation of z_t over the clipping norm."""
     sampling: Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
     variant: Literal["exact", "paper"] = "exact"
-    """Whose claim is tried."""
+    """The claim that is tried."""
 
     @model_validator(mode="after")
     def _few_patterns(self) -> Self:
@@ -91,7 +91,7 @@ class CorrelatedReleases(Keys):
         masks, chances = self._participations()
         # relative to batches without the example, where that is public
         reach = (1.0, 2.0) if self.sampling == "fixed_size" else (0.0, 1.0)
-        whitened = [factor * self._summed(masks) for factor in reach]
+        whitened = [factor * self._whiten(masks) for factor in reach]
         chunk = max(1, min(_CHUNK // len(masks), _HELD // self.steps))
         found = []
         for start in range(0, draws, chunk):
@@ -99,7 +99,7 @@ class CorrelatedReleases(Keys):
             gradients = reach[present] * masks[rng.choice(len(masks), count, p=chances)]
             noise = sigma * rng.standard_normal((count, self.steps))
             noise[:, 1:] -= self.correlation * noise[:, :-1].copy()
-            seen = self._summed(gradients + noise)
+            seen = self._whiten(gradients + noise)
             likely = [_log_density(seen, means, chances, sigma) for means in whitened]
             found.append(likely[1] - likely[0])
         return np.concatenate(found)
@@ -119,7 +119,7 @@ class CorrelatedReleases(Keys):
         rates = np.where(masks == 1, self.sampling_rate, 1 - self.sampling_rate)
         return masks, rates.prod(1)
 
-    def _summed(self, released: Array) -> Array:
+    def _whiten(self, released: Array) -> Array:
         """C times each row: y_t = λ y_(t-1) + x_t, which makes the noise white again."""
         found = released.copy()
         for step in range(1, self.steps):
@@ -168,7 +168,7 @@ class _Keys(Keys):
     """Neighbours: an example's contribution is exchanged for zero, an example is there or not (the
     same, but only where sampling is independent between examples), or for any other."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of the Monte-Carlo draws, where they are needed."""
+    """Seed of the Monte-Carlo draws, where they are needed."""
     draws: Annotated[int, Field(ge=1000, le=100_000_000)] | None = None
     """Monte-Carlo draws per direction; default 8,192 for Poisson sampling, else 200,000."""
 
@@ -177,7 +177,7 @@ class _Keys(Keys):
         return self.relation.replace("_", " ")
 
     @model_validator(mode="after")
-    def _known(self) -> Self:
+    def _check_relation(self) -> Self:
         independent = self.sampling in ("poisson", "balls_in_bins")
         if self.variant == "paper" and self.sampling not in ("fixed_size", "poisson"):
             raise ValueError("variant: paper is about sampling: fixed_size (or poisson)")
@@ -251,7 +251,7 @@ class _Keys(Keys):
             noise, min(epsilon, _LARGEST), steps=self.steps, sampling_rate=self.sampling_rate
         )[1]
 
-    def revealed_log_delta(self, noise: float, epsilon: float) -> float:
+    def log_delta_of_known_batches(self, noise: float, epsilon: float) -> float:
         """log of a bound on δ of sampling that it is known of: which batches an example was in."""
         if self.sampling == "balls_in_bins":
             return correlated.log_delta_known_bin(
@@ -287,7 +287,7 @@ class _Keys(Keys):
         return self.draws or (8192 if self.sampling == "poisson" else 200_000)
 
     @property
-    def _sampled(self) -> str:
+    def _draw_method(self) -> str:
         return f"Monte-Carlo of the dominating pair, {number_of(self._draws, 'draw')}"
 
 
@@ -316,9 +316,9 @@ class CorrelatedCurve(_Keys, Curve):
             log_delta, method = exact
             found = log_delta(self.noise_multiplier, epsilon)
             method = self._least_method(method, self.noise_multiplier, epsilon)
-            return self._exactly(epsilon, math.exp(found), method, log_delta=found)
+            return self._exact_answer(epsilon, math.exp(found), method, log_delta=found)
         at = self._pair(self.noise_multiplier, self._draws, self.seed).at(epsilon)
-        return self._estimated(epsilon, at.delta, (at.low, at.high), at.direction)
+        return self._estimate(epsilon, at.delta, (at.low, at.high), at.direction)
 
     def epsilon(self, delta: float, most: int = work.MOST) -> Answer:
         """See Curve; draws may take `most` numbers.
@@ -341,15 +341,15 @@ class CorrelatedCurve(_Keys, Curve):
             log_delta, method = exact
             found = _least(lambda eps: log_delta(self.noise_multiplier, eps) <= math.log(delta))
             method = self._least_method(method, self.noise_multiplier, found)
-            return self._exactly(found, delta, method)
+            return self._exact_answer(found, delta, method)
         curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
-        low = _least(lambda eps: _reached(lambda: curve.at(eps).low, delta))
-        estimate = _least(lambda eps: _reached(lambda: curve.at(eps).delta, delta))
+        low = _least(lambda eps: _holds_or_unseen(lambda: curve.at(eps).low, delta))
+        estimate = _least(lambda eps: _holds_or_unseen(lambda: curve.at(eps).delta, delta))
         high = self._upper_end(curve, delta)
         direction = curve.at(high).direction  # raises if the draws did not reach it
-        return self._estimated(estimate, delta, (low, high), direction)
+        return self._estimate(estimate, delta, (low, high), direction)
 
-    def claimed(self, delta: float, most: int = work.MOST) -> tuple[float, str]:
+    def claim(self, delta: float, most: int = work.MOST) -> tuple[float, str]:
         """(ε that may be claimed, method): of an estimate, the upper end of its interval alone.
 
         Raises:
@@ -361,20 +361,20 @@ class CorrelatedCurve(_Keys, Curve):
             return found.epsilon, found.method
         curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
         high = self._upper_end(curve, delta)
-        curve.claimed(high)  # raises if the draws did not reach it
-        return high, f"{self._sampled}, upper end at {CONFIDENCE:.0%}"
+        curve.upper_with_direction(high)  # raises if the draws did not reach it
+        return high, f"{self._draw_method}, upper end at {CONFIDENCE:.0%}"
 
     def _upper_end(self, curve: PairCurve, delta: float) -> float:
-        return _least(lambda eps: _reached(lambda: curve.upper(eps), delta))
+        return _least(lambda eps: _holds_or_unseen(lambda: curve.upper(eps), delta))
 
-    def revealed(self, delta: float) -> Answer:
+    def epsilon_of_known_batches(self, delta: float) -> Answer:
         """As `epsilon`, of sampling that it is known of: which batches an example was in.
 
         It needs no draws, and what hides the batches is never less private.
         """
         target, noise = math.log(delta), self.noise_multiplier
-        found = _least(lambda eps: self.revealed_log_delta(noise, eps) <= target)
-        return self._exactly(found, delta, poisson.REVEALED)
+        found = _least(lambda eps: self.log_delta_of_known_batches(noise, eps) <= target)
+        return self._exact_answer(found, delta, poisson.REVEALED)
 
     def _paper_delta(self, epsilon: float) -> float:
         least = baselines.kan_least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
@@ -388,15 +388,15 @@ class CorrelatedCurve(_Keys, Curve):
         )
         return min(1.0, least * math.exp(found))
 
-    def _exactly(self, epsilon: float, delta: float, method: str, **told: float) -> Answer:
+    def _exact_answer(self, epsilon: float, delta: float, method: str, **told: float) -> Answer:
         way = None if method == poisson.PLD else "both"
         return self._answer(epsilon, delta, self.noise_multiplier, method, direction=way, **told)
 
-    def _estimated(
+    def _estimate(
         self, epsilon: float, delta: float, interval: tuple[float, float], direction: Direction
     ) -> Answer:
         told = {"direction": direction, "interval": interval, "confidence": CONFIDENCE}
-        return self._answer(epsilon, delta, self.noise_multiplier, self._sampled, **told)
+        return self._answer(epsilon, delta, self.noise_multiplier, self._draw_method, **told)
 
 
 @final
@@ -420,9 +420,9 @@ class CorrelatedCalibration(_Keys, Calibration):
             noise = _least_noise(lambda at: log_delta(at, epsilon) <= math.log(delta), 1.0)
             method = self._least_method(method, noise, epsilon)
             return self._answer(epsilon, delta, noise, method, sigma=noise)
-        return self._estimated(epsilon, delta)
+        return self._estimate(epsilon, delta)
 
-    def _estimated(self, epsilon: float, delta: float) -> Answer:
+    def _estimate(self, epsilon: float, delta: float) -> Answer:
         few, target = max(1000, self._draws // 8), math.log(delta)
 
         def excess(log_noise: float) -> float:
@@ -430,20 +430,22 @@ class CorrelatedCalibration(_Keys, Calibration):
             return math.log(max(found, 1e-300) / delta)
 
         # Enough noise, whoever knows the batches.
-        enough = _least_noise(lambda at: self.revealed_log_delta(at, epsilon) <= target, 1.0, 8)
-        slope, noise = _searched(excess, enough)
+        enough = _least_noise(
+            lambda at: self.log_delta_of_known_batches(at, epsilon) <= target, 1.0, 8
+        )
+        slope, noise = _search_noise(excess, enough)
         for attempt in range(1, _ATTEMPTS):
             curve = self._pair(noise, self._draws, self.seed + attempt)
-            high, direction = curve.claimed(epsilon)
+            high, direction = curve.upper_with_direction(epsilon)
             if high <= delta:
                 told = {"direction": direction, "sigma": noise}
-                return self._answer(epsilon, delta, noise, self._sampled, **told)
+                return self._answer(epsilon, delta, noise, self._draw_method, **told)
             # As much more as the search has seen to be enough, and a little for the next draws.
             noise *= min(2.0, 1.002 * (high / delta) ** (1 / slope))
         raise FedsimError("correlated_gaussian: the estimates do not settle: raise draws")
 
 
-def _reached(delta: Callable[[], float], target: float) -> bool:
+def _holds_or_unseen(delta: Callable[[], float], target: float) -> bool:
     """Whether δ is below the target; where hardly a draw is left in the tail, it is taken to be."""
     try:
         return delta() <= target
@@ -456,7 +458,7 @@ def _least(holds: Callable[[float], bool]) -> float:
     return least(holds, most=_LARGEST, tolerance=1e-10)
 
 
-def _searched(excess: Callable[[float], float], enough: float) -> tuple[float, float]:
+def _search_noise(excess: Callable[[float], float], enough: float) -> tuple[float, float]:
     """(how fast log δ falls with log noise, about the noise at which the excess is 0).
 
     By regula falsi down from what is `enough`, in at most `_SEARCH` evaluations.

@@ -38,13 +38,13 @@ class Neighbours(Keys):
     distance: Size | None = None
     """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
     beta: Size | None = None
-    """In place of distance, of quadratic kernels: how far one row moves at most, in L2 norm."""
+    """How far one row moves at most, in L2 norm; in place of distance, for quadratic kernels."""
     lift: Size | None = None
-    """With beta: γ of the γ I that is added to the kernel matrix."""
+    """γ of the γ I that is added to the kernel matrix; with beta."""
     gain: Size = 1.0
-    """With beta: the largest eigenvalue of S in the kernel (x'z)(x'Sz)."""
+    """The largest eigenvalue of S in the kernel (x'z)(x'Sz); with beta."""
     row_norm: Size = 1.0
-    """With beta: the bound on a row's L2 norm."""
+    """The bound on a row's L2 norm; with beta."""
 
     def neighbours(self) -> str:
         if self.beta is None:
@@ -63,7 +63,7 @@ class Neighbours(Keys):
         """(n, 2) as of `wishart.log_delta_of`; None if the distance alone is known."""
         if self.beta is None or self.lift is None:
             return None
-        return kernel_distance.lifted_eigenvalues(
+        return kernel_distance.eigenvalues_under_lift(
             self.beta, self.lift, gain=self.gain, row_norm=self.row_norm
         )
 
@@ -72,7 +72,9 @@ class Neighbours(Keys):
         if self.distance is not None:
             return self.distance
         assert self.beta is not None and self.lift is not None
-        return kernel_distance.lifted(self.beta, self.lift, gain=self.gain, row_norm=self.row_norm)
+        return kernel_distance.lift_distance(
+            self.beta, self.lift, gain=self.gain, row_norm=self.row_norm
+        )
 
     @property
     def method(self) -> str:
@@ -149,11 +151,11 @@ class Sampled(CurveMechanism):
 
     samples: int
     eigenvalues: tuple[tuple[float, float], ...]
-    """As `kernel_distance.lifted_eigenvalues` has them."""
+    """Eigenvalues of `kernel_distance.eigenvalues_under_lift`."""
     accountant: str = "exact Gaussian sampling"
 
     def log_delta(self, epsilons: Array) -> Array:
-        """Of no draw at all -∞: nothing is released."""
+        """Returns log δ; -∞ of no draw at all, which releases nothing."""
         if self.samples == 0:
             return np.full_like(epsilons, -np.inf)
         return wishart.log_delta_of(self.samples, np.array(self.eigenvalues), epsilons)

@@ -42,7 +42,7 @@ _PIECES = 128
 """Into which each part of the curve of assumed eigenvalues is cut."""
 
 
-def displacement(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
+def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
     """r = 2 sqrt(s) B β, how far φ moves at most.
 
     `beta` is how far the row moves in L2 norm, `gain` s > 0 (σ² for the continuous kernel),
@@ -53,30 +53,30 @@ def displacement(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> fl
     return 2 * math.sqrt(gain) * row_norm * min(beta, 2 * row_norm)
 
 
-def lifted(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
+def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
     """The largest M for K + γ I, γ being `lift`, whatever the rows are.
 
-    >>> round(lifted(0.01, 4.0), 6)
+    >>> round(lift_distance(0.01, 4.0), 6)
     0.014142
     """
-    ((up, down),) = lifted_eigenvalues(beta, lift, gain=gain, row_norm=row_norm)
+    ((up, down),) = eigenvalues_under_lift(beta, lift, gain=gain, row_norm=row_norm)
     return math.hypot(up, down)
 
 
-def lifted_eigenvalues(
+def eigenvalues_under_lift(
     beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0
 ) -> Array:
     """(1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I, whatever the rows are.
 
-    >>> lifted_eigenvalues(0.1, 4.0).round(5)  # a = 0.1
+    >>> eigenvalues_under_lift(0.1, 4.0).round(5)  # a = 0.1
     array([[0.10512, 0.09512]])
     """
-    a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("lift", lift))
+    a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("lift", lift))
     s = 2 * math.asinh(a / 2)
     return np.array([[math.expm1(s), -math.expm1(-s)]])
 
 
-def assumed_eigenvalues(
+def eigenvalues_above_floor(
     beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0
 ) -> Array:
     """(n, 2) bounds of (λ+, λ-) if the neighbour's matrix has no eigenvalue below `least`.
@@ -84,7 +84,7 @@ def assumed_eigenvalues(
     Both eigenvalues of any two neighbours are within those of one of the lines, which bound pieces
     of a curve on which for each T D is the largest: a² - q² with q = u'w, and τ = 0 or a².
     """
-    a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
+    a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
     q: Array = a * np.sin(np.linspace(0, math.pi / 2, _PIECES + 1))
     low, high = q[:-1], q[1:]
     product = a**2 - low**2

@@ -29,7 +29,7 @@ from fedsim.privacy.contract import (
     Sensitivity,
     Size,
 )
-from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
+from fedsim.privacy.numerics.special import Array, require_delta, require_epsilon, require_range
 from fedsim.types import FedsimError
 
 _MOST = np.finfo(float).max
@@ -45,11 +45,11 @@ def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array
     11.3611
     """
     tiny = np.finfo(float).tiny
-    eps = checked("epsilon", epsilon, tiny, _MOST, "a number above 0")
+    eps = require_range("epsilon", epsilon, tiny, _MOST, "a number above 0")
     with np.errstate(over="ignore"):
         # log1p(expm1(ε) / 2δ) = ε + log(exp(-ε) + (1 - exp(-ε)) / 2δ), finite for any ε
-        parts = np.log(np.exp(-eps) - np.expm1(-eps) / (2 * checked_delta(delta)))
-        small = np.log1p(np.expm1(np.minimum(eps, 1.0)) / (2 * checked_delta(delta)))
+        parts = np.log(np.exp(-eps) - np.expm1(-eps) / (2 * require_delta(delta)))
+        small = np.log1p(np.expm1(np.minimum(eps, 1.0)) / (2 * require_delta(delta)))
     return _positive("sensitivity", sensitivity) / eps * np.where(eps < 1, small, eps + parts)
 
 
@@ -64,7 +64,7 @@ def log_delta(
         _positive("sensitivity", sensitivity),
         _positive("scale", scale),
         _positive("bound", bound),
-        checked_epsilon(epsilon),
+        require_epsilon(epsilon),
     )
     ratio, reach = gap / b, most / b
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -90,7 +90,7 @@ def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> flo
     """
     from scipy.optimize import brentq
 
-    target = float(np.log(checked_delta(delta)))
+    target = float(np.log(require_delta(delta)))
 
     def excess(at: float) -> float:
         return float(log_delta(sensitivity, scale, bound, at)) - target
@@ -114,7 +114,7 @@ def std(scale: float, bound: float) -> float:
 
 
 def _positive(name: str, value: ArrayLike) -> Array:
-    return checked(name, value, np.finfo(float).tiny, _MOST, "a finite number above 0")
+    return require_range(name, value, np.finfo(float).tiny, _MOST, "a finite number above 0")
 
 
 class TruncatedLaplaceCurve(Sensitivity, ExactCurve):

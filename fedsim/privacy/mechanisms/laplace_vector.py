@@ -31,17 +31,17 @@ from numpy.typing import ArrayLike
 from fedsim.contracts.guarantee import CurveMechanism
 from fedsim.privacy.mechanisms import laplace
 from fedsim.privacy.numerics import gaussian
-from fedsim.privacy.numerics.special import Array, checked, checked_epsilon
+from fedsim.privacy.numerics.special import Array, require_epsilon, require_range
 from fedsim.types import FedsimError
 
 Calibration = Literal["tight", "paper"]
 
 _GAUSSIAN = math.sqrt(math.pi / 2)
 _OUTSIDE = 0.1
-"""Share of δ that `calibrated` spends on δ∞: the bound depends on it by a logarithm only."""
+"""Share of δ that `calibrate_noise` spends on δ∞: the bound depends on it by a logarithm only."""
 
 _UP = 1 + 1e-12
-"""Of a scale that is found for an ε: rounding must not lift what is stated above it."""
+"""Factor on a scale found for an ε: rounding must not lift what is stated above it."""
 
 
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
@@ -63,7 +63,7 @@ def log_delta(
     """
     lost = outside(distance, scale, bound, dimension)
     t = distance / scale
-    eps = checked_epsilon(epsilon)
+    eps = require_epsilon(epsilon)
     spread = np.exp(gaussian.log_delta(1 / (_GAUSSIAN * t), eps))
     most = math.sqrt(dimension) * t
     # Randomized response of ε0: (exp(ε0) - exp(ε)) / (1 + exp(ε0)).
@@ -86,7 +86,7 @@ class Shaken(CurveMechanism):
         return log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
 
 
-def calibrated(
+def calibrate_noise(
     distance: float,
     dimension: int,
     epsilon: float,
@@ -101,7 +101,7 @@ def calibrated(
     Raises:
         FedsimError: an argument is out of range, or ε = 0.
     """
-    checked("delta", delta, np.finfo(float).tiny, 1.0, "a probability in (0, 1)")
+    require_range("delta", delta, np.finfo(float).tiny, 1.0, "a probability in (0, 1)")
     wide = math.sqrt(dimension) * distance
     if calibration == "paper":
         least = float(laplace.bound(wide, epsilon, delta))
@@ -129,7 +129,9 @@ def _spread(t: float, dimension: int) -> float:
 
 def _arguments(distance: float, scale: float, bound: float, dimension: int) -> tuple[float, float]:
     for name, value in (("distance", distance), ("scale", scale), ("bound", bound)):
-        checked(name, value, np.finfo(float).tiny, np.finfo(float).max, "a finite number above 0")
+        require_range(
+            name, value, np.finfo(float).tiny, np.finfo(float).max, "a finite number above 0"
+        )
     if dimension < 1:
         raise FedsimError(f"dimension: got {dimension}; expected at least 1")
     return distance / scale, bound / scale

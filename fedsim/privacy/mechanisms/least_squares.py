@@ -37,14 +37,14 @@ from fedsim.privacy.contract import (
     KnownMechanism,
     Size,
 )
-from fedsim.privacy.mechanisms.leverage import regularized
+from fedsim.privacy.mechanisms.leverage import regularize_leverage
 from fedsim.privacy.numerics import quadratic
 from fedsim.privacy.numerics.special import (
     Array,
-    checked,
-    checked_delta,
-    checked_epsilon,
     least_epsilon,
+    require_delta,
+    require_epsilon,
+    require_range,
 )
 from fedsim.types import FedsimError
 
@@ -78,8 +78,8 @@ def log_delta(
     >>> float(np.exp(log_delta(0.02, 0.05, 300, 12, 1.0)).round(6))
     0.003475
     """
-    p, q, r, d = checked_keys(p, q, r, d)
-    p, q, r, d, eps = np.broadcast_arrays(p, q, r, d, checked_epsilon(epsilon))
+    p, q, r, d = require_keys(p, q, r, d)
+    p, q, r, d, eps = np.broadcast_arrays(p, q, r, d, require_epsilon(epsilon))
     result = np.zeros(p.shape)  # q = 1: without the row the residual vanishes
     inside = q < 1
     p, q, r, d, eps = (x[inside] for x in (p, q, r, d, eps))
@@ -98,8 +98,8 @@ def epsilon(
     direction: Direction = "both",
 ) -> Array:
     """The least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1."""
-    p, q, r, d = checked_keys(p, q, r, d)
-    p, q, r, d, target = np.broadcast_arrays(p, q, r, d, checked_delta(delta))
+    p, q, r, d = require_keys(p, q, r, d)
+    p, q, r, d, target = np.broadcast_arrays(p, q, r, d, require_delta(delta))
     result = np.full(p.shape, np.inf)
     inside = q < 1
     p, q, r, d, target = (x[inside] for x in (p, q, r, d, target))
@@ -190,7 +190,7 @@ def sigma(
     these are attained (by a database of that one row). `tight` bounds δ over all of them, `paper`
     (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which no row can have.
     """
-    norm = float(checked("row_norm", row_norm, 0.0, _MANY, "a norm of at least 0"))
+    norm = float(require_range("row_norm", row_norm, 0.0, _MANY, "a norm of at least 0"))
     if variant == "tight":
         return float(norm * np.sqrt(1 / max_leverage(epsilon, delta, r, d) - 1))
     return float(norm * np.sqrt(1 / _corner(epsilon, delta, r, d)))
@@ -216,7 +216,7 @@ def _crossing(
     """Where a rising log δ of a leverage's logarithm (or log odds) meets `delta`."""
     from scipy.optimize import brentq
 
-    target = float(np.log(checked_delta(delta)))
+    target = float(np.log(require_delta(delta)))
 
     def missing(at: float) -> float:
         # log δ is as steep as -1 / leverage far out, which arcsinh makes a straight line
@@ -230,17 +230,17 @@ def _crossing(
     return float(brentq(missing, low, high, xtol=tolerance, rtol=1e-14))
 
 
-def checked_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
+def require_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
     """The four broadcast together.
 
     Raises:
         FedsimError: one is out of range, or p is above q.
     """
     p, q, r, d = np.broadcast_arrays(
-        checked("p", p, 0.0, 1.0, "a leverage in [0, 1]"),
-        checked("q", q, 0.0, 1.0, "a leverage in [0, 1]"),
-        checked("r", r, 1.0, _MANY, "the rows of the sketch, at least 1"),
-        checked("d", d, 1.0, _MANY, "the number of features, at least 1"),
+        require_range("p", p, 0.0, 1.0, "a leverage in [0, 1]"),
+        require_range("q", q, 0.0, 1.0, "a leverage in [0, 1]"),
+        require_range("r", r, 1.0, _MANY, "the rows of the sketch, at least 1"),
+        require_range("d", d, 1.0, _MANY, "the number of features, at least 1"),
     )
     if (p > q).any():
         raise FedsimError(
@@ -290,8 +290,8 @@ class Leverages(Keys):
         return f"add or remove, leverages {self.p:g} and {self.q:g}"
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        checked_keys(self.p, self.q, self.r, self.d)
+    def _check_order(self) -> Self:
+        require_keys(self.p, self.q, self.r, self.d)
         return self
 
 
@@ -389,7 +389,10 @@ class LeastSquaresExperiment(Leverages, Experiment):
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
         """(draws,) log likelihood ratios."""
-        p, q = regularized(self.p, self.sabotage), regularized(self.q, self.sabotage)
+        p, q = (
+            regularize_leverage(self.p, self.sabotage),
+            regularize_leverage(self.q, self.sabotage),
+        )
         mean = -math.sqrt(self.r * p * max(0.0, q - p)) / (1 - p)  # rounded, q may be less
         along, across = (1 - q) / (1 - p) ** 2, (1 - q) / (1 - p)
         first = rng.standard_normal(draws)

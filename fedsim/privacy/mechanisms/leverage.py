@@ -7,7 +7,7 @@ import math
 from fedsim.types import FedsimError
 
 _UP = 1 + 1e-12
-"""Of σ: rounding must not lift an ε that is stated above the one asked for."""
+"""Factor on σ: rounding must not lift an ε that is stated above the one asked for."""
 
 
 def bound(sigma: float, row_norm: float, leverage: float) -> float:
@@ -33,10 +33,10 @@ def lowering(allowed: float, row_norm: float, leverage: float) -> float:
     return row_norm * math.sqrt(1 / allowed - 1 / leverage) * _UP
 
 
-def regularized(leverage: float, sabotage: float) -> float:
+def regularize_leverage(leverage: float, sabotage: float) -> float:
     """The leverage of a row that stands alone, |v|² / (|v|² + σ²), once σ is `sabotage` times it.
 
-    >>> regularized(0.5, 1.0), regularized(0.5, 0.5)
+    >>> regularize_leverage(0.5, 1.0), regularize_leverage(0.5, 0.5)
     (0.5, 0.8)
     """
     return leverage / (leverage + sabotage**2 * (1 - leverage))

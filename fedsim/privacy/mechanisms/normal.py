@@ -27,18 +27,18 @@ class NormalCurve(ExactCurve):
     method: Literal["exact", "monte_carlo"] = "exact"
     """`monte_carlo`: the paper's estimator, for δ only."""
     error: float = Field(default=0.001, ge=1e-12, lt=1)
-    """Of `monte_carlo`: half the width of the interval."""
+    """Half the width of `monte_carlo`'s interval."""
     confidence: float = Field(default=0.99, gt=0, lt=1)
-    """Of `monte_carlo`: the probability that the interval contains δ."""
+    """Probability that `monte_carlo`'s interval contains δ."""
     seed: int = Field(default=0, ge=0)
-    """Of `monte_carlo`: of its draws."""
+    """Seed of `monte_carlo`'s draws."""
 
     def neighbours(self) -> str:
         return "the two distributions"
 
     def delta(self, epsilon: float) -> Answer:
         if self.method == "monte_carlo":
-            return self._estimated(epsilon)
+            return self._estimate(epsilon)
         return super().delta(epsilon)
 
     def epsilon(self, delta: float) -> Answer:
@@ -62,7 +62,7 @@ class NormalCurve(ExactCurve):
         ones, twos = (read["mean1"], read["cov1"]), (read["mean2"], read["cov2"])
         return dict(zip(WAYS, (pair(*ones, *twos), pair(*twos, *ones)), strict=True))
 
-    def _estimated(self, epsilon: float) -> Answer:
+    def _estimate(self, epsilon: float) -> Answer:
         pairs = self._pairs()
         # Either direction may fail: each gets half of what the confidence leaves.
         keys = {"error": self.error, "confidence": (1 + self.confidence) / 2}

@@ -36,16 +36,16 @@ from fedsim.privacy.contract import (
     KnownMechanism,
     Size,
 )
-from fedsim.privacy.mechanisms.leverage import regularized
+from fedsim.privacy.mechanisms.leverage import regularize_leverage
 from fedsim.privacy.numerics.special import (
     Array,
-    checked,
-    checked_delta,
-    checked_epsilon,
     legendre,
     log_gamma_term,
     log_gammainc,
     log_gammaincc,
+    require_delta,
+    require_epsilon,
+    require_range,
     solve,
 )
 
@@ -70,9 +70,9 @@ def log_delta(
     >>> float(np.exp(log_delta(0.1, 20, 1.0, "reverse")).round(16))
     1.678e-12
     """
-    p = checked("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
-    columns = checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
-    p, a, eps = np.broadcast_arrays(p, columns / 2, checked_epsilon(epsilon))
+    p = require_range("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
+    columns = require_range("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
+    p, a, eps = np.broadcast_arrays(p, columns / 2, require_epsilon(epsilon))
     result = np.where(p == 1, 0.0, -np.inf)
     inside = (p > 0) & (p < 1)
     curve = _reverse if direction == "reverse" else _forward
@@ -88,9 +88,9 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
     0.058119
     """
     eps, target, columns = np.broadcast_arrays(
-        checked_epsilon(epsilon),
-        np.log(checked_delta(delta)),
-        checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1"),
+        require_epsilon(epsilon),
+        np.log(require_delta(delta)),
+        require_range("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1"),
     )
 
     def rising(odds: Array) -> tuple[Array, Array]:
@@ -108,9 +108,9 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
 
 def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
     """The least ε >= 0 such that the projection is (ε, δ)-private; inf for a leverage of 1."""
-    p = checked("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
-    columns = checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
-    p, columns, target = np.broadcast_arrays(p, columns, np.log(checked_delta(delta)))
+    p = require_range("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
+    columns = require_range("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
+    p, columns, target = np.broadcast_arrays(p, columns, np.log(require_delta(delta)))
     inner = np.clip(p, 1e-300, 1 - 2**-53)
 
     def falling(eps: Array) -> tuple[Array, Array]:
@@ -145,7 +145,7 @@ def sigma(
     >>> float(sigma(1.0, 20, 1.0, 1e-5, "paper").round(4))
     4.148
     """
-    norm = checked("row_norm", row_norm, 0.0, np.finfo(float).max, "a norm of at least 0")
+    norm = require_range("row_norm", row_norm, 0.0, np.finfo(float).max, "a norm of at least 0")
     allowed = max_leverage(epsilon, delta, r)
     odds = 1 / allowed - 1 if variant == "tight" else 1 / allowed
     return norm * np.sqrt(odds)
@@ -311,13 +311,13 @@ class RandomProjectionExperiment(Experiment):
 
     claims = RandomProjectionCurve
     leverage: Annotated[float, Field(ge=0, lt=1)]
-    """p = v' M⁻¹ v of the row, in the regularized database that holds it."""
+    """p = v' M⁻¹ v of the row, in the regularize_leverage database that holds it."""
     r: Count
     """Random combinations released."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
         """(draws,) log likelihood ratios."""
-        p = regularized(self.leverage, self.sabotage)
+        p = regularize_leverage(self.leverage, self.sabotage)
         variance = p if present else p * (1 - p)
         squares = variance * rng.chisquare(self.r, draws)
         return squares / (2 * (1 - p)) + self.r / 2 * math.log1p(-p)

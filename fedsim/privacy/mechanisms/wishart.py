@@ -31,10 +31,10 @@ from numpy.typing import ArrayLike
 from fedsim.privacy.numerics import gaussian, quadratic
 from fedsim.privacy.numerics.special import (
     Array,
-    checked,
-    checked_delta,
-    checked_epsilon,
     least_epsilon,
+    require_delta,
+    require_epsilon,
+    require_range,
 )
 from fedsim.types import FedsimError
 
@@ -75,8 +75,8 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
             no larger than in one of the lines, for any neighbours in either order.
         epsilon: at least 0, of any shape.
     """
-    count, eps = checked("k", k, 1.0, np.finfo(float).max, "draws"), checked_epsilon(epsilon)
-    up, down = checked("eigenvalues", eigenvalues, 0.0, np.inf, "two of 0 or more").T
+    count, eps = require_range("k", k, 1.0, np.finfo(float).max, "draws"), require_epsilon(epsilon)
+    up, down = require_range("eigenvalues", eigenvalues, 0.0, np.inf, "two of 0 or more").T
     if (down >= 1).any():
         return np.zeros(eps.shape)[()]
     a, rest = np.stack([-up, down], axis=-1), np.stack([1 + up, 1 - down], axis=-1)
@@ -88,7 +88,7 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
 def epsilon(k: float, distance: float, delta: float) -> float:
     """The least ε >= 0 at which δ is at most `delta`; inf for a distance of 1 or more."""
     _arguments(k, distance, 0.0)
-    checked_delta(delta)
+    require_delta(delta)
     if distance >= 1:
         return math.inf
     return _least(lambda at: float(log_delta(k, distance, at)), delta)
@@ -96,7 +96,7 @@ def epsilon(k: float, distance: float, delta: float) -> float:
 
 def epsilon_of(k: float, eigenvalues: Array, delta: float) -> float:
     """The same where neighbours differ in two eigenvalues; see `log_delta_of`."""
-    checked_delta(delta)
+    require_delta(delta)
     if float(log_delta_of(k, eigenvalues, 0.0)) == 0.0:
         return math.inf
     return _least(lambda at: float(log_delta_of(k, eigenvalues, at)), delta)
@@ -124,7 +124,7 @@ def max_draws_of(eigenvalues: Array, epsilon: float, delta: float) -> int:
 
 
 def _most(log_delta: Callable[[int], float], delta: float) -> int:
-    target = float(np.log(checked_delta(delta)))
+    target = float(np.log(require_delta(delta)))
     low, high = 0, 1
     while log_delta(high) <= target:
         low, high = high, 2 * high
@@ -142,7 +142,7 @@ def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Ar
     It is claimed for ε < 1 and Δ < 1 only.
     """
     count, _, eps = _arguments(k, 0.0, epsilon)
-    log = -np.log(checked_delta(delta))
+    log = -np.log(require_delta(delta))
     return eps * np.minimum(1 / np.sqrt(8 * count * log), 1 / (8 * log))
 
 
@@ -155,7 +155,7 @@ def paper_epsilon(k: float, distance: float, delta: float) -> float:
 def _arguments(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> tuple[Array, ...]:
     most = np.finfo(float).max
     return np.broadcast_arrays(
-        checked("k", k, 1.0, most, "a number of draws, at least 1"),
-        checked("distance", distance, 0.0, most, "a distance of at least 0"),
-        checked_epsilon(epsilon),
+        require_range("k", k, 1.0, most, "a number of draws, at least 1"),
+        require_range("distance", distance, 0.0, most, "a distance of at least 0"),
+        require_epsilon(epsilon),
     )

@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike
 
 from fedsim.privacy.numerics.special import (
     Array,
-    checked,
-    checked_delta,
-    checked_epsilon,
     legendre,
+    require_delta,
+    require_epsilon,
+    require_range,
     solve,
 )
 
@@ -39,10 +39,10 @@ def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
     >>> np.exp(log_delta([1.1, 0.0], 1.0)).round(6)
     array([0.096146, 1.      ])
     """
-    multiplier = checked("noise_multiplier", noise_multiplier, 0.0, np.inf, _RANGE)
+    multiplier = require_range("noise_multiplier", noise_multiplier, 0.0, np.inf, _RANGE)
     with np.errstate(divide="ignore", invalid="ignore"):
         mu = 1 / multiplier
-        c = checked_epsilon(epsilon) / mu - mu / 2
+        c = require_epsilon(epsilon) / mu - mu / 2
         c = np.where(np.isinf(mu), -np.inf, np.where(mu == 0, np.inf, c))
     return _log_curve(c, mu)
 
@@ -60,8 +60,8 @@ def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
     """
     from scipy.special import ndtri
 
-    multiplier = checked("noise_multiplier", noise_multiplier, 0.0, np.inf, _RANGE)
-    multiplier, target = np.broadcast_arrays(multiplier, checked_delta(delta))
+    multiplier = require_range("noise_multiplier", noise_multiplier, 0.0, np.inf, _RANGE)
+    multiplier, target = np.broadcast_arrays(multiplier, require_delta(delta))
     log_target = np.log(target)
     with np.errstate(divide="ignore"):
         mu = np.minimum(1 / multiplier, 1e300)
@@ -91,7 +91,7 @@ def noise_multiplier(epsilon: ArrayLike, delta: ArrayLike) -> Array:
     >>> float(noise_multiplier(1.0, 1e-5).round(4))
     3.7306
     """
-    eps, target = np.broadcast_arrays(checked_epsilon(epsilon), checked_delta(delta))
+    eps, target = np.broadcast_arrays(require_epsilon(epsilon), require_delta(delta))
     log_target = np.log(target)
 
     def rising(log_mu: Array) -> tuple[Array, Array]:

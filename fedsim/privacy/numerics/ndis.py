@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedsim.privacy.numerics import quadratic
-from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
+from fedsim.privacy.numerics.special import Array, require_delta, require_epsilon, require_range
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 _ROUNDING = 64 * np.finfo(float).eps
 """Times the dimension: below this share of the largest, an eigenvalue is 0."""
 _LARGEST = 1e100
-"""Of means and covariances: squares must not overflow."""
+"""Largest number in a mean or a covariance: squares must not overflow."""
 _LARGE = f"{{}}: holds a number beyond ± {_LARGEST:g}; use other units of measurement"
 _FARTHEST = 1e30
 _CERTAIN = 1e-10
@@ -53,14 +53,14 @@ class NormalPair:
         >>> float(np.exp(two.log_delta(0.5)).round(6))
         0.284452
         """
-        eps = checked_epsilon(epsilon)
+        eps = require_epsilon(epsilon)
         if self.apart:
             return np.zeros(eps.shape)[()]
         return quadratic.log_delta(self.a, self.rest, self.shift, np.ones_like(self.a), eps)
 
     def epsilon(self, delta: ArrayLike) -> Array:
         """The least ε >= 0 at which δ(ε) is at most δ in (0, 1)."""
-        target = checked_delta(delta)
+        target = require_delta(delta)
         if self.apart:
             return np.full(target.shape, np.inf)[()]
         if (self.shift > _FARTHEST**2).any():
@@ -151,8 +151,8 @@ def estimate(
         FedsimError: `error` or `confidence` is not in (0, 1), or that takes more than 10^9 draws.
     """
     for name, value in (("error", error), ("confidence", confidence)):
-        checked(name, value, 1e-300, np.nextafter(1.0, 0.0), "a number in (0, 1)")
-    eps = float(checked_epsilon(epsilon))
+        require_range(name, value, 1e-300, np.nextafter(1.0, 0.0), "a number in (0, 1)")
+    eps = float(require_epsilon(epsilon))
     draws = math.ceil(math.log(2 / (1 - confidence)) / (2 * error**2))
     if draws > 10**9:
         raise FedsimError(f"error: {error:g} takes {number_of(draws, 'draw')}; use a larger one")

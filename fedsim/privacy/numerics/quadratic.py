@@ -50,7 +50,8 @@ _DENSITY = 9.0
 """Nodes per length at first: enough for nearly all integrands."""
 _MOST = 1 << 16
 _AGREEMENT = 1e-12
-"""Of all nodes with half of them, relative. At 1e-9 one of 10^5 agrees by chance, wrong by 7e-9."""
+"""Relative agreement of all nodes with half of them. At 1e-9 one of 10^5 agrees by chance, wrong
+by 7e-9."""
 _GROWTH = 1.0
 """The growth of E along a path beyond which another is looked for."""
 _CHUNK = 1 << 15
@@ -72,7 +73,7 @@ class Integrand:
 
     @cached_property
     def _present(self) -> list[tuple[bool, bool]]:
-        """Of each term, whether any column has it as a power, and as a fraction."""
+        """Whether any column has each term as a power, and as a fraction."""
         return [(bool(p.any()), bool(b.any())) for p, b in zip(self.power, self.bulk, strict=True)]
 
     def log(self, x: Array, y: Array, some: Columns) -> tuple[Array, Array]:
@@ -120,7 +121,7 @@ class _Path:
         with np.errstate(divide="ignore"):
             self._bend = np.maximum(_SHARPEST, _TILT / 2 / np.abs(skewness))
         self._level = self._ends(np.arange(len(of.slope)), self._side, self._bend)
-        """Of the path's length among `_LENGTHS`."""
+        """Index of the path's length among `_LENGTHS`."""
         self._shorten(np.flatnonzero(_LENGTHS[self._level] > _LONG))
 
     def _shorten(self, columns: Columns) -> None:
@@ -178,7 +179,7 @@ class _Path:
     def _values(self, v: Array, some: Columns) -> tuple[Array, Array, Array]:
         """E's real part, and the real parts of exp(E) dz / (i dv) and of z times that."""
         with np.errstate(over="ignore", invalid="ignore"):
-            x, y, turn = _bent(v, self._side[some, None], self._bend[some, None])
+            x, y, turn = _bend_path(v, self._side[some, None], self._bend[some, None])
             size, phase = self._of.log(x, y, some)
             weight = np.exp(size) * np.cosh(v)
             cosine, sine = np.cos(phase), np.sin(phase)
@@ -189,7 +190,7 @@ class _Path:
     def _fall(self, v: Array, some: Columns, side: Array, bend: Array) -> Array:
         """log of the integrand's size by v, relative to the saddle point."""
         with np.errstate(over="ignore", invalid="ignore"):
-            x, y, _ = _bent(v, side[:, None], bend[:, None])
+            x, y, _ = _bend_path(v, side[:, None], bend[:, None])
             size = self._of.log(x, y, some)[0] + np.log(np.cosh(v))
         return np.where(np.isnan(size), np.inf, size)
 
@@ -224,7 +225,7 @@ class _Path:
                     self._level[chosen] = np.searchsorted(_LENGTHS, v[first[better]])
 
 
-def _bent(v: Array, side: Array, bend: Array) -> tuple[Array, Array, Array]:
+def _bend_path(v: Array, side: Array, bend: Array) -> tuple[Array, Array, Array]:
     """x, y and dx / dy at v."""
     y = np.sinh(v)
     root = np.sqrt(y * y + bend * bend)
@@ -321,7 +322,7 @@ class _Form:
 
     @classmethod
     def of(cls, a: Array, rest: Array, shift: Array, count: Array, eps: Array) -> _Form:
-        """With `log_rest` from whichever of a and 1 - a tells more of it."""
+        """Makes the form; `log_rest` is taken from whichever of a and 1 - a tells more of it."""
         log_rest = np.where(np.abs(a) < 0.5, np.log1p(-a), np.log(rest))
         return cls(a, rest, shift, count, log_rest, eps)
 

@@ -11,7 +11,7 @@ from fedsim.types import FedsimError
 _TOLERANCE = 0.005
 """The ε found is at most that much below the one asked for, relative."""
 _DIGITS = 5
-"""Of a noise multiplier, rounded up: so that it reads well, and is the same on every machine."""
+"""Digits of a noise multiplier, rounded up: it reads well, and is the same on every machine."""
 _RANGE = (1e-6, 1e9)
 """Noise multipliers that are looked at."""
 _MOST = 60

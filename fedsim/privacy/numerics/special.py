@@ -19,7 +19,7 @@ Sloped = Callable[[Array], tuple[Array, Array]]
 """x -> (value, derivative)."""
 
 
-def checked(name: str, value: ArrayLike, low: float, high: float, expected: str) -> Array:
+def require_range(name: str, value: ArrayLike, low: float, high: float, expected: str) -> Array:
     """`value` as an array of numbers in [low, high].
 
     Raises:
@@ -37,15 +37,17 @@ def checked(name: str, value: ArrayLike, low: float, high: float, expected: str)
     return array
 
 
-def checked_epsilon(value: ArrayLike) -> Array:
+def require_epsilon(value: ArrayLike) -> Array:
     """ε: finite and at least 0."""
-    return checked("epsilon", value, 0.0, np.finfo(float).max, "a finite number of at least 0")
+    return require_range(
+        "epsilon", value, 0.0, np.finfo(float).max, "a finite number of at least 0"
+    )
 
 
-def checked_delta(value: ArrayLike) -> Array:
+def require_delta(value: ArrayLike) -> Array:
     """δ: a probability strictly between 0 and 1."""
     tiny = np.nextafter(0.0, 1.0)
-    return checked("delta", value, tiny, np.nextafter(1.0, 0.0), "a probability in (0, 1)")
+    return require_range("delta", value, tiny, np.nextafter(1.0, 0.0), "a probability in (0, 1)")
 
 
 def log_gamma_term(a: Array, excess: Array) -> Array:

@@ -60,7 +60,7 @@ def part(number: int, total: int) -> Iterator[None]:
 
 
 _STEPS = 1000
-"""Of a part, as it is told."""
+"""Steps in which the progress of one part is reported."""
 
 
 def check(work: int, remedy: str, most: int = MOST) -> None:

@@ -62,18 +62,18 @@ def test_no_neighbour_is_farther(neurons: int | None, length: float, beta: float
         a, b = ntk.kernel(x, x, weights), ntk.kernel(y, y, weights)
         for lift in (1e-2, 1.0):
             added = lift * torch.eye(n, dtype=torch.float64)
-            bound = kernel_distance.lifted(beta, lift, **sizes)
+            bound = kernel_distance.lift_distance(beta, lift, **sizes)
             for one, two in ((a, b), (b, a)):
                 assert paper.neighbour_distance(one + added, two + added) <= bound
                 found = changes(one + added, two + added)
-                assert within(found, kernel_distance.lifted_eigenvalues(beta, lift, **sizes))
+                assert within(found, kernel_distance.eigenvalues_under_lift(beta, lift, **sizes))
                 assert float(found[1:-1].abs().max()) < 1e-9
         least = [float(torch.linalg.eigvalsh(gram)[0]) for gram in (a, b)]
         if min(least) > 1e-6:
             found = paper.neighbour_distance(a, b)
             assert found <= paper.assumed(beta, least[1], **sizes) * (1 + 1e-6)
             assert found <= paper.of_data(beta, least[0], **sizes) * (1 + 1e-6)
-            bounds = kernel_distance.assumed_eigenvalues(beta, least[1], **sizes)
+            bounds = kernel_distance.eigenvalues_above_floor(beta, least[1], **sizes)
             assert within(changes(a, b), bounds)
             bounds = paper.of_data_eigenvalues(beta, least[0], **sizes)
             assert within(changes(a, b), bounds)
@@ -100,7 +100,7 @@ def test_both_eigenvalues_under_a_lift_are_attained_together(a: float) -> None:
     moved[0, 1] = a
     lift = torch.eye(2, dtype=torch.float64)
     found = changes(moved @ moved.T + lift, features @ features.T + lift)
-    ((up, down),) = kernel_distance.lifted_eigenvalues(a / 2, 1.0, row_norm=1.0).tolist()
+    ((up, down),) = kernel_distance.eigenvalues_under_lift(a / 2, 1.0, row_norm=1.0).tolist()
     assert float(found[-1]) == pytest.approx(up, rel=1e-3)
     assert -float(found[0]) == pytest.approx(down, rel=1e-3)
     assert (1 + up) * (1 - down) == pytest.approx(1.0)
@@ -118,4 +118,4 @@ def test_no_features_of_any_kind_exceed_the_bound_under_a_lift() -> None:
         moved[0] += 0.5 * step / step.norm()
         lift = torch.eye(n, dtype=torch.float64)
         found = changes(moved @ moved.T + lift, features @ features.T + lift)
-        assert within(found, kernel_distance.lifted_eigenvalues(0.25, 1.0))
+        assert within(found, kernel_distance.eigenvalues_under_lift(0.25, 1.0))

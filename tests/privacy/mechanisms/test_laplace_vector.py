@@ -71,22 +71,22 @@ def test_many_entries_are_a_gaussian_mechanism() -> None:
 def test_calibrated_noise_is_enough(
     calibration: laplace_vector.Calibration, dimension: int, epsilon: float, delta: float
 ) -> None:
-    noise = laplace_vector.calibrated(0.2, dimension, epsilon, delta, calibration)
+    noise = laplace_vector.calibrate_noise(0.2, dimension, epsilon, delta, calibration)
     found = float(laplace_vector.log_delta(0.2, *noise, dimension, epsilon))
     assert found <= math.log(delta) + 1e-9
     if calibration == "tight":
         assert found == pytest.approx(math.log(delta), abs=1e-6)
-        paper = laplace_vector.calibrated(0.2, dimension, epsilon, delta, "paper")
+        paper = laplace_vector.calibrate_noise(0.2, dimension, epsilon, delta, "paper")
         assert noise[0] <= paper[0] * (1 + 1e-12)
 
 
 def test_the_papers_scale_is_that_of_the_l1_sensitivity() -> None:
-    scale, bound = laplace_vector.calibrated(0.1, 64, 0.5, 1e-6, "paper")
+    scale, bound = laplace_vector.calibrate_noise(0.1, 64, 0.5, 1e-6, "paper")
     assert scale == pytest.approx(8 * 0.1 / 0.5)
     assert bound == pytest.approx(float(laplace.bound(0.8, 0.5, 1e-6)))
     # 512 features: the paper's noise is 4.5 times what is proven to be enough.
     tight, paper = (
-        laplace_vector.calibrated(1.0, 512, 0.5, 1e-6, calibration)[0]
+        laplace_vector.calibrate_noise(1.0, 512, 0.5, 1e-6, calibration)[0]
         for calibration in ("tight", "paper")
     )
     assert paper / tight == pytest.approx(4.456, abs=0.01)

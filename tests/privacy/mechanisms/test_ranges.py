@@ -40,9 +40,9 @@ from fedsim.types import FedsimError
         (least_squares.log_delta, (0.1, 0.2, 5, math.nan, 1.0), "d: got nan"),
         (wishart.log_delta, (0, 0.1, 1.0), "k: got 0"),
         (wishart.log_delta, (5, -0.1, 1.0), "distance"),
-        (kernel_distance.lifted, (math.nan, 1.0), "beta"),
-        (kernel_distance.lifted_eigenvalues, (1.0, 0.0), "lift"),
-        (kernel_distance.assumed_eigenvalues, (1.0, math.inf), "least"),
+        (kernel_distance.lift_distance, (math.nan, 1.0), "beta"),
+        (kernel_distance.eigenvalues_under_lift, (1.0, 0.0), "lift"),
+        (kernel_distance.eigenvalues_above_floor, (1.0, math.inf), "least"),
         (mutual_information_leverage, (1.0, 3), "delta"),
     ],
 )

@@ -37,8 +37,7 @@ def log_moment_of(mean1, cov1, mean2, cov2):  # type: ignore[no-untyped-def]
     return log_moment, min(singular, 2) / 2
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("epsilon", [0.0, 1.0])
+@pytest.mark.parametrize(("seed", "epsilon"), [(0, 0.0), (1, 1.0)])
 def test_three_dimensions_agree_with_the_moments_of_the_matrices(seed: int, epsilon: float) -> None:
     pair = random_pair(3, seed)
     with mp.workdps(25):
@@ -48,7 +47,7 @@ def test_three_dimensions_agree_with_the_moments_of_the_matrices(seed: int, epsi
         assert abs(found / expected - 1) < 1e-9
 
 
-@pytest.mark.parametrize(("a1", "a2"), [(0.4, -0.02), (-0.5, 0.03), (-0.2, -0.01)])
+@pytest.mark.parametrize(("a1", "a2"), [(0.4, -0.02), (-0.2, -0.01)])
 def test_fifty_dimensions_agree_with_two_groups_in_disguise(a1: float, a2: float) -> None:
     """N(0, I) against a normal whose precision is 1 - a1 once and 1 - a2 else, both mixed up."""
     size, b1, epsilon = 50, 0.7, 0.4
@@ -123,13 +122,13 @@ def test_the_estimator_keeps_its_guarantee() -> None:
     form = ndis.pair(*random_pair(3, 8))
     exact = math.exp(float(form.log_delta(0.5)))
     held = 0
-    for trial in range(200):
+    for trial in range(100):
         found = ndis.estimate(
             form, 0.5, error=0.05, confidence=0.9, rng=np.random.default_rng(trial)
         )
         assert found.draws == math.ceil(math.log(2 / 0.1) / (2 * 0.05**2))
         held += found.interval[0] <= exact <= found.interval[1]
-    assert held >= 180
+    assert held >= 90
     many = ndis.estimate(form, 0.5, error=0.002, confidence=0.99, rng=np.random.default_rng(0))
     assert many.delta == pytest.approx(exact, abs=0.002)
 
