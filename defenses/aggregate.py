@@ -38,7 +38,7 @@ class Aggregate(AggregationDefense):
                 differ in name or shape.
         """
         seen = 0
-        tensors, buffers = Mean(), Mean()
+        tensors, buffers = RunningMean(), RunningMean()
         for update in updates:
             if update.num_examples < 1:
                 raise FedsimError(
@@ -76,7 +76,7 @@ def sum_updates(updates: Iterable[Update], who: str) -> Update:
         FedsimError: there is no update, or their tensors differ in name or shape.
     """
     count = examples = 0
-    tensors, buffers = Mean(torch.float64), Mean()
+    tensors, buffers = RunningMean(torch.float64), RunningMean()
     for update in updates:
         count += 1
         examples += update.num_examples
@@ -88,7 +88,7 @@ def sum_updates(updates: Iterable[Update], who: str) -> Update:
 
 
 @final
-class Mean:
+class RunningMean:
     """A running weighted mean of equally shaped updates."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:

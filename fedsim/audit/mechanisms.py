@@ -38,7 +38,7 @@ class MechanismVerdict:
     """Draws of each of the two worlds; in one run, canaries of both together."""
     seed: int
     unit: str
-    """Who is protected: a row, an example or a client."""
+    """The protected unit: a row, an example or a client."""
     neighbours: str
     """The difference between the two worlds, in words."""
 

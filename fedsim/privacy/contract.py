@@ -58,7 +58,7 @@ class Answer:
     confidence: float | None = None
     """Probability that the interval holds the figure."""
     unit: str | None = None
-    """Who is protected by ε and δ: a row, an example or a client."""
+    """The unit that ε and δ protect: a row, an example or a client."""
     neighbours: str | None = None
     """What two neighbours differ in: of any others nothing is said."""
 
@@ -76,7 +76,7 @@ class Stated(Keys):
     """A release of which ε and δ are stated: of whose data, and between which neighbours."""
 
     unit: ClassVar[str] = "row"
-    """Who is protected by ε and δ: a row, an example or a client."""
+    """The unit that ε and δ protect: a row, an example or a client."""
 
     @abstractmethod
     def neighbours(self) -> str:

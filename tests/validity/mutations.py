@@ -182,7 +182,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/contracts/defense.py:_rounded_to", "2.0 ** 52", "0", LOW_BITS
         ),
         "a sum of half precision that overflows": swap(
-            "defenses/aggregate.py:Mean.read",
+            "defenses/aggregate.py:RunningMean.read",
             "torch.promote_types(kept, torch.float32)",
             "kept",
             LOW_BITS,

@@ -252,7 +252,7 @@ class _Keys(Keys):
         )[1]
 
     def log_delta_of_known_batches(self, noise: float, epsilon: float) -> float:
-        """log of a bound on δ of sampling that it is known of: which batches an example was in."""
+        """Returns log of a bound on δ for an attacker who knows an example's batches."""
         if self.sampling == "balls_in_bins":
             return correlated.log_delta_known_bin(
                 noise, epsilon, steps=self.steps, bins=self._bins, correlation=self.correlation
@@ -368,9 +368,9 @@ class CorrelatedCurve(_Keys, Curve):
         return _least(lambda eps: _holds_or_unseen(lambda: curve.upper(eps), delta))
 
     def epsilon_of_known_batches(self, delta: float) -> Answer:
-        """As `epsilon`, of sampling that it is known of: which batches an example was in.
+        """Returns `epsilon` for an attacker who knows which batches an example was in.
 
-        It needs no draws, and what hides the batches is never less private.
+        It needs no draws, and sampling that hides the batches is never less private.
         """
         target, noise = math.log(delta), self.noise_multiplier
         found = _least(lambda eps: self.log_delta_of_known_batches(noise, eps) <= target)

@@ -225,7 +225,7 @@ def _symmetric(array: Array) -> Array:
 
 
 def _positive(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which eigenvalues are not 0."""
+    """Returns which eigenvalues are not 0."""
     share = values / values[-1]
     unsure = (share > _ROUNDING * len(values)) & (share < _CERTAIN)
     if unsure.any():
