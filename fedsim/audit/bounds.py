@@ -112,7 +112,7 @@ def gaussian_bound(
 
 
 def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
-    """Returns the μ >= 0 below which the release is not μ-GDP; each of two rates errs with `error`."""
+    """Returns the μ >= 0 below which no μ-GDP holds; each of two rates errs with `error`."""
     from scipy.special import ndtri
 
     fitted, counted = zip(*map(_halves, _worlds(absent, present)), strict=True)

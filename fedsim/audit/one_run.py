@@ -109,7 +109,7 @@ class _Cast(ABC):
         """
 
     def row(self, update: Tensors, vector: Tensor) -> Tensor:
-        """Returns (k + 1,): a sketch of the entries, which keeps inner products, and that with `vector`.
+        """Returns (k + 1,): a sketch of the entries, and the inner product with `vector`.
 
         Only rows are compared by sketches: noise on `vector` would weigh more in one.
         """
