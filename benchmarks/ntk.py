@@ -138,7 +138,7 @@ def experiment(
                 "lemma_applies": paper.condition(epsilon, DELTA, count, printed),
                 "within_radius": printed <= paper.radius(epsilon, DELTA, count),
                 "epsilon_exact_at_paper_distance": wishart.epsilon(count, printed, DELTA),
-                "epsilon_exact": wishart.epsilon_of(count, change, DELTA),
+                "epsilon_exact": wishart.epsilon(count, change, DELTA),
                 "accuracy": _spread(scores[epsilon]),
             }
             for epsilon, count in counts.items()

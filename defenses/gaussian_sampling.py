@@ -145,7 +145,7 @@ def _most_draws(eigenvalues: tuple[tuple[float, float], ...], epsilon: float, de
     change = np.array(eigenvalues)
     if wishart.log_delta_of(_MOST, change, epsilon) <= np.log(delta):
         return _MOST
-    found = wishart.max_draws_of(change, epsilon, delta)
+    found = wishart.max_draws(change, epsilon, delta)
     if found == 0:
         raise FedsimError(
             f"gaussian_sampling: not even one draw is ({epsilon:g}, {delta:g})-private where an "

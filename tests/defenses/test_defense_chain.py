@@ -13,7 +13,6 @@ from fedsim.testing.cases import mixed, non_finite, same, stream
 from fedsim.types import FedsimError, LocalTraining, Tensors
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
-from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.dropout import Dropout
 from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.gradient_pruning import GradientPruning
@@ -108,18 +107,3 @@ def test_an_aggregation_that_is_not_last_is_refused() -> None:
 )
 def test_what_bound_a_stack_proves(stack: Stack, sensitivity: float) -> None:
     assert stack.guarantees(DECLARED)[-1].sensitivity == sensitivity
-
-
-def test_a_mechanism_survives_all_that_comes_after_it() -> None:
-    stack = chain(
-        DPSGD(norm=1.0, noise_multiplier=2.0),
-        Quantization(bits=4),
-        Clip(norm=1.0),
-        GaussianNoise(multiplier=1.0),
-        TopK(ratio=0.5),
-        Aggregate(),
-    )
-    first, *_, last = stack.guarantees(DECLARED)
-    assert first.mechanism is not None
-    assert last.mechanism == first.mechanism
-    assert last.sensitivity == math.inf

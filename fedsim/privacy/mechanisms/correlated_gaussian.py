@@ -35,6 +35,8 @@ from fedsim.privacy.numerics.special import Array, least
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
+Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
+
 _PATTERNS = 1024
 """Participation patterns that a likelihood ratio sums over, at most."""
 _CHUNK = 1 << 20
@@ -43,7 +45,27 @@ _HELD = 1 << 27
 """Entries of an array of (draws, steps) or (patterns, steps), at most."""
 
 
-class CorrelatedReleases(Keys):
+class _Steps(Keys):
+    """Noisy steps: how many, on which batches, and by which claim."""
+
+    steps: Annotated[int, Field(ge=1, le=100_000)]
+    """T: noisy steps."""
+    sampling_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """q: the probability of an example to be in a step's batch. Not used by `full` and
+    `single_epoch`."""
+    correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """λ: the share of the last step's noise that is taken back."""
+    sampling: Sampling
+    """`full`: an example may be in every batch. `single_epoch`: in at most one. `poisson`: in each
+    with probability q, independently. `balls_in_bins`: in every (1/q)-th, from a random one on.
+    `fixed_size`: batches of the same size, uniform without replacement in each step."""
+    variant: Literal["exact", "paper"] = "exact"
+    """`paper`: Theorem F.12 of the KAN paper, for `fixed_size` and `poisson`. Above ε = 1
+    its last step may fail, and the exact Gaussian mechanism stands in its place."""
+
+
+@final
+class CorrelatedExperiment(_Steps, Experiment):
     """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1.
 
     Its gradient is +1 in every step whose batch it is in, and 0 under the neighbour (`zero_out`).
@@ -51,14 +73,8 @@ class CorrelatedReleases(Keys):
     sum tells whether the example has taken another's place, whatever its own gradient.
     """
 
-    steps: Annotated[int, Field(ge=1, le=100_000)]
-    sampling_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
-    correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     noise_multiplier: Size
     """Standard deviation of z_t over the clipping norm."""
-    sampling: Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
-    variant: Literal["exact", "paper"] = "exact"
-    """The claim that is tried."""
 
     @model_validator(mode="after")
     def _few_patterns(self) -> Self:
@@ -84,10 +100,17 @@ class CorrelatedReleases(Keys):
             return round(1 / self.sampling_rate)
         return int(2**self.steps)
 
-    def log_ratios(
-        self, sigma: float, present: bool, draws: int, rng: np.random.Generator
-    ) -> Array:
-        """(draws,) log likelihood ratios of whole sequences of releases, noise being `sigma`."""
+    def curve(self) -> Curve:
+        """See Experiment."""
+        return CorrelatedCurve.model_validate(self.model_dump(exclude={"sabotage"}))
+
+    def work(self) -> int:
+        """See Experiment."""
+        return 4 * self.steps + self.patterns  # a step is whitened with a stride
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
+        """Returns (draws,) log likelihood ratios, of whole sequences of releases."""
+        sigma = self.sabotage * self.noise_multiplier
         masks, chances = self._participations()
         # relative to batches without the example, where that is public
         reach = (1.0, 2.0) if self.sampling == "fixed_size" else (0.0, 1.0)
@@ -138,8 +161,6 @@ def _log_density(seen: Array, means: Array, chances: Array, sigma: float) -> Arr
     return found
 
 
-Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
-
 _EXACT = "exact Gaussian"
 _CONVEX = "exact Gaussian, averaged over the batches, by joint convexity"
 _LARGEST = 1e9
@@ -148,22 +169,8 @@ _SEARCH, _ATTEMPTS = 9, 8
 """Curves that calibration estimates of a few draws, and of all of them."""
 
 
-class _Keys(Keys):
+class _Keys(_Steps):
     unit: ClassVar[str] = "example"
-    steps: Annotated[int, Field(ge=1, le=100_000)]
-    """T: noisy steps."""
-    sampling_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """q: the probability of an example to be in a step's batch. Not used by `full` and
-    `single_epoch`."""
-    correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """λ: the share of the last step's noise that is taken back."""
-    sampling: Sampling
-    """`full`: an example may be in every batch. `single_epoch`: in at most one. `poisson`: in each
-    with probability q, independently. `balls_in_bins`: in every (1/q)-th, from a random one on.
-    `fixed_size`: batches of the same size, uniform without replacement in each step."""
-    variant: Literal["exact", "paper"] = "exact"
-    """`paper`: Theorem F.12 of the KAN paper, for `fixed_size` and `poisson`. Above ε = 1
-    its last step may fail, and the exact Gaussian mechanism stands in its place."""
     relation: Literal["zero_out", "add_or_remove", "replace_one"] = "zero_out"
     """Neighbours: an example's contribution is exchanged for zero, an example is there or not (the
     same, but only where sampling is independent between examples), or for any other."""
@@ -498,20 +505,6 @@ def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40)
         middle = math.sqrt(low * high)
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
-
-
-@final
-class CorrelatedExperiment(Experiment, CorrelatedReleases):
-    """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1."""
-
-    claims = CorrelatedCurve
-
-    def work(self) -> int:
-        return 4 * self.steps + self.patterns  # a step is whitened with a stride
-
-    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """(draws,) log likelihood ratios, of the whole sequence of releases."""
-        return self.log_ratios(self.sabotage * self.noise_multiplier, present, draws, rng)
 
 
 class CorrelatedGaussian(KnownMechanism):

@@ -59,16 +59,16 @@ class Neighbours(Keys):
             raise ValueError("gaussian_sampling takes distance, or else both beta and lift")
         return self
 
-    def eigenvalues(self) -> Array | None:
-        """(n, 2) as of `wishart.log_delta_of`; None if the distance alone is known."""
+    def known(self) -> float | Array:
+        """Returns what `wishart.log_delta_at` takes: eigenvalues, or the distance alone."""
         if self.beta is None or self.lift is None:
-            return None
+            return self.apart()
         return kernel_distance.eigenvalues_under_lift(
             self.beta, self.lift, gain=self.gain, row_norm=self.row_norm
         )
 
     def apart(self) -> float:
-        """The distance."""
+        """Returns the largest distance of neighbours' matrices."""
         if self.distance is not None:
             return self.distance
         assert self.beta is not None and self.lift is not None
@@ -106,29 +106,19 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
         return super().delta(epsilon)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        known = self.eigenvalues()
-        if known is not None:
-            return {"both": wishart.log_delta_of(self.k, known, epsilons)}
-        return {"both": wishart.log_delta(self.k, self.apart(), epsilons)}
+        return {"both": wishart.log_delta_at(self.k, self.known(), epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        known = self.eigenvalues()
         if self.variant == "paper":
             return {"both": wishart.paper_epsilon(self.k, self.apart(), delta)}
-        if known is not None:
-            return {"both": wishart.epsilon_of(self.k, known, delta)}
-        return {"both": wishart.epsilon(self.k, self.apart(), delta)}
+        return {"both": wishart.epsilon(self.k, self.known(), delta)}
 
 
 class GaussianSamplingCalibration(Neighbours, Calibration):
     """The most draws of Gaussian sampling that are private: its noise falls with k."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        known = self.eigenvalues()
-        if known is not None:
-            draws = wishart.max_draws_of(known, epsilon, delta)
-        else:
-            draws = wishart.max_draws(self.apart(), epsilon, delta)
+        draws = wishart.max_draws(self.known(), epsilon, delta)
         if draws == 0:
             raise FedsimError(
                 f"distance: not even one draw is ({epsilon:g}, {delta:g})-private at "
@@ -192,8 +182,8 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
         """(draws,) log likelihood ratios; `present` is K'."""
-        count, known = self._drawn, self.eigenvalues()
-        up, down = (0.0, self.apart()) if known is None else known[0]
+        count, known = self._drawn, self.known()
+        up, down = known[0] if isinstance(known, np.ndarray) else (0.0, known)
         ratio = np.zeros(draws)
         for a in filter(None, (-up, down)):
             squares = rng.chisquare(count, draws) / (1 - a if present else 1.0)

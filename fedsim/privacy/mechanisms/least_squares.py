@@ -78,15 +78,8 @@ def log_delta(
     >>> float(np.exp(log_delta(0.02, 0.05, 300, 12, 1.0)).round(6))
     0.003475
     """
-    p, q, r, d = require_keys(p, q, r, d)
-    p, q, r, d, eps = np.broadcast_arrays(p, q, r, d, require_epsilon(epsilon))
-    result = np.zeros(p.shape)  # q = 1: without the row the residual vanishes
-    inside = q < 1
-    p, q, r, d, eps = (x[inside] for x in (p, q, r, d, eps))
-    ways = WAYS if direction == "both" else (direction,)
-    found = [quadratic.log_delta(*_form(p, q, r, d, way), eps) for way in ways]
-    result[inside] = np.max(found, axis=0)
-    return result[()]
+    # q = 1: without the row the residual vanishes
+    return _largest(quadratic.log_delta, p, q, r, d, require_epsilon(epsilon), direction, 0.0)
 
 
 def epsilon(
@@ -98,14 +91,26 @@ def epsilon(
     direction: Direction = "both",
 ) -> Array:
     """The least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1."""
-    p, q, r, d = require_keys(p, q, r, d)
-    p, q, r, d, target = np.broadcast_arrays(p, q, r, d, require_delta(delta))
-    result = np.full(p.shape, np.inf)
+    return _largest(quadratic.epsilon, p, q, r, d, require_delta(delta), direction, math.inf)
+
+
+def _largest(
+    function: Callable[..., Array],
+    p: ArrayLike,
+    q: ArrayLike,
+    r: ArrayLike,
+    d: ArrayLike,
+    argument: Array,
+    direction: Direction,
+    at_one: float,
+) -> Array:
+    """Returns the largest of `function` over the directions; `at_one` is its value for q = 1."""
+    p, q, r, d, at = np.broadcast_arrays(*require_keys(p, q, r, d), argument)
+    result = np.full(p.shape, at_one)
     inside = q < 1
-    p, q, r, d, target = (x[inside] for x in (p, q, r, d, target))
+    p, q, r, d, at = (x[inside] for x in (p, q, r, d, at))
     ways = WAYS if direction == "both" else (direction,)
-    found = [quadratic.epsilon(*_form(p, q, r, d, way), target) for way in ways]
-    result[inside] = np.max(found, axis=0)
+    result[inside] = np.max([function(*_form(p, q, r, d, way), at) for way in ways], axis=0)
     return result[()]
 
 

@@ -23,7 +23,6 @@ An argument out of its range is refused (`FedsimError`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -42,7 +41,7 @@ _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5
 
 
 def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
-    """log δ of `k` draws for covariances at that distance: the largest over their eigenvalues.
+    """Returns log δ of `k` draws for covariances at that distance: the largest over eigenvalues.
 
     `k` at least 1, `distance` at least 0, `epsilon` at least 0; they broadcast.
 
@@ -67,7 +66,7 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
-    """log δ of `k` draws where neighbours differ in two eigenvalues: the largest over all lines.
+    """Returns log δ of `k` draws where neighbours differ in two eigenvalues: the worst line's.
 
     Args:
         k: draws, at least 1.
@@ -85,59 +84,50 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
     return np.asarray(found.max(axis=-1))[()]
 
 
-def epsilon(k: float, distance: float, delta: float) -> float:
-    """The least ε >= 0 at which δ is at most `delta`; inf for a distance of 1 or more."""
-    _arguments(k, distance, 0.0)
-    require_delta(delta)
-    if distance >= 1:
+def log_delta_at(k: float, known: float | Array, epsilon: ArrayLike) -> Array:
+    """Returns `log_delta` of a distance, or `log_delta_of` the (n, 2) eigenvalues `known`."""
+    if isinstance(known, np.ndarray):
+        return log_delta_of(k, known, epsilon)
+    return log_delta(k, known, epsilon)
+
+
+def epsilon(k: float, known: float | Array, delta: float) -> float:
+    """Returns the least ε >= 0 at which δ is at most `delta`, for `known` as of `log_delta_at`.
+
+    It is inf where neighbours' covariances may be told apart for sure, as at a distance of 1.
+    """
+    at_zero = float(log_delta_at(k, known, 0.0))
+    target = float(np.log(require_delta(delta)))
+    if at_zero == 0.0 if isinstance(known, np.ndarray) else known >= 1:
         return math.inf
-    return _least(lambda at: float(log_delta(k, distance, at)), delta)
+    return least_epsilon(
+        lambda at: float(log_delta_at(k, known, at)), target, xtol=1e-300, rtol=1e-14
+    )
 
 
-def epsilon_of(k: float, eigenvalues: Array, delta: float) -> float:
-    """The same where neighbours differ in two eigenvalues; see `log_delta_of`."""
-    require_delta(delta)
-    if float(log_delta_of(k, eigenvalues, 0.0)) == 0.0:
-        return math.inf
-    return _least(lambda at: float(log_delta_of(k, eigenvalues, at)), delta)
+def max_draws(known: float | Array, epsilon: float, delta: float) -> int:
+    """Returns the largest number of draws k that is (ε, δ)-private; 0 if none is.
 
-
-def _least(log_delta: Callable[[float], float], delta: float) -> float:
-    return least_epsilon(log_delta, float(np.log(delta)), xtol=1e-300, rtol=1e-14)
-
-
-def max_draws(distance: float, epsilon: float, delta: float) -> int:
-    """The largest number of draws k that is (ε, δ)-private at that distance; 0 if none is.
-
-    More draws are a better kernel and less privacy.
+    More draws are a better kernel and less privacy. `known` is as of `log_delta_at`.
 
     Raises:
         FedsimError: an argument is out of range, or there is no such k below 10^12.
     """
-    _arguments(1, distance, epsilon)
-    return _most(lambda k: float(log_delta(k, distance, epsilon)), delta)
-
-
-def max_draws_of(eigenvalues: Array, epsilon: float, delta: float) -> int:
-    """The same where neighbours differ in two eigenvalues; see `log_delta_of`."""
-    return _most(lambda k: float(log_delta_of(k, eigenvalues, epsilon)), delta)
-
-
-def _most(log_delta: Callable[[int], float], delta: float) -> int:
     target = float(np.log(require_delta(delta)))
     low, high = 0, 1
-    while log_delta(high) <= target:
+    while log_delta_at(high, known, epsilon) <= target:
         low, high = high, 2 * high
         if high > 10**12:
             raise FedsimError("distance: so small that more than 10^12 draws are private")
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if log_delta(middle) <= target else (low, middle)
+        is_private = log_delta_at(middle, known, epsilon) <= target
+        low, high = (middle, high) if is_private else (low, middle)
     return low
 
 
 def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
-    """Δ = min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))} of DP-NTK regression, Lemma 5.4.
+    """Returns min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))} of DP-NTK regression, Lemma 5.4.
 
     It is claimed for ε < 1 and Δ < 1 only.
     """
@@ -147,7 +137,7 @@ def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Ar
 
 
 def paper_epsilon(k: float, distance: float, delta: float) -> float:
-    """The ε that Lemma 5.4 states at that distance; inf where it does not apply (ε >= 1)."""
+    """Returns the ε that Lemma 5.4 states at that distance; inf where it would be 1 or more."""
     stated = distance / float(paper_max_distance(k, 1.0, delta))
     return stated if stated < 1 else math.inf
 

@@ -41,14 +41,6 @@ def test_gaussian_mechanisms_compose_to_one(multipliers: tuple[float, ...], delt
     assert expected <= found <= 1.001 * expected
 
 
-def test_a_single_curve_is_exact() -> None:
-    for delta in (1e-9, 1e-2):
-        expected = float(gaussian.epsilon(1.3, delta))
-        assert curves.epsilon([normal(1.3)], delta) == pytest.approx(expected, rel=1e-9)
-    assert curves.epsilon([normal(50.0)], 0.5) == 0.0
-    assert curves.epsilon([], 1e-5) == 0.0
-
-
 def composed(parts: list[tuple[float, float]], epsilon: float) -> float:
     """δ(ε) of randomized responses of (ε_i, δ_i) together, exactly: a sum over their outcomes."""
     sums = [(1.0, 0.0)]

@@ -72,15 +72,15 @@ def test_two_eigenvalues_are_those_of_the_draws_and_smaller_ones_tell_less(
 
 def test_the_most_draws_of_two_eigenvalues() -> None:
     bounds = np.array([[0.02, 0.0196]])
-    draws = wishart.max_draws_of(bounds, 1.0, 1e-3)
+    draws = wishart.max_draws(bounds, 1.0, 1e-3)
     kept, lost = (float(wishart.log_delta_of(k, bounds, 1.0)) for k in (draws, draws + 1))
     assert kept <= math.log(1e-3) < lost
     assert draws > wishart.max_draws(math.hypot(0.02, 0.0196), 1.0, 1e-3)
-    epsilon = wishart.epsilon_of(draws, bounds, 1e-3)
+    epsilon = wishart.epsilon(draws, bounds, 1e-3)
     assert float(wishart.log_delta_of(draws, bounds, epsilon)) == pytest.approx(math.log(1e-3))
     assert wishart.log_delta_of(3, np.array([[0.5, 1.0]]), 5.0) == 0.0
-    assert wishart.epsilon_of(3, np.array([[0.5, 1.0]]), 0.1) == math.inf
-    assert wishart.epsilon_of(3, np.array([[1e-6, 1e-6]]), 0.1) == 0.0
+    assert wishart.epsilon(3, np.array([[0.5, 1.0]]), 0.1) == math.inf
+    assert wishart.epsilon(3, np.array([[1e-6, 1e-6]]), 0.1) == 0.0
 
 
 def test_the_inverses_return_to_where_they_came_from() -> None:
@@ -100,10 +100,3 @@ def test_the_papers_lemma_holds_and_is_very_loose(k: int, delta: float) -> None:
         assert float(wishart.log_delta(k, 1.5 * allowed, epsilon)) < math.log(delta)
         assert wishart.paper_epsilon(k, allowed, delta) == pytest.approx(epsilon)
     assert wishart.paper_epsilon(k, 1.01 * allowed / 0.9, delta) == math.inf
-
-
-def test_the_papers_radius_is_its_two_terms() -> None:
-    """log(1/δ) = 8: the first is less from k = 8 on."""
-    delta = math.exp(-8.0)
-    assert wishart.paper_max_distance(100, 0.5, delta) == pytest.approx(0.5 / 80)
-    assert wishart.paper_max_distance(2, 0.5, delta) == pytest.approx(0.5 / 64)
