@@ -25,7 +25,7 @@ from fedsim.recording.files import read_tensors, remove_rounds, remove_torn, wri
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import Privacy
 from fedsim.system import memory
-from fedsim.system.paths import from_home, opened, regular
+from fedsim.system.paths import from_home, open_regular, regular
 from fedsim.types import FedsimError, Tensors
 
 _INDEX = "checkpoint"
@@ -164,7 +164,7 @@ def fingerprint(scenario: Scenario, stack: str) -> str:
         include={"seed", "device", "threads", "data", "learner", "model", "training", "observe"},
     )
     if scenario.training.weights is not None:
-        with opened(from_home(scenario.training.weights), memory.limit()) as file:
+        with open_regular(from_home(scenario.training.weights), memory.limit()) as file:
             sections["weights"] = hashlib.file_digest(file, "sha256").hexdigest()
     # The noise of an ε that is asked for follows from δ, and from what is counted. Fingerprints of
     # scenarios that leave both as they are stay those of older checkpoints.

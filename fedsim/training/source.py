@@ -15,7 +15,7 @@ from fedsim.scenario.build import build_learner, plugin_class
 from fedsim.scenario.document import blaming
 from fedsim.scenario.model import PluginRef
 from fedsim.system import memory
-from fedsim.system.paths import from_home, opened
+from fedsim.system.paths import from_home, open_regular
 from fedsim.types import Dataset, Table, Unit
 
 _BY_LABEL = ("dirichlet", "shards")
@@ -82,7 +82,7 @@ def digest_of_inputs(scenario: Scenario, dataset: Dataset | Table) -> str:
             digest.update(f"{field.name} {value!r}\0".encode())
     for named in (scenario.data.partition.path, scenario.training.weights):
         if named is not None:
-            with opened(from_home(named), memory.limit()) as file:
+            with open_regular(from_home(named), memory.limit()) as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
