@@ -50,11 +50,7 @@ class DPFTRL(NoisyAggregation):
     """λ."""
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Sum of tensors, mean of buffers; `num_examples` is the total.
-
-        Raises:
-            FedsimError: there is no update, or their tensors differ in name or shape.
-        """
+        """Sum of tensors, mean of buffers; `num_examples` is the total."""
         return sum_updates(updates, "dp_ftrl")
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:

@@ -67,11 +67,7 @@ class GaussianNoise(UpdateDefense):
         return add_gaussian(update, float(state["std"]), rng), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """The Gaussian mechanism, if the update was bounded and no mechanism came before.
-
-        Raises:
-            FedsimError: there is a multiplier and no bound that it could multiply.
-        """
+        """The Gaussian mechanism, if the update was bounded and no mechanism came before."""
         std = self._std(before.sensitivity, before.reason)
         if std == 0:
             return before

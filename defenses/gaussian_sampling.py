@@ -93,11 +93,7 @@ class GaussianSampling(StatisticDefense):
             )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """K̃ of (n, n) K, positive semidefinite.
-
-        Raises:
-            FedsimError: not a single draw is private enough.
-        """
+        """K̃ of (n, n) K, positive semidefinite."""
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
         return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
@@ -132,11 +128,7 @@ class GaussianSampling(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """How many draws there are, and of which lift.
-
-        Raises:
-            FedsimError: not a single draw is private enough.
-        """
+        """How many draws there are, and of which lift."""
         return {"samples": self.guarantee(release).samples, "lift": self.lift or 0.0}
 
 

@@ -54,11 +54,7 @@ class LeastSquaresMechanism(DataDefense):
         return self.leverage < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuse rows of more leverage among a client's own than is declared.
-
-        Raises:
-            FedsimError: there is one.
-        """
+        """Refuse rows of more leverage among a client's own than is declared."""
         for client, rows in clients.items():
             require(self.leverage, rows, f"client {client}", "least_squares")
 
@@ -85,11 +81,7 @@ class LeastSquaresMechanism(DataDefense):
         return release.row_norm * _paper_sigma(self.epsilon, self.delta, r, d)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """The release at the leverage that σ leaves.
-
-        Raises:
-            FedsimError: as `sigma`.
-        """
+        """The release at the leverage that σ leaves."""
         leverage = bound(self.sigma(release), release.row_norm, self.leverage)
         relation: Relation = "add_or_remove" if self.leverage == 1 else "relative"
         mechanism: ExactMechanism = (

@@ -65,9 +65,6 @@ class RandomProjection(DataDefense):
         """Refuse rows of more leverage than is declared.
 
         In the union of the clients, if they share the noise, or else among each one's own.
-
-        Raises:
-            FedsimError: there is one.
         """
         if self.shared_among > 1:
             clients = {-1: torch.cat(list(clients.values()))}
@@ -84,11 +81,7 @@ class RandomProjection(DataDefense):
         return self._whole(release) / math.sqrt(self.shared_among)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """The projection with one client's noise, and with that of all who share it.
-
-        Raises:
-            FedsimError: what is released is no sketch.
-        """
+        """The projection with one client's noise, and with that of all who share it."""
         # Of a single client's rows nothing is known if the leverage is that in the union.
         own = 1.0 if self.shared_among > 1 else self.leverage
         alone = self._make_mechanism(release, self.sigma(release), own)

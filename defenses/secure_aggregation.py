@@ -93,12 +93,7 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Mean of clipped tensors and of buffers, weighted by examples; with noise, their sum.
-
-        Raises:
-            FedsimError: there is no update, one counts less than one example, or their tensors
-                differ in name or shape.
-        """
+        """Mean of clipped tensors and of buffers, weighted by examples; with noise, their sum."""
         clipped = self._clip_updates(updates)
         if self.noise_multiplier:
             return sum_updates(clipped, "secure_aggregation")
@@ -116,11 +111,7 @@ class SecureAggregation(MaskedAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in noisy.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Noise that the clients share; without it, each client's own guarantee.
-
-        Raises:
-            FedsimError: as `terms`.
-        """
+        """Noise that the clients share; without it, each client's own guarantee."""
         self.terms(before, 1)
         if not self.noise_multiplier or before.mechanism:
             if before.pooled and self.colluding:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,44 +53,23 @@ class TooFewDraws(FedsimError):  # noqa: N818 - reads as what happened
     """The draws do not reach far enough into the tail for an interval."""
 
 
-class Participations(Protocol):
-    """Laws of an example's participations: the true one first, then such as have more of them."""
-
-    @property
-    def laws(self) -> int:
-        """How many laws there are."""
-
-    @property
-    def rounded(self) -> bool:
-        """Whether means depend on the rounding."""
-
-    def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """(count, T) draws of C z, each by its own law."""
-
-    def mean(self) -> Array:
-        """(T,) C E[z] under the true law."""
-
-    def log_ratios(
-        self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
-    ) -> Array:
-        """(laws, count): log of the mixture of N(stretch C z, σ² I) over N(0, σ² I), at each x."""
-
-    def work(self, draws: int) -> int:
-        """About how many numbers are computed for so many draws in both directions."""
-
-
 @dataclass(frozen=True)
 class Poisson:
-    """An example that is in each step's batch with probability `sampling_rate`, independently."""
+    """An example that is in each step's batch with probability `sampling_rate`, independently.
+
+    Its first law is the true one; the others have more participations, to reach the tails.
+    """
 
     steps: int
     sampling_rate: float
     correlation: float
 
     rounded = True
+    """Whether means depend on the rounding."""
 
     @property
     def laws(self) -> int:
+        """Number of laws."""
         return len(self._rates)
 
     @cached_property
@@ -100,6 +79,7 @@ class Poisson:
         return np.append(q, np.minimum(larger, (1 + q) / 2))
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
+        """Returns (count, T) draws of C z, each by its own law."""
         z = rng.random((len(law), self.steps)) < self._rates[law][:, None]
         along, at = self._grid(rounding), np.zeros(len(law), dtype=np.int64)
         y = np.empty(z.shape)
@@ -109,12 +89,17 @@ class Poisson:
         return y
 
     def mean(self) -> Array:
-        return self.sampling_rate * _of_ones(self.steps, self.correlation)
+        """Returns (T,) C E[z] under the true law."""
+        shares: Array = np.cumsum(self.correlation ** np.arange(self.steps))
+        return self.sampling_rate * shares
 
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """See Participations: the forward algorithm over the grid of y."""
+        """Returns (laws, count): log of the mixture of N(stretch C z, σ² I) over N(0, σ² I) at x.
+
+        It is the forward algorithm over the grid of y.
+        """
         along = self._grid(rounding)
         moves = [along.moves(1 - q, q) for q in self._rates[:laws]]
         levels = stretch * along.levels[:, None] / sigma
@@ -126,6 +111,7 @@ class Poisson:
         )
 
     def work(self, draws: int) -> int:
+        """Returns about how many numbers so many draws take in both directions."""
         levels = round(grid_size(self.correlation, self._least, _TOLERANCE))
         return draws * self.steps * levels * (4 * self.laws + len(_TILTS) + 1)
 
@@ -161,7 +147,10 @@ def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
 
 @dataclass(frozen=True)
 class BallsInBins:
-    """An example in every `bins`-th step's batch, from a uniform one of the first `bins` on."""
+    """An example in every `bins`-th step's batch, from a uniform one of the first `bins` on.
+
+    Its methods are those of `Poisson`.
+    """
 
     steps: int
     bins: int
@@ -171,7 +160,6 @@ class BallsInBins:
     rounded = False
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """See Participations. Nothing is rounded."""
         means: Array = self._modes[rng.integers(self.bins, size=len(law))]
         return means
 
@@ -182,7 +170,6 @@ class BallsInBins:
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """See Participations: the mean over the bins."""
         modes = stretch * self._modes / sigma
         exponent = (x / sigma) @ modes.T
         exponent -= (modes**2).sum(axis=1) / 2
@@ -201,6 +188,9 @@ class BallsInBins:
         present = np.arange(self.steps) % self.bins == np.arange(self.bins)[:, None]
         triangle: Array = np.linalg.qr(accumulate(present, self.correlation).T)[1]
         return triangle.T
+
+
+Participations = Poisson | BallsInBins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,9 +372,3 @@ def _log_sum(logs: Array) -> Array:
     np.exp(logs, out=logs)
     found: Array = np.log(logs.sum(axis=1)) + top
     return found
-
-
-def _of_ones(steps: int, correlation: float) -> Array:
-    """(T,) C applied to ones."""
-    seen: NDArray[np.float64] = np.cumsum(correlation ** np.arange(steps))
-    return seen

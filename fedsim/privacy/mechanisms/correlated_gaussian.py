@@ -357,12 +357,7 @@ class CorrelatedCurve(_Keys, Curve):
         return self._estimate(estimate, delta, (low, high), direction)
 
     def claim(self, delta: float, most: int = work.MOST) -> tuple[float, str]:
-        """(ε that may be claimed, method): of an estimate, the upper end of its interval alone.
-
-        Raises:
-            FedsimError: see `epsilon`.
-            TooMuchWork: see `epsilon`.
-        """
+        """(ε that may be claimed, method): of an estimate, the upper end of its interval alone."""
         if self.variant == "paper" or self._log_delta():
             found = self.epsilon(delta, most)
             return found.epsilon, found.method
