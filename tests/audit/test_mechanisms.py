@@ -104,23 +104,3 @@ def test_a_refuted_claim_is_exit_status_1() -> None:
     done = CliRunner().invoke(app, [*words, "--draws", "20000"])
     assert done.exit_code == 1
     assert "REFUTED: the mechanism leaks more than it claims" in done.output
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["gaussian", "sigma=1"], "--delta is missing"),
-        (["gaussian", "sigma=1", "--delta", "1"], "delta: got 1"),
-        (["gaussian", "sigma=1", "--delta", "0.1", "--draws", "50"], "too few"),
-        (["gaussian", "sigma=1", "--delta", "0.1", "--draws", "0"], "draws"),
-        (["gaussian", "sigma=1", "--delta", "0.1", "--confidence", "1"], "confidence"),
-        (["gaussian", "sigma=1", "sabotage=0", "--delta", "0.1"], "sabotage"),
-        (["gaussian", "--delta", "0.1"], "sigma: missing"),
-        (["gausian", "sigma=1", "--delta", "0.1"], "gaussian"),
-        (["normal", "--delta", "0.1"], "has no experiment"),
-    ],
-)
-def test_what_cannot_be_audited_is_exit_status_2(words: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["audit", *words])
-    assert done.exit_code == 2
-    assert message in done.output
