@@ -44,7 +44,7 @@ BASE: dict[str, Any] = {
         "example": EXAMPLE,
     },
     "attacks": [],
-    "audit": {"canaries": 600, "confidence": 0.99},
+    "audit": {"canaries": 1000, "confidence": 0.99},
 }
 
 
