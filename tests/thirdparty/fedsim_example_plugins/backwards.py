@@ -8,7 +8,7 @@ from pathlib import Path
 from flwr.app import Message
 
 from fedsim.federation import client_app, server_app
-from fedsim.federation.client_app import Job
+from fedsim.federation.client_app import FederationJob
 from fedsim.federation.engine import FlowerEngine
 from fedsim.federation.local import LocalGrid, run_server
 from fedsim.federation.network.link import Link
@@ -30,7 +30,9 @@ class Backwards(FlowerEngine):
     def check(self) -> None:
         """Any machine will do."""
 
-    def train(self, job: Job, server: Server, on_round: OnRound, link: Link | None) -> None:
+    def train(
+        self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
+    ) -> None:
         """See `FlowerEngine`."""
         workload = job.workload()
         federation = workload.scenario
