@@ -37,7 +37,7 @@ _SAFETY = 3.0
 """Times the standard deviation of an image's features, up to which they may be off."""
 
 
-def allowed(problem: Consistency | Profile) -> float:
+def bound_residual(problem: Consistency | Profile) -> float:
     """Returns the share of the gradient that noise or rounding may leave."""
     classifier = problem.classifier
     energy = float(classifier.gradient.square().sum())
@@ -46,12 +46,12 @@ def allowed(problem: Consistency | Profile) -> float:
     return share
 
 
-def explained(problem: Consistency | Profile, loss: float) -> bool:
+def is_explained(problem: Consistency | Profile, loss: float) -> bool:
     """Says whether a share `loss` of the gradient is no more than noise or rounding leaves."""
-    return loss <= allowed(problem)
+    return loss <= bound_residual(problem)
 
 
-def relative_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
+def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
     """Bounds the relative error of each image's features (N,) by the gradient's own deviation,
     or by what the fit leaves, if that is more. An image whose error signal has vanished has no
     bound. Bounds are of first order (`beyond_first_order`).
@@ -70,7 +70,7 @@ def relative_errors(problem: Consistency | Profile, fits: Fits, index: int) -> T
     return bounds
 
 
-def beyond_first_order(bounds: Tensor) -> Tensor:
+def widen_bounds(bounds: Tensor) -> Tensor:
     """Widens the bounds (N,) of a batch's images where those of first order do not hold.
 
     Where an image may be off by more than itself, other features and labels explain the gradient as
@@ -103,7 +103,7 @@ _AS_GOOD = 100.0
 """Times the tolerance, up to which a rival explains the gradient too."""
 
 
-def certified(
+def certify_images(
     classifier: ClassifierGradient, features: Tensor, labels: Tensor, others: Tensor
 ) -> Tensor:
     """Returns of which images (N,) an answer is known to be right.
@@ -115,23 +115,23 @@ def certified(
         others: (S, N, d), features from which rivals are sought.
     """
     none = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
-    if not declared(classifier) or not bool(features.isfinite().all()):
+    if not is_declared(classifier) or not bool(features.isfinite().all()):
         return none
     problem = Consistency(classifier)
     fit = problem.descend(problem.unknowns(features[None]), labels[None], _ITERATIONS)
-    if not (bool(fit.features.isfinite().all()) and reproduced(problem, fit)):
+    if not (bool(fit.features.isfinite().all()) and is_reproduced(problem, fit)):
         return none
-    if not overdetermined(problem, fit):
+    if not is_overdetermined(problem, fit):
         return none
     moved = (fit.features[0] - features).norm(dim=1)
-    sure = beyond_first_order(relative_errors(problem, fit, 0)) < _RIGHT
-    sure &= (moved <= _RIGHT * features.norm(dim=1)) & _apart(fit)
+    sure = widen_bounds(bound_errors(problem, fit, 0)) < _RIGHT
+    sure &= (moved <= _RIGHT * features.norm(dim=1)) & _stand_apart(fit)
     if bool(sure.any()):
-        sure &= _held_by_all(problem, fit, _sought(problem, fit, others))
+        sure &= _are_in_all_rivals(problem, fit, _seek_rivals(problem, fit, others))
     return sure
 
 
-def declared(classifier: ClassifierGradient) -> bool:
+def is_declared(classifier: ClassifierGradient) -> bool:
     """Says whether the gradient is declared to be the client's own, but for factors."""
     return classifier.exact and not classifier.dropout and not classifier.approximation
 
@@ -141,7 +141,7 @@ def tolerance(classifier: ClassifierGradient) -> float:
     return (_ROUNDING * classifier.rounding) ** 2
 
 
-def reproduced(problem: Consistency, fit: Fits) -> bool:
+def is_reproduced(problem: Consistency, fit: Fits) -> bool:
     """Says whether `fit` leaves no more than rounding of the whole gradient.
 
     Inside its strongest directions, which are all that is fitted, and outside.
@@ -149,13 +149,15 @@ def reproduced(problem: Consistency, fit: Fits) -> bool:
     return float(fit.losses[0]) + problem.outside <= tolerance(problem.classifier)
 
 
-def overdetermined(problem: Consistency, fit: Fits) -> bool:
+def is_overdetermined(problem: Consistency, fit: Fits) -> bool:
     """Says whether so many equations hold beyond the unknowns that it cannot be coincidence."""
     images, unknowns = problem.classifier.num_images, fit.points.shape[1]
-    return beyond_chance(problem.classifier, images, unknowns, float(fit.losses[0]))
+    return exceeds_chance(problem.classifier, images, unknowns, float(fit.losses[0]))
 
 
-def beyond_chance(classifier: ClassifierGradient, columns: int, unknowns: int, loss: float) -> bool:
+def exceeds_chance(
+    classifier: ClassifierGradient, columns: int, unknowns: int, loss: float
+) -> bool:
     """Says whether more equations hold than `unknowns` explain, or chance does, for any labels.
 
     Up to a share `loss` of the gradient, as they do. A class that hardly any image is taken for
@@ -178,7 +180,7 @@ def beyond_chance(classifier: ClassifierGradient, columns: int, unknowns: int, l
     return float(each[unknowns:].sum()) >= images * math.log(classes) + _NATS
 
 
-def _apart(fit: Fits) -> Tensor:
+def _stand_apart(fit: Fits) -> Tensor:
     """Returns of which images (N,) none of the same label is so near that both may be one."""
     features, labels = fit.features[0], fit.labels[0]
     near = torch.cdist(features, features) <= _RIGHT * features.norm(dim=1, keepdim=True)
@@ -187,10 +189,10 @@ def _apart(fit: Fits) -> Tensor:
     return alone
 
 
-def _sought(problem: Consistency, fit: Fits, others: Tensor) -> Fits:
+def _seek_rivals(problem: Consistency, fit: Fits, others: Tensor) -> Fits:
     """Descends from what is not the solution, to find others that explain as much."""
     point, labels = fit.points[0], fit.labels[0]
-    changed = _changed(problem, fit)
+    changed = _change_labels(problem, fit)
     scaled = torch.stack([length * fit.features[0] for length in _LENGTHS])
     elsewhere = problem.unknowns(torch.cat([scaled, others.to(scaled.dtype)]))
     starts = torch.cat([point.expand(len(changed), -1), elsewhere])
@@ -205,7 +207,7 @@ def _sought(problem: Consistency, fit: Fits, others: Tensor) -> Fits:
     return rivals
 
 
-def _changed(problem: Consistency, fit: Fits) -> Tensor:
+def _change_labels(problem: Consistency, fit: Fits) -> Tensor:
     """Returns the labels (R, N) in which one image has another class, the likeliest first."""
     labels = fit.labels[0]
     held = F.one_hot(labels, problem.classes)
@@ -219,7 +221,7 @@ def _changed(problem: Consistency, fit: Fits) -> Tensor:
     return changed
 
 
-def _held_by_all(problem: Consistency, fit: Fits, rivals: Fits) -> Tensor:
+def _are_in_all_rivals(problem: Consistency, fit: Fits, rivals: Fits) -> Tensor:
     """Returns which images (N,) are also in each rival that explains the gradient."""
     features, labels = fit.features[0], fit.labels[0]
     held = torch.ones(len(labels), dtype=torch.bool)

@@ -285,7 +285,9 @@ def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
     return layer, f"head.{name}".rstrip(".")
 
 
-def implied(classifier: ClassifierGradient, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def derive_signals(
+    classifier: ClassifierGradient, features: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Derives labels (N,), error signals (N, d) and the scale of clipping (0-d) from `features`.
 
     What reproduces the gradient with these features is p - y but for that scale: the label is where

@@ -191,7 +191,7 @@ class LocalPath:
         """What the middle shows, as far as it is one gradient."""
         return replace(self._classifier, approximation=_MIDDLE_ERROR)
 
-    def followed(self, features: Tensor, labels: Tensor) -> tuple[Profile, Fits]:
+    def follow(self, features: Tensor, labels: Tensor) -> tuple[Profile, Fits]:
         """Corrects and fits again, from `features` (N, d) of `labels` (N,) at the middle."""
         for error in _ERRORS:
             correction = self._correction(features, labels)
@@ -203,7 +203,7 @@ class LocalPath:
             problem = Profile(classifier)
             point = problem.unknowns(features[None])
             fit = problem.descend(point, labels[None], _ITERATIONS)
-            fit = problem.narrowed(fit, _ITERATIONS)
+            fit = problem.narrow(fit, _ITERATIONS)
             features = fit.features[0]
         return problem, fit
 

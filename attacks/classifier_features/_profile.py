@@ -44,7 +44,7 @@ Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 J'r (S, n)."""
 
 
-def normals_of(jacobians: Batched) -> Normals:
+def make_normals(jacobians: Batched) -> Normals:
     """Returns J'J and J'r by the Jacobians J themselves."""
 
     def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ class Consistency:
         found: list[Minima] = []
         normals: Normals = self._normals
         if self.classifier.rates or self.classifier.factors:
-            normals = normals_of(vmap(jacfwd(self.residual)))
+            normals = make_normals(vmap(jacfwd(self.residual)))
         share = enough * float(self._energy)
         for part in zip(torch.split(points, size), torch.split(targets, size), strict=True):
             found.append(minimize(vmap(self.residual), normals, *part, iterations, share))
@@ -437,7 +437,7 @@ class Profile:
         whole: Tensor = inside + rest
         return whole
 
-    def implied(self, points: Tensor, labels: Tensor) -> Tensor:
+    def compute_gradient(self, points: Tensor, labels: Tensor) -> Tensor:
         """Computes the gradient (S, K, d + 1) that points (S, n) with labels (S, N) make."""
         errors = self._parts(points, F.one_hot(labels, self.classes).double()).errors
         features = self.features(points, labels)
@@ -454,7 +454,7 @@ class Profile:
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // jacobian)
-        normals = normals_of(self.jacobians)
+        normals = make_normals(self.jacobians)
         found = [
             minimize(self.residuals, normals, *part, iterations, enough * float(self._energy))
             for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)
@@ -463,7 +463,7 @@ class Profile:
         losses = minima.losses / self._energy
         return Fits(self.features(minima.points, labels), labels, losses, minima.points)
 
-    def narrowed(self, fit: Fits, iterations: int) -> Fits:
+    def narrow(self, fit: Fits, iterations: int) -> Fits:
         """Goes on from a `fit` with what is known beforehand: that features differ only so much.
 
         Features that are wholly in the span of the classifier's rows have no such rest.
@@ -559,7 +559,7 @@ _STILL = 1e-9
 """Share of the gradient's norm below which a change of the missing entries is none."""
 
 
-def complete(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
+def complete_gradient(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
     """Fills in the missing entries of `problem`, from `fits` of one start.
 
     Returns:
@@ -571,7 +571,7 @@ def complete(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
         bound = torch.full_like(classifier.gradient[0], torch.inf)
     size = float(classifier.gradient.norm())
     for _ in range(_TURNS):
-        implied = problem.implied(fits.points, fits.labels)[0]
+        implied = problem.compute_gradient(fits.points, fits.labels)[0]
         before = problem.classifier.gradient
         moved = (before + _STRIDE * (implied - before)).clamp(min=-bound, max=bound)
         gradient = torch.where(missing, moved, before)
@@ -586,7 +586,7 @@ _MOST = 3
 """Images that are replaced at once, at most."""
 
 
-def exchanged(
+def exchange_images(
     images: Tensor,
     labels: Tensor,
     drawn: Tensor,

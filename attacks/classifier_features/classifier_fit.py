@@ -27,11 +27,11 @@ from fedsim.types import Observation, Reconstruction
 from fedsim.words import number_of
 from fedsim_attacks._attack_kinds import FeatureAttack, FeatureSolver
 from fedsim_attacks.classifier_features._certificates import (
-    allowed,
-    beyond_first_order,
-    certified,
-    explained,
-    relative_errors,
+    bound_errors,
+    bound_residual,
+    certify_images,
+    is_explained,
+    widen_bounds,
 )
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._local_steps import LocalPath
@@ -40,8 +40,8 @@ from fedsim_attacks.classifier_features._profile import (
     Consistency,
     Fits,
     Profile,
-    complete,
-    exchanged,
+    complete_gradient,
+    exchange_images,
 )
 from fedsim_attacks.labels.label_inference import infer_labels
 
@@ -108,7 +108,7 @@ class ClassifierSolver(FeatureSolver):
         if self.first is not None and not self.first.finished:
             self._search(self.first)
         elif self.best is None:
-            drawn = self._drawn(4 * self.starts)
+            drawn = self._draw_starts(4 * self.starts)
             self._descend(drawn, self.labels.expand(len(drawn), -1), _FIRST)
         elif self._explained or (self.deep and self._exhausted):
             self._end()
@@ -119,7 +119,7 @@ class ClassifierSolver(FeatureSolver):
 
     @property
     def _explained(self) -> bool:
-        return explained(self.problem, float(self.loss))
+        return is_explained(self.problem, float(self.loss))
 
     @property
     def _exhausted(self) -> bool:
@@ -127,14 +127,14 @@ class ClassifierSolver(FeatureSolver):
 
     def _descend(self, points: Tensor, labels: Tensor, iterations: int) -> None:
         """Descends until one start explains all, and keeps the best."""
-        fits = self.problem.descend(points, labels, iterations, allowed(self.problem))
+        fits = self.problem.descend(points, labels, iterations, bound_residual(self.problem))
         self.iteration += iterations
         self._keep(fits)
 
     def _deepen(self) -> None:
         """Descends the best start to the end, and new ones with it."""
         assert self.best is not None
-        starts = torch.cat([self.best.points, self._drawn(8 * self.starts - 1)])
+        starts = torch.cat([self.best.points, self._draw_starts(8 * self.starts - 1)])
         self._descend(starts, self.best.labels.expand(len(starts), -1), self.iterations)
         self.deep = True
 
@@ -143,11 +143,11 @@ class ClassifierSolver(FeatureSolver):
         assert self.best is not None
         count, factors = self.problem.classifier.num_images, self.problem.classifier.factors
         unknowns = self.best.points.shape[1]
-        drawn = self._drawn(_EXCHANGES)
+        drawn = self._draw_starts(_EXCHANGES)
         parts = torch.cat([self.best.points, drawn])[:, : unknowns - factors]
         images = parts.reshape(len(parts), count, (unknowns - factors) // count)
         before = float(self.loss)
-        replaced, labels = exchanged(
+        replaced, labels = exchange_images(
             images[0],
             self.best.labels[0],
             images[1:],
@@ -167,14 +167,14 @@ class ClassifierSolver(FeatureSolver):
         self.iteration += self.iterations
         if isinstance(self.problem, Profile):
             if self.problem.classifier.removed:
-                self.problem, self.best = complete(self.problem, self.best)
+                self.problem, self.best = complete_gradient(self.problem, self.best)
                 self.loss = self.best.losses[0]
             elif self.problem.classifier.noise:
-                self.best = self.problem.narrowed(self.best, self.iterations)
+                self.best = self.problem.narrow(self.best, self.iterations)
                 self.iteration += NARROWED * self.iterations
         if self.path is not None:
             features, labels = self.best.features[0], self.best.labels[0]
-            self.problem, self.best = self.path.followed(features, labels)
+            self.problem, self.best = self.path.follow(features, labels)
             self.loss = self.best.losses[0]
         first = self.first
         if first is not None and not self._explained and float(first.loss) < float(self.loss):
@@ -200,7 +200,7 @@ class ClassifierSolver(FeatureSolver):
             self.best = Fits(*(each[index : index + 1] for each in fits))
             self.loss = fits.losses[index]
 
-    def _drawn(self, most: int) -> Tensor:
+    def _draw_starts(self, most: int) -> Tensor:
         """Draws features of noise to start from: fewer starts (S, n) of a larger problem."""
         images = self.problem.classifier.num_images
         unknowns = self.problem.unknowns(self.pool[:1].expand(1, images, -1)).shape[1]
@@ -214,8 +214,8 @@ class ClassifierSolver(FeatureSolver):
     def reconstruction(self) -> Reconstruction:
         """Returns the best features, their labels, and which are determined and certified."""
         assert self.best is not None
-        errors = beyond_first_order(relative_errors(self.problem, self.best, 0))
-        certain = (errors < _DETERMINED) & explained(self.problem, float(self.loss))
+        errors = widen_bounds(bound_errors(self.problem, self.best, 0))
+        certain = (errors < _DETERMINED) & is_explained(self.problem, float(self.loss))
         classifier = self.problem.classifier
         # Entries filled in tell nothing new, and what an approximation leaves nobody knows.
         if classifier.removed or classifier.approximation or not classifier.unique:
@@ -223,7 +223,7 @@ class ClassifierSolver(FeatureSolver):
         drawn = torch.randint(
             len(self.pool), (_RIVALS, self.problem.classifier.num_images), generator=self.rng
         )
-        sure = certified(
+        sure = certify_images(
             self.problem.classifier, self.best.features[0], self.best.labels[0], self.pool[drawn]
         )
         features = self.best.features[0]

@@ -30,7 +30,7 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Effect, Observation, ReleaseKind
 from fedsim.words import number_of
-from fedsim_attacks.closed_form._quadratic_form import completed, decomposed
+from fedsim_attacks.closed_form._quadratic_form import complete_rows, decompose_form
 
 KERNELS: tuple[ReleaseKind, ...] = ("kernel_regression", "kernel_model")
 """The kinds of release that `read_model` reads."""
@@ -118,10 +118,10 @@ def read_model(observation: Observation, known: Tensor) -> KernelModel:
     else:
         d, form = len(kernel), observation.num_clients * observation.update["form"].double().cpu()
         if noise["scale"] == 0 and len(known) >= d:
-            rows, alpha = completed(form, kernel, known[:, :d])
+            rows, alpha = complete_rows(form, kernel, known[:, :d])
             labels = _last_label(alpha, known[:, d:])
         else:
-            rows, alpha = _decomposed(form.numpy().tobytes(), kernel.numpy().tobytes(), d)
+            rows, alpha = _decompose_once(form.numpy().tobytes(), kernel.numpy().tobytes(), d)
             labels = symmetric_labels(alpha)
         usual = known[:, :d].sum(0)
         rows = torch.where((rows @ usual < 0)[:, None], -rows, rows)
@@ -137,7 +137,7 @@ def read_model(observation: Observation, known: Tensor) -> KernelModel:
         kernel=kernel,
         clients=observation.num_clients,
     )
-    return _rescaled(model) if spec.kind == "kernel_regression" and model.scale else model
+    return _rescale(model) if spec.kind == "kernel_regression" and model.scale else model
 
 
 def symmetric_labels(alpha: Tensor) -> Tensor:
@@ -223,18 +223,18 @@ def known_rows(knowledge: Knowledge) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _decomposed(form: bytes, kernel: bytes, dimension: int) -> tuple[Tensor, Tensor]:
+def _decompose_once(form: bytes, kernel: bytes, dimension: int) -> tuple[Tensor, Tensor]:
     # One release is asked about hundreds of candidates, and is the same for all of them.
     parts = torch.frombuffer(bytearray(form), dtype=torch.float64)
     smooth = torch.frombuffer(bytearray(kernel), dtype=torch.float64)
-    return decomposed(
+    return decompose_form(
         parts.view(-1, dimension, dimension),
         smooth.view(dimension, dimension),
         torch.Generator().manual_seed(0),
     )
 
 
-def _rescaled(model: KernelModel) -> KernelModel:
+def _rescale(model: KernelModel) -> KernelModel:
     """Rescales noisy rows: to the expected length, or as the symmetry of Y'α tells.
 
     With w the squared lengths' inverses, Y' diag(w) α' is symmetric for the α' that belong to rows
@@ -276,13 +276,13 @@ class KernelPosterior:
     alpha: bool
     """Whether the coefficients are used, too."""
 
-    def scaled(self, rows: Tensor) -> Tensor:
+    def scale_rows(self, rows: Tensor) -> Tensor:
         """Scales features down to unit length at most; the classes stay."""
         d = self._dimension
         norm = torch.linalg.vector_norm(rows[:, :d], dim=1, keepdim=True).clamp_min(1)
         return torch.cat([rows[:, :d] / norm, rows[:, d:]], dim=1)
 
-    def released(self) -> Tensor:
+    def released_row(self) -> Tensor:
         """Returns the released row itself and its classes' probabilities: (d + c,)."""
         return torch.cat([self.matched.model.rows[-1], self._classes()])
 
@@ -294,7 +294,7 @@ class KernelPosterior:
         """Estimates the mean of the row (d + c,), `maxima` being its released version."""
         prior = class_prior(self.others, self._dimension, self.learned)
         row = posterior_mean(self.matched, prior, self.alpha, samples, rng)
-        return self.scaled(torch.cat([row, self._classes()])[None])[0]
+        return self.scale_rows(torch.cat([row, self._classes()])[None])[0]
 
     @property
     def _dimension(self) -> int:
@@ -376,7 +376,7 @@ def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
     )
 
 
-def equations(matched: Matched, row: Tensor) -> Equations | None:
+def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
     """Derives K(x_j, x) from α̃ near (d,) `row`; None if α̃ does not depend on the kernel.
 
     The mixture α̃ u of the columns is that with 1 at the target and the least error.
@@ -437,7 +437,7 @@ def posterior_mean(
     pull = precision @ mean
     noise = torch.full_like(released, model.variance())
     row = torch.linalg.solve(precision + (1 / noise).diag(), pull + released / noise)
-    exact = equations(matched, row) if alpha else None
+    exact = derive_equations(matched, row) if alpha else None
     total = torch.zeros_like(released)
     burn_in = max(20, samples // 5)
     for draw in range(burn_in + samples):

@@ -62,7 +62,9 @@ _LARGEST = 10**8
 """Entries of all x x' together that are held at once."""
 
 
-def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def decompose_form(
+    form: Tensor, kernel: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Decomposes `form` Q (c, d, d) into rows of length 1 (n, d) and coefficients (n, c).
 
     `kernel` is S (d, d). The signs of the rows are arbitrary.
@@ -70,7 +72,7 @@ def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tupl
     Raises:
         AttackFailed: Q is not of that make, or does not tell its rows apart.
     """
-    parts = _unsmoothed(form, kernel)
+    parts = _unsmooth(form, kernel)
     c, d = parts.shape[:2]
     left_vectors, values, _ = torch.linalg.svd(
         parts.transpose(0, 1).reshape(d, c * d), full_matrices=False
@@ -100,7 +102,7 @@ def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tupl
     return best[1], best[2]
 
 
-def completed(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+def complete_rows(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     """Completes (n - 1, d) known rows to all n of `form` Q (c, d, d), with coefficients (n, c).
 
     The known rows come first, as they are; the last one has length 1 and an arbitrary sign.
@@ -109,7 +111,7 @@ def completed(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tens
     Raises:
         AttackFailed: the rows that are known do not leave exactly one, or are too many.
     """
-    parts = _unsmoothed(form, kernel)
+    parts = _unsmooth(form, kernel)
     d = parts.shape[1]
     entries = d * (d + 1) // 2
     if len(known) + d > entries or len(known) * entries > _LARGEST:
@@ -173,7 +175,7 @@ def _eye(like: Tensor) -> Tensor:
     return torch.eye(len(like), dtype=like.dtype)
 
 
-def _unsmoothed(form: Tensor, kernel: Tensor) -> Tensor:
+def _unsmooth(form: Tensor, kernel: Tensor) -> Tensor:
     """Solves Q_j = (A_j S + S A_j) / 2 for A_j (c, d, d)."""
     scales: Tensor
     turn: Tensor

@@ -71,10 +71,10 @@ class ReleaseLikelihood:
             volume: Tensor = factor.diagonal(dim1=1, dim2=2).log().sum(1)
             return -self.columns * volume - inner.square().sum((1, 2)) / 2
         if self.kind == "sketched_coefficients" and self.variance is None and self.scale == 1:
-            return self._student(factor)
+            return self._student_t(factor)
         return self._normal(factor)
 
-    def _student(self, factor: Tensor) -> Tensor:
+    def _student_t(self, factor: Tensor) -> Tensor:
         features, residual, distance = self._parts(factor)
         d, r = features.shape[1], self.columns
         volume = features.diagonal(dim1=1, dim2=2).log().sum(1)
@@ -82,7 +82,7 @@ class ReleaseLikelihood:
 
     def _normal(self, factor: Tensor) -> Tensor:
         features, residual, _ = self._parts(factor)
-        deviation = self.observed - self.scale * _solution(factor)
+        deviation = self.observed - self.scale * _solve_coefficients(factor)
         covariance = self.scale**2 * _covariance(self.kind, self.columns, features, residual)
         if self.variance is not None:
             covariance = covariance + self.variance
@@ -111,9 +111,9 @@ def release_likelihood(observation: Observation, knowledge: Knowledge) -> Releas
     size = len(spec.names)
     regular = spec.sigma**2 * torch.eye(size, dtype=torch.float64)
     grams = [rows.T @ rows + regular for rows in knowledge.other_rows]
-    bound, variance = _declared(observation)
+    bound, variance = _read_noise(observation)
     if spec.kind == "sketch":
-        scales = [_scale(bound, spec.columns * float(gram.trace())) for gram in grams]
+        scales = [_clipping_factor(bound, spec.columns * float(gram.trace())) for gram in grams]
         total = sum(
             (scale**2 * gram for scale, gram in zip(scales, grams, strict=True)),
             clients * variance * torch.eye(size, dtype=torch.float64),
@@ -123,35 +123,35 @@ def release_likelihood(observation: Observation, knowledge: Knowledge) -> Releas
             kind=spec.kind,
             columns=spec.columns,
             observed=clients * observed,
-            gram=_regularized(total, spec.row_norm),
+            gram=_regularize(total, spec.row_norm),
             scale=scales[knowledge.target_client],
             variance=None,
         )
     features = clients * variance * torch.eye(size - 1, dtype=torch.float64)
     expected = torch.zeros_like(observed)
-    own = _regularized(grams.pop(knowledge.target_client), spec.row_norm)
+    own = _regularize(grams.pop(knowledge.target_client), spec.row_norm)
     for gram in grams:
-        factor = torch.linalg.cholesky(_regularized(gram, spec.row_norm))
-        best = _solution(factor)
-        scale = _scale(bound, float(best.square().sum()))
+        factor = torch.linalg.cholesky(_regularize(gram, spec.row_norm))
+        best = _solve_coefficients(factor)
+        scale = _clipping_factor(bound, float(best.square().sum()))
         expected += scale * best
         features += scale**2 * _covariance(
             spec.kind, spec.columns, factor[:-1, :-1], factor[-1, -1]
         )
     if spec.kind == "coefficients":
         features += _EXACT**2 * torch.eye(size - 1, dtype=torch.float64)
-    best = _solution(torch.linalg.cholesky(own))
+    best = _solve_coefficients(torch.linalg.cholesky(own))
     return ReleaseLikelihood(
         kind=spec.kind,
         columns=spec.columns,
         observed=clients * observed - expected,
         gram=own,
-        scale=_scale(bound, float(best.square().sum())),
+        scale=_clipping_factor(bound, float(best.square().sum())),
         variance=features if bool(features.any()) else None,
     )
 
 
-def _solution(factor: Tensor) -> Tensor:
+def _solve_coefficients(factor: Tensor) -> Tensor:
     """Computes x̂ of K = LL': (..., d)."""
     solution: Tensor = torch.linalg.solve_triangular(
         factor[..., :-1, :-1].mT, factor[..., -1, :-1, None], upper=True
@@ -171,18 +171,18 @@ def _covariance(kind: ReleaseKind, columns: int, features: Tensor, residual: Ten
     return residual.square()[..., None, None] / divisor * torch.cholesky_inverse(features)
 
 
-def _regularized(gram: Tensor, row_norm: float) -> Tensor:
+def _regularize(gram: Tensor, row_norm: float) -> Tensor:
     size = len(gram)
     level = _RIDGE * (float(gram.trace()) + row_norm**2) / size
     return gram + level * torch.eye(size, dtype=gram.dtype)
 
 
-def _scale(bound: float, square: float) -> float:
+def _clipping_factor(bound: float, square: float) -> float:
     """Computes the factor that clipping to `bound` applies to what has this squared norm."""
     return 1.0 if bound**2 >= square else bound / math.sqrt(square)
 
 
-def _declared(observation: Observation) -> tuple[float, float]:
+def _read_noise(observation: Observation) -> tuple[float, float]:
     """Reads the declared (bound on a client's release, variance of the noise on an entry).
 
     Raises:

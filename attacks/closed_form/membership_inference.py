@@ -60,14 +60,14 @@ class MembershipInference(DirectAttack):
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")
         if observation.payload in KERNELS:
-            absent, present = self._exchanged(observation, knowledge, knowledge.candidate)
+            absent, present = self._compare_worlds(observation, knowledge, knowledge.candidate)
         else:
             worlds = torch.stack([torch.zeros_like(knowledge.candidate), knowledge.candidate])
             absent, present = release_likelihood(observation, knowledge).log_likelihood(worlds)
         ratio, loss = present - absent, -torch.maximum(absent, present)
         return Reconstruction(membership=ratio.reshape(1), loss=float(loss), iterations=0)
 
-    def _exchanged(
+    def _compare_worlds(
         self, observation: Observation, knowledge: Knowledge, candidate: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Computes log-likelihoods of another row in the candidate's place and of the candidate."""

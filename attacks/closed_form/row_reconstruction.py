@@ -79,7 +79,7 @@ class Prior:
         deviation = rows - self.mean
         return -((deviation @ self.precision) * deviation).sum(1) / 2
 
-    def scaled(self, rows: Tensor) -> Tensor:
+    def scale_rows(self, rows: Tensor) -> Tensor:
         """Scales rows as clients do: longer ones down to the bound."""
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         scaled: Tensor = rows * (self.row_norm / norm.clamp_min(1e-300)).clamp(max=1)
@@ -126,13 +126,13 @@ class RowPosterior:
 
     def loss(self, rows: Tensor) -> Tensor:
         """Computes the negative log density of (k, d + 1) rows, up to a constant: (k,)."""
-        return -self.likelihood.log_likelihood(self.prior.scaled(rows)) - self.prior.log_density(
-            rows
-        )
+        return -self.likelihood.log_likelihood(
+            self.prior.scale_rows(rows)
+        ) - self.prior.log_density(rows)
 
-    def scaled(self, rows: Tensor) -> Tensor:
+    def scale_rows(self, rows: Tensor) -> Tensor:
         """Scales rows as clients do."""
-        return self.prior.scaled(rows)
+        return self.prior.scale_rows(rows)
 
     @property
     def free(self) -> Tensor:
@@ -167,7 +167,7 @@ class RowPosterior:
         places = self.free.nonzero().flatten()
         parts: list[_Part] = []
         for target in self.prior.targets or (None,):
-            parts.append(self._expected(places, target))
+            parts.append(self._condition_prior(places, target))
             near = [row for row in maxima if target is None or float(row[-1]) == target]
             if near and len(places):
                 spread = _WIDER * self.width(near[0], places)
@@ -178,10 +178,10 @@ class RowPosterior:
         inside = ((rows >= self.prior.low) & (rows <= self.prior.high)).all(1)
         weights = torch.where(inside & weights.isfinite(), weights, -math.inf)
         if not bool(inside.any()) or not bool(weights.isfinite().any()):
-            return self.prior.scaled(maxima[0][None])[0]
-        return weights.softmax(0) @ self.prior.scaled(rows)
+            return self.prior.scale_rows(maxima[0][None])[0]
+        return weights.softmax(0) @ self.prior.scale_rows(rows)
 
-    def _expected(self, places: Tensor, target: float | None) -> _Part:
+    def _condition_prior(self, places: Tensor, target: float | None) -> _Part:
         """Conditions the prior of the entries `places` on the others and the class."""
         center = self.prior.mean.clone()
         if target is not None:
@@ -262,11 +262,11 @@ class RowReconstruction(Attack[RowSearch]):
     ) -> RowSearch:
         """Chooses the likeliest of the closed-form estimates as starts."""
         if observation.payload in KERNELS:
-            return self._unmatched(observation, knowledge, rng)
+            return self._match(observation, knowledge, rng)
         known = release_likelihood(observation, knowledge)
         expected = prior(observation.release, knowledge, self.prior == "others")
         posterior = RowPosterior(likelihood=known, prior=expected)
-        starts = [_clamped(row, expected) for row in (expected.mean, *_estimates(known, expected))]
+        starts = [_clamp(row, expected) for row in (expected.mean, *_estimates(known, expected))]
         starts = [other for row in starts for other in _with_targets(row, expected)]
         losses = posterior.loss(torch.stack(starts))
         starts = [starts[i] for i in losses.argsort()[: self.starts].tolist()]
@@ -295,7 +295,7 @@ class RowReconstruction(Attack[RowSearch]):
     def postprocess(self, state: RowSearch) -> Reconstruction:
         """Returns the scaled row. The loss is the least negative log posterior density."""
         posterior, maxima = state.posterior, [row for _, row in state.candidates]
-        row = posterior.scaled(maxima[0][None])
+        row = posterior.scale_rows(maxima[0][None])
         if self.samples:
             row = posterior.mean(maxima, self.samples, state.rng)[None]
         return Reconstruction(
@@ -306,7 +306,7 @@ class RowReconstruction(Attack[RowSearch]):
         """Counts the starts."""
         return self.starts
 
-    def _unmatched(
+    def _match(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> RowSearch:
         """Matches released rows with the known ones; of the last one nothing is searched."""
@@ -318,7 +318,7 @@ class RowReconstruction(Attack[RowSearch]):
             learned=self.prior == "others",
             alpha=self.alpha,
         )
-        row, loss = posterior.released(), posterior.loss()
+        row, loss = posterior.released_row(), posterior.loss()
         return RowSearch(
             posterior=posterior, starts=[], candidates=[(loss, row)], rng=rng, loss=loss
         )
@@ -398,7 +398,7 @@ def _residuals(direction: Tensor, coefficients: Tensor, expected: Prior) -> list
     return [residual for residual in residuals if residual != 0]
 
 
-def _clamped(row: Tensor, expected: Prior) -> Tensor:
+def _clamp(row: Tensor, expected: Prior) -> Tensor:
     return row.nan_to_num().clamp(expected.low, expected.high)
 
 

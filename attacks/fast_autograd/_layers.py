@@ -41,7 +41,7 @@ def is_wanted(parameter: Tensor | None) -> bool:
     return parameter is not None and (torch.is_grad_enabled() or not parameter.is_leaf)
 
 
-def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
     """Brings a tensor (N, C, H, W) into the memory order of `like`, or leaves it there.
 
     PyTorch's kernels read both as if they lay alike: up to 2.11, whether or not they do.
@@ -109,7 +109,7 @@ class _Layer(NamedTuple):
 
 
 def _normalize(x: Tensor, gamma: Tensor, beta: Tensor, layer: _Layer) -> Tensor:
-    y: Tensor = _Normalization.apply(laid_out(x, x), gamma, beta, layer)
+    y: Tensor = _Normalization.apply(match_layout(x, x), gamma, beta, layer)
     return y
 
 
@@ -156,7 +156,7 @@ class _NormalizationGradient(torch.autograd.Function):
         layer: _Layer,
         wants: list[bool],
     ) -> tuple[Tensor | None, ...]:
-        gy = laid_out(gy, x)
+        gy = match_layout(gy, x)
         ctx.save_for_backward(gy, x, gamma, mean, r)
         ctx.layer = layer
         if layer.groups is None:

@@ -128,7 +128,7 @@ def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def exposing(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
+def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
     """Computes factors (N, 1, 1, 1) that make normalized `images` (N, C, H, W) fill the `box`.
 
     `box` has the normalized images of the pixels 0 and 1, of opposite signs. The factors are
@@ -139,12 +139,12 @@ def exposing(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) 
     return contrast / share.clamp_min(torch.finfo(share.dtype).tiny).view(-1, 1, 1, 1)
 
 
-def exposed(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
+def expose(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
     """Multiplies normalized `images` (N, C, H, W) by the factors that make them fill `box`."""
-    return exposing(images, box, contrast) * images
+    return exposure_factors(images, box, contrast) * images
 
 
-def trusted(noise: float) -> float:
+def trusted_contrast(noise: float) -> float:
     """Computes the contrast to show, in [0, 1], at a share of noise in the first stage's gradient.
 
     An estimate of correlation c with the truth is nearest to it with c of its contrast.

@@ -268,7 +268,7 @@ class Matching:
         in the labels. Images are those of the first client's first step, then of its second, and
         so on.
         """
-        direction = self._direction if create_graph else self._detached
+        direction = self._direction if create_graph else self._detach
         updates = [
             local_update(direction, self._parameters, self._batches(x, y), self._training)
             for x, y in _chunks(images, labels, self._groups)
@@ -310,7 +310,7 @@ class Matching:
     def _direction(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
         return gradient(self._loss, parameters, images, labels, create_graph=True)
 
-    def _detached(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
+    def _detach(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
         # The accelerated layers know a first differentiation by the graph that it makes.
         update = self._direction(parameters, images, labels)
         return {name: each.detach() for name, each in update.items()}

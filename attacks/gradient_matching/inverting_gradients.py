@@ -24,7 +24,7 @@ from fedsim_attacks.gradient_matching._drawing import decayed, half_cosine
 from fedsim_attacks.gradient_matching._image_priors import (
     VARIATIONS,
     Variation,
-    exposed,
+    expose,
     total_variation,
 )
 from fedsim_attacks.gradient_matching._matching import (
@@ -107,7 +107,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
         matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
         candidate = matching.random_candidate(granted_labels(observation, knowledge), rng)
         if self.pattern:
-            candidate.images.data = tiled(candidate.images.data, self.pattern)
+            candidate.images.data = tile(candidate.images.data, self.pattern)
         optimizer = torch.optim.Adam(candidate.variables, lr=self.step_size, fused=True)
         return Inversion(
             loss=torch.full((), torch.inf, device=matching.device),
@@ -148,7 +148,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     def postprocess(self, state: Inversion) -> Reconstruction:
         """Returns the iterate of least own loss, `stretched` if asked for."""
         images, box = state.best_images, state.matching.box
-        entries = state.matching.pixels(exposed(images, box) if self.stretched else images)
+        entries = state.matching.pixels(expose(images, box) if self.stretched else images)
         return Reconstruction(
             labels=state.best_labels,
             loss=float(state.best_loss),
@@ -169,7 +169,7 @@ def soft_sign(slope: Tensor, softness: float) -> Tensor:
     return (softness * slope).tanh_().div_(softness)
 
 
-def tiled(images: Tensor, side: int) -> Tensor:
+def tile(images: Tensor, side: int) -> Tensor:
     """Tiles images (N, C, H, W) with the first `side` by `side` pixels of each."""
     height, width = images.shape[-2:]
     rows, columns = torch.arange(height) % side, torch.arange(width) % side

@@ -22,7 +22,7 @@ from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
 from fedsim_attacks.gradient_matching._image_priors import (
     VARIATIONS,
-    exposed,
+    expose,
 )
 
 
@@ -103,7 +103,7 @@ class PriorOnly(IterativeAttack[Drawn]):
 
     def postprocess(self, state: Drawn) -> Reconstruction:
         """Returns the images of least total variation, `stretched` if asked for."""
-        images = exposed(state.best, state.drawing.box) if self.stretched else state.best
+        images = expose(state.best, state.drawing.box) if self.stretched else state.best
         return Reconstruction(
             images=denormalize(images, state.spec).clamp(0, 1).float().contiguous(),
             loss=float(state.best_loss),

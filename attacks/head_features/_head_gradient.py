@@ -155,7 +155,7 @@ class HeadGradient:
         kept = length[:, 0] > 0
         return self.grad_hidden[kept] / length[kept].to(self.grad_hidden.dtype)
 
-    def within(self, basis: Tensor) -> HeadGradient:
+    def restrict(self, basis: Tensor) -> HeadGradient:
         """Restricts features to the span of `basis` (n, d), orthonormal: to n coordinates in it."""
         return replace(
             self,
@@ -164,7 +164,7 @@ class HeadGradient:
             basis=basis,
         )
 
-    def lifted(self, features: Tensor) -> Tensor:
+    def lift(self, features: Tensor) -> Tensor:
         """Turns coordinates (N, n) in `basis` into features (N, d); without one, they are."""
         return features if self.basis is None else features @ self.basis
 
@@ -239,7 +239,7 @@ def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
     return (targets - probabilities).argmin(1)
 
 
-def norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Finds factors of `features` (n, d) at which they imply `errors` D (K, n), and residuals.
 
     Under ReLU ∂L/∂A determines D_i |x_i| only; but N D_i = softmax(f(x_i)) - y_i, so each norm is
@@ -350,12 +350,12 @@ class Objective:
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Solves for the best D (K, n) of hidden values (n, m); returns it and residuals (K, m)."""
         if self._kept is not None:
-            return self._censored(hidden, self._kept)
+            return self._project_censored(hidden, self._kept)
         gram = (hidden @ hidden.T).double()[None]
         errors = _solve(gram, (self._observed @ hidden.T).double()).to(hidden.dtype)
         return errors, self._observed - errors @ hidden
 
-    def _censored(self, hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def _project_censored(self, hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Does the same where only the entries `kept` (K, m) are known, by Newton steps."""
         n = len(hidden)
         row, column = torch.triu_indices(n, n)
@@ -438,7 +438,7 @@ class WholeHead:
         return slope
 
 
-def unexplained(head: HeadGradient, features: Tensor) -> float:
+def residual_over_noise(head: HeadGradient, features: Tensor) -> float:
     """Computes `WholeHead` at `features` of the labels that they imply: about 1 at the truth."""
     labels = labels_of(head, features, Objective(head)(features).errors)
     return float(WholeHead(head, labels)(features.detach()).detach())

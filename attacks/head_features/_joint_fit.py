@@ -71,7 +71,7 @@ class JointSolver(FeatureSolver):
         Raises:
             AttackFailed: nothing is left of ∂L/∂A.
         """
-        inside = head.within(span(head.rows, head.rank)[0].to(head.hidden.dtype))
+        inside = head.restrict(span(head.rows, head.rank)[0].to(head.hidden.dtype))
         attempts: list[OutputSolver] = []
         while len(attempts) <= len(_EXPLAINED):  # by turns, since the span may lead astray
             for directions in (inside, head):
@@ -95,7 +95,7 @@ class JointSolver(FeatureSolver):
             self.iteration += self.output.iteration - before
             return
         if self.descent is None:
-            fitted = self.output.attempt.head.lifted(self.output.scaled())
+            fitted = self.output.attempt.head.lift(self.output.scale_features())
             self.descent = _Descent(self.head, fitted)
         self.descent.run()
         self.iteration += ITERATIONS
@@ -115,7 +115,7 @@ class JointSolver(FeatureSolver):
         )
 
 
-def applies(head: HeadGradient) -> bool:
+def joint_fit_applies(head: HeadGradient) -> bool:
     """Says whether noise has left most of the features' span to be read off ∂L/∂W."""
     if not head.noisy or head.pruned or head.steps > 1 or not head.noise:
         return False
@@ -128,7 +128,7 @@ def applies(head: HeadGradient) -> bool:
     return bool(median > _CLEAR * edge)
 
 
-def descended(head: HeadGradient, features: Tensor) -> Tensor:
+def fit_whole_gradient(head: HeadGradient, features: Tensor) -> Tensor:
     """Fits all of the head's gradient from near `features` (N, d); returns the fitted ones."""
     descent = _Descent(head, features)
     while not descent.settled:

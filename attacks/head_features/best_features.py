@@ -96,7 +96,7 @@ class BestFeatures(FeatureAttack[Best]):
             AttackFailed: the model has no two-layer head.
         """
         head = HeadGradient.of(observation)
-        peeling = _peeled(head)
+        peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss
         if peeling is not None and (float(loss) <= _EXACT or head.dropout):
             # Under dropout its rows are as exact, and ∂L/∂A shows nothing more.
@@ -105,7 +105,7 @@ class BestFeatures(FeatureAttack[Best]):
         if head.steps > 1 and head.exact:
             solver = UnrolledSolver.start(head, self.iterations, self.trials, rng)
             return Best(loss=loss, solver=solver, peeling=None)
-        if _joint_fit.applies(head):
+        if _joint_fit.joint_fit_applies(head):
             solver = JointSolver.start(head, self.starts, self.total(), rng)
         else:
             solver = self._fit(head, peeling, rng)
@@ -124,7 +124,7 @@ class BestFeatures(FeatureAttack[Best]):
         whole = head
         if not head.noisy and 2 * count < head.hidden.shape[1] and head.grad_hidden.any():
             basis = span(head.rows, count)[0].to(known.dtype)
-            head, known = head.within(basis), known @ basis.T
+            head, known = head.restrict(basis), known @ basis.T
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]
         if len(known):
@@ -138,11 +138,11 @@ class BestFeatures(FeatureAttack[Best]):
             head=whole,
             fit=OutputSolver(attempt=fit, budget=budget // 2),
             budget=budget,
-            second_starts=[head.lifted(start) for start in second],
+            second_starts=[head.lift(start) for start in second],
         )
 
 
-def _peeled(head: HeadGradient) -> Peeling | None:
+def _peel(head: HeadGradient) -> Peeling | None:
     """Peels with the tolerance that explains most; None if there are no exact rows to peel."""
     if head.noisy or head.pruned or not head.config.planted or head.config.activation != "relu":
         return None

@@ -31,7 +31,7 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import FeatureAttack, FeatureSolver
-from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, norms
+from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, find_norms
 from fedsim_attacks.head_features.spectral_features import eigenvectors, span
 
 ITERATIONS = 20
@@ -90,7 +90,7 @@ _OUTLIER = 2.0
 _ROW_RIDGE = 1e-5
 
 
-def rows_apply(head: HeadGradient) -> bool:
+def rows_suffice(head: HeadGradient) -> bool:
     """Says whether pruning has left enough of ∂L/∂W."""
     unknowns = head.num_images * head.hidden.shape[1]
     return head.pruned and int((head.grad_hidden != 0).sum()) >= _ENTRIES * unknowns
@@ -152,9 +152,9 @@ _ANGLES = (0.15, 0.3, 0.5)
 """By which the halves of a feature are set apart, in units of it."""
 
 
-def moves(objective: Objective, features: Tensor) -> Iterator[Tensor]:
+def propose_splits(objective: Objective, features: Tensor) -> Iterator[Tensor]:
     """Yields features (n, d) with one removed and another one split, likeliest first."""
-    for rest in _reduced(objective, features):
+    for rest in _list_reductions(objective, features):
         bends = sorted(_bends(objective, rest), key=lambda bend: bend[0], reverse=True)
         candidates = [
             candidate
@@ -164,7 +164,7 @@ def moves(objective: Objective, features: Tensor) -> Iterator[Tensor]:
         yield min(candidates, key=lambda candidate: float(objective(candidate).loss))
 
 
-def _reduced(objective: Objective, features: Tensor) -> list[Tensor]:
+def _list_reductions(objective: Objective, features: Tensor) -> list[Tensor]:
     """Lists (n - 1, d) without one of the features, or with the mean of two; least loss first."""
     n = len(features)
     errors = objective(features).errors
@@ -308,7 +308,7 @@ class OutputFit:
             features=starts[0],
             loss=torch.full((), torch.inf, device=head.hidden.device),
             splitting=splitting and len(starts[0]) > 1,
-            fits_rows=rows_apply(head),
+            fits_rows=rows_suffice(head),
         )
 
     @property
@@ -369,7 +369,7 @@ class OutputFit:
     def _fit_rows(self) -> int:
         """Fits the rows of ∂L/∂W and descends from there, unless that gained little last time."""
         errors = self.objective(self.features).errors
-        factors = norms(self.head, self.features, errors)[0]
+        factors = find_norms(self.head, self.features, errors)[0]
         features, errors = self.features * factors[:, None], errors / factors
         missed = rows_unexplained(self.head, features, errors)
         if self.before_rows is not None and missed > _ROWS_GAIN * self.before_rows[0]:
@@ -386,7 +386,7 @@ class OutputFit:
         """Tries moves until one gains; if none does, none is tried again."""
         spent, floor = 0, self.noise_floor
         most = budget if self.all_neurons else min(budget, _FEW * ITERATIONS)
-        for proposal in moves(self.subset, self.features):
+        for proposal in propose_splits(self.subset, self.features):
             if most - spent < ITERATIONS:
                 break
             descent = _Descent(self.objective, proposal)
@@ -506,27 +506,27 @@ class OutputSolver(FeatureSolver):
         """D (K, N) that fits the features best."""
         return Objective(self.attempt.head)(self.best[1]).errors
 
-    def scaled(self) -> Tensor:
+    def scale_features(self) -> Tensor:
         """Returns the features (N, d) at the norms that explain their own error signals."""
         features = self.best[1]
-        return features * norms(self.attempt.head, features, self.errors)[0][:, None]
+        return features * find_norms(self.attempt.head, features, self.errors)[0][:, None]
 
     def reconstruction(self) -> Reconstruction:
         """Returns the scaled features. The loss is the share of ∂L/∂A that they do not explain."""
         return Reconstruction(
-            features=self.attempt.head.lifted(self.scaled()).float(),
+            features=self.attempt.head.lift(self.scale_features()).float(),
             loss=float(self.best[0]),
             iterations=self.iteration,
         )
 
 
-def descended(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
+def fit_output(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
     """Fits ∂L/∂A from `features` (N, d), within `budget` iterations; returns the fitted ones."""
     fit = OutputFit.start(head, [features], splitting=False, all_neurons=True)
     solver = OutputSolver(attempt=fit, budget=budget)
     while not solver.finished:
         solver.improve()
-    return solver.scaled()
+    return solver.scale_features()
 
 
 @dataclass(kw_only=True)
@@ -564,7 +564,7 @@ class CoarseToFine(FeatureSolver):
     def _refine(self) -> None:
         """Goes on in all directions: with all neurons if a subset would lead away."""
         coarse = self.fit.attempt
-        start = coarse.head.lifted(coarse.features)
+        start = coarse.head.lift(coarse.features)
         fine = OutputFit.start(self.head, [start], all_neurons=float(coarse.loss) < _NEARLY)
         self.fit = OutputSolver(attempt=fine, budget=self.budget, second_starts=self.second_starts)
         self.fit.iteration, self.fine = self.iteration, True

@@ -30,7 +30,7 @@ from fedsim.models.layers import Activation, activation
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.head_features import _joint_fit, head_fit
-from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, norms
+from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, find_norms
 from fedsim_attacks.head_features.head_fit import OutputFit, OutputSolver
 from fedsim_attacks.head_features.spectral_features import span
 
@@ -97,7 +97,7 @@ _RIDGE = 1e-14
 """Of the least squares for a tensor of norm 1: two equal columns must not make them singular."""
 
 
-def components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Finds unit u_c with T_ijs ≈ Σ_c u_ci u_cj z_cs: (r, r), and the relative residual (0-d).
 
     Starts come from the simultaneous diagonalization of two random contractions (Kuleshov, Chaganty
@@ -234,10 +234,10 @@ class TensorFeatures(DirectAttack):
             rng=rng,
         )
         if self.refine:
-            estimates, residual = refined(head, estimates.float())
+            estimates, residual = refine_features(head, estimates.float())
         if self.oracle:
             assert knowledge.true_features is not None
-            estimates = greedily_ordered(estimates, knowledge.true_features.to(estimates))
+            estimates = order_greedily(estimates, knowledge.true_features.to(estimates))
         return Reconstruction(features=estimates.float(), loss=float(residual), iterations=0)
 
 
@@ -271,7 +271,9 @@ def decompose(
             "planted: ...}`)"
         )
     w = head.hidden[head.planted].double() / head.config.planted_std
-    outer = head.grad_output[:, head.planted].double() if rows == "all" else combine(head)[None]
+    outer = (
+        head.grad_output[:, head.planted].double() if rows == "all" else combine_rows(head)[None]
+    )
     outer = outer.double()
     if variance_reduction:
         design = torch.cat([torch.ones(len(w), 1).to(w), w], 1)
@@ -291,7 +293,7 @@ def decompose(
     matrices = [second_moment(g, w) if by_second else third_along(g, w, a) for g in outer]
     basis = power_method(matrices, head.rank, iterations, rng)
     if head.rank == 1:
-        return _signed(F.normalize(basis.T @ back, dim=1), head), torch.zeros(())
+        return _choose_signs(F.normalize(basis.T @ back, dim=1), head), torch.zeros(())
     y = w @ basis
     inside = F.normalize(torch.randn(head.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
     by_third = abs(moments[3]) > _NEGLIGIBLE
@@ -300,18 +302,18 @@ def decompose(
         # All slices are sums of the same u_i u_i': the rows' matrices tell images of different
         # labels apart, and their third moments those of one label.
         slices += [(basis.T @ matrix @ basis)[:, :, None] for matrix in matrices]
-    directions, residual = components(torch.cat(slices, 2), rng)
-    return _signed(F.normalize(directions @ basis.T @ back, dim=1), head), residual
+    directions, residual = find_components(torch.cat(slices, 2), rng)
+    return _choose_signs(F.normalize(directions @ basis.T @ back, dim=1), head), residual
 
 
-def refined(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
+def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     """Descends from unit `directions` (N, d) to features that explain the head's gradient.
 
     First in the strongest directions of the rows of ∂L/∂W: in as many as there are images where
     those are exact or stand out of noise, else in some more. Then in all, where a defense has
     blurred them. Returns features (N, d), and the share of ∂L/∂A that they leave unexplained (0-d).
     """
-    objective, joint = Objective(head), _joint_fit.applies(head)
+    objective, joint = Objective(head), _joint_fit.joint_fit_applies(head)
     start = objective(directions)
     factors = _factors(head, directions)
     usual = factors.median()
@@ -319,17 +321,17 @@ def refined(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     clear = head.exact or joint
     count = min(head.rank if clear else _COARSE * head.rank, head.hidden.shape[1])
     basis = span(head.rows, count)[0].to(features.dtype)
-    inside = head.within(basis)
+    inside = head.restrict(basis)
     solver = OutputSolver(attempt=OutputFit.start(inside, [features @ basis.T]), budget=_BUDGET)
     while not solver.finished:
         solver.improve()
-    features = inside.lifted(solver.best[1] if head.exact else solver.scaled())
+    features = inside.lift(solver.best[1] if head.exact else solver.scale_features())
     if head.exact:
         features = features * _factors(head, features)[:, None]
     elif joint:
-        features = _joint_fit.descended(head, features)
+        features = _joint_fit.fit_whole_gradient(head, features)
     else:
-        features = head_fit.descended(head, features, _BUDGET)
+        features = head_fit.fit_output(head, features, _BUDGET)
     loss = objective(features).loss
     return (features, loss) if bool(loss < start.loss) else (directions, start.loss)
 
@@ -342,7 +344,7 @@ def _factors(head: HeadGradient, features: Tensor) -> Tensor:
     follow from the probabilities that they imply.
     """
     if not head.exact:
-        return norms(head, features, Objective(head)(features).errors)[0]
+        return find_norms(head, features, Objective(head)(features).errors)[0]
     shares = head.grad_hidden.double() @ torch.linalg.pinv(features.double())
     inverse: Tensor = torch.linalg.lstsq(shares, head.grad_bias.double()[:, None]).solution[:, 0]
     least = inverse.abs().max() * _NEGLIGIBLE
@@ -373,7 +375,7 @@ def inverse_root(covariance: Tensor) -> Tensor:
     return vectors[:, inside] * values[inside].rsqrt() @ vectors[:, inside].T
 
 
-def greedily_ordered(estimates: Tensor, truth: Tensor) -> Tensor:
+def order_greedily(estimates: Tensor, truth: Tensor) -> Tensor:
     """Gives `estimates` (r, d) the order and the signs of `truth` (N, d), r <= N: (N, d).
 
     Each estimate, one after the other, goes to the free true feature that it has the largest
@@ -390,7 +392,7 @@ def greedily_ordered(estimates: Tensor, truth: Tensor) -> Tensor:
     return ordered
 
 
-def combine(head: HeadGradient) -> Tensor:
+def combine_rows(head: HeadGradient) -> Tensor:
     """Sums rows to g (v,) = Σ_k c_k ∂L/∂a_kj with a nearly constant r_i = Σ_k c_k (p_ki - y_ki).
 
     Rows in two groups: c adds a class of each group, and r_i = p_1i + p_2i - y_1i - y_2i, where
@@ -429,7 +431,7 @@ def power_method(
     return basis
 
 
-def _signed(directions: Tensor, head: HeadGradient) -> Tensor:
+def _choose_signs(directions: Tensor, head: HeadGradient) -> Tensor:
     """Gives directions (N, d) the signs under which they explain ∂L/∂A best.
 
     The decomposition leaves signs open. σ(w'x) and σ(-w'x) differ by their odd part, and all of

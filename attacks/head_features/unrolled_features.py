@@ -30,7 +30,7 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import FeatureAttack, FeatureSolver
-from fedsim_attacks.head_features._head_gradient import HeadGradient, norms
+from fedsim_attacks.head_features._head_gradient import HeadGradient, find_norms
 from fedsim_attacks.head_features.head_fit import OutputFit, OutputSolver, random_starts
 from fedsim_attacks.head_features.spectral_features import span
 
@@ -103,7 +103,7 @@ class UnrolledSolver(FeatureSolver):
                 "nothing is left of ∂L/∂W, whose rows hold the features of all steps"
             )
         size = min(head.num_images * head.steps, head.hidden.shape[1])
-        inside = head.within(span(head.grad_hidden, size)[0].to(head.hidden.dtype))
+        inside = head.restrict(span(head.grad_hidden, size)[0].to(head.hidden.dtype))
         starts = list(random_starts(inside, _STARTS, rng))
         fit = OutputFit.start(inside, starts, weights=_WEIGHTS)
         solver = OutputSolver(attempt=fit, budget=iterations)
@@ -144,7 +144,7 @@ class UnrolledSolver(FeatureSolver):
         apart = self.common is None or self.loss < _EXPLAINED
         features = self.first_step if self.common is None or apart else self.common
         return Reconstruction(
-            features=self.head.lifted(features).float(),
+            features=self.head.lift(features).float(),
             loss=float(self.loss),
             iterations=self.iteration,
         )
@@ -156,11 +156,11 @@ class UnrolledSolver(FeatureSolver):
             self.static = True
             return
         if fitted.loss.sqrt() < _NEARLY_STATIC:
-            self.common = best_explained(self.head, fitted.features, self.fit.errors)[0]
+            self.common = select_explained(self.head, fitted.features, self.fit.errors)[0]
         copies = fitted.features.repeat(self.head.steps, 1)
-        self.fit, self.has_steps = self._perturbed(copies, _SPREAD), True
+        self.fit, self.has_steps = self._perturb(copies, _SPREAD), True
 
-    def _perturbed(self, features: Tensor, by: float) -> OutputSolver:
+    def _perturb(self, features: Tensor, by: float) -> OutputSolver:
         """Prepares a fit from `features`, perturbed at random `by` their length."""
         noise = torch.randn(features.shape, generator=self.rng).to(features)
         unit = torch.linalg.vector_norm(features, dim=1, keepdim=True)
@@ -172,34 +172,36 @@ class UnrolledSolver(FeatureSolver):
     def _end_trial(self) -> None:
         """Keeps the trial's features if the first head explains them better, and hops on."""
         fitted, errors = self.fit.attempt, self.fit.errors
-        features, loss = best_explained(self.head, fitted.features, errors / self.head.first_share)
+        features, loss = select_explained(
+            self.head, fitted.features, errors / self.head.first_share
+        )
         if self.static:  # errors may have stayed, or have vanished after the first step
-            same, misfit = best_explained(self.head, fitted.features, errors)
+            same, misfit = select_explained(self.head, fitted.features, errors)
             features, loss = same if misfit < loss else features, fitted.loss.sqrt()
         if loss < self.loss:
             self.first_step, self.loss = features, loss
         if not self.ended or fitted.loss < self.lowest.loss:
             self.lowest = self.fit
         hop = _HOPS[self.ended % len(_HOPS)]
-        self.fit = self._perturbed(self.lowest.attempt.features, hop)
+        self.fit = self._perturb(self.lowest.attempt.features, hop)
         self.ended += 1
 
 
-def best_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Selects the N of `features` (n, d) whose error signals (K, n) the head explains best.
 
     Returns them at their norms, and the relative residual of the worst of their signals (0-d).
     """
-    factors, misfit = norms(head, features, errors)
+    factors, misfit = find_norms(head, features, errors)
     length = factors * torch.linalg.vector_norm(features, dim=1)
     # An error signal of one label alone is explained by almost any feature that is long enough, and
     # one of a doubtful head by any that is short enough.
-    misfit = misfit + implausible(length, misfit, head.num_images)
+    misfit = misfit + mark_implausible(length, misfit, head.num_images)
     order = _distinct_first(features, errors, misfit)[: head.num_images]
     return features[order] * factors[order, None], misfit[order].max().sqrt()
 
 
-def implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
+def mark_implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
     """Marks by 1 the features whose lengths (n,) are unlike the others', by 0 the rest: (n,).
 
     The others are the `count` features of least `misfit` (n,) whose lengths are alike. A misfit of

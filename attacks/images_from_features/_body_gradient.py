@@ -68,7 +68,7 @@ class Body:
         for module_name, module in self.model.named_modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 of = f"{module_name}.{name}"
-                setattr(module, name, nn.Parameter(relaid(self.without_padding(of, parameter))))
+                setattr(module, name, nn.Parameter(lay_out(self.without_padding(of, parameter))))
         self._names = {
             id(p): name for name, p in self.model.named_parameters() if name in observation.update
         }
@@ -83,7 +83,7 @@ class Body:
         return [(self._names[id(p)], p) for p in module.parameters() if id(p) in self._names]
 
 
-def relaid(tensor: Tensor) -> Tensor:
+def lay_out(tensor: Tensor) -> Tensor:
     """Copies a tensor to the memory order that the accelerated layers take."""
     return tensor.detach().clone(memory_format=layout(tensor))
 
@@ -128,7 +128,7 @@ class PartUpdate:
         """
         update = {name: observation.update[name] / scale for name, _ in part.parameters}
         self._target = [
-            relaid(body.without_padding(name, tensor)) for name, tensor in update.items()
+            lay_out(body.without_padding(name, tensor)) for name, tensor in update.items()
         ]
         self._bounds = _bounds(observation, update)
         self._names = list(update)
@@ -139,10 +139,10 @@ class PartUpdate:
 
     def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
         """Takes in that the update is a `share` of the gradient and `added` (`LaterSteps`)."""
-        rest = [relaid(added[name]) for name in self._names]
+        rest = [lay_out(added[name]) for name in self._names]
         self._expected = _Expected(self._clipped, share, rest)
 
-    def compared(self, update: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | float]:
+    def compare(self, update: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | float]:
         """Subtracts this update from a recomputed one, or for a removed entry its bound.
 
         Also returns the derivative of that in the recomputed update: 1, but for several steps'.
@@ -154,7 +154,7 @@ class PartUpdate:
         if expected.scaled:
             factor = self._factor(update)
             growth, update = growth * factor, [factor * tensor for tensor in update]
-        return [self._subtracted(i, tensor) for i, tensor in enumerate(update)], growth
+        return [self._subtract(i, tensor) for i, tensor in enumerate(update)], growth
 
     def _factor(self, update: Sequence[Tensor]) -> Tensor:
         """Computes the factor of the best fit (0-d), where the misfit does not depend on it."""
@@ -165,7 +165,7 @@ class PartUpdate:
             own = torch.stack([u.square().sum() for u in compared_entries]).sum()
             return (across / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp_min(_LEAST_SHARE)
 
-    def _subtracted(self, index: int, update: Tensor) -> Tensor:
+    def _subtract(self, index: int, update: Tensor) -> Tensor:
         target = self._target[index]
         difference = update - target
         if self._bounds is None:
@@ -315,7 +315,7 @@ class PartGradient:
         update, outputs, slope = self._slopes(inputs.detach())
         return Misfit(update, outputs, slope, target_changed=corrected)
 
-    def pulled_back(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def pull_back(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the error signals at `inputs` (both (N, ...)): outputs of the part before."""
         with torch.enable_grad():
             variable = inputs.detach().clone().requires_grad_()
@@ -326,13 +326,13 @@ class PartGradient:
 
     def _differentiate(self, inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            variable = relaid(inputs).requires_grad_()
+            variable = lay_out(inputs).requires_grad_()
             outputs = self._function(variable).flatten(1)
             scales = self._scales(outputs.detach())
             pull = (outputs * (self._errors / scales)).sum()
             update = torch.autograd.grad(pull, self._parameters, create_graph=True)
         with torch.no_grad():
-            residuals, growth = self._update.compared([u.detach() for u in update])
+            residuals, growth = self._update.compare([u.detach() for u in update])
             energy = nonzero_energy(self._update.energy)
             deviation = outputs.detach() / scales - self._outputs
             loss = torch.stack([each.square().sum() for each in residuals]).sum() / energy

@@ -24,7 +24,10 @@ from fedsim.models.victim import rebuild
 from fedsim.system.device import move_tensors
 from fedsim.types import Observation, Reconstruction
 from fedsim.words import number_of
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient, implied
+from fedsim_attacks.classifier_features._classifier_gradient import (
+    ClassifierGradient,
+    derive_signals,
+)
 from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, labels_of
 
 Head = HeadGradient | ClassifierGradient
@@ -106,7 +109,7 @@ def recover(
     return _ask("classifier_fit", observation, knowledge, seed)
 
 
-def recovered_if_told(
+def try_recovery(
     observation: Observation, knowledge: Knowledge, seed: int
 ) -> Reconstruction | None:
     """Recovers features; None where nothing tells them behind an ordinary classifier.
@@ -222,7 +225,7 @@ def signals(observation: Observation, features: Tensor) -> Signals:
 def _signals(observation: Observation, features: Tensor) -> Signals:
     head = head_of(observation)
     if isinstance(head, ClassifierGradient):
-        return Signals(*implied(head, features))
+        return Signals(*derive_signals(head, features))
     model = rebuild(observation).eval()
     with torch.no_grad():
         observed = Objective(head)(features).errors

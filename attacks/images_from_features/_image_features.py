@@ -18,10 +18,13 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedsim_attacks.classifier_features import _certificates
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient, implied
+from fedsim_attacks.classifier_features._classifier_gradient import (
+    ClassifierGradient,
+    derive_signals,
+)
 from fedsim_attacks.classifier_features._profile import Consistency, Fits
 from fedsim_attacks.head_features import _joint_fit, head_fit
-from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, unexplained
+from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, residual_over_noise
 from fedsim_attacks.images_from_features._heads import Head
 
 _CLASSIFIER_ITERATIONS = 120
@@ -33,7 +36,7 @@ _APART = 0.5
 def _is_explained_by(classifier: ClassifierGradient, features: Tensor) -> bool:
     """Says whether `features` (N, d) explain the gradient but for noise and rounding."""
     problem = Consistency(classifier)
-    return _certificates.explained(problem, float(_at(problem, features, 0).losses[0]))
+    return _certificates.is_explained(problem, float(_at(problem, features, 0).losses[0]))
 
 
 def _doubts_of(classifier: ClassifierGradient, features: Tensor) -> Tensor:
@@ -41,7 +44,7 @@ def _doubts_of(classifier: ClassifierGradient, features: Tensor) -> Tensor:
     if classifier.excess:
         return features.new_zeros(len(features))
     problem = Consistency(classifier)
-    bounds = _certificates.relative_errors(problem, _at(problem, features, 0), 0)
+    bounds = _certificates.bound_errors(problem, _at(problem, features, 0), 0)
     return bounds.square().nan_to_num(1)
 
 
@@ -55,7 +58,7 @@ def _is_determined_by(classifier: ClassifierGradient, features: Tensor) -> bool:
         return True
     problem = Consistency(classifier)
     fit = _at(problem, features, 0)
-    errors = _certificates.relative_errors(problem, fit, 0) * features.norm(dim=1)
+    errors = _certificates.bound_errors(problem, fit, 0) * features.norm(dim=1)
     apart = torch.cdist(features, features).fill_diagonal_(torch.inf).amin(1)
     return bool((errors < _APART * apart).all())
 
@@ -77,7 +80,7 @@ def _fit_classifier(
 
 
 def _at(problem: Consistency, features: Tensor, iterations: int) -> Fits:
-    labels = implied(problem.classifier, features)[0]
+    labels = derive_signals(problem.classifier, features)[0]
     return problem.descend(problem.unknowns(features[None]), labels[None], iterations)
 
 
@@ -91,7 +94,7 @@ _CHANCE = 4.0
 """Times what as many numbers explain of noise alone, up to which a gain is chance."""
 
 
-def explained(head: Head, features: Tensor) -> bool:
+def are_explained(head: Head, features: Tensor) -> bool:
     """Says whether `features` (N, d) explain the head's gradient but for noise."""
     features = features.cpu()
     if isinstance(head, ClassifierGradient):
@@ -100,7 +103,7 @@ def explained(head: Head, features: Tensor) -> bool:
     return _misfit(head, features) < most
 
 
-def determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bool:
+def are_determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bool:
     """Says whether the head's gradient determines the features.
 
     It does if features of which two have `exchanged` a part of their difference explain it worse,
@@ -137,7 +140,7 @@ def doubts(head: Head, features: Tensor) -> Tensor:
     return found.clamp(0, 1).to(features)
 
 
-def fitted(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
+def refit_features(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     """Fits the head's gradient from images' `features` (N, d); returns `other` if that is better.
 
     In the images' order. None where `features` explain it already, but for noise: fitted ones would
@@ -151,13 +154,13 @@ def _fit(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     if isinstance(head, ClassifierGradient):
         return _fit_classifier(head, features, other)
     if head.noisy:
-        refit = _joint_fit.descended(head, features)
+        refit = _joint_fit.fit_whole_gradient(head, features)
     else:
-        refit = head_fit.descended(head, features, _ITERATIONS)
+        refit = head_fit.fit_output(head, features, _ITERATIONS)
     before, after = _misfit(head, features), _misfit(head, refit)
     if head.noise and before - after < _CHANCE * _explained_by_chance(head, features):
         return None
-    return refit if after <= _misfit(head, other) else _permuted(other, features)
+    return refit if after <= _misfit(head, other) else _permute(other, features)
 
 
 def _alternatives(features: Tensor, exchanged: float) -> Iterator[Tensor]:
@@ -176,7 +179,7 @@ def _alternatives(features: Tensor, exchanged: float) -> Iterator[Tensor]:
 def _misfit(head: HeadGradient, features: Tensor) -> float:
     """Computes the mean squared residual over the noise's variance, or over the gradient's."""
     if head.noisy:
-        return unexplained(head, features)
+        return residual_over_noise(head, features)
     value = Objective(head)(features)
     return float(value.residual.square().mean()) / head.noise if head.noise else float(value.loss)
 
@@ -189,7 +192,7 @@ def _explained_by_chance(head: HeadGradient, features: Tensor) -> float:
     return features.numel() / sum(part.numel() for part in parts)
 
 
-def _permuted(refit: Tensor, reference: Tensor) -> Tensor:
+def _permute(refit: Tensor, reference: Tensor) -> Tensor:
     """Permutes `features` (N, d) so that each is nearest to that of `reference` in its place."""
     _, nearest = linear_sum_assignment(torch.cdist(reference, refit).numpy())
     return refit[torch.from_numpy(nearest)]

@@ -34,8 +34,8 @@ from fedsim_attacks.images_from_features._body_gradient import (
     Misfit,
     PartGradient,
     PartUpdate,
+    lay_out,
     nonzero_energy,
-    relaid,
 )
 from fedsim_attacks.images_from_features._heads import Signals
 from fedsim_attacks.images_from_features._stages import Stage, StagedBody
@@ -139,7 +139,7 @@ class StagePeeling:
             self._inputs.clamp_(min=0)
         self._done += 1
         if self._done == self._steps:
-            self._outputs, self._errors = self._gradient.pulled_back(self._best)
+            self._outputs, self._errors = self._gradient.pull_back(self._best)
             self.maps.insert(0, self._outputs)
             self._unscaled = True
             self._remaining.pop()
@@ -254,7 +254,7 @@ class Relaxation:
         The distance of maps counts `weight` (0-d) times.
         """
         images, *maps = inputs
-        variables = [relaid(images), *(each.detach().clone() for each in maps)]
+        variables = [lay_out(images), *(each.detach().clone() for each in maps)]
         for each in variables:
             each.requires_grad_()
         with torch.enable_grad():
@@ -296,7 +296,7 @@ class Relaxation:
                 [*parameters, entering] if i else parameters,
                 create_graph=True,
             )
-            residuals += self._updates[i].compared(gradient[: len(parameters)])[0]
+            residuals += self._updates[i].compare(gradient[: len(parameters)])[0]
             distances.append(_distance(outputs_made, outputs))
             outputs, errors = entering, gradient[-1]
         update = torch.stack([each.square().sum() for each in residuals]).sum() / self._energy

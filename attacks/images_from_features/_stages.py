@@ -59,7 +59,7 @@ class BodyCalls:
         self._visit: _Visit | None = None
         for module in body.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                replace_forward(module, partial(self._called, module.forward))
+                replace_forward(module, partial(self._intercept, module.forward))
         self._variable = images.detach().clone().requires_grad_()
         with torch.enable_grad():
             calls, output = self._note(self._variable)
@@ -151,7 +151,7 @@ class BodyCalls:
             output: Tensor = self._body(images)
         return calls, output
 
-    def _called(self, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _intercept(self, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if self._visit is None:
             return forward(*arguments, **named)
         return self._visit(forward, arguments, named)
@@ -214,7 +214,7 @@ class StagedBody:
         device = next(iter(observation.parameters.values())).device
         self._width = torch.tensor(float(width), device=device)
         self.body = Body(observation, self._width)
-        self.stages = stages(self.body, num_images, rng)
+        self.stages = cut_into_stages(self.body, num_images, rng)
 
     def narrow(self, done: float) -> None:
         """Narrows the jumps to what they are to be when a share `done` of a descent is done.
@@ -248,7 +248,7 @@ class StagedBody:
         return maps
 
 
-def stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
+def cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
     """Cuts a body into stages from images to features; into one where none is determined.
 
     Or where stages put together do not make the body's features: something else is made of what

@@ -38,7 +38,11 @@ from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.gradient_matching._drawing import Pyramid, half_cosine
-from fedsim_attacks.gradient_matching._image_priors import chromatic_variation, exposing, trusted
+from fedsim_attacks.gradient_matching._image_priors import (
+    chromatic_variation,
+    exposure_factors,
+    trusted_contrast,
+)
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import (
@@ -52,9 +56,9 @@ from fedsim_attacks.images_from_features._heads import (
     Signals,
     head_of,
     noise_share,
-    recovered_if_told,
     relative_noise_variance,
     signals,
+    try_recovery,
 )
 from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
 from fedsim_attacks.images_from_features._stage_descents import (
@@ -173,9 +177,9 @@ class Phases:
         """Iterations that take several steps for one gradient."""
         self._begun = 0
         """Iterations before the present phase."""
-        self._plans: list[Plan] = [self._unrolled] if unrolls else []
+        self._plans: list[Plan] = [self._plan_unrolling] if unrolls else []
         self._prior = prior
-        self.present = self._first()
+        self.present = self._plan_first()
         self.distribution = self._distribution()
         """Of images of the present phase; None without public ones."""
         values = observation.num_images * math.prod(observation.model.input_shape)
@@ -212,12 +216,12 @@ class Phases:
             return self._prior.unconditional(self._observation.num_images)
         return self._prior.given_features(features)
 
-    def _first(self) -> Phase:
+    def _plan_first(self) -> Phase:
         if self._recovered is None:
             labels = infer_labels(self._observation)
-            return self._compared_as_a_whole(labels, self._one_step_iterations)
-        if _image_features.determined(self._head, self._recovered):
-            return self._factored(self._recovered, self._one_step_iterations)
+            return self._compare_whole(labels, self._one_step_iterations)
+        if _image_features.are_determined(self._head, self._recovered):
+            return self._plan_factored(self._recovered, self._one_step_iterations)
         # Behind noise, labels are as doubtful as the features that imply them.
         if self._head.noisy:
             labels = infer_labels(self._observation)
@@ -228,10 +232,10 @@ class Phases:
             self._one_step_iterations if mostly_noise else int(_FIRST * self._one_step_iterations)
         )
         if not mostly_noise:
-            self._plans.insert(0, partial(self._from_images, 1))
-        return self._compared_as_a_whole(labels, count)
+            self._plans.insert(0, partial(self._refit_from_images, 1))
+        return self._compare_whole(labels, count)
 
-    def _compared_as_a_whole(self, labels: Tensor, iterations: int) -> Phase:
+    def _compare_whole(self, labels: Tensor, iterations: int) -> Phase:
         """Makes a phase that knows of no feature: candidates' whole update is compared."""
         settings = self._settings
         misfit = WholeGradient(self._as_one, labels, width=settings.jump_width, calls=iterations)
@@ -239,38 +243,38 @@ class Phases:
         contrast = 1.0 if self._contrast_seen < _FAINT else None
         return Phase(misfit, iterations, settings.step_size, variation, labels, contrast=contrast)
 
-    def _from_images(self, attempts: int, images: Tensor) -> Phase:
+    def _refit_from_images(self, attempts: int, images: Tensor) -> Phase:
         """Refits features from those of the images, once after each of so many `attempts`."""
         remaining = self._one_step_iterations - self._begun
         assert self._recovered is not None
-        features = _image_features.fitted(
+        features = _image_features.refit_features(
             self._head, _features(self._observation, images), self._recovered
         )
         if features is None:
             return replace(self.present, iterations=remaining)
-        if attempts == 1 and not _image_features.explained(self._head, features):
-            self._plans.insert(0, partial(self._from_images, 2))
+        if attempts == 1 and not _image_features.are_explained(self._head, features):
+            self._plans.insert(0, partial(self._refit_from_images, 2))
             return self.present
-        return self._factored(features, remaining)
+        return self._plan_factored(features, remaining)
 
-    def _factored(self, features: Tensor, iterations: int) -> Phase:
+    def _plan_factored(self, features: Tensor, iterations: int) -> Phase:
         """Makes the first phase with `features` (N, d) known; it plans those that follow."""
         known = signals(self._observation, features)
         if not self._is_deep:
             ordinary = isinstance(self._head, ClassifierGradient) and self._head.exact
             trained = any(stage.part.parameters for stage in self._staged.stages)
             if not trained or (ordinary and not self._several):
-                return self._direction(features, known, iterations)
-            return self._whole(features, known, iterations)
+                return self._plan_direction(features, known, iterations)
+            return self._plan_whole(features, known, iterations)
         noisy = noise_share(self._as_one, self._head) > _TOO_NOISY_TO_PEEL
         steps = 0 if self._several or noisy else int(_PEELED * iterations)
         peeling = StagePeeling(
             self._as_one, self._staged, features, known, self._stream, steps=steps
         )
-        self._plans.insert(0, partial(self._from_maps, known, iterations))
+        self._plans.insert(0, partial(self._plan_first_stage, known, iterations))
         return Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
 
-    def _direction(self, features: Tensor, known: Signals, iterations: int) -> Phase:
+    def _plan_direction(self, features: Tensor, known: Signals, iterations: int) -> Phase:
         """Makes the phase that compares the direction of each tensor, classifier and all.
 
         It asks nothing of the update's length, which far candidates meet best by making it small.
@@ -297,7 +301,7 @@ class Phases:
             final_variation=_DIRECTION_FINAL,
         )
 
-    def _whole(self, features: Tensor, known: Signals, iterations: int) -> Phase:
+    def _plan_whole(self, features: Tensor, known: Signals, iterations: int) -> Phase:
         """Makes the phase that compares the whole body's share of the update."""
         settings = self._settings
         weight, variation = settings.feature_weight, settings.total_variation
@@ -310,7 +314,7 @@ class Phases:
             weight=weight,
             width=settings.jump_width,
             calls=iterations,
-            later=self._later(known),
+            later=self._later_steps(known),
         )
         return Phase(
             misfit,
@@ -323,7 +327,7 @@ class Phases:
             contrast=1.0 if demanded > variation and self._contrast_seen < _FAINT else None,
         )
 
-    def _from_maps(self, known: Signals, iterations: int, images: Tensor) -> Phase:
+    def _plan_first_stage(self, known: Signals, iterations: int, images: Tensor) -> Phase:
         """Makes the phase from the second stage's inputs to images; all stages follow.
 
         Or, where those inputs are lost, that of all stages from random maps, in all `iterations`
@@ -336,8 +340,10 @@ class Phases:
         # What is left unexplained of a stage, its maps have passed on to the one before.
         doubt = peeled.misfit.unexplained
         if doubt > _LOST or not single:
-            return self._relaxed(known, [], remaining, images)
-        self._plans.insert(0, partial(self._relaxed, known, peeled.misfit.maps, remaining - single))
+            return self._plan_relaxation(known, [], remaining, images)
+        self._plans.insert(
+            0, partial(self._plan_relaxation, known, peeled.misfit.maps, remaining - single)
+        )
         weight = _MAPS / (1 + _DOUBT * doubt) * settings.feature_weight
         return replace(
             peeled,
@@ -349,7 +355,7 @@ class Phases:
             feature_weight=weight,
         )
 
-    def _relaxed(
+    def _plan_relaxation(
         self, known: Signals, maps: list[Tensor], iterations: int, images: Tensor
     ) -> Phase:
         """Makes the phase of all stages together, from their inputs (but the images), if known."""
@@ -363,7 +369,7 @@ class Phases:
             images,
             maps,
             noise=noise_share(self._as_one, self._head),
-            later=self._later(known),
+            later=self._later_steps(known),
             steps=iterations,
         )
         return Phase(
@@ -378,16 +384,16 @@ class Phases:
             contrast=self._contrast(),
         )
 
-    def _later(self, known: Signals) -> LaterSteps | None:
+    def _later_steps(self, known: Signals) -> LaterSteps | None:
         return LaterSteps(self._observation, known.labels) if self._several else None
 
     def _contrast(self) -> float | None:
         if self._contrast_seen > _UNSEEN:
             return None
         names = [name for name, _ in self._staged.stages[0].part.parameters]
-        return trusted(noise_share(self._as_one, self._head, names))
+        return trusted_contrast(noise_share(self._as_one, self._head, names))
 
-    def _unrolled(self, images: Tensor) -> Phase:
+    def _plan_unrolling(self, images: Tensor) -> Phase:
         """Makes the phase that simulates all local steps."""
         settings, iterations = self._settings, self._settings.iterations - self._one_step_iterations
         features = self.present.features
@@ -454,7 +460,7 @@ class FactoredInversionState(AttackState):
         contrast = self.phase.contrast
         if contrast is None:
             return images.new_ones(len(images), 1, 1, 1)
-        return exposing(images, self.matching.box, contrast)
+        return exposure_factors(images, self.matching.box, contrast)
 
 
 @final
@@ -501,7 +507,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
                 head's gradient.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
-        recovered = recovered_if_told(observation, knowledge, seed)
+        recovered = try_recovery(observation, knowledge, seed)
         features = None if recovered is None else recovered.features
         public = knowledge.public_images if self.public else None
         prior = None if public is None else ImagePrior(observation, public)

@@ -55,7 +55,7 @@ class FeatureRegression(DirectAttack):
         recovered = recover(observation, knowledge, seed)
         assert recovered.features is not None
         head = head_of(observation)
-        determined_features = _image_features.determined(head, recovered.features, _MIXED)
+        determined_features = _image_features.are_determined(head, recovered.features, _MIXED)
         distribution = (
             prior.given_features(recovered.features)
             if determined_features

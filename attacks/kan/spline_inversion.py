@@ -121,7 +121,7 @@ class SplineGradient:
         """m."""
         return self.tensor.shape[0]
 
-    def unexplained(self, bases: Tensor) -> Tensor:
+    def share_unexplained(self, bases: Tensor) -> Tensor:
         """Computes the share (0-d) of energy that no error signals of these (N, d, K) explain."""
         design, observed = bases.flatten(1).T, self.tensor.flatten(1).T
         residual: Tensor = observed - design @ torch.linalg.lstsq(design, observed).solution
@@ -229,17 +229,17 @@ class SplinePixels:
         )
         return SplinePixels(center=center, scale=scale)
 
-    def squashed(self, pixels: Tensor) -> Tensor:
+    def squash(self, pixels: Tensor) -> Tensor:
         """Maps pixels (..., d) in [0, 1] to u."""
         return ((pixels - self.center) / self.scale).tanh()
 
-    def unsquashed(self, u: Tensor) -> Tensor:
+    def unsquash(self, u: Tensor) -> Tensor:
         """Maps u (..., d) in [-1, 1] to pixels in [0, 1]."""
         return (self.center + self.scale * u.atanh()).clamp(0, 1)
 
     def deviation(self, of_u: Tensor, at: Tensor) -> Tensor:
         """Converts standard deviations of u (..., d) to those of pixels near `at`."""
-        slope = (1 - self.squashed(at).square()) / self.scale
+        slope = (1 - self.squash(at).square()) / self.scale
         return (of_u / slope).clamp(max=_WIDEST)
 
 
@@ -319,7 +319,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
         knots = abscissae(gradient.degree, gradient.intervals).to(bases)
         u = torch.nan_to_num(bases @ knots).clamp(-1, 1)
         pixels = SplinePixels.of(spec, u)
-        mean = pixels.unsquashed(u)
+        mean = pixels.unsquash(u)
         # What noise makes of a linear form of a row of the pseudo-inverse times the gradient.
         weights = torch.linalg.pinv(
             gradient.tensor.flatten(1) @ torch.linalg.pinv(bases.flatten(1))
@@ -357,8 +357,8 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
             power = second[image, image]
             _update_pixels(state, image, target / power, float(power) / gradient.noise**2)
         _update_errors(state)
-        bases = spline_basis(state.pixels.squashed(state.mean), gradient.degree, gradient.intervals)
-        state.loss = gradient.unexplained(bases)
+        bases = spline_basis(state.pixels.squash(state.mean), gradient.degree, gradient.intervals)
+        state.loss = gradient.share_unexplained(bases)
         state.largest_change = (state.mean - before).abs().max()
         state.iteration += 1
         return state
@@ -394,7 +394,7 @@ def _update_pixels(
     mean, deviation = state.mean[image, :, None], state.deviation[image, :, None]
     low, high = (mean - _REACH * deviation).clamp(0, 1), (mean + _REACH * deviation).clamp(0, 1)
     nodes = low + (high - low) * torch.linspace(0, 1, _NODES).to(mean)  # (d, nodes)
-    bases = spline_basis(pixels.squashed(nodes.T).T, gradient.degree, gradient.intervals)
+    bases = spline_basis(pixels.squash(nodes.T).T, gradient.degree, gradient.intervals)
     log = -((nodes - pixels.center[:, None]) / pixels.scale[:, None]).square() / 2
     if target is None:
         log = log - ((nodes - mean) / deviation).square() / 2

@@ -15,8 +15,11 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import denormalize
 from fedsim.models.local import step_weights
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks.classifier_features._certificates import beyond_chance, declared
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient, implied
+from fedsim_attacks.classifier_features._certificates import exceeds_chance, is_declared
+from fedsim_attacks.classifier_features._classifier_gradient import (
+    ClassifierGradient,
+    derive_signals,
+)
 from fedsim_attacks.layer_inputs._layers import Layer, RowSpace
 
 _SURE = 3.0
@@ -49,7 +52,7 @@ class Inputs:
         return (_SURE * self.errors < _DETERMINED) & self.separate
 
 
-def earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
+def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
     """Recovers the inputs of the layer that feeds the one whose `inputs` are all known.
 
     Where ReLU has left an input 0, that image's error signal at the layer before is 0, too: this
@@ -84,14 +87,14 @@ def earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
         else:
             return None
         combinations.append(signal.combination)
-    found = disaggregated(before, space, torch.stack(combinations))
+    found = disaggregate(before, space, torch.stack(combinations))
     outputs = (found.values @ before.weights.T + before.bias).clamp_min(0)
     wrong = (outputs - values).norm(dim=1) > _CONSISTENT * values.norm(dim=1)
     found.errors[wrong] = torch.inf
     return found
 
 
-def disaggregated(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
+def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
     """Takes a gradient apart, given what combines its columns to single images' error signals.
 
     With ∂L/∂W = Δ' X, the columns of Δ' are those of the gradient in combinations Q, and X is
@@ -111,7 +114,7 @@ def disaggregated(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs
     return Inputs(layer, values, errors, space.separate)
 
 
-def drifting(observation: Observation) -> bool:
+def inputs_drift(observation: Observation) -> bool:
     """Says whether a client's local steps have changed the inputs of all layers but the first.
 
     The update is of inputs on the way: a drift in one direction leaves their row space as it is,
@@ -120,7 +123,7 @@ def drifting(observation: Observation) -> bool:
     return len(step_weights(observation.training)) > 1
 
 
-def reconstruction(
+def build_answer(
     observation: Observation,
     inputs: Inputs,
     pixels: Inputs | None,
@@ -141,12 +144,12 @@ def reconstruction(
         iterations: that it took.
     """
     count, found = observation.num_images, len(features)
-    certain = inputs.certain & (inputs.layer.pixels or not drifting(observation))
+    certain = inputs.certain & (inputs.layer.pixels or not inputs_drift(observation))
     missing = features.mean(0, keepdim=True).expand(count - found, -1)
     whole = torch.cat([features.double(), missing.double()])
     classifier = ClassifierGradient.of(observation)
-    implied_labels = implied(classifier, whole)[0]
-    wrong, loss = _inconsistent(classifier, whole, implied_labels)
+    implied_labels = derive_signals(classifier, whole)[0]
+    wrong, loss = _find_inconsistent(classifier, whole, implied_labels)
     if found == count:
         certain = certain & ~wrong
     images = None
@@ -167,7 +170,7 @@ def reconstruction(
     )
 
 
-def _inconsistent(
+def _find_inconsistent(
     classifier: ClassifierGradient, features: Tensor, labels: Tensor
 ) -> tuple[Tensor, float]:
     """Says which images (N,) have other error signals in the gradient than they imply.
@@ -196,7 +199,7 @@ _ROUNDINGS = 8.0
 may leave of it: they come from inputs, through the rest of the network in float32."""
 
 
-def certified(observation: Observation, answer: Reconstruction) -> Tensor:
+def certify_inputs(observation: Observation, answer: Reconstruction) -> Tensor:
     """Returns of which images (N,) an answer is known to be right: of all, or of none.
 
     Inputs that are determined have zeros that are no coincidence, which leaves nothing of them
@@ -213,9 +216,9 @@ def certified(observation: Observation, answer: Reconstruction) -> Tensor:
     # Images that cancel each other leave of the gradient less than its entries were rounded by.
     terms = float((shares.norm(dim=1) * whole.norm(dim=1)).sum() / classifier.gradient.norm())
     sure = (
-        declared(classifier)
+        is_declared(classifier)
         and bool(answer.determined.all())
         and answer.loss <= (_ROUNDINGS * classifier.rounding * terms) ** 2
-        and beyond_chance(classifier, columns, classifier.factors, answer.loss)
+        and exceeds_chance(classifier, columns, classifier.factors, answer.loss)
     )
     return torch.full_like(answer.determined, sure)

@@ -40,7 +40,7 @@ ZERO = 4.0
 """Standard deviations of its error, up to which an entry may be 0."""
 
 
-def sharpened(
+def sharpen(
     start: Tensor, vectors: Tensor, deviation: float, surely: int
 ) -> tuple[Tensor, Tensor] | None:
     """Fits a combination (r,) to all entries that are 0; returns it and which they are (e,).
@@ -111,7 +111,7 @@ class Rays:
     """Linear programs that were solved."""
 
 
-def extreme_rays(
+def find_rays(
     entries: Tensor,
     rows: Tensor,
     deviation: float,
@@ -255,7 +255,7 @@ class _Search:
             if solved.x is None:
                 return None
             solution = torch.from_numpy(solved.x)
-            ray = self._polished((solution @ basis) / lengths)
+            ray = self._polish((solution @ basis) / lengths)
             if ray is not None:
                 return ray
             at = (solution @ scaled).clamp_min(0)
@@ -282,7 +282,7 @@ class _Search:
         error = variance**0.5 / float(values.norm())
         return None if error > _VAGUE else _Ray(combination, values, error)
 
-    def _polished(self, start: Tensor) -> _Ray | None:
+    def _polish(self, start: Tensor) -> _Ray | None:
         """Makes a combination (r,) precise.
 
         None if entries are negative, one of the zeros does not follow from the rest, or they leave
@@ -290,7 +290,7 @@ class _Search:
         """
         cone, deviation = self.cone, self.deviation
         surely = len(cone) - 1 + int(_FEWEST * cone.shape[1])
-        precise = sharpened(start, cone, deviation, surely)
+        precise = sharpen(start, cone, deviation, surely)
         if precise is None:
             return None
         combination, zeros = precise[0], cone[:, precise[1]]

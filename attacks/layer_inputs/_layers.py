@@ -66,7 +66,7 @@ class Layer:
     """Whether features do not depend on the scale of its input."""
 
 
-def traced(observation: Observation) -> list[Layer]:
+def trace_layers(observation: Observation) -> list[Layer]:
     """Finds the body's layers, in the order in which the model calls them.
 
     Raises:
@@ -98,7 +98,7 @@ def traced(observation: Observation) -> list[Layer]:
         if _head_of(call.name) or f"{call.name}.weight" not in observation.update:
             continue
         weights, gradient = (
-            _reached(weight.detach(), call).double()
+            _cut_reached(weight.detach(), call).double()
             for weight in (module.weight, observation.update[f"{call.name}.weight"])
         )
         gradient = gradient * factor
@@ -240,7 +240,7 @@ def _is_linear(call: _Call) -> bool:
     return covered and call.after.shape[2:] == (1, 1)
 
 
-def _reached(weight: Tensor, call: _Call) -> Tensor:
+def _cut_reached(weight: Tensor, call: _Call) -> Tensor:
     """Cuts from a layer's `weight` what meets its input, and not padding: (m, n)."""
     module = call.module
     if isinstance(module, nn.Conv2d) and not isinstance(module.padding, str):

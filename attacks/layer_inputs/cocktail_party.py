@@ -29,7 +29,7 @@ from fedsim_attacks.gradient_matching._image_priors import (
     KnownFeatures,
     total_variation,
 )
-from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, traced
+from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, trace_layers
 
 
 @dataclass(kw_only=True)
@@ -91,7 +91,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
             AttackFailed: the model has no such layer, it is smaller than the batch, or a defense
                 has left nothing of its gradient's row space.
         """
-        layers = [layer for layer in traced(observation) if layer.features is not None]
+        layers = [layer for layer in trace_layers(observation) if layer.features is not None]
         layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
         if not layers:
             raise AttackFailed(
@@ -159,7 +159,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
     def _invert(self, state: Unmixing) -> Unmixing:
         """Takes a step of the pixels towards the features; the loss stays that of the unmixing."""
         if state.inversion is None:
-            features = self._unmixed(state).features
+            features = self._unmix(state).features
             assert features is not None
             drawing = Drawing(
                 "pixel",
@@ -188,13 +188,13 @@ class CocktailParty(IterativeAttack[Unmixing]):
 
         None is called determined.
         """
-        found = self._unmixed(state)
+        found = self._unmix(state)
         if state.inversion is None:
             return found
         pixels = denormalize(state.inversion[0].draw().detach(), state.observation.model)
         return replace(found, images=pixels.clamp(0, 1))
 
-    def _unmixed(self, state: Unmixing) -> Reconstruction:
+    def _unmix(self, state: Unmixing) -> Reconstruction:
         layer, count = state.layer, state.observation.num_images
         with torch.no_grad():
             rows = F.normalize(state.matrix, dim=1)

@@ -20,13 +20,13 @@ from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.layer_inputs._answers import (
     Inputs,
-    certified,
-    drifting,
-    earlier,
-    reconstruction,
+    build_answer,
+    certify_inputs,
+    inputs_drift,
+    recover_earlier,
 )
-from fedsim_attacks.layer_inputs._cone import SignalOf, extreme_rays
-from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, Signal, traced
+from fedsim_attacks.layer_inputs._cone import SignalOf, find_rays
+from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, Signal, trace_layers
 
 _OFF, _ROUNDING = 5.0, 1e-6
 """Standard deviations that a neuron's input is below 0 at least, where ReLU has surely made it 0;
@@ -56,7 +56,7 @@ class ExtremeRays(DirectAttack):
             AttackFailed: no layer of the model has such inputs, a defense has changed the row
                 space of all of them, or none of the inputs stands out.
         """
-        layers = traced(observation)
+        layers = trace_layers(observation)
         count = observation.num_images
         eligible = [layer for layer in layers if _is_eligible(layer)]
         if not eligible:
@@ -84,15 +84,15 @@ class ExtremeRays(DirectAttack):
             raise AttackFailed("; ".join(reasons) or f"no input of {names} stands out")
         pixels: Inputs | None = best if len(best.values) == count else None
         while pixels is not None and not pixels.layer.pixels:
-            pixels = earlier(pixels, layers, count)
+            pixels = recover_earlier(pixels, layers, count)
         if best.layer.pixels:
             pixels = best
-        elif pixels is not None and drifting(observation):
+        elif pixels is not None and inputs_drift(observation):
             best = pixels
         assert best.layer.features is not None
         features = best.layer.features(best.values)
-        answer = reconstruction(observation, best, pixels, features, programs)
-        return replace(answer, certified=certified(observation, answer))
+        answer = build_answer(observation, best, pixels, features, programs)
+        return replace(answer, certified=certify_inputs(observation, answer))
 
 
 def _is_eligible(layer: Layer) -> bool:
@@ -108,7 +108,7 @@ def _inputs(layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator) -> 
     """Finds inputs of `layer` at their scale; also returns how many programs that took."""
     space = RowSpace.of(layer, count)
     entries = _pixel_bounds(space.rows, spec) if layer.pixels else space.rows
-    rays = extreme_rays(entries, space.rows, space.deviation, rng, _signals(layer, space))
+    rays = find_rays(entries, space.rows, space.deviation, rng, _signals(layer, space))
     values = rays.combinations @ space.rows
     errors = rays.spread / values.norm(dim=1)
     if layer.bias is None:

@@ -22,9 +22,9 @@ from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.layer_inputs._answers import Inputs, disaggregated, reconstruction
-from fedsim_attacks.layer_inputs._cone import sharpened
-from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, traced
+from fedsim_attacks.layer_inputs._answers import Inputs, build_answer, disaggregate
+from fedsim_attacks.layer_inputs._cone import sharpen
+from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, trace_layers
 
 _NEAR = 1e-3
 """Of a combination's largest entry: what is nearer to 0 may be."""
@@ -37,7 +37,9 @@ _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
 """Sine up to which two combinations are the same: when they are precise, and before."""
 
 
-def sampled(space: RowSpace, number: int, sparsity: float, generator: torch.Generator) -> Tensor:
+def sample_kernels(
+    space: RowSpace, number: int, sparsity: float, generator: torch.Generator
+) -> Tensor:
     """Draws `number` sets of r - 1 rows; returns combinations (c, r) in their kernels.
 
     Those whose share of zeros is at least `sparsity`, made precise by all of their zeros.
@@ -49,10 +51,12 @@ def sampled(space: RowSpace, number: int, sparsity: float, generator: torch.Gene
     at = (kernels @ unit.T).abs()
     zeros = at < _NEAR * at.amax(1, keepdim=True)
     enough = zeros.sum(1) >= max(sparsity * rows, rank)
-    return _sharpened(space, kernels[enough], sparsity)
+    return _sharpen_kernels(space, kernels[enough], sparsity)
 
 
-def descended(space: RowSpace, number: int, sparsity: float, generator: torch.Generator) -> Tensor:
+def descend_kernels(
+    space: RowSpace, number: int, sparsity: float, generator: torch.Generator
+) -> Tensor:
     """Descends from the kernels of `number` sets of r - 1 rows to sparse combinations (c, r).
 
     By iteratively reweighted least squares, whose weights sharpen from iteration to iteration
@@ -70,7 +74,7 @@ def descended(space: RowSpace, number: int, sparsity: float, generator: torch.Ge
         kernels = torch.linalg.eigh(weighted.transpose(1, 2) @ weighted)[1][:, :, 0]
         at = kernels @ unit.T
     enough = (at.abs() < 10 * _SHARP).sum(1) >= max(sparsity * rows, rank)
-    return _sharpened(space, kernels[enough], sparsity)
+    return _sharpen_kernels(space, kernels[enough], sparsity)
 
 
 def _kernels(unit: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
@@ -85,14 +89,14 @@ def _kernels(unit: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor
     return scaled
 
 
-def _sharpened(space: RowSpace, kernels: Tensor, sparsity: float) -> Tensor:
+def _sharpen_kernels(space: RowSpace, kernels: Tensor, sparsity: float) -> Tensor:
     """Makes `kernels` (s, r) precise combinations (c, r) of the gradient's columns, each once."""
     found = space.columns.new_zeros(0, space.rank)
     surely = int(sparsity * len(space.columns))
     for kernel in kernels:
         start = (kernel / space.lengths.cpu()).to(space.columns)
         if _is_new(start / start.norm(), found, _ROUGHLY_SAME):
-            precise = sharpened(start, space.columns.T, space.deviation, surely)
+            precise = sharpen(start, space.columns.T, space.deviation, surely)
             if precise is not None:
                 found = torch.cat([found, precise[0][None]])
     return found
@@ -118,10 +122,10 @@ class Candidates:
         for each in combinations:
             if _is_new(each, self.combinations, _PRECISELY_SAME):
                 self.combinations = torch.cat([self.combinations, each[None]])
-        zeros = self._off(self.combinations).sum(1)
+        zeros = self._are_zero(self.combinations).sum(1)
         self.combinations = self.combinations[zeros.argsort(descending=True, stable=True)]
 
-    def selected(self) -> tuple[Inputs, float] | None:
+    def select(self) -> tuple[Inputs, float] | None:
         """Selects r of them greedily; returns inputs and their score.
 
         It begins with the sparsest that are linearly independent, and exchanges one for another as
@@ -136,7 +140,7 @@ class Candidates:
                 break
         if len(chosen) < self.space.rank:
             return None
-        best = self._scored(chosen)
+        best = self._score(chosen)
         improved = True
         while improved and best[1] < 1:
             improved = False
@@ -145,24 +149,24 @@ class Candidates:
                     if index in chosen:
                         continue
                     other = [*chosen[:place], index, *chosen[place + 1 :]]
-                    scored = self._scored(other)
+                    scored = self._score(other)
                     if scored[1] > best[1]:
                         chosen, best, improved = other, scored, True
         return best
 
-    def _scored(self, chosen: list[int]) -> tuple[Inputs, float]:
+    def _score(self, chosen: list[int]) -> tuple[Inputs, float]:
         """Computes inputs; scores them by the share of neurons that are active where they must be.
 
         An image's error signal is 0 where its own input does not activate a neuron, and only there.
         """
         combinations = self.combinations[chosen]
-        inputs = disaggregated(self.layer, self.space, combinations)
+        inputs = disaggregate(self.layer, self.space, combinations)
         assert self.layer.bias is not None
         active = inputs.values @ self.layer.weights.T + self.layer.bias > 0
-        agree = active != self._off(combinations)
+        agree = active != self._are_zero(combinations)
         return inputs, float(agree.double().mean().nan_to_num())
 
-    def _off(self, combinations: Tensor) -> Tensor:
+    def _are_zero(self, combinations: Tensor) -> Tensor:
         """Says where combinations (c, r) are 0: (c, m)."""
         return (combinations @ self.space.columns.T).abs() < _ZERO * self.space.deviation
 
@@ -223,7 +227,7 @@ class Spear(IterativeAttack[Sampling]):
         """
         layers = [
             layer
-            for layer in traced(observation)
+            for layer in trace_layers(observation)
             if layer.rectified and layer.bias is not None and layer.features is not None
         ]
         if not layers:
@@ -243,13 +247,13 @@ class Spear(IterativeAttack[Sampling]):
         number = _TOGETHER
         if self.search == "descent":
             number = _DESCENTS
-            candidates.add(descended(candidates.space, number, self.sparsity, state.rng))
-        found = sampled(candidates.space, number, self.sparsity, state.rng)
+            candidates.add(descend_kernels(candidates.space, number, self.sparsity, state.rng))
+        found = sample_kernels(candidates.space, number, self.sparsity, state.rng)
         before = state.known
         candidates.add(found)
         state.known = len(candidates.combinations)
         if state.known > before:
-            selected = candidates.selected()
+            selected = candidates.select()
             if selected is not None and selected[1] > state.score:
                 state.best, state.score = selected
                 state.loss = torch.tensor(1 - state.score)
@@ -277,4 +281,4 @@ class Spear(IterativeAttack[Sampling]):
         assert inputs.layer.features is not None
         features = inputs.layer.features(inputs.values)
         pixels = inputs if inputs.layer.pixels else None
-        return reconstruction(state.observation, inputs, pixels, features, state.iteration)
+        return build_answer(state.observation, inputs, pixels, features, state.iteration)

@@ -53,7 +53,7 @@ class PatchLayer:
     weight's columns."""
 
 
-def find(model: Classifier, observation: Observation) -> PatchLayer:
+def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
     """Finds the patch embedding of the observed `model` and its position embedding.
 
     Raises:
@@ -64,7 +64,7 @@ def find(model: Classifier, observation: Observation) -> PatchLayer:
     numbered = torch.arange(math.prod(shape)).view(1, *shape)
     named = dict(model.named_modules())
     device = next(model.parameters()).device
-    for name, inputs in _called(model, numbered.float().to(device)):
+    for name, inputs in _list_calls(model, numbered.float().to(device)):
         pixels = _pixels_of(named[name], inputs, math.prod(shape))
         if pixels is None or f"{name}.weight" not in observation.update:
             continue
@@ -83,7 +83,7 @@ def find(model: Classifier, observation: Observation) -> PatchLayer:
     )
 
 
-def _called(model: Classifier, images: Tensor) -> list[tuple[str, Tensor]]:
+def _list_calls(model: Classifier, images: Tensor) -> list[tuple[str, Tensor]]:
     """Layers that may embed patches, in the order in which they are called, and their inputs."""
     called: list[tuple[str, Tensor]] = []
     hooks = [
@@ -197,7 +197,7 @@ def correlation(centers: Tensor) -> Tensor:
     return torch.exp(-torch.cdist(centers, centers) / _REACH)
 
 
-def solve(
+def solve_patches(
     signals: Tensor, gradient: Tensor, mean: Tensor, spread: Tensor, alike: Tensor
 ) -> SolvedPatches:
     """Solves ∂L/∂E = Σ_p δ_p x_p' for the patches, in float64.
@@ -277,7 +277,7 @@ class PatchInversion(DirectAttack):
                 "of its patches"
             )
         victim = rebuild(observation)
-        layer = find(victim, observation)
+        layer = find_patch_layer(victim, observation)
         gradient = observation.update[layer.weight].double().flatten(1)
         rows = observation.update[layer.position].double()
         signals = rows.reshape(-1, rows.shape[-1])[layer.rows]
@@ -289,8 +289,10 @@ class PatchInversion(DirectAttack):
         spread = normalize(grey + _PIXEL_SPREAD, model) - mean
         # All patches have the same channels in the same columns.
         columns, spreads = (each.flatten()[layer.pixels[0]] for each in (mean, spread))
-        patches = solve(signals, gradient, columns, spreads, correlation(_centers(layer, model)))
-        image = _placed(patches.values, layer, mean, model)
+        patches = solve_patches(
+            signals, gradient, columns, spreads, correlation(_centers(layer, model))
+        )
+        image = _place_patches(patches.values, layer, mean, model)
         error = _SAFETY * _PIXEL_SPREAD * float(patches.variances.mean().sqrt())
         whole = layer.pixels.numel() == math.prod(model.input_shape)
         return Reconstruction(
@@ -302,7 +304,7 @@ class PatchInversion(DirectAttack):
         )
 
 
-def _placed(values: Tensor, layer: PatchLayer, mean: Tensor, model: ModelSpec) -> Tensor:
+def _place_patches(values: Tensor, layer: PatchLayer, mean: Tensor, model: ModelSpec) -> Tensor:
     """An image (1, C, H, W) of patches (P, m); `mean` where there are none."""
     flat = mean.flatten().clone()
     flat[layer.pixels.flatten()] = values.flatten()

@@ -420,7 +420,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "a control without the attack's stretching": swap(
             "attacks/gradient_matching/prior_only.py:PriorOnly.postprocess",
-            "exposed(state.best, state.drawing.box) if self.stretched else state.best",
+            "expose(state.best, state.drawing.box) if self.stretched else state.best",
             "state.best",
             "tests/attacks/gradient_matching/test_prior_only.py",
         ),
@@ -826,7 +826,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             CERTIFIED_IMAGES,
         ),
         "classes that no image is taken for speak for a certificate": swap(
-            "attacks/classifier_features/_certificates.py:beyond_chance",
+            "attacks/classifier_features/_certificates.py:exceeds_chance",
             "rows[1:] / rows.square().sum().sqrt()",
             "torch.ones_like(rows[1:])",
             CERTIFIED_IMAGES,

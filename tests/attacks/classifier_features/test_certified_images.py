@@ -257,17 +257,17 @@ def test_what_lies_outside_the_row_space_forbids_a_certificate() -> None:
     ("rule", "loosened", "law"),
     [
         (
-            "declared",
+            "is_declared",
             lambda classifier: True,
             test_clipping_leaves_certificates_and_what_is_not_declared_none,
         ),
         ("_ROUNDING", 400.0, partial(test_noise_that_nobody_declares_is_noticed, 1e-5)),
         (
-            "_held_by_all",
+            "_are_in_all_rivals",
             lambda *_: True,
             partial(test_two_images_of_one_gradient_are_not_certified, 10),
         ),
-        ("_apart", lambda *_: True, test_an_image_that_is_not_there_is_not_certified),
+        ("_stand_apart", lambda *_: True, test_an_image_that_is_not_there_is_not_certified),
     ],
     ids=["declared", "reproduced", "no rival", "apart"],
 )
@@ -283,12 +283,12 @@ def test_equations_must_be_left_over_whatever_rivals_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two rules ask for them: what certifies and what determines an image. Each is enough."""
-    monkeypatch.setattr(_certificates, "_held_by_all", lambda *_: True)
+    monkeypatch.setattr(_certificates, "_are_in_all_rivals", lambda *_: True)
     with monkeypatch.context() as loosened:
         loosened.setattr(ClassifierGradient, "unique", True)
         test_two_images_of_one_gradient_are_not_certified(2)
         test_two_labelings_of_one_gradient_are_not_certified()
-    monkeypatch.setattr(_certificates, "overdetermined", lambda *_: True)
+    monkeypatch.setattr(_certificates, "is_overdetermined", lambda *_: True)
     test_two_images_of_one_gradient_are_not_certified(2)
     monkeypatch.setattr(ClassifierGradient, "unique", True)
     with pytest.raises(AssertionError):

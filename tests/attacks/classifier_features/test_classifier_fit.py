@@ -20,7 +20,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.classifier_features import _profile, classifier_fit
-from fedsim_attacks.classifier_features._certificates import beyond_first_order, relative_errors
+from fedsim_attacks.classifier_features._certificates import bound_errors, widen_bounds
 from fedsim_attacks.classifier_features._classifier_gradient import (
     ClassifierGradient,
     linear_classifier,
@@ -28,9 +28,9 @@ from fedsim_attacks.classifier_features._classifier_gradient import (
 from fedsim_attacks.classifier_features._profile import (
     Consistency,
     Profile,
-    exchanged,
+    exchange_images,
+    make_normals,
     minimize,
-    normals_of,
 )
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
@@ -158,11 +158,11 @@ def test_one_problem_is_searched_where_the_other_fails(
 def test_one_image_that_is_open_leaves_the_others_less_certain() -> None:
     """Bounds of first order hold where none is, and one without a signal costs a bounded factor."""
     sure = torch.tensor([1e-6, 0.01, 0.9]).double()
-    assert beyond_first_order(sure).tolist() == sure.tolist()
+    assert widen_bounds(sure).tolist() == sure.tolist()
     open_ = torch.tensor([0.01, 10.0]).double()
-    assert beyond_first_order(open_).tolist() == pytest.approx([0.1, 100.0])
+    assert widen_bounds(open_).tolist() == pytest.approx([0.1, 100.0])
     for vanished in (1e90, torch.inf, torch.nan):
-        found = beyond_first_order(torch.tensor([1e-6, vanished]).double())
+        found = widen_bounds(torch.tensor([1e-6, vanished]).double())
         assert float(found[0]) == pytest.approx(1e-3)
 
 
@@ -220,7 +220,7 @@ def test_exchanges_replace_a_few_images_and_keep_the_rest(failed: int, replaced:
     images, labels = torch.zeros(4, 2), torch.tensor([0, 1, 2, 3])
     drawn = torch.rand(400, 4, 2) + 1
     stream = torch.Generator().manual_seed(0)
-    points, found = exchanged(images, labels, drawn, classes=5, failed=failed, rng=stream)
+    points, found = exchange_images(images, labels, drawn, classes=5, failed=failed, rng=stream)
     new, changed = (points != 0).all(2), found != labels
     assert new.sum(1).tolist() == [replaced] * 400
     torch.testing.assert_close(points[new], drawn[new])
@@ -335,7 +335,7 @@ def test_errors_are_as_large_as_they_are_said_to_be() -> None:
         gradient = clean + 1e-5 * torch.randn_like(clean)
         problem = Consistency(of(weights, gradient, 4))
         fits = problem.descend(problem.unknowns(features[None]), labels[None], 30)
-        bound = relative_errors(problem, fits, 0)
+        bound = bound_errors(problem, fits, 0)
         errors = (fits.features[0] - features).norm(dim=1) / features.norm(dim=1)
         assert bool((errors > bound / 30).all())
         inside += int((errors < bound).sum())
@@ -381,7 +381,7 @@ def test_least_squares_end_where_they_should() -> None:
 
     starts = torch.tensor([[-1.2, 1.0], [3.0, 3.0], [0.0, 0.0], [-2.0, -2.0]]).double()
     goals = torch.tensor([1.0, 1.0, 2.0, -1.0]).double()
-    normals = normals_of(vmap(jacfwd(residual)))
+    normals = make_normals(vmap(jacfwd(residual)))
     found = minimize(vmap(residual), normals, starts, goals, 100)
     expected = torch.stack([goals, goals**2], 1)
     torch.testing.assert_close(found.points, expected)
@@ -440,7 +440,7 @@ def test_normal_equations_are_those_of_the_jacobian() -> None:
         points = problem.unknowns(torch.randn(2, 3, 11 if given.biased else 12))
         targets = F.one_hot(labels, 6).double().expand(2, -1, -1)
         left = vmap(problem.residual)(points, targets)
-        expected = normals_of(vmap(jacfwd(problem.residual)))(points, targets, left)
+        expected = make_normals(vmap(jacfwd(problem.residual)))(points, targets, left)
         torch.testing.assert_close(problem._normals(points, targets, left), expected)
 
 

@@ -30,14 +30,14 @@ from fedsim_attacks.closed_form._kernel_release import (
     ClassPrior,
     KernelModel,
     Matched,
-    equations,
+    derive_equations,
     known_rows,
     match_rows,
     posterior_mean,
     read_model,
     symmetric_labels,
 )
-from fedsim_attacks.closed_form._quadratic_form import completed, decomposed
+from fedsim_attacks.closed_form._quadratic_form import complete_rows, decompose_form
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
 from fedsim_defenses.truncated_laplace import TruncatedLaplace
@@ -105,7 +105,7 @@ def test_a_predictor_is_taken_apart() -> None:
     rows = torch.nn.functional.normalize(normal(8, 10), dim=1)
     alpha, weights = normal(8, 3, seed=1), normal(15, 10, seed=2)
     form = ntk.quadratic_form(rows, alpha, weights)
-    found, coefficients = decomposed(form, weights.T @ weights / 15, stream())
+    found, coefficients = decompose_form(form, weights.T @ weights / 15, stream())
     inner = (found @ rows.T).abs()
     place = inner.argmax(1)
     assert sorted(place.tolist()) == list(range(8))
@@ -118,7 +118,7 @@ def test_a_predictor_of_many_rows_keeps_them(count: int) -> None:
     rows = torch.nn.functional.normalize(normal(count, 10), dim=1)
     form = ntk.quadratic_form(rows, normal(count, 3, seed=1))
     with pytest.raises(AttackFailed, match="does not tell its rows apart"):
-        decomposed(form, torch.eye(10, dtype=torch.float64), stream())
+        decompose_form(form, torch.eye(10, dtype=torch.float64), stream())
 
 
 @pytest.mark.parametrize("count", [1, 6, 30])
@@ -129,7 +129,7 @@ def test_who_knows_all_rows_but_one_finds_it_among_many(count: int) -> None:
     smooth = weights.T @ weights / 15
     for alpha in (normal(count, 3, seed=1), torch.ones(count, 3, dtype=torch.float64)):
         form = ntk.quadratic_form(rows, alpha, weights)
-        found, coefficients = completed(form, smooth, rows[:-1])
+        found, coefficients = complete_rows(form, smooth, rows[:-1])
         torch.testing.assert_close(found[:-1], rows[:-1])
         assert float((found[-1] @ rows[-1]).abs()) == pytest.approx(1.0, abs=1e-9)
         torch.testing.assert_close(coefficients, alpha, rtol=1e-6, atol=1e-8)
@@ -146,24 +146,26 @@ def test_what_known_rows_do_not_leave_is_not_found() -> None:
         (rows[:-1], form + 1e-3 * (noise + noise.transpose(1, 2))),
     ):
         with pytest.raises(AttackFailed, match="not of the known rows and one other"):
-            completed(released, eye, known)
+            complete_rows(released, eye, known)
     many = torch.nn.functional.normalize(normal(50, 10), dim=1)
     with pytest.raises(AttackFailed, match="too many to see"):
-        completed(ntk.quadratic_form(many, normal(50, 3, seed=1)), eye, many[:-1])
+        complete_rows(ntk.quadratic_form(many, normal(50, 3, seed=1)), eye, many[:-1])
 
 
 def test_rows_of_the_same_coefficients_are_not_told_apart() -> None:
     rows = torch.nn.functional.normalize(normal(6, 10), dim=1)
     alpha = ntk.one_hot(torch.arange(6) % 3, 3)
     with pytest.raises(AttackFailed, match="rows with the same coefficients"):
-        decomposed(ntk.quadratic_form(rows, alpha), torch.eye(10, dtype=torch.float64), stream())
+        decompose_form(
+            ntk.quadratic_form(rows, alpha), torch.eye(10, dtype=torch.float64), stream()
+        )
 
 
 def test_few_neurons_hide_directions() -> None:
     rows, weights = normal(4, 10), normal(9, 10, seed=2)
     form = ntk.quadratic_form(rows, normal(4, 3, seed=1), weights)
     with pytest.raises(AttackFailed, match="neurons are fewer than the features"):
-        decomposed(form, weights.T @ weights / 9, stream())
+        decompose_form(form, weights.T @ weights / 9, stream())
 
 
 def test_labels_are_told_whatever_the_kernel() -> None:
@@ -318,7 +320,7 @@ def regression(count: int, draw: int | None, seed: int = 0) -> tuple[Matched, Te
 
 def test_coefficients_tell_kernel_values_exactly() -> None:
     matched, row = regression(12, None)
-    told = equations(matched, row)
+    told = derive_equations(matched, row)
     assert told is not None
     values, slopes = told.linear(row)
     torch.testing.assert_close(told.values, values, rtol=0, atol=1e-10)
@@ -333,7 +335,7 @@ def test_the_errors_of_what_coefficients_tell_are_as_said() -> None:
     squares = []
     for seed in range(400):
         matched, row = regression(12, 400, seed)
-        told = equations(matched, row)
+        told = derive_equations(matched, row)
         assert told is not None
         away = told.values - told.linear(row)[0]
         squares.append(float(away @ told.precision @ away))

@@ -60,7 +60,7 @@ def test_it_is_the_integral(
     area = (ends[:, None] * (1.0 if targets else ends[None])).expand_as(value).flatten()
     losses = case.loss(rows)
     weights = area * (losses.min() - losses).exp()
-    expected = weights @ case.prior.scaled(rows) / weights.sum()
+    expected = weights @ case.prior.scale_rows(rows) / weights.sum()
     best = rows[losses.argsort()[:1]]
     found = case.mean(list(best), 20_000, rng.generator(0, "posterior"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0.01)

@@ -10,7 +10,7 @@ from deep_victims import observe
 
 from fedsim import rng
 from fedsim.contracts.grant import Knowledge
-from fedsim_attacks.gradient_matching._image_priors import exposed, trusted
+from fedsim_attacks.gradient_matching._image_priors import expose, trusted_contrast
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features._heads import noise_share
 from fedsim_attacks.images_from_features._stages import StagedBody
@@ -33,20 +33,20 @@ def test_contrast_is_seen_where_the_first_layer_has_a_bias_or_no_norm_layer() ->
 def test_exposed_images_are_those_of_any_contrast() -> None:
     low, high = torch.full((3, 1, 1), -2.0), torch.full((3, 1, 1), 2.5)
     images = torch.rand(4, 3, 32, 32, generator=rng.generator(0, "exposed")) * 4.5 - 2
-    found = exposed(images, (low, high))
+    found = expose(images, (low, high))
     torch.testing.assert_close(found, images, rtol=0.02, atol=0)
     factors = torch.tensor([0.3, 0.7, 1.0, 2.0]).view(4, 1, 1, 1)
-    torch.testing.assert_close(exposed(factors * images, (low, high)), found)
-    assert torch.equal(exposed(torch.zeros(1, 3, 4, 4), (low, high)), torch.zeros(1, 3, 4, 4))
+    torch.testing.assert_close(expose(factors * images, (low, high)), found)
+    assert torch.equal(expose(torch.zeros(1, 3, 4, 4), (low, high)), torch.zeros(1, 3, 4, 4))
 
 
 def test_the_less_an_image_is_told_the_less_contrast_it_gets() -> None:
-    assert trusted(0.0) == 1
-    assert 1 > trusted(0.3) > trusted(0.6) > trusted(0.99) > 0
-    assert trusted(1.0) == trusted(1.2) == 0  # an estimate may exceed all
+    assert trusted_contrast(0.0) == 1
+    assert 1 > trusted_contrast(0.3) > trusted_contrast(0.6) > trusted_contrast(0.99) > 0
+    assert trusted_contrast(1.0) == trusted_contrast(1.2) == 0  # an estimate may exceed all
     images = torch.rand(2, 3, 8, 8, generator=rng.generator(0, "exposed")) - 0.5
     box = torch.full((3, 1, 1), -2.0), torch.full((3, 1, 1), 2.5)
-    torch.testing.assert_close(exposed(images, box, 0.4), 0.4 * exposed(images, box))
+    torch.testing.assert_close(expose(images, box, 0.4), 0.4 * expose(images, box))
 
 
 @pytest.mark.parametrize("std", [0.0, 1e-3, 0.1])
@@ -70,12 +70,12 @@ def test_contrast_follows_the_noise_in_the_first_stage() -> None:
         state = attack.step(attack.init(observation, Knowledge(), rng.generator(0, "phases")))
         contrast = state.phase.contrast
         assert contrast is not None
-        expected = state.matching.pixels(exposed(state.best, state.matching.box, contrast))
+        expected = state.matching.pixels(expose(state.best, state.matching.box, contrast))
         images = attack.postprocess(state).images
         assert images is not None
         torch.testing.assert_close(images, expected)
         found.append(contrast)
-    whole = trusted(noise_share(observation, HeadGradient.of(observation)))
+    whole = trusted_contrast(noise_share(observation, HeadGradient.of(observation)))
     assert found[0] == 1
     assert whole < found[1] < 1  # early stages stand out of noise
 
@@ -96,6 +96,6 @@ def test_contrast_that_total_variation_takes_is_given_back(
     images = attack.postprocess(state).images
     assert images is not None
     box = state.matching.box
-    shown = exposed(state.best, box) if contrast else state.best
+    shown = expose(state.best, box) if contrast else state.best
     torch.testing.assert_close(images, state.matching.pixels(shown))
     assert contrast is None or not torch.allclose(shown, state.best)

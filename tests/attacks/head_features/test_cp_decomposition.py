@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
-from fedsim_attacks.head_features.tensor_features import components
+from fedsim_attacks.head_features.tensor_features import find_components
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -41,7 +41,7 @@ def alternating(rank: int) -> Tensor:
 @pytest.mark.parametrize("rank", [2, 4, 8])
 def test_orthogonal_components_of_both_signs_are_exact(rank: int) -> None:
     axes = torch.linalg.qr(normal(rank, rank))[0]
-    found, left = components(cubes(axes, alternating(rank)), rng.generator(0, "starts"))
+    found, left = find_components(cubes(axes, alternating(rank)), rng.generator(0, "starts"))
     assert unlike(found, axes) < 1e-6
     assert float(left) < 1e-6
     torch.testing.assert_close(found.norm(dim=1), torch.ones(rank).double())
@@ -49,7 +49,9 @@ def test_orthogonal_components_of_both_signs_are_exact(rank: int) -> None:
 
 def test_components_shared_by_slices_that_are_no_cube() -> None:
     u, weights = F.normalize(normal(4, 4, seed=2), dim=1), normal(4, 7, seed=3)
-    found, _ = components(torch.einsum("ci,cj,cs->ijs", u, u, weights), rng.generator(0, "starts"))
+    found, _ = find_components(
+        torch.einsum("ci,cj,cs->ijs", u, u, weights), rng.generator(0, "starts")
+    )
     assert unlike(found, u) < 1e-6
 
 
@@ -59,7 +61,7 @@ def test_the_error_is_that_of_the_noise(seed: int) -> None:
     axes = torch.linalg.qr(normal(8, 8, seed=seed))[0]
     tensor = cubes(axes, torch.ones(8).double())
     noise = 0.01 * torch.linalg.vector_norm(tensor) * symmetric_noise(8, seed)
-    found, left = components(tensor + noise, rng.generator(seed, "starts"))
+    found, left = find_components(tensor + noise, rng.generator(seed, "starts"))
     assert unlike(found, axes) < 0.03
     assert float(left) < 0.01
 
@@ -70,7 +72,7 @@ def test_the_fit_is_no_worse_than_the_truth(seed: int) -> None:
     u = F.normalize(normal(8, 8, seed=seed) + 0.5, dim=1)
     tensor = cubes(u, torch.ones(8).double())
     noise = 0.01 * torch.linalg.vector_norm(tensor) * symmetric_noise(8, seed)
-    _, left = components(tensor + noise, rng.generator(seed, "starts"))
+    _, left = find_components(tensor + noise, rng.generator(seed, "starts"))
     assert float(left) < 0.0105
 
 
@@ -80,6 +82,6 @@ def test_draws_come_from_the_stream_alone() -> None:
     for seed in (0, 1):
         np.random.seed(seed)  # noqa: NPY002  what TensorLy would draw from by itself
         torch.manual_seed(seed)
-        results.append(components(tensor, rng.generator(3, "starts")))
+        results.append(find_components(tensor, rng.generator(3, "starts")))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])

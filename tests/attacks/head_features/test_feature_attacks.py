@@ -21,7 +21,7 @@ from fedsim_attacks.head_features.best_features import BestFeatures
 from fedsim_attacks.head_features.head_fit import CoarseToFine
 from fedsim_attacks.head_features.spectral_features import span
 from fedsim_attacks.head_features.unrolled_features import (
-    implausible,
+    mark_implausible,
 )
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1}
@@ -283,7 +283,7 @@ def test_features_that_do_not_move_are_unrolled_as_one_step() -> None:
 def test_the_usual_length_is_of_those_that_are_explained_best(
     images: int, length: list[float], left: list[float], absurd: list[float]
 ) -> None:
-    found = implausible(torch.tensor(length), torch.tensor(left), images)
+    found = mark_implausible(torch.tensor(length), torch.tensor(left), images)
     assert found.tolist() == absurd
 
 

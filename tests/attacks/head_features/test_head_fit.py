@@ -15,7 +15,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import near
 from fedsim_attacks.head_features import head_fit
 from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective
-from fedsim_attacks.head_features.head_fit import OutputSolver, moves, random_starts
+from fedsim_attacks.head_features.head_fit import OutputSolver, propose_splits, random_starts
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1, "planted_gain": 0.01}
 PRUNED = [{"name": "gradient_pruning", "ratio": 0.8}]
@@ -141,7 +141,7 @@ def test_a_move_frees_a_feature_that_stands_for_two_images() -> None:
     seen, features = see(6, labels=torch.tensor([1, 1, 4, 4, 7, 9]))
     mean = (features[0] + features[1]) / 2
     stuck = torch.cat([mean[None], near(mean[None], 0.2), features[2:]])
-    first = next(iter(moves(Objective(seen), stuck)))
+    first = next(iter(propose_splits(Objective(seen), stuck)))
     assert worst(first, features) > worst(stuck, features) + 0.01
     assert worst(solved(seen, [first], 400).best[1], features) > 0.9999
 
@@ -169,7 +169,7 @@ def test_moves_are_what_frees_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, features = see_alike()
     for moving in (True, False):
         if not moving:
-            monkeypatch.setattr(head_fit, "moves", lambda objective, features: iter(()))
+            monkeypatch.setattr(head_fit, "propose_splits", lambda objective, features: iter(()))
         found = [worst(fitted(seen, seed, []).best[1], features) for seed in range(3)]
         assert min(found) > 0.999 if moving else min(found) < 0.95, found
 
@@ -177,7 +177,7 @@ def test_moves_are_what_frees_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
     """Pruning per tensor leaves ∂L/∂A few entries, and ∂L/∂W its share."""
     seen, features = see(defense=[{"name": "gradient_pruning", "ratio": 0.7, "scope": "tensor"}])
-    assert head_fit.rows_apply(seen)
+    assert head_fit.rows_suffice(seen)
     start = near(features, 0.05)
     errors = Objective(seen)(features).errors
     found = start

@@ -71,7 +71,7 @@ def test_at_the_truth_the_noise_is_left() -> None:
 
 def test_it_applies_where_features_stand_out_of_noise() -> None:
     for std, expected in ((0.0, False), (1e-4, True), (1.0, False)):
-        assert _joint_fit.applies(HeadGradient.of(observe(std)[0])) == expected
+        assert _joint_fit.joint_fit_applies(HeadGradient.of(observe(std)[0])) == expected
 
 
 def worst_error(name: str, observation: Observation, truth: GroundTruth) -> float:

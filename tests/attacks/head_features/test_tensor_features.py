@@ -21,12 +21,12 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.tensor_features import (
-    combine,
+    combine_rows,
     derivative_moments,
     fourth_along,
-    greedily_ordered,
     independent_rows,
     inverse_root,
+    order_greedily,
     power_method,
     second_moment,
     third_along,
@@ -194,8 +194,8 @@ def test_independent_rows_span_what_is_above_rounding_and_noise() -> None:
 def test_the_greedy_order_is_that_of_the_truth_with_its_signs() -> None:
     truth = normal(4, 20, seed=5)
     found = F.normalize(truth[[2, 0, 3, 1]] * torch.tensor([[-1.0], [1], [-2], [3]]), dim=1)
-    torch.testing.assert_close(greedily_ordered(found, truth), F.normalize(truth, dim=1))
-    one = greedily_ordered(found[:1], truth)
+    torch.testing.assert_close(order_greedily(found, truth), F.normalize(truth, dim=1))
+    one = order_greedily(found[:1], truth)
     assert one[2] @ truth[2] > 0
     assert not one[[0, 1, 3]].any()
 
@@ -228,7 +228,7 @@ def test_a_class_of_each_group_is_combined(classes: int) -> None:
     config = HeadConfig(width=8, planted=6, planted_rows="two_groups")
     outer = TwoLayerHead(config, 3, classes).output.weight.detach()
     seen = SimpleNamespace(grad_output=outer, planted=slice(2, None), config=config)
-    assert not combine(cast(HeadGradient, seen)).any()
+    assert not combine_rows(cast(HeadGradient, seen)).any()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_refined_features_are_exact_where_the_decomposition_is_not(
         attack = create("tensor_features", {"rows": "all", "whiten": True, "refine": refine})
         found = solve(attack, observation, Knowledge(), 1).reconstruction.features
         assert found is not None
-        ordered = greedily_ordered(found.double(), truth.features.double())
+        ordered = order_greedily(found.double(), truth.features.double())
         away = (ordered - truth.features).norm(dim=1) / truth.features.norm(dim=1)
         errors[refine] = float(away.max())
     assert errors[True] < 0.02 < 0.2 < errors[False]

@@ -13,7 +13,7 @@ from fedsim import rng
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 from fedsim_attacks.images_from_features._body_gradient import Body
-from fedsim_attacks.images_from_features._stages import Stage, stages
+from fedsim_attacks.images_from_features._stages import Stage, cut_into_stages
 
 SIDE, CLASSES = 16, 10
 
@@ -84,7 +84,7 @@ def seen(model: nn.Module, side: int = SIDE) -> Observation:
 
 
 def cut(observation: Observation, width: float = 0.0) -> list[Stage]:
-    return stages(Body(observation, width), 2, rng.generator(0, "stages"))
+    return cut_into_stages(Body(observation, width), 2, rng.generator(0, "stages"))
 
 
 @pytest.mark.parametrize("width", [0.0, 1.0])

@@ -18,7 +18,11 @@ from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, WholeGradient
 from fedsim_attacks.images_from_features._heads import relative_noise_variance
-from fedsim_attacks.images_from_features._image_features import determined, explained, fitted
+from fedsim_attacks.images_from_features._image_features import (
+    are_determined,
+    are_explained,
+    refit_features,
+)
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}
@@ -64,7 +68,7 @@ def test_from_images_features_the_fit_goes_to_the_truth(
 ) -> None:
     seen, features = see(defense)
     start = near(features, 0.1)
-    found = fitted(seen, start, 10 * start)
+    found = refit_features(seen, start, 10 * start)
     assert found is not None
     assert error(found, features) < least < 0.1
 
@@ -72,7 +76,7 @@ def test_from_images_features_the_fit_goes_to_the_truth(
 def test_what_explains_more_is_taken_in_the_images_order() -> None:
     seen, features = see(PRUNED)
     order = torch.tensor([3, 0, 2, 1])
-    found = fitted(seen, near(features, 0.6), features[order])
+    found = refit_features(seen, near(features, 0.6), features[order])
     assert found is not None
     torch.testing.assert_close(found, features)
 
@@ -86,12 +90,12 @@ def test_features_are_settled_where_others_like_them_explain_less(
     defense: list[dict[str, Any]], sharp: bool
 ) -> None:
     seen, features = see(defense)
-    assert determined(seen, features) == determined(seen, near(features, 0.01)) == sharp
+    assert are_determined(seen, features) == are_determined(seen, near(features, 0.01)) == sharp
     # Of an exact gradient they are peeled, which needs no such check.
-    assert determined(seen, near(features, 0.1)) == (defense == [])
+    assert are_determined(seen, near(features, 0.1)) == (defense == [])
     mixed = features.clone()
     mixed[:2] += 0.2 * torch.stack([features[1] - features[0], features[0] - features[1]])
-    assert determined(seen, mixed) == (defense == [])
+    assert are_determined(seen, mixed) == (defense == [])
 
 
 @pytest.mark.parametrize(("std", "sharp"), [(1e-3, True), (1.0, False)])
@@ -104,14 +108,14 @@ def test_of_one_image_the_length_may_be_in_doubt(std: float, sharp: bool) -> Non
         defense=[{"name": "gaussian_noise", "std": std}],
     )
     assert truth.features is not None
-    assert determined(HeadGradient.of(observation), truth.features) == sharp
+    assert are_determined(HeadGradient.of(observation), truth.features) == sharp
 
 
 @pytest.mark.parametrize("defense", [NOISE, ROUNDED], ids=str)
 def test_noise_does_not_explain_wrong_features(defense: list[dict[str, Any]]) -> None:
     seen, features = see(defense)
-    assert explained(seen, features)
-    assert not explained(seen, near(features, 0.3))
+    assert are_explained(seen, features)
+    assert not are_explained(seen, near(features, 0.3))
 
 
 def observe(defense: list[dict[str, Any]]) -> tuple[Observation, GroundTruth]:
@@ -169,8 +173,8 @@ def test_images_come_first_where_the_head_is_blurred(
 ) -> None:
     """And go on alone for as long again while the features that they lead to explain too little."""
     observation, truth = observe(defense)
-    monkeypatch.setattr(_image_features, "determined", lambda *_: False)
-    monkeypatch.setattr(_image_features, "explained", lambda *_: goes == 1)
+    monkeypatch.setattr(_image_features, "are_determined", lambda *_: False)
+    monkeypatch.setattr(_image_features, "are_explained", lambda *_: goes == 1)
     attack = FactoredInversion(iterations=40)
     state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
     assert state.phase.features is None

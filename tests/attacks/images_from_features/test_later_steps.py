@@ -84,9 +84,9 @@ def test_what_is_left_grows_as_told(corrected: bool) -> None:
         update.correct(0.25, {name: added})
 
     def square(step: float) -> float:
-        return float(update.compared([at + step * along])[0][0].double().square().sum())
+        return float(update.compare([at + step * along])[0][0].double().square().sum())
 
-    (left,), pull = update.compared([at])
+    (left,), pull = update.compare([at])
     told = float((2 * pull * left * along).sum())
     # Narrower differences drown in the rounding of some processors, wider ones in curvature.
     assert told == pytest.approx((square(0.03) - square(-0.03)) / 0.06, rel=5e-3)

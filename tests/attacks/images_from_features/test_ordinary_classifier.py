@@ -20,7 +20,7 @@ from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit, WholeGradient
-from fedsim_attacks.images_from_features._heads import recover, recovered_if_told, signals
+from fedsim_attacks.images_from_features._heads import recover, signals, try_recovery
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
 
@@ -39,7 +39,7 @@ def observe(defense: list[dict[str, Any]]) -> tuple[Observation, GroundTruth]:
 @pytest.mark.parametrize("defense", [[], [{"name": "clip", "norm": 1e-3}]], ids=["none", "clip"])
 def test_nothing_is_left_at_the_truth(defense: list[dict[str, Any]]) -> None:
     observation, truth = observe(defense)
-    recovered = recovered_if_told(observation, Knowledge(), 0)
+    recovered = try_recovery(observation, Knowledge(), 0)
     assert recovered is not None and truth.features is not None
     features = recovered.features
     assert features is not None

@@ -91,7 +91,7 @@ def test_every_stage_is_zero_at_the_truth(
         assert float(right.features) < 1e-6
         wrong = gradient(found[i].flip(0))
         assert float(wrong.update) + float(wrong.features) > 1e-3
-        outputs, errors = gradient.pulled_back(found[i])
+        outputs, errors = gradient.pull_back(found[i])
 
 
 def test_peeling_finds_what_went_into_every_stage() -> None:

@@ -118,7 +118,7 @@ def test_the_loss_is_zero_at_the_true_images_alone() -> None:
 
     def loss(images: Tensor) -> float:
         u = normalize(images, observation.model).double().flatten(1).tanh()
-        return float(seen.unexplained(spline_basis(u, seen.degree, seen.intervals)))
+        return float(seen.share_unexplained(spline_basis(u, seen.degree, seen.intervals)))
 
     assert loss(truth.images) < 1e-12
     assert loss(truth.images.flip(0)) < 1e-12

@@ -19,8 +19,8 @@ from fedsim.models.victim import rebuild
 from fedsim.scoring import false_certificates, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
-from fedsim_attacks.layer_inputs._cone import extreme_rays
-from fedsim_attacks.layer_inputs._layers import Signal, traced
+from fedsim_attacks.layer_inputs._cone import find_rays
+from fedsim_attacks.layer_inputs._layers import Signal, trace_layers
 from fedsim_attacks.layer_inputs.cocktail_party import CocktailParty
 from fedsim_attacks.layer_inputs.extreme_rays import ExtremeRays
 from fedsim_attacks.layer_inputs.spear import Spear
@@ -153,7 +153,7 @@ def test_layers_of_a_residual_network_say_what_follows_from_their_inputs() -> No
     """Only a whole block's input, which no addition bypasses, gives all features."""
     images = torch.rand(2, 3, 32, 32)
     observation, _ = make_observation(images, torch.tensor([1, 2]), **RESNET)
-    layers = {layer.name.removeprefix("body."): layer for layer in traced(observation)}
+    layers = {layer.name.removeprefix("body."): layer for layer in trace_layers(observation)}
     assert set(layers) == {f"layer4.{block}.conv{conv}" for block in (0, 1) for conv in (1, 2)}
     assert [name for name, layer in layers.items() if layer.features is not None] == [
         "layer4.0.conv1",
@@ -179,7 +179,7 @@ def test_batch_norm_in_training_mode_is_refused(noise: float) -> None:
         for name, tensor in observation.update.items()
     }
     observation = replace(observation, update=noisy)
-    assert not any(layer.scale_free for layer in traced(observation))
+    assert not any(layer.scale_free for layer in trace_layers(observation))
     with pytest.raises(AttackFailed, match="batch norm in training mode"):
         attacked(ExtremeRays(), observation)
 
@@ -191,12 +191,12 @@ def test_an_extreme_ray_that_is_no_input_is_not_returned() -> None:
     sparse *= torch.rand(5, 60, generator=stream) > 0.5
     mixing = torch.randn(5, 5, generator=stream, dtype=torch.float64)
     _, lengths, rows = torch.linalg.svd(mixing @ sparse, full_matrices=False)
-    found = extreme_rays(lengths[:, None] * rows, lengths[:, None] * rows, 1e-13, stream)
+    found = find_rays(lengths[:, None] * rows, lengths[:, None] * rows, 1e-13, stream)
     values = torch.nn.functional.normalize(found.combinations @ (lengths[:, None] * rows))
     true = torch.nn.functional.normalize(sparse)
     torch.testing.assert_close(values[order(values, true)], true, atol=1e-8, rtol=0)
     _, lengths, rows = torch.linalg.svd(mixing @ (sparse + 0.1), full_matrices=False)
-    none = extreme_rays(lengths[:, None] * rows, lengths[:, None] * rows, 1e-13, stream)
+    none = find_rays(lengths[:, None] * rows, lengths[:, None] * rows, 1e-13, stream)
     assert len(none.combinations) == 0
 
 
@@ -378,8 +378,8 @@ def test_an_error_signal_bounds_the_cone_of_the_others() -> None:
         combination = torch.nn.functional.normalize(combinations[:, int(near.argmax())], dim=0)
         return Signal(combination, 1e-12 * torch.eye(5, dtype=torch.float64)[:, 1:])
 
-    found = extreme_rays(rows, rows, 1e-13, stream, signal_of)
+    found = find_rays(rows, rows, 1e-13, stream, signal_of)
     values = torch.nn.functional.normalize(found.combinations @ rows)
     torch.testing.assert_close(values[order(values, unit)], unit, atol=1e-6, rtol=0)
-    alone = extreme_rays(rows, rows, 1e-13, stream)
+    alone = find_rays(rows, rows, 1e-13, stream)
     assert len(alone.combinations) == 4

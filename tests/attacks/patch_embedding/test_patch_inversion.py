@@ -15,8 +15,12 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import Effect, LocalTraining, Reconstruction
-from fedsim_attacks.patch_embedding.patch_inversion import PatchInversion, correlation, find
-from fedsim_attacks.patch_embedding.patch_inversion import solve as solve_patches
+from fedsim_attacks.patch_embedding.patch_inversion import (
+    PatchInversion,
+    correlation,
+    find_patch_layer,
+)
+from fedsim_attacks.patch_embedding.patch_inversion import solve_patches as solve_patches
 
 SMALL = {"patch": 4, "width": 32, "heads": 2}
 """16 patches of a 16x16 image, in tokens of 32 entries."""
@@ -134,7 +138,7 @@ def test_patches_are_solved_for_and_their_error_is_foretold() -> None:
 def test_the_class_token_has_no_patch_and_pixels_are_in_reading_order() -> None:
     images, labels = _image(6)
     observation, _ = make_observation(images, labels, model="vit", model_parameters=SMALL)
-    layer = find(rebuild(observation), observation)
+    layer = find_patch_layer(rebuild(observation), observation)
     assert layer.weight == "body.patch_embed.proj.weight"
     assert layer.position == "body.pos_embed"
     assert layer.rows.tolist() == list(range(1, 17))
