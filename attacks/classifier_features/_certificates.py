@@ -86,7 +86,7 @@ _RIGHT = 0.03
 _WRONG = 0.03
 """Root of the share of the gradient that features of wrong labels usually leave."""
 _NATS = 10.0
-"""By how much the equations left over must speak against coincidence, beyond the labels' own
+"""Log-odds against coincidence that the equations left over must have, beyond the labels' own
 number: a chance of 5e-5."""
 _CHANGES = 36
 """Labels that are changed at most, one at a time, the likeliest first."""
@@ -95,7 +95,7 @@ _WORK = 3e8
 _LENGTHS = (0.1, 0.3, 3.0, 10.0)
 """Times the features, that rivals start at."""
 _ITERATIONS = 20
-"""Of a rival's descent."""
+"""Iterations of a rival's descent."""
 _PROMISING = 1e4
 """Times the tolerance, up to which a rival is descended further: it may be on its way."""
 _FURTHER = 120

@@ -40,7 +40,7 @@ class ClassifierGradient:
     weights: Tensor
     """[W b] (K, d + 1), or W (K, d) if it has no bias."""
     gradient: Tensor
-    """Of the mean loss in `weights`."""
+    """Gradient of the mean loss in `weights`."""
     biased: bool
     """Whether the last feature is the constant 1."""
     num_images: int
@@ -66,7 +66,7 @@ class ClassifierGradient:
     """(d + 1,): magnitude that an entry of each column which is set to zero had at most; infinite
     where that is not known."""
     divisor: float = 1.0
-    """As of a two-layer head that divides its logits: this one never does."""
+    """Always 1: only a two-layer head divides its logits."""
     rounding: float = 2.0**-24
     """Relative rounding error of an entry, in the type that the update was sent in."""
     grid: float = 0.0
@@ -212,7 +212,7 @@ class ClassifierGradient:
 
     @property
     def kept(self) -> Tensor:
-        """Which entries (K, d + 1) were not set to zero."""
+        """Mask (K, d + 1) of the entries that were not set to zero."""
         return self.gradient != 0
 
     @property

@@ -25,7 +25,7 @@ from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGr
 from fedsim_attacks.classifier_features._profile import Fits, Profile
 
 _DECAY = 0.75
-"""Of the gradient from step to step, as long as nothing is known of the steps."""
+"""Factor of the gradient from step to step, assumed until the steps are known."""
 
 
 def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation:
@@ -83,7 +83,7 @@ _TRIED = 128
 """Others on which it is tried how well their drift is told."""
 _PARTS = slice(_IMAGES), slice(_IMAGES, None)
 _RIDGE = 1e-2
-"""Of the regression of the drift, over the mean square of a feature."""
+"""Ridge of the drift's regression, over the mean square of a feature."""
 
 
 def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
@@ -150,12 +150,12 @@ def _features(observation: Observation, share: float, images: Tensor) -> Tensor:
 _MIDDLE_ERROR = 0.02
 """Root mean square error of an entry, over that of all, where the steps are taken for one."""
 _ERRORS = (0.01, 0.005, 0.003, 0.003)
-"""And after each correction: the last are what the drift of features leaves."""
+"""The same after each correction: the last are what the drift of features leaves."""
 _FOLLOWED = 0.25
 """Largest unexplained drift of a path that is followed: 0.05 to 0.14 where that helps, and 0.4 to
 1.2 in fresh networks, whose features drift farther than they are apart."""
 _ITERATIONS = 60
-"""Of the fit after each correction."""
+"""Iterations of the fit after each correction."""
 
 
 @final

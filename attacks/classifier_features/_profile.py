@@ -28,7 +28,7 @@ from torch.func import jacfwd, vmap
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 
 _FIRST_DAMPING = 1e-2
-"""Of the diagonal of J'J, at the start."""
+"""Damping at the start, in units of the diagonal of J'J."""
 _EASED, _RAISED = 0.2, 3.0
 """Times the damping after a step that lowered the sum of squares, and after one that did not."""
 _DAMPING = (1e-12, 1e8)
@@ -37,10 +37,10 @@ _FLAT = 1e-12
 """Least entry of the diagonal, over the largest: directions that the residual does not see."""
 
 Batched = Callable[[Tensor, Tensor], Tensor]
-"""From points (S, n) and what belongs to their starts, to residuals (S, e), or Jacobians
+"""Function from points (S, n) and their starts' constants to residuals (S, e), or Jacobians
 (S, e, n)."""
 Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From points (S, n), what belongs to their starts, and residuals r (S, e), to J'J (S, n, n) and
+"""Function from points (S, n), their starts' constants and residuals r (S, e) to J'J (S, n, n) and
 J'r (S, n)."""
 
 
@@ -293,9 +293,9 @@ class Consistency:
 _SHARED = 100.0
 """Variance of what a batch's features share over that around it: large, as good as unknown."""
 _VANISHED = 1e-13
-"""Of an eigenvalue of D'D, over the largest: what is less is rounding, and explains nothing."""
+"""Eigenvalue of D'D, over the largest, below which one is rounding and explains nothing."""
 _APART = 1e-15
-"""Of the largest eigenvalue, how far those that are alike are moved apart."""
+"""Distance by which equal eigenvalues are moved apart, over the largest."""
 _LARGEST = 50.0
 """Logarithm of a factor that a step may try: beyond, squares of error signals overflow."""
 NARROWED = 2
@@ -312,7 +312,7 @@ class _Parts(NamedTuple):
     errors: Tensor
     """D (S, N, K)."""
     slopes: Tensor
-    """Of D in the points (S, N, K, r)."""
+    """Slopes of D in the points (S, N, K, r)."""
     inputs: Tensor
     """(S, N, c): the features' columns: in the span, the constant, the rest."""
     left: Tensor

@@ -52,7 +52,7 @@ _FIRST = 60
 _EXCHANGED = 40
 """Iterations after an exchange of images."""
 _EXCHANGES = 128
-"""That are tried in a round, at most."""
+"""Exchanges that are tried in a round, at most."""
 _TOGETHER = 8192
 """Unknowns of the starts that are tried before the search goes on from the best, at most."""
 _BETTER = 0.999
@@ -80,20 +80,20 @@ class ClassifierSolver(FeatureSolver):
     starts: int
     """A quarter of the first ones, an eighth of those that are descended to the end."""
     iterations: int
-    """Of a descent to the end."""
+    """Iterations of a descent to the end."""
     exchanges: int
     """Rounds in which images may be exchanged."""
     best: Fits | None = None
-    """Of one start."""
+    """The best fit so far, of one start."""
     first: ClassifierSolver | None = None
     """The search of another problem of the same gradient, which comes first: starts lead elsewhere
     there, and sooner. What it finds is the answer where `problem` ends unexplained."""
     path: LocalPath | None = None
-    """Of several local steps, as long as their middle is fitted."""
+    """Path of several local steps, whose middle is fitted first."""
     deep: bool = False
     """Whether the best start has been descended to the end."""
     rounds: int = 0
-    """In which images have been exchanged."""
+    """Rounds in which images have been exchanged."""
     failed: int = 0
     """Rounds since the last that found anything better."""
     over: bool = False
@@ -255,7 +255,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
     )
 
     iterations: Annotated[int, Field(ge=1)] = 120
-    """Of the last descent, from the best start and new ones."""
+    """Iterations of the last descent, from the best start and new ones."""
     starts: Annotated[int, Field(ge=1)] = 4
     """Random features to start from: four times as many at first, and eight times as many that are
     descended to the end where those explain too little."""

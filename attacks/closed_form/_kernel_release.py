@@ -65,7 +65,7 @@ class KernelModel:
     kernel: Tensor
     """(d, d) S."""
     clients: int
-    """Of how many clients the rows are; each has coefficients of its own."""
+    """Number of clients whose rows these are; each has coefficients of its own."""
 
     def log_density(self, rows: Tensor) -> Tensor:
         """Evaluates each row of X̃ as the noisy version of each of (m, d) `rows`: (m, n)."""

@@ -56,7 +56,7 @@ _STARTS = 4
 """Eigenvectors, of either end, from which a missing row is searched."""
 
 _STEPS = 60
-"""Of Gauss and Newton from each."""
+"""Gauss-Newton steps from each of them."""
 
 _LARGEST = 10**8
 """Entries of all x x' together that are held at once."""

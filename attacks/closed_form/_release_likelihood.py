@@ -55,7 +55,7 @@ class ReleaseLikelihood:
     gram: Tensor
     """(d + 1, d + 1) K without v."""
     scale: float
-    """By which clipping shrinks what v's client releases."""
+    """Factor by which clipping shrinks what v's client releases."""
     variance: Tensor | None
     """(d, d): the covariance of what is added to the coefficients; None if nothing is."""
 

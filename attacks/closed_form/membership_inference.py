@@ -51,7 +51,7 @@ class MembershipInference(DirectAttack):
     asked_of_candidates: ClassVar[bool] = True
 
     alpha: bool = True
-    """Of a kernel regression, whether its coefficients α̃ are used, too: they tell the labels."""
+    """Whether a kernel regression's coefficients α̃ are used, too: they tell the labels."""
 
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

@@ -52,7 +52,7 @@ from fedsim_attacks.closed_form._release_likelihood import (
 )
 
 _UNIFORM_VARIANCE = 1 / 3
-"""Of a value that is uniform on [-1, 1]."""
+"""Variance of a value that is uniform on [-1, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ fails where it draws too narrowly."""
 
 @dataclass(frozen=True, kw_only=True)
 class RowPosterior:
-    """Of a row before it is scaled to the bound."""
+    """The posterior of a row before it is scaled to the bound."""
 
     likelihood: ReleaseLikelihood
     prior: Prior
@@ -248,14 +248,14 @@ class RowReconstruction(Attack[RowSearch]):
     prior: Literal["others", "ranges"] = "others"
     """What a row is expected to be: like the others, or anything within the declared ranges."""
     iterations: Annotated[int, Field(ge=1, le=100_000)] = 100
-    """Of the search from one start, at most."""
+    """Iterations of the search from one start, at most."""
     starts: Annotated[int, Field(ge=1, le=100)] = 3
     """Starting points, the most likely of those at hand."""
     samples: Annotated[int, Field(ge=0, le=1_000_000)] = 500
     """Draws of each part of the posterior for its mean; 0: its maximum is returned instead, of a
     kernel regression the released row itself."""
     alpha: bool = True
-    """Of a kernel regression, whether its coefficients α̃ are used, too."""
+    """Whether a kernel regression's coefficients α̃ are used, too."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

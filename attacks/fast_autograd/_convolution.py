@@ -33,7 +33,7 @@ class Geometry(NamedTuple):
 
     @staticmethod
     def of(module: nn.Conv2d) -> Geometry | None:
-        """That of `module`; None if its padding is not by a number of zeros."""
+        """Reads the geometry of `module`; None if its padding is not by a number of zeros."""
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
             return None
         return Geometry(module.stride, module.padding, module.dilation, module.groups)
@@ -289,7 +289,7 @@ class Winograd(Algorithm):
 
     @staticmethod
     def applies(problem: ConvolutionShape) -> bool:
-        """To kernels of 3x3, stride 1."""
+        """Says whether the kernel is 3x3 with stride 1."""
         (stride, _, dilation, groups), kernel = problem.geometry, problem.weights[2:]
         return kernel == (3, 3) and stride == dilation == (1, 1) and groups == 1
 

@@ -26,7 +26,7 @@ PAYS = 2000
 """Calls from which on a replay gains time on a processor: recording takes what 450 (ConvNet) to
 3,500 (ResNet-18) replays gain."""
 PAYS_ON_GPU = 20
-"""And on a GPU, where recording takes as long as a few calls."""
+"""The same on a GPU, where recording takes as long as a few calls."""
 _WARM = 2
 """Calls outside of the graph before it is captured: libraries prepare themselves in them."""
 _READING = {"_local_scalar_dense", "nonzero", "masked_select", "item", "equal"}

@@ -70,7 +70,7 @@ def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _TINY = 1e-8
-"""Of a pixel's variation, below which its slope is 0 and not undefined."""
+"""Variation of a pixel below which its slope is 0 and not undefined."""
 
 
 def opponent_variation(images: Tensor) -> tuple[Tensor, Tensor]:

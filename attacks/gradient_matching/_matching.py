@@ -150,7 +150,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 Matched = Literal["all", "body"]
-"""Which tensors of an update are compared: `all`, or those of the `body`, which are all but the
+"""Tensors of an update that are compared: `all`, or those of the `body`, which are all but the
 classifier's head (parameters not called `head.…`). A planted head has nearly all of the update's
 energy, and what images do to the rest is hardly seen in a distance over all of it."""
 
@@ -195,7 +195,7 @@ class Matching:
         self._loss = loss_function(model, buffers, self._training)
         self._parameters = {n: self._live(n, t) for n, t in observation.parameters.items()}
         self.names = [n for n in self._parameters if tensors == "all" or not n.startswith("head.")]
-        """Of the tensors that are compared, in the order of the target."""
+        """Names of the tensors that are compared, in the order of the target."""
         self._target = self._make_target()
         if tensors == "body" and not self._target.square:
             raise AttackFailed(

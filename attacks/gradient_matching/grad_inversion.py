@@ -65,12 +65,12 @@ class GradInversion(IterativeAttack[Group]):
     paper: ClassVar[str] = "Yin et al., See through Gradients (GradInversion), CVPR 2021, section 3"
 
     iterations: Annotated[int, Field(ge=1)] = 20_000
-    """Of Adam; each of them differentiates the gradient of every seed. The default is the paper's:
-    say which share of it a shorter run has."""
+    """Steps of Adam; each of them differentiates the gradient of every seed. The default is the
+    paper's: say which share of it a shorter run has."""
     seeds: Annotated[int, Field(ge=1, le=64)] = 8
     """Candidates that are optimized jointly."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
-    """Of Adam, in units of normalized pixels; falls as a cosine, to 0."""
+    """Step size of Adam, in units of normalized pixels; falls as a cosine, to 0."""
     warmup: Annotated[int, Field(ge=0)] = 50
     """Iterations in which the step size rises, linearly."""
     total_variation: Annotated[float, Field(ge=0)] = 0.1
@@ -86,7 +86,7 @@ class GradInversion(IterativeAttack[Group]):
     noise: Annotated[float, Field(ge=0)] = 0.2
     """α_n: standard deviation of the Langevin noise of a step, in units of its step size."""
     tensors: Matched = "all"
-    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    """Tensors of the update that are matched: all, or those of the body, that is, all but the
     classifier's head."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Group:

@@ -70,7 +70,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     iterations: Annotated[int, Field(ge=1)] = 4800
     """Steps of Adam."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
-    """Of Adam, in units of normalized pixels."""
+    """Step size of Adam, in units of normalized pixels."""
     decay: Literal["steps", "cosine"] = "steps"
     """How the step size falls: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine,
     to 0, after it has risen over the first 50."""
@@ -87,7 +87,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     """Mean absolute difference of neighbouring pixels; or mean length of the step to the next
     pixel, of channels and of the differences between channels."""
     tensors: Matched = "all"
-    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    """Tensors of the update that are matched: all, or those of the body, that is, all but the
     classifier's head. A planted head has nearly all of the update's energy."""
     stretched: bool = False
     """Whether each image is finally multiplied by what makes it fill the valid pixels. Behind group

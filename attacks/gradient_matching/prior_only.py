@@ -49,18 +49,18 @@ class PriorOnly(IterativeAttack[Drawn]):
     ignores_update: ClassVar[bool] = True
 
     iterations: Annotated[int, Field(ge=1)] = 100
-    """Of Adam; more only make the images flatter."""
+    """Steps of Adam; more only make the images flatter."""
     prior: Canvas = "unet"
     """What is optimized: the weights of an untrained U-Net, or pixels that start at N(0, 1)."""
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Channels of the U-Net at full resolution."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of Adam, divided by 10 at 3/8, 5/8 and 7/8; default 0.001 for the U-Net, 0.1 for pixels."""
+    """Step size, divided by 10 at 3/8, 5/8 and 7/8; default 0.001 for the U-Net, 0.1 for pixels."""
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the total variation; of 0, what is drawn at first."""
     variation: Literal["absolute", "chromatic", "opponents"] = "absolute"
-    """Of all channels alike, with three times the weight in color, or of the channels and their
-    differences."""
+    """Variation of all channels alike, with three times the weight in color, or of the channels and
+    their differences."""
     stretched: bool = False
     """Whether each image is finally multiplied by what makes it fill the valid pixels."""
 

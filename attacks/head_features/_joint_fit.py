@@ -41,8 +41,9 @@ first, second and third attempt; each takes as long again."""
 _LITTLE = 1e-4
 """Relative gain of a run below which the fit has converged."""
 _WIDTHS = (0.1, 0.01, 0.0)
-"""Of the jumps of ReLU's slope, one fit after the other, in standard deviations of its inputs. With
-jumps as they are, the objective jumps too, and each piece of it has a minimum of its own."""
+"""Widths of the jumps of ReLU's slope, one fit after the other, in standard deviations of its
+inputs. With jumps as they are, the objective jumps too, and each piece of it has a minimum of its
+own."""
 _MOST = 5
 """Runs at each width, at most."""
 

@@ -83,11 +83,11 @@ class BestFeatures(FeatureAttack[Best]):
     )
 
     iterations: Annotated[int, Field(ge=100)] = 1500
-    """Of the fit, or of each trial of the unrolling; it mostly ends earlier."""
+    """Iterations of the fit, or of each trial of the unrolling; it mostly ends earlier."""
     starts: Annotated[int, Field(ge=1)] = 4
-    """Of the fit, and as many more if these lead astray."""
+    """Starts of the fit, and as many more if these lead astray."""
     trials: Annotated[int, Field(ge=1)] = 16
-    """Of the unrolling."""
+    """Trials of the unrolling."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
         """Peels where rows can be exact, and chooses the solver of what is left open.

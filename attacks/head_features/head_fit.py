@@ -35,7 +35,7 @@ from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective,
 from fedsim_attacks.head_features.spectral_features import eigenvectors, span
 
 ITERATIONS = 20
-"""Of one run, after which a fit decides how to go on."""
+"""Iterations of one run, after which a fit decides how to go on."""
 _MEMORY = 30
 """Steps that are remembered, over several runs."""
 
@@ -79,9 +79,9 @@ def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Itera
 
 
 _ENTRIES = 4
-"""For each unknown, from which what is left of ∂L/∂W can tell features."""
+"""Entries left of ∂L/∂W for each unknown, from which they can tell features."""
 _REWEIGHTED = 3
-"""Of reweighting."""
+"""Rounds of reweighting."""
 _UNSURE = 0.1
 """Distance from its threshold, in standard deviations over neurons, within which a neuron is not
 used."""
@@ -147,9 +147,9 @@ _TRIED = 2
 _DENSE = 32
 """Dimensions from which a single eigenvector is found faster than all."""
 _STEPS = 10
-"""For that one: the axis of a split need not be exact."""
+"""Iterations for that one: the axis of a split need not be exact."""
 _ANGLES = (0.15, 0.3, 0.5)
-"""By which the halves of a feature are set apart, in units of it."""
+"""Distances by which the halves of a feature are set apart, in units of it."""
 
 
 def propose_splits(objective: Objective, features: Tensor) -> Iterator[Tensor]:
@@ -248,9 +248,9 @@ class OutputFit:
 
     head: HeadGradient
     subset: Objective
-    """Of a subset of the neurons."""
+    """Objective of a subset of the neurons."""
     objective: Objective
-    """That of the subset, and in the end that of all neurons."""
+    """Objective of the subset, and in the end of all neurons."""
     noise: float
     """Variance of the noise in each entry of ∂L/∂A."""
     untried: list[Tensor]
@@ -447,7 +447,7 @@ class OutputSolver(FeatureSolver):
 
     attempt: OutputFit
     budget: int
-    """Of iterations, over all attempts."""
+    """Iterations, over all attempts."""
     second_starts: list[Tensor] = field(default_factory=list)
     """Starts (N, d) of the second attempt."""
     first: tuple[Tensor, Tensor] | None = None
@@ -534,11 +534,11 @@ class CoarseToFine(FeatureSolver):
     """Fits ∂L/∂A in a few directions first, and from there in all."""
 
     head: HeadGradient
-    """In all d directions."""
+    """The gradient in all d directions."""
     fit: OutputSolver
     """The coarse one, then the fine one."""
     budget: int
-    """Of iterations, together."""
+    """Iterations, together."""
     second_starts: list[Tensor]
     """Starts (N, d) of the fine fit's second attempt."""
     fine: bool = False
@@ -591,7 +591,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
     )
 
     iterations: Annotated[int, Field(ge=ITERATIONS)] = 1500
-    """Of L-BFGS, for the best start and its splits; it mostly ends earlier."""
+    """Iterations of L-BFGS, for the best start and its splits; it mostly ends earlier."""
     starts: Annotated[int, Field(ge=1)] = 4
     """Random starts that are tried for 20 iterations, and as many more if all lead astray."""
 

@@ -94,7 +94,8 @@ _ROUNDS = 100
 _TOLERANCE = 1e-12
 """Change of the relative error from one round to the next at which the rounds end."""
 _RIDGE = 1e-14
-"""Of the least squares for a tensor of norm 1: two equal columns must not make them singular."""
+"""Ridge of the least squares for a tensor of norm 1: two equal columns must not make them
+singular."""
 
 
 def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -198,7 +199,7 @@ class TensorFeatures(DirectAttack):
     images of a batch hide one another; or all rows, made orthonormal, where images of
     different labels come apart."""
     iterations: Annotated[int, Field(ge=1)] = 100
-    """Of the power method for the span."""
+    """Iterations of the power method for the span."""
     contraction: Literal["auto", "second", "third"] = "auto"
     """The matrix: Σ g H_2, or Σ g H_3(I, I, a); by the activation's k_2 if `auto`."""
     refine: bool = False

@@ -38,7 +38,7 @@ _STARTS = 4
 _WEIGHTS = 1 << 16
 """Weights of the neurons that a fit starts with: it is tried again if that was too few."""
 _SPREAD = 0.5
-"""Of an image's features over the steps when they start, in units of their common one."""
+"""Spread of an image's features over the steps at the start, in units of their common one."""
 _HOPS = (0.6, 0.3)
 """How far features are perturbed for the next trial, in units of themselves, by turns."""
 _EXPLAINED = 0.04
@@ -57,12 +57,12 @@ class UnrolledSolver(FeatureSolver):
     """Fits the features of all steps in trials, until the first head explains those of its own."""
 
     head: HeadGradient
-    """In coordinates of the row space, N E of them."""
+    """The gradient in coordinates of the row space, N E of them."""
     rng: torch.Generator
     iterations: int
-    """Of each trial's fits, at most."""
+    """Iterations of each trial's fits, at most."""
     trials: int
-    """That may be made."""
+    """Trials that may be made."""
     static: bool
     """Whether features are the same in all steps, which then are one."""
     fit: OutputSolver
@@ -240,7 +240,7 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     )
 
     iterations: Annotated[int, Field(ge=100)] = 1500
-    """Of L-BFGS in each trial; it mostly ends earlier."""
+    """Iterations of L-BFGS in each trial; it mostly ends earlier."""
     trials: Annotated[int, Field(ge=1)] = 16
     """Fits, until one is consistent."""
 

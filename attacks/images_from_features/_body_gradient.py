@@ -46,7 +46,7 @@ class Part(NamedTuple):
     function: Callable[[Tensor], Tensor]
     """Inputs (N, ...) to outputs (N, ...)."""
     parameters: list[tuple[str, Tensor]]
-    """With their names in the observation."""
+    """Parameters with their names in the observation."""
 
 
 @final
@@ -89,7 +89,7 @@ def lay_out(tensor: Tensor) -> Tensor:
 
 
 _LEAST_SHARE = 0.02
-"""Of one step's gradient in an update of several."""
+"""Least share of one step's gradient in an update of several."""
 
 
 class _Expected(NamedTuple):
@@ -211,7 +211,7 @@ class LaterSteps:
         training = observation.training
         weights = step_weights(training)
         self.share = weights[0] / sum(weights) if training.batches == "same" else 1.0
-        """Of the first step's gradient in the mean gradient."""
+        """Share of the first step's gradient in the mean gradient."""
         self._factor, self._labels = mean_gradient_factor(training), labels
         self._names = list(observation.parameters)
         self._all, self._one = Matching(observation), Matching(as_one_gradient(observation))
@@ -249,7 +249,7 @@ class LaterSteps:
 
 
 _LEAST_STRETCH = 0.1
-"""Of outputs that are known up to a factor; random inputs may make any."""
+"""Least factor of outputs that are known up to one; random inputs may make any."""
 
 
 class Misfit(NamedTuple):
@@ -260,7 +260,7 @@ class Misfit(NamedTuple):
     features: Tensor
     """Mean of |x_i - f_i|² / |f_i|² (0-d)."""
     slope: Tensor
-    """Of `update` + weight `features` in the images (N, C, H, W)."""
+    """Gradient of `update` + weight `features` in the images (N, C, H, W)."""
     target_changed: bool = False
     """Whether the target has changed, so that earlier misfits cannot be compared with it."""
 

@@ -28,9 +28,9 @@ from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective,
 from fedsim_attacks.images_from_features._heads import Head
 
 _CLASSIFIER_ITERATIONS = 120
-"""Of a descent from features of images."""
+"""Iterations of a descent from features of images."""
 _APART = 0.5
-"""Of the distance to the nearest other features, up to which an image's may be off."""
+"""Share of the distance to the nearest other features up to which an image's may be off."""
 
 
 def _is_explained_by(classifier: ClassifierGradient, features: Tensor) -> bool:
@@ -85,7 +85,7 @@ def _at(problem: Consistency, features: Tensor, iterations: int) -> Fits:
 
 
 _ITERATIONS = 1500
-"""Of the fit behind pruning and rounding; it mostly ends earlier."""
+"""Iterations of the fit behind pruning and rounding; it mostly ends earlier."""
 _ALL = 1e-5
 """Share of ∂L/∂A that features may leave where there is no noise."""
 EXCHANGED = 0.1

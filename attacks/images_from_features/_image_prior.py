@@ -29,11 +29,12 @@ detail is not in features, and covariances of it are of millions of entries."""
 _CHUNK = 256
 """Public images at a time: with batch norm in train mode, those whose statistics they share."""
 _STRENGTHS: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-12, 5))
-"""Of the ridge, over the mean variance of a feature."""
+"""Strengths of the ridge, over the mean variance of a feature."""
 _LEAST_VARIANCE = 1e-3
-"""Of a normalized pixel in any direction: what is smaller is rounding, and compression."""
+"""Least variance of a normalized pixel in any direction: what is smaller is rounding, and
+compression."""
 _ROUNDING = 1e-12
-"""Of the targets' energy: a residual below that is the rounding of features and pixels (float32),
+"""Share of the targets' energy: a residual below is the rounding of features and pixels (float32),
 and says nothing of a ridge."""
 _TIE = 1e-6
 """Cross-validated errors that differ by less of themselves are the same."""

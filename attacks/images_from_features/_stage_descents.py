@@ -41,7 +41,7 @@ from fedsim_attacks.images_from_features._heads import Signals
 from fedsim_attacks.images_from_features._stages import Stage, StagedBody
 
 _STEP = 0.2
-"""Of Adam, in units of the root mean square of what goes into a stage."""
+"""Step size of Adam, in units of the root mean square of what goes into a stage."""
 _PEELING_END = 0.002
 """Step size at the end, over that of the beginning."""
 _START = 0.5
@@ -153,7 +153,7 @@ _RELAXATION_END = 0.005
 _LOOSE = 0.03
 """What a relative squared distance of maps costs at first, in shares of the update's energy."""
 _TIGHT = 100.0
-"""And at the end, without noise: with it less, by the square root of what is not noise. Tighter
+"""The same at the end, without noise: with it less, by the square root of what is not. Tighter
 maps carry the noise of all stages into the images, looser ones each fit that of their own."""
 _TIGHT_APPROXIMATE = 10.0
 """Where an update of several steps is taken for one gradient."""
@@ -213,7 +213,7 @@ class Relaxation:
         self._slopes = Tape(self._differentiate) if replayed else self._differentiate
         self.maps, distances = self._initial_maps(images, maps, min(_FAR, _CLEAR * clear**0.25))
         self.step_size = _SHARE * distances[0]
-        """Of images at first, as of normalized pixels."""
+        """Step size of images at first, in units of normalized pixels."""
         sizes = [
             _SHARE * unknown_distance * stage.size
             for unknown_distance, stage in zip(distances, staged.stages[1:], strict=True)

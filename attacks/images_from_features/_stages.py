@@ -69,7 +69,7 @@ class BodyCalls:
             for number, call in enumerate(calls)
             if call.version is not None and call.version == call.answer._version
         }
-        """Of each call whose answer is a map: what computed it, and its size."""
+        """What computed the answer of each call that is a map, and its size."""
         with torch.no_grad():  # answers that are kept hold no graph
             self._calls = self._note(images)[0]
 

@@ -107,12 +107,12 @@ _WHOLE_VARIATION = 0.03
 _DIRECTION_STEP, _DIRECTION_FEATURES = 2.0, 0.1
 """Step size, and weight of features, times the usual, where directions of tensors are compared."""
 _DIRECTION_VARIATION, _DIRECTION_FINAL = 10.0, 0.1
-"""And the total variation at first; and its end over its beginning."""
+"""Total variation at first, times the usual, and its end over its beginning."""
 _LEAST_DISTRIBUTION_WEIGHT = 1e-3
 """Least weight of how unlikely images are by the distribution of public ones."""
 _PRIOR = 0.7
-"""Of noise, an image of total variation 1 is less likely than a flat one by that many nats a
-value: what the weight of the total variation then follows from."""
+"""Nats a value by which noise makes an image of total variation 1 less likely than a flat one:
+what the weight of the total variation then follows from."""
 
 
 @final
@@ -121,7 +121,7 @@ class Phase:
     """What images are compared with for some iterations, and how they move."""
 
     misfit: Callable[[Tensor], Misfit] | StagePeeling
-    """Or the stages that are peeled first, while images stay as they are."""
+    """The comparison, or the stages that are peeled first, while images stay as they are."""
     iterations: int
     step_size: float
     total_variation: float
@@ -181,7 +181,7 @@ class Phases:
         self._prior = prior
         self.present = self._plan_first()
         self.distribution = self._distribution()
-        """Of images of the present phase; None without public ones."""
+        """Distribution of the present phase's images; None without public ones."""
         values = observation.num_images * math.prod(observation.model.input_shape)
         clear = max(1 - noise_share(self._as_one, self._head), LEAST_CLEAR)
         demanded = values * relative_noise_variance(self._as_one, self._head) / math.sqrt(clear)
@@ -480,14 +480,15 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
     )
 
     iterations: Annotated[int, Field(ge=1)] = 1500
-    """Of Adam."""
+    """Steps of Adam."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
-    """In units of normalized pixels, falling as a cosine; twice as much against directions."""
+    """Step size in units of normalized pixels, falling as a cosine; twice as much against
+    directions."""
     total_variation: Annotated[float, Field(ge=0)] = 0.02
     """Weight of the mean absolute difference of neighbouring pixels, three times that in color;
     it falls to 0.4 of it. More as noise demands; against directions it falls from ten times it."""
     feature_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Of the relative squared distance of features; a tenth of it against directions."""
+    """Weight of the relative squared distance of features; a tenth of it against directions."""
     jump_width: Annotated[float, Field(ge=0)] = 1.0
     """How wide a jump of a slope is to its derivative, in units of its input; 0: as it is."""
 

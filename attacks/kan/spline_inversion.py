@@ -70,7 +70,7 @@ class SplineGradient:
     degree: int
     intervals: int
     model: Classifier
-    """With the weights of the observed round."""
+    """The model with the weights of the observed round."""
 
     @staticmethod
     def of(observation: Observation) -> SplineGradient:
@@ -199,7 +199,7 @@ def _diagonalizers(members: Tensor, rng: torch.Generator) -> Tensor:
 
 
 _NODES = 33
-"""Of a pixel's posterior."""
+"""Nodes of a pixel's posterior."""
 _REACH = 6.0
 """Half their range, in standard deviations."""
 _SETTLED = 1e-6

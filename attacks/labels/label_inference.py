@@ -36,7 +36,7 @@ _SCALES = (1.02, 1.15, 1.3, 1.45, 1.6, 1.8, 2.0, 2.3, 2.7, 3.2, 4.0)
 """Factors that clipping may have multiplied a gradient by, over the least: below that, shares of
 classes would sum to more than 1."""
 _ROUNDED = 1e-2
-"""Of an image, up to which its count may be rounding."""
+"""Share of an image up to which a count may be rounding."""
 _UNSUMMED = 1e-5
 """Share of the bias's gradient that rounding may leave of its sum, which is 0."""
 

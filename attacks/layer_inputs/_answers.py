@@ -48,7 +48,7 @@ class Inputs:
 
     @property
     def certain(self) -> Tensor:
-        """Which of them (k,) rounding or noise leave no more open than `_DETERMINED`."""
+        """Mask (k,) of those that rounding or noise leave no more open than `_DETERMINED`."""
         return (_SURE * self.errors < _DETERMINED) & self.separate
 
 

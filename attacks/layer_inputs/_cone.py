@@ -83,7 +83,7 @@ _FRUITLESS = 12
 _REWEIGHTED = 3
 """Times that a linear program is tried again with other weights."""
 _NEAR = 0.1
-"""Of the mean entry: what is nearer to 0 than that weighs alike."""
+"""Share of the mean entry: what is nearer to 0 than that weighs alike."""
 _SLACK, _SLACKS = 1e-8, 4
 """How far below 0 entries may be that sum to 1, as solvers round; and how many wider bounds are
 tried in turn where noise in the weakest direction is larger."""
@@ -95,7 +95,7 @@ _VAGUE = 0.1
 """Relative error from which on a ray is known too little to be one."""
 
 SignalOf = Callable[[Tensor, float], Signal | None]
-"""From what the rows were combined to (n,) and its relative error, to its error signal; None if the
+"""Function from a combination of rows (n,) and its relative error to its error signal; None if the
 gradient has no such input."""
 
 
@@ -174,7 +174,7 @@ class _Ray:
     error: float
     """Standard deviation of all values together, over their norm."""
     signal: Signal | None = None
-    """Of its image, if that is the only one it may be."""
+    """Error signal of its image, if that is the only one it may be."""
 
     @property
     def bound(self) -> Tensor | None:

@@ -36,7 +36,7 @@ _PART = 3
 """Images whose features are the same without the others."""
 
 Features = Callable[[Tensor], Tensor]
-"""From a layer's inputs (N, n) to the features (N, d) of the model."""
+"""Function from a layer's inputs (N, n) to the features (N, d) of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,9 @@ class CocktailParty(IterativeAttack[Unmixing]):
     paper: ClassVar[str] = "Kariyappa et al., Cocktail Party Attack, ICML 2023"
 
     iterations: Annotated[int, Field(ge=1)] = 5000
-    """Of Adam."""
+    """Steps of Adam."""
     step_size: Annotated[float, Field(gt=0)] = 0.01
-    """Of Adam."""
+    """Step size of Adam."""
     slope: Annotated[float, Field(gt=0)] = 1.0
     """a of the negentropy's log cosh(a x)."""
     independence: Annotated[float, Field(ge=0)] = 0.01

@@ -27,7 +27,7 @@ from fedsim_attacks.layer_inputs._cone import sharpen
 from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, trace_layers
 
 _NEAR = 1e-3
-"""Of a combination's largest entry: what is nearer to 0 may be."""
+"""Share of a combination's largest entry: what is nearer to 0 may be 0."""
 _SHARP, _SHARPER = 1e-6, 0.9
 """Width of the weights in the end, and by which factor it shrinks in an iteration."""
 _ZERO = 20.0
@@ -208,7 +208,7 @@ class Spear(IterativeAttack[Sampling]):
     )
 
     iterations: Annotated[int, Field(ge=1)] = 1000
-    """Of 4,096 sets of neurons each; it ends when all neurons agree."""
+    """Iterations of 4,096 sets of neurons each; it ends when all neurons agree."""
     search: Literal["sampled", "descent"] = "sampled"
     """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and also
     descended from, which is not the paper's; what it takes does not double with each image."""

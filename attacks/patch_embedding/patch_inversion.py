@@ -235,7 +235,7 @@ def solve_patches(
 
 
 _PIXEL_MEAN, _PIXEL_SPREAD = 0.5, 0.25
-"""Of pixels in [0, 1], before anything is seen."""
+"""Mean and standard deviation of pixels in [0, 1], before anything is seen."""
 _DETERMINED = 0.01
 """Root mean squared error of pixels (40 dB) up to which an image is determined."""
 _SAFETY = 3.0
