@@ -72,15 +72,7 @@ def test_what_becomes_a_graph_reads_no_value(
     suite: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor a number that lies on the processor, which a graph would keep as it was."""
-    recorded = []
-
-    def record(function: _tape.Function, inputs: tuple[torch.Tensor, ...]) -> None:
-        with _tape._NoReading():
-            function(*(each.detach().clone() for each in inputs))
-        recorded.append(function)
-
-    monkeypatch.setattr(_tape, "_record", record)
-    monkeypatch.setattr(_tape, "PAYS", 1)
+    recorded = _watch_graphs(monkeypatch)
     _plain_on_the_processor(monkeypatch)
     _attack_there(SUITES[suite], elsewhere)
     assert recorded
@@ -90,15 +82,7 @@ def test_stages_of_a_deep_body_become_graphs_that_read_no_value(
     elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor the width of jumps, which narrows: it has to lie where the images do."""
-    recorded = []
-
-    def record(function: _tape.Function, inputs: tuple[torch.Tensor, ...]) -> None:
-        with _tape._NoReading():  # type: ignore[no-untyped-call]
-            function(*(each.detach().clone() for each in inputs))
-        recorded.append(function)
-
-    monkeypatch.setattr(_tape, "_record", record)
-    monkeypatch.setattr(_tape, "PAYS", 1)
+    recorded = _watch_graphs(monkeypatch)
     _plain_on_the_processor(monkeypatch)
     observation, _ = observe([])
     found = solve(
@@ -129,6 +113,20 @@ def test_tensors_of_two_devices_are_noticed(elsewhere: str) -> None:
     assert (there + 1).device.type == elsewhere
     with pytest.raises(RuntimeError, match="same device"):
         there + torch.ones(3)
+
+
+def _watch_graphs(monkeypatch: pytest.MonkeyPatch) -> list[_tape.Function]:
+    """Lists the functions that become graphs; each is run once where no value may be read."""
+    recorded: list[_tape.Function] = []
+
+    def record(function: _tape.Function, inputs: tuple[torch.Tensor, ...]) -> None:
+        with _tape._NoReading():  # type: ignore[no-untyped-call]
+            function(*(each.detach().clone() for each in inputs))
+        recorded.append(function)
+
+    monkeypatch.setattr(_tape, "_record", record)
+    monkeypatch.setattr(_tape, "PAYS", 1)
+    return recorded
 
 
 def _attack_there(suite: type[AnyAttackContract], device: str) -> None:

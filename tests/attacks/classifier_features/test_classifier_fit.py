@@ -23,12 +23,10 @@ from fedsim_attacks.classifier_features import _profile, classifier_fit
 from fedsim_attacks.classifier_features._certificates import bound_errors, widen_bounds
 from fedsim_attacks.classifier_features._classifier_gradient import (
     ClassifierGradient,
-    linear_classifier,
 )
 from fedsim_attacks.classifier_features._profile import (
     Consistency,
     Profile,
-    exchange_images,
     make_normals,
     minimize,
 )
@@ -212,22 +210,6 @@ def test_local_steps_of_the_classifier_are_unrolled(momentum: float) -> None:
     observation, truth = observe(4, **LINEAR, training=training)
     errors, _ = compared(fit(observation), truth)
     assert float(errors.max()) < 1e-3
-
-
-@pytest.mark.parametrize(("failed", "replaced"), [(0, 1), (1, 2), (2, 3), (3, 1)])
-def test_exchanges_replace_a_few_images_and_keep_the_rest(failed: int, replaced: int) -> None:
-    """And, of every second start on average, the labels of those that they replace."""
-    images, labels = torch.zeros(4, 2), torch.tensor([0, 1, 2, 3])
-    drawn = torch.rand(400, 4, 2) + 1
-    stream = torch.Generator().manual_seed(0)
-    points, found = exchange_images(images, labels, drawn, classes=5, failed=failed, rng=stream)
-    new, changed = (points != 0).all(2), found != labels
-    assert new.sum(1).tolist() == [replaced] * 400
-    torch.testing.assert_close(points[new], drawn[new])
-    assert new.any(0).all()
-    assert 150 < int(changed.any(1).sum()) < 250
-    assert bool((changed[changed.any(1)] == new[changed.any(1)]).all())
-    assert found[new].unique().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_noise_beside_features_that_are_few() -> None:
@@ -430,20 +412,6 @@ def test_the_profile_is_what_the_best_rest_leaves(factors: int, spread: float | 
     assert float(slope.norm()) < 1e-9
 
 
-def test_normal_equations_are_those_of_the_jacobian() -> None:
-    torch.manual_seed(5)
-    features, weights = torch.randn(3, 12).relu().double(), torch.randn(6, 12).double()
-    labels = torch.tensor([0, 4, 4])
-    classifier = of(weights, softmax_gradient(features, weights, labels), 3)
-    for given in (classifier, replace(classifier, biased=True)):
-        problem = Consistency(given)
-        points = problem.unknowns(torch.randn(2, 3, 11 if given.biased else 12))
-        targets = F.one_hot(labels, 6).double().expand(2, -1, -1)
-        left = vmap(problem.residual)(points, targets)
-        expected = make_normals(vmap(jacfwd(problem.residual)))(points, targets, left)
-        torch.testing.assert_close(problem._normals(points, targets, left), expected)
-
-
 def test_noise_hides_no_more_than_it_must() -> None:
     """Errors are those of the error signals' inverse, which no fit can be better than by far."""
     ratios = []
@@ -492,29 +460,6 @@ def test_removed_entries_were_smaller_than_those_that_are_left() -> None:
     noisy, _ = observe(3, defense=[*defense, {"name": "gaussian_noise", "std": 1e-3}])
     unknown = ClassifierGradient.of(noisy).removed_below
     assert unknown is not None and bool(unknown.isinf().all())
-
-
-def test_the_grid_of_the_bias_is_finer() -> None:
-    defense = [{"name": "quantization", "bits": 8}]
-    observation, _ = observe(3, defense=defense)
-    _, name = linear_classifier(rebuild(observation))
-    parts = [observation.update[f"{name}.{kind}"] for kind in ("weight", "bias")]
-    spacings = [float(part.abs().max()) / 127 for part in parts]
-    weight = ClassifierGradient.of(observation).bias_weight
-    assert weight == pytest.approx(spacings[0] / spacings[1], rel=1e-4)
-    assert weight != 1
-
-
-def test_the_spread_of_features_is_estimated() -> None:
-    torch.manual_seed(6)
-    weights, shared = 0.1 * torch.randn(10, 400).double(), 3 * torch.rand(400).double()
-    features = shared + 0.5 * torch.randn(6, 400).double()
-    labels = torch.tensor([0, 1, 3, 5, 7, 9])
-    gradient = softmax_gradient(features, weights, labels)
-    gradient = gradient + 1e-3 * torch.randn_like(gradient)
-    problem = Profile(of(weights, gradient, 6))
-    spread = problem.spread(problem.unknowns(features[None])[0], labels)
-    assert spread == pytest.approx(0.5, rel=0.15)
 
 
 def softmax_gradient(features: Tensor, weights: Tensor, labels: Tensor) -> Tensor:

@@ -27,8 +27,6 @@ from fedsim_attacks.classifier_features._local_steps import (
     LocalPath,
     as_one_gradient,
     middle,
-    natural_noise,
-    positions,
 )
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
@@ -53,21 +51,6 @@ def features_at(observation: Observation, share: float, truth: GroundTruth) -> T
     return found.double()
 
 
-def test_positions_are_shares_of_the_path() -> None:
-    assert positions(training(steps=4), [1.0] * 4) == [0, 0.25, 0.5, 0.75]
-    assert positions(training(steps=3), [4.0, 2.0, 1.0]) == [0, 4 / 7, 6 / 7]
-    # With momentum of a half, steps of equal gradients are 1, 1.5 and 1.75 long.
-    found = positions(training(steps=3, momentum=0.5), [1.0] * 3)
-    assert found == pytest.approx([0, 1 / 4.25, 2.5 / 4.25])
-
-
-def test_the_middle_weighs_steps_as_the_update_does() -> None:
-    assert middle(training(steps=3), [0, 0.4, 0.8]) == pytest.approx(0.4)
-    weights = (1.75, 1.5, 1.0)
-    expected = (0.4 * weights[1] + 0.8 * weights[2]) / sum(weights)
-    assert middle(training(steps=3, momentum=0.5), [0, 0.4, 0.8]) == pytest.approx(expected)
-
-
 def test_the_mean_gradient_is_that_of_the_middle() -> None:
     """What is left is of second order, and at the weights that were sent of first."""
     observation, truth = observe()
@@ -82,15 +65,6 @@ def test_the_mean_gradient_is_that_of_the_middle() -> None:
 
     assert left(0.45) < 0.3 * left(0.0)
     assert left(0.45) < 0.3 * left(1.0)
-
-
-def test_natural_noise_falls_as_one_over_the_frequency() -> None:
-    images = natural_noise(torch.Size((64, 3, 32, 32)), rng.generator(0, "noise"))
-    amplitudes = torch.fft.rfft2(images).abs().square().mean((0, 1)).sqrt()
-    assert float(amplitudes[0, 2] / amplitudes[0, 8]) == pytest.approx(4, rel=0.25)
-    centred = images - images.mean((1, 2, 3), keepdim=True)
-    assert float(centred.std()) == pytest.approx(1, rel=0.02)
-    assert 0.3 < float(images.mean((1, 2, 3)).std()) < 0.7
 
 
 def test_noise_tells_most_of_how_features_drift() -> None:

@@ -13,6 +13,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
+from fedsim import rng
 from fedsim.attacking.knowledge import hand_over_row
 from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
@@ -37,7 +38,7 @@ from fedsim_attacks.closed_form._kernel_release import (
     read_model,
     symmetric_labels,
 )
-from fedsim_attacks.closed_form._quadratic_form import complete_rows, decompose_form
+from fedsim_attacks.closed_form._quadratic_form import complete_rows, decompose_form, pack, unpack
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
 from fedsim_defenses.truncated_laplace import TruncatedLaplace
@@ -113,14 +114,6 @@ def test_a_predictor_is_taken_apart() -> None:
     torch.testing.assert_close(coefficients, alpha[place], rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("count", [11, 20])
-def test_a_predictor_of_many_rows_keeps_them(count: int) -> None:
-    rows = torch.nn.functional.normalize(normal(count, 10), dim=1)
-    form = ntk.quadratic_form(rows, normal(count, 3, seed=1))
-    with pytest.raises(AttackFailed, match="does not tell its rows apart"):
-        decompose_form(form, torch.eye(10, dtype=torch.float64), stream())
-
-
 @pytest.mark.parametrize("count", [1, 6, 30])
 def test_who_knows_all_rows_but_one_finds_it_among_many(count: int) -> None:
     """Also where no two coefficients differ, and whatever the last row's are."""
@@ -152,20 +145,25 @@ def test_what_known_rows_do_not_leave_is_not_found() -> None:
         complete_rows(ntk.quadratic_form(many, normal(50, 3, seed=1)), eye, many[:-1])
 
 
-def test_rows_of_the_same_coefficients_are_not_told_apart() -> None:
-    rows = torch.nn.functional.normalize(normal(6, 10), dim=1)
-    alpha = ntk.one_hot(torch.arange(6) % 3, 3)
-    with pytest.raises(AttackFailed, match="rows with the same coefficients"):
-        decompose_form(
-            ntk.quadratic_form(rows, alpha), torch.eye(10, dtype=torch.float64), stream()
-        )
-
-
-def test_few_neurons_hide_directions() -> None:
-    rows, weights = normal(4, 10), normal(9, 10, seed=2)
-    form = ntk.quadratic_form(rows, normal(4, 3, seed=1), weights)
-    with pytest.raises(AttackFailed, match="neurons are fewer than the features"):
-        decompose_form(form, weights.T @ weights / 9, stream())
+@pytest.mark.parametrize(
+    ("rows", "neurons", "alike", "why"),
+    [
+        (11, 0, False, "does not tell its rows apart"),
+        (20, 0, False, "does not tell its rows apart"),
+        (6, 0, True, "rows with the same coefficients"),
+        (4, 9, False, "neurons are fewer than the features"),
+    ],
+)
+def test_a_predictor_that_does_not_tell_its_rows_keeps_them(
+    rows: int, neurons: int, alike: bool, why: str
+) -> None:
+    features = torch.nn.functional.normalize(normal(rows, 10), dim=1)
+    alpha = ntk.one_hot(torch.arange(rows) % 3, 3) if alike else normal(rows, 3, seed=1)
+    weights = normal(neurons, 10, seed=2) if neurons else None
+    form = ntk.quadratic_form(features, alpha, *([] if weights is None else [weights]))
+    kernel = torch.eye(10).double() if weights is None else weights.T @ weights / neurons
+    with pytest.raises(AttackFailed, match=why):
+        decompose_form(form, kernel, stream())
 
 
 def test_labels_are_told_whatever_the_kernel() -> None:
@@ -410,18 +408,6 @@ def test_the_declared_law_is_that_of_the_noise() -> None:
     assert float(away.mean()) == pytest.approx(scale, rel=5 / math.sqrt(away.numel()))
 
 
-def test_the_density_is_that_of_the_noise() -> None:
-    """It sums to 1, and is next to nothing where no noise reaches."""
-    matched, _ = regression(3, None)
-    row = torch.zeros(1, 2, dtype=torch.float64)
-    model = replace(matched.model, rows=row, scale=0.3, bound=0.7)
-    axis = torch.linspace(-0.7, 0.7, 801, dtype=torch.float64)
-    densities = model.log_density(torch.cartesian_prod(axis, axis))[:, 0].exp()
-    whole = torch.trapezoid(torch.trapezoid(densities.view(801, 801), axis), axis)
-    assert float(whole) == pytest.approx(1.0, rel=1e-4)
-    assert float(model.log_density(row + 0.71)) < -1e5
-
-
 def test_whoever_was_exchanged_is_withheld() -> None:
     """Of a candidate that took no part one other row is unknown: the number does not tell."""
     _, truth = released(num_clients=3, parameters=FORM, defense=[{"name": "aggregate"}])
@@ -460,3 +446,24 @@ def test_what_cannot_be_read_is_refused() -> None:
         asked = replace(few, candidate=truth.rows[0])
         with pytest.raises(AttackFailed, match="of 15 released rows 3 are known"):
             solve(attack, observation, asked, 0)
+
+
+def _symmetric(count: int, size: int) -> torch.Tensor:
+    stream = rng.generator(0, "symmetric")
+    square = torch.randn(count, size, size, dtype=torch.float64, generator=stream)
+    return square + square.transpose(1, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_inner_products_are_kept(size: int) -> None:
+    matrices = _symmetric(4, size)
+    packed = pack(matrices)
+    assert packed.shape == (4, size * (size + 1) // 2)
+    flat = matrices.flatten(1)
+    torch.testing.assert_close(packed @ packed.T, flat @ flat.T, rtol=1e-14, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_unpack_is_the_inverse(size: int) -> None:
+    matrices = _symmetric(4, size)
+    torch.testing.assert_close(unpack(pack(matrices), size), matrices, rtol=1e-15, atol=1e-15)

@@ -224,13 +224,6 @@ def test_clipping_is_taken_as_the_scale_that_is_expected() -> None:
     assert ratio(found) < -1e3
 
 
-def test_a_server_that_adds_no_noise_needs_no_bound() -> None:
-    observation, knowledge = observed(columns=7, clients=3)
-    silent = {"name": "dp_ftrl", "noise_multiplier": 0.0, "correlation": 0.5}
-    found = release_likelihood(replace(observation, defense=(silent,)), knowledge)
-    torch.testing.assert_close(found.gram, release_likelihood(observation, knowledge).gram)
-
-
 def test_noise_that_is_not_told_is_not_guessed() -> None:
     observation, knowledge = observed(columns=7)
     with pytest.raises(AttackFailed, match="does not declare its effect"):

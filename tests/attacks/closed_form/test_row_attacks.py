@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor
 
+from fedsim import rng
 from fedsim.attacking.knowledge import hand_over_row
 from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
@@ -15,8 +19,14 @@ from fedsim.scoring import baseline, score
 from fedsim.testing import make_observation, make_release
 from fedsim.testing.cases import example_rows
 from fedsim.types import Observation, Reconstruction, RowTruth
+from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
-from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
+from fedsim_attacks.closed_form.row_reconstruction import (
+    Prior,
+    RowPosterior,
+    RowReconstruction,
+    prior,
+)
 from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
 
 OTHERS = Grant.least(rows="others")
@@ -101,22 +111,6 @@ def test_where_nothing_is_told_the_answer_is_the_guess() -> None:
     assert scores["psnr"] == pytest.approx(guess["psnr"], abs=0.3)
 
 
-def test_the_posterior_is_at_a_maximum() -> None:
-    """The returned row is likelier than any nearby, in whichever direction."""
-    observation, truth = released(parameters={"columns": 60})
-    target = int(truth.members.nonzero()[2])
-    known = hand_over_row(truth, target, OTHERS, False)
-    attack = RowReconstruction()
-    state = attack.init(observation, known, torch.Generator())
-    while not attack.terminate(state):
-        state = attack.step(state)
-    stream = torch.Generator().manual_seed(0)
-    loss, best = state.candidates[0]
-    nearby = best + 1e-3 * torch.randn(50, 4, generator=stream, dtype=torch.float64)
-    nearby = nearby.clamp(state.posterior.prior.low, state.posterior.prior.high)
-    assert bool((state.posterior.loss(nearby) >= loss).all())
-
-
 def test_membership_in_coefficients_without_noise_is_certain() -> None:
     case = released(learner="least_squares", parameters={"method": "ols"})
     found = answer(MembershipInference(), case)
@@ -163,3 +157,69 @@ def test_the_wrong_kind_is_refused() -> None:
         solve(RowReconstruction(), observation, Knowledge(), 0)
     with pytest.raises(AttackFailed, match="no candidate"):
         solve(MembershipInference(), observation, Knowledge(), 0)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A release that is one entry, behind normal noise."""
+
+    seen: float
+    std: float
+
+    def log_likelihood(self, rows: Tensor) -> Tensor:
+        return -((rows[:, 0] - self.seen) / self.std).square() / 2
+
+
+def posterior(seen: float, std: float, targets: tuple[float, ...], row_norm: float) -> RowPosterior:
+    """Of (value, constant 1, target) rows; value and target are correlated before any release."""
+    precision = torch.linalg.inv(
+        torch.tensor([[0.4, 0.0, 0.3], [0.0, 1.0, 0.0], [0.3, 0.0, 0.5]], dtype=torch.float64)
+    )
+    prior = Prior(
+        mean=torch.tensor([0.2, 1.0, -0.1], dtype=torch.float64),
+        precision=precision,
+        low=torch.tensor([-1.0, 1.0, -1.0], dtype=torch.float64),
+        high=torch.ones(3, dtype=torch.float64),
+        row_norm=row_norm,
+        targets=targets,
+    )
+    return RowPosterior(likelihood=cast(ReleaseLikelihood, Normal(seen, std)), prior=prior)
+
+
+@pytest.mark.parametrize("row_norm", [2.0, 1.1])
+@pytest.mark.parametrize("targets", [(), (-1.0, 1.0)])
+@pytest.mark.parametrize(("seen", "std"), [(0.9, 0.5), (-0.3, 0.2), (0.5, 50.0)])
+def test_it_is_the_integral(
+    seen: float, std: float, targets: tuple[float, ...], row_norm: float
+) -> None:
+    """Also where it is cut off at a range, and where a longer row is scaled to the bound."""
+    case = posterior(seen, std, targets, row_norm)
+    axis = torch.linspace(-1, 1, 801, dtype=torch.float64)
+    last = torch.tensor(targets, dtype=torch.float64) if targets else axis
+    value, target = torch.meshgrid(axis, last, indexing="ij")
+    rows = torch.stack([value.flatten(), torch.ones(value.numel()), target.flatten()], 1)
+    ends = torch.where(axis.abs() == 1, 0.5, 1.0).double()  # the trapezoidal rule
+    area = (ends[:, None] * (1.0 if targets else ends[None])).expand_as(value).flatten()
+    losses = case.loss(rows)
+    weights = area * (losses.min() - losses).exp()
+    expected = weights @ case.prior.scale_rows(rows) / weights.sum()
+    best = rows[losses.argsort()[:1]]
+    found = case.mean(list(best), 20_000, rng.generator(0, "posterior"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
+
+
+def test_other_rows_are_taken_as_they_were_before_they_were_scaled() -> None:
+    """A row longer than the bound is scaled to it, and its constant feature tells by how much."""
+    rows, members = example_rows(24)
+    observation, _ = make_release(rows, members, learner="sketch", parameters={"columns": 9})
+    scaled = rows * torch.linspace(0.5, 1.0, len(rows), dtype=torch.float64)[:, None]
+    known, found = (
+        prior(
+            observation.release,
+            Knowledge(grant=Grant.least(rows="others"), other_rows=(each,)),
+            True,
+        )
+        for each in (rows, scaled)
+    )
+    torch.testing.assert_close(found.mean, known.mean)
+    torch.testing.assert_close(found.precision, known.precision)

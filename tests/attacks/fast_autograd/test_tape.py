@@ -41,20 +41,6 @@ def test_a_replay_computes_without_the_function(device: str) -> None:
 
 
 @over_devices
-def test_derivatives_are_recorded(device: str) -> None:
-    """Autograd inside the function is part of what is replayed."""
-
-    def slope(x: Tensor) -> tuple[Tensor, ...]:
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(x.sin().square().sum(), x)
-
-    tape = Tape(slope)
-    for _ in range(4):
-        x = torch.randn(5, device=device)
-        torch.testing.assert_close(tape(x)[0], slope(x)[0])
-
-
-@over_devices
 def test_a_tensor_that_is_written_in_place_is_read_anew(device: str) -> None:
     """As the width of jumps is, that narrows over a descent; and methods are recorded, too."""
 

@@ -163,15 +163,6 @@ def test_trained_on_other_faces_it_beats_the_mean_image(tmp_path: Path) -> None:
     assert min(found) > 2
 
 
-def test_images_are_drawn_one_by_one_from_directions() -> None:
-    generator, codes = example_generator(), example_codes(3)
-    drawn = generator(codes)
-    assert drawn.shape == (3, *SHAPE)
-    assert bool(((drawn > 0) & (drawn < 1)).all())
-    torch.testing.assert_close(generator(7 * codes), drawn)
-    torch.testing.assert_close(generator(codes[1:2]), drawn[1:2])
-
-
 def test_a_file_gives_back_its_generator(file: Path) -> None:
     codes = example_codes(2)
     found = read_generator(file, SHAPE, "public")
@@ -198,18 +189,6 @@ def test_files_that_do_not_fit_are_refused(file: Path, tmp_path: Path) -> None:
     refused(other, r"first\.bias is torch\.float32 \[511\]")
     save_file({**tensors, "first.bias": tensors["first.bias"] / 0}, other, header)
     refused(other, "not finite")
-
-
-@pytest.mark.parametrize(
-    ("weights", "said"), [("none", "cannot be read"), ("~nosuchuser/x", "write the path in full")]
-)
-def test_an_attack_with_a_bad_file_fails_before_it_starts(
-    weights: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    attack = GenerativePrior(weights=weights, public="faces")
-    with pytest.raises(FedsimError, match=said):
-        solve(attack, *of_its_range(1)[:2], seed=0)
 
 
 def test_parameters_that_do_not_go_together_are_refused() -> None:

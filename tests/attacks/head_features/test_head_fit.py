@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.contracts.attack import create, solve
+from fedsim.contracts.grant import Knowledge
+from fedsim.models.victim import rebuild
+from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.testing.cases import near
-from fedsim_attacks.head_features import head_fit
-from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective
+from fedsim.types import GroundTruth, Observation
+from fedsim_attacks.head_features import _joint_fit, head_fit
+from fedsim_attacks.head_features._head_gradient import (
+    HeadGradient,
+    Objective,
+    WholeHead,
+    labels_of,
+)
 from fedsim_attacks.head_features.head_fit import OutputSolver, propose_splits, random_starts
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1, "planted_gain": 0.01}
@@ -95,26 +106,6 @@ def test_removed_entries_count_where_they_are_predicted_too_large() -> None:
     assert bool((value.residual @ hidden.T).norm() < 1e-4 * value.residual.norm() * hidden.norm())
 
 
-def test_scaled_variables_curve_alike() -> None:
-    """Images of one label have nearly one column of D: unscaled, some directions are flat."""
-    seen, features = see(4, labels=torch.tensor([1, 1, 1, 4]))
-    objective = Objective(seen)
-    scale = objective.scale(objective(features), features)
-    across = torch.randn(36, generator=rng.generator(3, "step"))
-    basis = torch.linalg.qr(features.T)[0]  # D takes care of the features' own directions
-    across = F.normalize(across - basis @ (basis.T @ across), dim=0)
-    directions = torch.linalg.eigh(scale)[1].T  # the flat and the steep ones
-
-    def spread(root: Tensor) -> float:
-        steps = [0.02 * torch.outer(root @ direction, across) for direction in directions]
-        rises = [float(objective(features + step).loss) for step in steps]
-        return max(rises) / min(rises)
-
-    unscaled = float(features.norm(dim=1).mean()) * torch.eye(4)
-    assert spread(scale) < 1.5
-    assert spread(unscaled) > 3
-
-
 @pytest.mark.parametrize("std", [0.001, 0.1])
 def test_noise_is_estimated_from_outside_the_span(std: float) -> None:
     seen, features = see(defense=[{"name": "gaussian_noise", "std": std}])
@@ -123,17 +114,6 @@ def test_noise_is_estimated_from_outside_the_span(std: float) -> None:
     loss = float(objective(features).loss)
     assert loss == pytest.approx(objective.noise_floor(seen.noise), rel=0.1)
     assert see()[0].noise == 0
-
-
-def test_a_part_of_the_neurons_is_a_smaller_head() -> None:
-    seen, features = see()
-    part = seen.subset(2000)
-    assert part.hidden.shape == (500, 36)  # four images make four equations a neuron
-    assert part.config.width == 500
-    assert len(part.hidden[part.planted]) == part.config.planted > 400
-    assert Objective(part)(features).loss < 1e-10
-    assert len(seen.subset(2000, 700).hidden) == 700
-    assert seen.subset(10**9) is seen
 
 
 def test_a_move_frees_a_feature_that_stands_for_two_images() -> None:
@@ -189,3 +169,96 @@ def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
     # A coordinate that few rows tell of may be off, which one by how the processor rounds.
     off = [float((each - features).abs().median()) for each in (start, found)]
     assert off[1] < 0.02 * off[0]
+
+
+JOINT_HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}
+LABELS = [2, 2, 4, 4]
+
+
+def observe_alike(
+    std: float, clip: float | None = None, **head: Any
+) -> tuple[Observation, GroundTruth]:
+    """Two images of each label, alike as those of a barely trained model: d = 36."""
+    stream = rng.generator(0, "joint example")
+    images = (0.5 + 0.5 * torch.rand(1, 1, 6, 6, generator=stream)).repeat(4, 1, 1, 1)
+    images = (images + 0.2 * torch.randn(4, 1, 6, 6, generator=stream)).clamp(0, 1)
+    defense: list[dict[str, Any]] = [{"name": "gaussian_noise", "std": std}] if std else []
+    if clip:
+        defense = [{"name": "clip", "norm": clip}, *defense]
+    return make_observation(
+        images,
+        torch.tensor(LABELS),
+        model="mlp",
+        model_parameters={"hidden": [], "head": {**JOINT_HEAD, **head}},
+        defense=defense,
+    )
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_it_is_the_squared_distance_of_the_heads_own_gradient(divided: bool) -> None:
+    observation, truth = observe_alike(1e-4, divided=divided)
+    seen = HeadGradient.of(observation)
+    assert truth.features is not None
+    features = truth.features + 0.1 * torch.randn(4, 36, generator=rng.generator(1, "off"))
+    head = rebuild(observation).head
+    loss = F.cross_entropy(head(features), truth.labels)
+    names = [name for name, _ in head.named_parameters()]
+    slopes = torch.autograd.grad(loss, list(head.parameters()))
+    left = [
+        slope - observation.update[f"head.{name}"]
+        for name, slope in zip(names, slopes, strict=True)
+    ]
+    count = sum(each.numel() for each in left)
+    expected = sum(each.double().square().sum() for each in left) / count / 1e-8
+    value = WholeHead(seen, truth.labels)(features).detach()
+    torch.testing.assert_close(value, expected, rtol=0.02, atol=0)  # the noise is estimated
+
+
+def test_at_the_truth_the_noise_is_left() -> None:
+    for clip in (None, 0.05):
+        std = 1e-3 if clip is None else 1e-4
+        observation, truth = observe_alike(std, clip)
+        assert truth.features is not None
+        value = WholeHead(HeadGradient.of(observation), truth.labels)(truth.features)
+        assert float(value.detach()) == pytest.approx(1, rel=0.02)
+
+
+def test_it_applies_where_features_stand_out_of_noise() -> None:
+    for std, expected in ((0.0, False), (1e-4, True), (1.0, False)):
+        assert _joint_fit.joint_fit_applies(HeadGradient.of(observe_alike(std)[0])) == expected
+
+
+def worst_error(name: str, observation: Observation, truth: GroundTruth) -> float:
+    found = solve(create(name), observation, Knowledge(), seed=1).reconstruction
+    return max(score(found, truth).per_image["feature_error"])
+
+
+def test_norms_are_found_behind_clipping_and_noise() -> None:
+    """∂L/∂A alone does not tell a factor that is the client's from one that is the features'."""
+    case = observe_alike(1e-4, 0.5)
+    assert worst_error("head_fit", *case) > 0.5
+    assert worst_error("best_features", *case) < 0.1
+
+
+def test_all_of_the_gradient_tells_more_than_its_part() -> None:
+    case = observe_alike(1e-3)
+    assert worst_error("best_features", *case) < 1.5 * worst_error("head_fit", *case) < 0.01
+
+
+def test_labels_are_what_features_do_not_explain() -> None:
+    """Of a confident model D is small at the label, and any other entry may be less by noise."""
+    observation, truth = observe_alike(0, planted=0)
+    seen = HeadGradient.of(observation)
+    assert truth.features is not None
+    hidden = seen.activation(truth.features @ seen.hidden.T + seen.bias)
+    sure = F.one_hot(truth.labels, 10).float()
+    weights = torch.linalg.lstsq(hidden, 8 * sure).solution.T
+    seen = replace(seen, output=weights)
+    errors = ((hidden @ weights.T).softmax(1) - sure).T / 4
+    assert float(errors.abs().max()) < 0.01
+    errors[7] -= 0.01
+    assert errors.argmin(0).tolist() == [7] * 4
+    assert labels_of(seen, truth.features, errors).tolist() == LABELS
+    clipped = replace(seen, clipped=True)
+    errors[7] += 0.01
+    assert labels_of(clipped, truth.features, 0.3 * errors).tolist() == LABELS

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,8 @@ from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.tensor_features import (
     combine_rows,
     derivative_moments,
+    find_components,
     fourth_along,
-    independent_rows,
-    inverse_root,
     order_greedily,
     power_method,
     second_moment,
@@ -163,34 +163,6 @@ def test_all_rows_tell_images_of_different_labels_apart() -> None:
     assert several < 0.6 * one, (one, several)
 
 
-def test_the_inverse_root_makes_a_covariance_one() -> None:
-    w = normal(50, 6)
-    covariance = w.T @ w / 50
-    root = inverse_root(covariance)
-    torch.testing.assert_close(root @ covariance @ root, torch.eye(6).double())
-    few = inverse_root(w[:3].T @ w[:3])  # of rank 3
-    projection = few @ w[:3].T @ w[:3] @ few
-    torch.testing.assert_close(projection @ projection, projection)
-    assert float(projection.trace()) == pytest.approx(3)
-
-
-def test_independent_rows_span_what_is_above_rounding_and_noise() -> None:
-    hidden = normal(3, 400, seed=1)
-    outer = normal(10, 3, seed=2) @ hidden
-    rows = independent_rows(outer + 1e-8 * normal(10, 400, seed=3), 8, 0.0)
-    assert rows.shape == (3, 400)
-    torch.testing.assert_close(rows @ rows.T / 400, torch.eye(3).double())
-    kept = torch.linalg.lstsq(rows.T, hidden.T).solution
-    torch.testing.assert_close((rows.T @ kept).T, hidden, rtol=0, atol=1e-5)
-    assert len(independent_rows(outer, 2, 0.0)) == 2
-    alike = normal(10, 3, seed=2)
-    alike[:, 2] = alike[:, 1] + 1e-5 * alike[:, 2]  # error signals of two images of one label
-    assert len(independent_rows((alike @ hidden).float().double(), 8, 0.0)) == 3
-    noisy = outer + 0.1 * normal(10, 400, seed=3)
-    assert len(independent_rows(noisy, 8, 0.01)) == 3
-    assert len(independent_rows(normal(10, 400, seed=3), 8, 1.0)) == 1
-
-
 def test_the_greedy_order_is_that_of_the_truth_with_its_signs() -> None:
     truth = normal(4, 20, seed=5)
     found = F.normalize(truth[[2, 0, 3, 1]] * torch.tensor([[-1.0], [1], [-2], [3]]), dim=1)
@@ -286,3 +258,81 @@ def test_refined_features_are_exact_where_the_decomposition_is_not(
         away = (ordered - truth.features).norm(dim=1) / truth.features.norm(dim=1)
         errors[refine] = float(away.max())
     assert errors[True] < 0.02 < 0.2 < errors[False]
+
+
+def normal_components(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=rng.generator(seed, "components"), dtype=torch.float64)
+
+
+def cubes(u: Tensor, weights: Tensor) -> Tensor:
+    return torch.einsum("c,ci,cj,ck->ijk", weights, u, u, u)
+
+
+def symmetric_noise(rank: int, seed: int) -> Tensor:
+    noise = normal_components(rank, rank, rank, seed=seed)
+    orders = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
+    noise = torch.stack([noise.permute(order) for order in orders]).sum(0)
+    return noise / torch.linalg.vector_norm(noise)
+
+
+def unlike(found: Tensor, truth: Tensor) -> float:
+    """Largest distance of a true direction from the found one that is nearest, up to sign."""
+    cosines = (found @ truth.T).abs()
+    assert sorted(cosines.argmax(0).tolist()) == list(range(len(truth))), "one is found twice"
+    return float((1 - cosines.max(0).values.square().clamp(max=1)).sqrt().max())
+
+
+def alternating(rank: int) -> Tensor:
+    return torch.tensor([(-1.0) ** i * (1 + i / 2) for i in range(rank)]).double()
+
+
+@pytest.mark.parametrize("rank", [2, 4, 8])
+def test_orthogonal_components_of_both_signs_are_exact(rank: int) -> None:
+    axes = torch.linalg.qr(normal_components(rank, rank))[0]
+    found, left = find_components(cubes(axes, alternating(rank)), rng.generator(0, "starts"))
+    assert unlike(found, axes) < 1e-6
+    assert float(left) < 1e-6
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(rank).double())
+
+
+def test_components_shared_by_slices_that_are_no_cube() -> None:
+    u, weights = (
+        F.normalize(normal_components(4, 4, seed=2), dim=1),
+        normal_components(4, 7, seed=3),
+    )
+    found, _ = find_components(
+        torch.einsum("ci,cj,cs->ijs", u, u, weights), rng.generator(0, "starts")
+    )
+    assert unlike(found, u) < 1e-6
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_error_is_that_of_the_noise(seed: int) -> None:
+    """Of orthogonal components: noise of 1% of the norm moves no direction by much more."""
+    axes = torch.linalg.qr(normal_components(8, 8, seed=seed))[0]
+    tensor = cubes(axes, torch.ones(8).double())
+    noise = 0.01 * torch.linalg.vector_norm(tensor) * symmetric_noise(8, seed)
+    found, left = find_components(tensor + noise, rng.generator(seed, "starts"))
+    assert unlike(found, axes) < 0.03
+    assert float(left) < 0.01
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fit_is_no_worse_than_the_truth(seed: int) -> None:
+    """Alike components behind noise: the least error is at most that of the true ones."""
+    u = F.normalize(normal_components(8, 8, seed=seed) + 0.5, dim=1)
+    tensor = cubes(u, torch.ones(8).double())
+    noise = 0.01 * torch.linalg.vector_norm(tensor) * symmetric_noise(8, seed)
+    _, left = find_components(tensor + noise, rng.generator(seed, "starts"))
+    assert float(left) < 0.0105
+
+
+def test_draws_come_from_the_stream_alone() -> None:
+    tensor = symmetric_noise(5, 1)
+    results = []
+    for seed in (0, 1):
+        np.random.seed(seed)  # noqa: NPY002  what TensorLy would draw from by itself
+        torch.manual_seed(seed)
+        results.append(find_components(tensor, rng.generator(3, "starts")))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])

@@ -11,7 +11,6 @@ from fedsim.attacking.knowledge import Public, hand_over
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant
 from fedsim.data.bundled import Digits
-from fedsim.models.base import normalize
 from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
@@ -143,13 +142,3 @@ def test_public_images_of_another_shape_or_of_one_image_are_a_stated_failure() -
     for public in (torch.zeros(9, 1, 8, 8, dtype=torch.uint8), torch.zeros(1, 1, 16, 16)):
         with pytest.raises(AttackFailed, match="two or more"):
             ImagePrior(observation, public)
-
-
-def test_without_features_the_law_is_that_of_all_public_images() -> None:
-    observation, _ = make_observation(
-        *example_batch(2), model="mlp", model_parameters={"head": HEAD}
-    )
-    images, _ = example_batch(1500)
-    law = ImagePrior(observation, (images[:1200] * 255).byte()).unconditional(300)
-    assert torch.equal(law.means[0], law.means[1])
-    assert float(law(normalize(images[1200:], observation.model))[0]) == pytest.approx(1, abs=0.15)

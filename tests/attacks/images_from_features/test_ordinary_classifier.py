@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
@@ -75,42 +72,6 @@ def test_the_directions_of_all_tensors_and_features_are_compared() -> None:
     step = 1e-2 * pull / pull.norm()
     after, before = (evaluated(elsewhere + sign * step, 1.0).features for sign in (1, -1))
     assert float(after - before) / 2e-2 == pytest.approx(float(pull.norm()), rel=0.1)
-
-
-def whole(
-    observation: Observation, truth: GroundTruth, images: Tensor, *, told: bool = True
-) -> Misfit:
-    features = truth.features if told else None
-    objective = WholeGradient(observation, truth.labels, width=0, calls=1, features=features)
-    return objective(images)
-
-
-def test_a_tensor_counts_by_its_parameters_that_are_not_zero_not_by_its_length() -> None:
-    """A body's first layer tells most of images, and is next to nothing of a trained gradient."""
-    observation, truth = make_observation(*example_batch(2), model="convnet")
-    weights = {name: t.clone() for name, t in observation.parameters.items()}
-    weights["head.output.weight"][:, ::2] = 0
-    observation, truth = make_observation(*example_batch(2), model="convnet", weights=weights)
-    images = normalize(truth.images.flip(0), observation.model)
-    update = observation.update
-    first = next(iter(update))
-    longer = replace(observation, update=update | {first: 100 * update[first]})
-    as_is, scaled = (whole(each, truth, images) for each in (observation, longer))
-    assert float(as_is.update) == pytest.approx(float(scaled.update), rel=1e-4)
-    assert torch.allclose(as_is.slope, scaled.slope, rtol=1e-3, atol=1e-7)
-    # Its mean by hand, from the update of the same images.
-    other, _ = make_observation(
-        truth.images.flip(0), truth.labels, model="convnet", weights=weights
-    )
-    parts = [
-        (
-            float((weights[name] != 0).sum()),
-            float(F.cosine_similarity(other.update[name].flatten(), t.flatten(), dim=0)),
-        )
-        for name, t in update.items()
-    ]
-    wanted = sum(w * (1 - cosine) for w, cosine in parts) / sum(w for w, _ in parts)
-    assert float(as_is.update) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_images_come_from_a_classifier_that_starts_at_zero() -> None:

@@ -1,4 +1,4 @@
-"""Bodies in stages, and peeled: zero at the truth, and led there."""
+"""Bodies in stages, peeled or relaxed, and later steps: zero at the truth, and led there."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from deep_victims import HEAD, VICTIMS, observe, of
+from deep_victims import HEAD, VICTIMS, observe, of, photos
 from torch import Tensor
 
 from fedsim import rng
 from fedsim.models.base import normalize
-from fedsim.types import GroundTruth, Observation
-from fedsim_attacks.images_from_features._body_gradient import PartGradient
+from fedsim.models.local import gradient, loss_function
+from fedsim.models.victim import rebuild
+from fedsim.testing import make_observation
+from fedsim.types import GroundTruth, LocalTraining, Observation
+from fedsim_attacks.classifier_features._local_steps import as_one_gradient
+from fedsim_attacks.images_from_features._body_gradient import (
+    BodyGradient,
+    LaterSteps,
+    Part,
+    PartGradient,
+    PartUpdate,
+)
 from fedsim_attacks.images_from_features._heads import signals
-from fedsim_attacks.images_from_features._stage_descents import StagePeeling
+from fedsim_attacks.images_from_features._stage_descents import Relaxation, StagePeeling
 from fedsim_attacks.images_from_features._stages import Stage, StagedBody
 
 
@@ -111,3 +121,170 @@ def test_peeling_finds_what_went_into_every_stage() -> None:
         one, other = found.flatten(1), wanted.flatten(1)
         along = (one * other).sum(1) / one.norm(dim=1) / other.norm(dim=1)
         assert float(along.min()) > 0.97
+
+
+def relaxation(
+    observation: Observation,
+    truth: GroundTruth,
+    images: Tensor,
+    maps: list[Tensor],
+    steps: int = 1,
+    width: float = 0.0,
+    noise: float = 0.0,
+    later: LaterSteps | None = None,
+) -> tuple[Relaxation, list[Tensor]]:
+    """And the true images and maps."""
+    assert truth.features is not None
+    stream = rng.generator(0, "stages")
+    staged = StagedBody(observation, observation.num_images, stream, width=width)
+    known = signals(observation, truth.features)
+    made = Relaxation(
+        observation,
+        staged,
+        truth.features,
+        known,
+        images,
+        maps,
+        noise=noise,
+        later=later,
+        steps=steps,
+    )
+    return made, staged.maps(normalize(truth.images, observation.model))
+
+
+@VICTIMS
+def test_relaxed_stages_are_zero_at_the_truth(
+    defense: list[dict[str, Any]], mode: Literal["train", "eval"], norm: str
+) -> None:
+    observation, truth = observe(defense, 4, mode, norm=norm)
+    images = normalize(truth.images, observation.model)
+    right, true = relaxation(observation, truth, images, [])
+    misfit = right(images)
+    assert float(misfit.update) < 1e-6
+    assert float(misfit.features) < 1e-6
+    wrong, _ = relaxation(observation, truth, images, [each.flip(0) for each in true[1:-1]])
+    assert float(wrong(images).update) > 1e-2
+
+
+@VICTIMS
+def test_what_later_steps_add_is_simulated(
+    defense: list[dict[str, Any]], mode: Literal["train", "eval"], norm: str
+) -> None:
+    """An update of three steps is no gradient; corrected at the truth, nothing is left of it."""
+    observation, truth = observe(defense, 4, mode, norm=norm, steps=3, lr=5e-4)
+    images = normalize(truth.images, observation.model)
+    later = LaterSteps(observation, truth.labels)
+    one = as_one_gradient(observation)
+    relaxed, _ = relaxation(one, truth, images, [], steps=10, later=later)
+    misfits = [relaxed(images) for _ in range(5)]
+    assert [misfit.target_changed for misfit in misfits] == [False] * 4 + [True]
+    before = float(misfits[0].update)
+    assert before > 1e-3
+    # Maps have moved by then: a new one that is corrected at once tells what is left.
+    again, _ = relaxation(one, truth, images, [], steps=1, later=later)
+    for update in again._updates:
+        update.correct(later.share, later(images))
+    assert float(again(images).update) < 1e-4 * before
+
+
+def test_maps_of_images_leave_the_misfit_of_the_whole_body() -> None:
+    """Error signals run back through all stages, and so does the slope."""
+    observation, truth = observe([])
+    assert truth.features is not None
+    known = signals(observation, truth.features)
+    images = torch.randn(2, 3, 32, 32, generator=rng.generator(0, "images"))
+    whole = BodyGradient(observation, truth.features, known, weight=1.0, width=0.0, calls=1)
+    relaxed, _ = relaxation(observation, truth, images, [])
+    misfit, expected = relaxed(images), whole(images)
+    torch.testing.assert_close(misfit.update, expected.update)
+    torch.testing.assert_close(misfit.features, expected.features)
+
+
+def test_maps_follow_their_images() -> None:
+    """From images at the truth and maps a tenth off, maps come back."""
+    observation, truth = observe([])
+    images = normalize(truth.images, observation.model)
+    _, true = relaxation(observation, truth, images, [])
+    streams = rng.generator(0, "maps")
+    off = [
+        (each + 0.1 * each.std() * torch.randn(each.shape, generator=streams)).clamp_min(0)
+        for each in true[1:-1]
+    ]
+    relaxed, _ = relaxation(observation, truth, images, off, steps=60, width=1.0)
+    misfits = [relaxed(images) for _ in range(60)]
+    assert float(misfits[-1].features) < 0.1 * float(misfits[0].features)
+    assert float(misfits[-1].update) < 0.2 * float(misfits[0].update)
+
+
+def observe_steps(**training: Any) -> tuple[Observation, GroundTruth]:
+    """Four photographs in steps of 0.05."""
+    fields: dict[str, Any] = {"algorithm": "fedavg", "steps": 3, "batch_size": 4, "lr": 0.05}
+    return make_observation(
+        *photos(4),
+        model="convnet",
+        model_parameters={"width": 8, "head": HEAD},
+        training=LocalTraining(**{**fields, "batches": "same", **training}),
+    )
+
+
+def first_gradient(observation: Observation, truth: GroundTruth) -> dict[str, Tensor]:
+    loss = loss_function(rebuild(observation), dict(observation.buffers), observation.training)
+    images = normalize(truth.images, observation.model)
+    return gradient(loss, dict(observation.parameters), images, truth.labels)
+
+
+@pytest.mark.parametrize(
+    ("training", "share"),
+    [
+        ({}, 1 / 3),
+        ({"momentum": 0.9}, 2.71 / (2.71 + 1.9 + 1)),
+        ({"steps": 2, "batch_size": 2, "batches": "different"}, 1.0),
+    ],
+    ids=["same batch", "momentum", "batches of their own"],
+)
+def test_first_and_later_steps_are_the_update(training: dict[str, Any], share: float) -> None:
+    observation, truth = observe_steps(**training)
+    later = LaterSteps(observation, truth.labels)
+    assert later.share == pytest.approx(share)
+    first = first_gradient(observation, truth)
+    added = later(normalize(truth.images, observation.model))
+    for name, seen in as_one_gradient(observation).update.items():
+        if added[name].shape == seen.shape:  # the others leave out what meets padding alone
+            made = share * first[name] + added[name]
+            # In the norm: single entries differ where a step crosses the kink of a ReLU.
+            assert float((made - seen).norm()) < 1e-3 * float(seen.norm())
+    assert float(added["body.0.weight"].norm()) > 0.1 * float(first["body.0.weight"].norm())
+
+
+class Whole:
+    """A body all of whose weights meet images."""
+
+    def without_padding(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_what_is_left_grows_as_told(corrected: bool) -> None:
+    """Compared with differences of it, at the best fit and with something added."""
+    observation, _ = make_observation(
+        *photos(2), model="convnet", model_parameters={"width": 8, "head": HEAD}
+    )
+    name = "body.3.weight"
+    part = Part(lambda images: images, [(name, observation.parameters[name])])
+    update = PartUpdate(observation, Whole(), part, torch.ones(()), approximate=True)  # type: ignore[arg-type]
+    seen, stream = observation.update[name], rng.generator(0, "slope")
+    at, along, added = (
+        float(seen.std()) * torch.randn(seen.shape, generator=stream) for _ in "abc"
+    )
+    at = at + 2 * seen
+    if corrected:
+        update.correct(0.25, {name: added})
+
+    def square(step: float) -> float:
+        return float(update.compare([at + step * along])[0][0].double().square().sum())
+
+    (left,), pull = update.compare([at])
+    told = float((2 * pull * left * along).sum())
+    # Narrower differences drown in the rounding of some processors, wider ones in curvature.
+    assert told == pytest.approx((square(0.03) - square(-0.03)) / 0.06, rel=5e-3)
+    assert (pull == 0.25) == corrected

@@ -11,7 +11,6 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import truncnorm
 from torch import Tensor
 
-from fedsim import rng
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
@@ -24,7 +23,6 @@ from fedsim_attacks.kan.spline_inversion import (
     SplineInversion,
     abscissae,
     quadrics,
-    unmix,
 )
 
 SPLINES = [(1, 3), (2, 1), (3, 4), (4, 5), (5, 2)]
@@ -177,15 +175,3 @@ def test_identities_of_the_splines(degree: int, intervals: int) -> None:
     functions = intervals + degree
     splines = 2 * degree + 1 + (intervals - 1) * (degree + 1)
     assert len(forms) == functions * (functions + 1) // 2 - splines
-
-
-def test_unmixing_finds_what_was_mixed() -> None:
-    stream = rng.generator(0, "test")
-    u = 2 * torch.rand(5, 60, generator=stream, dtype=torch.float64) - 1
-    true = spline_basis(u, 3, 4)
-    mixed = torch.randn(5, 5, generator=stream, dtype=torch.float64) @ true.flatten(1)
-    span = torch.linalg.qr(mixed.T).Q.T.reshape(true.shape)
-    found = unmix(span, quadrics(3, 4), stream)
-    errors = (found[:, None] - true[None]).square().flatten(2).sum(2)
-    assert errors.min(0).values.max() < 1e-12
-    assert sorted(errors.argmin(0).tolist()) == [0, 1, 2, 3, 4]

@@ -20,7 +20,7 @@ from fedsim.scoring import false_certificates, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.layer_inputs._cone import find_rays
-from fedsim_attacks.layer_inputs._layers import Signal, trace_layers
+from fedsim_attacks.layer_inputs._layers import trace_layers
 from fedsim_attacks.layer_inputs.cocktail_party import CocktailParty
 from fedsim_attacks.layer_inputs.extreme_rays import ExtremeRays
 from fedsim_attacks.layer_inputs.spear import Spear
@@ -128,25 +128,23 @@ def test_noise_leaves_nothing_called_determined_that_is_wrong(
 
 @pytest.mark.parametrize("attack", [ExtremeRays(), Spear(), CocktailParty(iterations=3)])
 @pytest.mark.parametrize(
-    ("defense", "reason"),
+    ("count", "case", "kept", "reason"),
     [
-        ({"name": "gradient_pruning", "ratio": 0.9}, "sets entries to zero"),
-        ({"name": "dropout", "rate": 0.5}, "dropout"),
+        (4, {"defense": [{"name": "gradient_pruning", "ratio": 0.9}]}, 1, "sets entries to zero"),
+        (4, {"defense": [{"name": "dropout", "rate": 0.5}]}, 1, "dropout"),
+        (9, {"model_parameters": {"hidden": [8]}}, 1, "8 inputs at most, and the update is of 9"),
+        (2, {"model": "convnet", "model_parameters": {}, "size": 18}, 1, "has no linear layer"),
+        (3, {}, 0, "row space"),
     ],
+    ids=["pruning", "dropout", "few neurons", "convolutions", "nothing left"],
 )
-def test_what_has_no_row_space_is_refused(
-    attack: Attack[Any], defense: dict[str, Any], reason: str
+def test_what_shows_no_inputs_is_refused(
+    attack: Attack[Any], count: int, case: dict[str, Any], kept: int, reason: str
 ) -> None:
-    observation, _ = observe(4, defense=[defense])
+    observation, _ = observe(count, **case)
+    update = {n: t if n.startswith("head") else kept * t for n, t in observation.update.items()}
     with pytest.raises(AttackFailed, match=reason):
-        attacked(attack, observation)
-
-
-@pytest.mark.parametrize("attack", [ExtremeRays(), Spear(), CocktailParty(iterations=3)])
-def test_more_images_than_neurons_are_refused(attack: Attack[Any]) -> None:
-    observation, _ = observe(9, model_parameters={"hidden": [8]})
-    with pytest.raises(AttackFailed, match="8 inputs at most, and the update is of 9"):
-        attacked(attack, observation)
+        attacked(attack, replace(observation, update=update))
 
 
 def test_layers_of_a_residual_network_say_what_follows_from_their_inputs() -> None:
@@ -307,22 +305,6 @@ def test_the_cocktail_party_attack_inverts_the_embeddings_that_it_unmixes() -> N
     assert torch.equal(start, end) and last < 0.5 * first
 
 
-def test_a_model_without_such_a_layer_is_refused() -> None:
-    images = torch.rand(2, 3, 18, 18)
-    observation, _ = make_observation(images, torch.tensor([1, 2]), model="convnet")
-    for attack in (ExtremeRays(), Spear(), CocktailParty(iterations=3)):
-        with pytest.raises(AttackFailed, match="has no linear layer"):
-            attacked(attack, observation)
-
-
-def test_an_update_of_nothing_is_refused() -> None:
-    observation, _ = observe(3)
-    head = {n: t if n.startswith("head") else 0 * t for n, t in observation.update.items()}
-    for attack in (ExtremeRays(), Spear(), CocktailParty(iterations=3)):
-        with pytest.raises(AttackFailed, match="row space"):
-            attacked(attack, replace(observation, update=head))
-
-
 @pytest.mark.parametrize(
     ("attack", "off"),
     [(ExtremeRays(), 0), (Spear(iterations=2), 32), (Spear(iterations=2, search="descent"), 32)],
@@ -356,30 +338,3 @@ def test_more_images_than_plain_programs_find_are_exact() -> None:
     whose = order(found.images, truth.images)
     torch.testing.assert_close(found.images[whose], truth.images, atol=1e-4, rtol=0)
     assert bool(found.determined.all())
-
-
-def test_an_error_signal_bounds_the_cone_of_the_others() -> None:
-    """Dense inputs are no extreme rays: the last one follows from the signals of all others."""
-    stream = rng.generator(4, "bounds")
-    sparse = torch.rand(5, 60, generator=stream, dtype=torch.float64)
-    sparse *= torch.rand(5, 60, generator=stream) > 0.5
-    sparse[-1] = 0.5 + torch.rand(60, generator=stream, dtype=torch.float64)
-    signals = torch.randn(40, 5, generator=stream, dtype=torch.float64)
-    left, lengths, right = torch.linalg.svd(signals @ sparse, full_matrices=False)
-    left, lengths, right = left[:, :5], lengths[:5], right[:5]
-    rows = lengths[:, None] * right
-    unit = torch.nn.functional.normalize(sparse)
-    combinations = torch.linalg.pinv(left * lengths) @ signals
-
-    def signal_of(values: Tensor, error: float) -> Signal | None:
-        near = unit @ torch.nn.functional.normalize(values, dim=0)
-        if float(near.max()) < 1 - 1e-6:
-            return None
-        combination = torch.nn.functional.normalize(combinations[:, int(near.argmax())], dim=0)
-        return Signal(combination, 1e-12 * torch.eye(5, dtype=torch.float64)[:, 1:])
-
-    found = find_rays(rows, rows, 1e-13, stream, signal_of)
-    values = torch.nn.functional.normalize(found.combinations @ rows)
-    torch.testing.assert_close(values[order(values, unit)], unit, atol=1e-6, rtol=0)
-    alone = find_rays(rows, rows, 1e-13, stream)
-    assert len(alone.combinations) == 4

@@ -1,4 +1,4 @@
-"""How much images vary: known values, and slopes that are derivatives."""
+"""Image priors: descent over several resolutions, and how much images vary."""
 
 from __future__ import annotations
 
@@ -6,10 +6,41 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
+from fedsim_attacks.gradient_matching._drawing import Pyramid
 from fedsim_attacks.gradient_matching._image_priors import VARIATIONS
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=rng.generator(0, "pyramid"))
+
+
+def test_the_first_step_is_of_full_size_on_every_level() -> None:
+    """Adam's first step is the sign of each variable's gradient, whatever its scale."""
+    images = torch.zeros(2, 3, 16, 16)
+    slope = draw(2, 3, 16, 16)
+    expected = -0.1 * slope.sign()
+    for size in (8, 4, 1):
+        level = torch.zeros(2, 3, size, size, requires_grad=True)
+        up = F.interpolate(level, (16, 16), mode="bilinear", align_corners=False)
+        (pull,) = torch.autograd.grad(up, level, slope)
+        up = F.interpolate(pull.sign(), (16, 16), mode="bilinear", align_corners=False)
+        expected = expected - 0.1 * up
+    Pyramid(images, betas=(0.9, 0.99)).step(slope.clone(), 0.1)
+    torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 3, 5, 5), (2, 1, 7, 32), (1, 3, 28, 28)])
+def test_it_reaches_any_image_of_any_size(shape: tuple[int, ...]) -> None:
+    goal, images = draw(*shape), torch.zeros(shape)
+    pyramid = Pyramid(images, betas=(0.9, 0.99))
+    for iteration in range(400):
+        pyramid.step(images - goal, 0.1 * (1 - iteration / 400))
+    torch.testing.assert_close(images, goal, rtol=0, atol=0.01)
+
 
 RAMP = torch.linspace(0, 1, 8).expand(1, 1, 8, 8)
 SQUARE = torch.tensor([[[[0.0, 1.0], [3.0, 2.0]]]])
