@@ -41,6 +41,7 @@ def bound_residual(problem: Consistency | Profile) -> float:
     """Returns the share of the gradient that noise or rounding may leave."""
     classifier = problem.classifier
     energy = float(classifier.gradient.square().sum())
+    # A fit leaves noise in as many entries as there are equations beyond its unknowns.
     mean = problem.freedom * classifier.deviation**2 / energy
     share: float = (1 + _SCATTER / float(problem.freedom) ** 0.5) * mean + _ROUNDED
     return share
@@ -64,6 +65,7 @@ def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tens
     classifier = problem.classifier
     variances = problem.variances(fits.points[index], fits.labels[index])
     left = float(fits.losses[index]) * float(classifier.gradient.square().sum())
+    # What the fit leaves may be more than noise: then it is no estimate of noise, but a bound.
     deviation = max(classifier.deviation, (left / problem.freedom) ** 0.5)
     uncertain = variances.sqrt() / fits.features[index].norm(dim=1)
     bounds: Tensor = _SAFETY * deviation * uncertain
@@ -175,7 +177,9 @@ def exceeds_chance(
     classes, images = len(classifier.weights), classifier.num_images
     left = max(math.sqrt(loss), classifier.rounding)
     rows = classifier.gradient.norm(dim=1).sort(descending=True)[0]
+    # Rows sum to 0, so that the largest follows from the others and proves nothing.
     rows = rows[1:] / rows.square().sum().sqrt()
+    # Log-odds of each equation: how improbable it is that a wrong answer meets it so well.
     each = (_WRONG * rows.square() / left).clamp_min(1.0).log().repeat_interleave(columns)
     return float(each[unknowns:].sum()) >= images * math.log(classes) + _NATS
 
@@ -212,6 +216,7 @@ def _change_labels(problem: Consistency, fit: Fits) -> Tensor:
     labels = fit.labels[0]
     held = F.one_hot(labels, problem.classes)
     scale = problem.scale(fit.points[0])
+    # p - 2 y: the class that the model takes an image for, beside its label, comes first.
     likely = problem.errors(fit.points[0], labels) / scale - held
     affordable = int(_WORK / max(1, fit.points.shape[1]) ** 3)
     count = min(max(1, affordable), _CHANGES, held.numel() - len(labels))

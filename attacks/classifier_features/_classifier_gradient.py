@@ -176,6 +176,8 @@ class ClassifierGradient:
         column sums to instead is the sum of K such errors. Those of an approximation sum to 0, too,
         and so may those of rounding to a grid: of two classes, whose entries are opposite.
         """
+        # Σ_k D_ik = 0 of every image, hence of every column: what is left is the noise of K
+        # entries.
         sums = self.gradient.sum(0)
         added = float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
         added = max(added, self.grid / math.sqrt(12))
@@ -256,6 +258,7 @@ def _spacing(tensor: Tensor) -> float:
     """Returns the largest spacing of a grid on which all entries are, of which not all are 0."""
     values = tensor.double().abs().flatten().sort()[0]
     values = values[values > 0]
+    # The least entry is a whole number of spacings: the first that fits all others is the grid.
     spacings = values[0] / torch.arange(1, _FINEST, dtype=values.dtype, device=values.device)
     chosen = torch.linspace(0, len(values) - 1, _COMPARED).long()
     levels = values[chosen][:, None] / spacings
@@ -294,6 +297,7 @@ def derive_signals(
     it lies furthest below p. Where each image has a scale of its own, error signals have it.
     """
     whole = classifier.with_constant(features.double())
+    # ∂L/∂[W b] = D'X / N solved for D (N, K), by least squares.
     read = classifier.num_images * torch.linalg.pinv(whole.T) @ classifier.gradient.T
     probabilities = (whole @ classifier.weights.T).softmax(1)
     labels, scale = read.argmin(1), read.new_ones(1, 1)

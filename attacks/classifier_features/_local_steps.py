@@ -59,6 +59,7 @@ def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
     found, position, velocity = [], 0.0, 0.0
     for size in sizes:
         found.append(position)
+        # PyTorch's momentum: v ← μ v + g, w ← w - lr v.
         velocity = training.momentum * velocity + size
         position += velocity
     return [each / position for each in found]
@@ -93,6 +94,7 @@ def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
         torch.fft.fftfreq(shape[-2])[:, None], torch.fft.rfftfreq(shape[-1])[None]
     )
     frequency[0, 0] = 1.0
+    # Photographs have amplitudes of about 1/f (Field, 1987), which white noise has not.
     images = torch.fft.irfft2(spectrum / frequency, s=tuple(shape[-2:]))
     images = images - images.mean((1, 2, 3), keepdim=True)
     images = images / images.std((1, 2, 3), keepdim=True)

@@ -93,7 +93,9 @@ def minimize(
         normal, downhill = normals(points, given, there)
         diagonal = normal.diagonal(dim1=1, dim2=2)
         floor = _FLAT * diagonal.amax(1, keepdim=True) + torch.finfo(starts.dtype).tiny
+        # Marquardt's scaling: damped in units of each unknown's own curvature.
         damped = normal + torch.diag_embed(damping[:, None] * (diagonal + floor))
+        # `solve_ex` raises for no start: one singular system would end the descent of all.
         step, broken = torch.linalg.solve_ex(damped, downhill)
         tried = points - step
         left = residuals(tried, given)
@@ -157,6 +159,8 @@ class Consistency:
         self._origin = directions.new_zeros(count)
         self._free = torch.eye(count, dtype=directions.dtype)
         if classifier.biased:
+            # Features end with 1: the row space's points with that last entry are an affine
+            # subspace.
             constant = directions[:, -1]
             self._origin = constant / constant.square().sum()
             self._free = torch.linalg.svd(constant[None])[2][1:].T
@@ -223,6 +227,7 @@ class Consistency:
             variances = amplified.square().sum(0)
         variances = variances[: len(variances) - self.classifier.factors]
         count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
+        # The row space is orthonormal: variances of coordinates are those of features.
         inside = variances.reshape(count, -1).sum(1)
         errors = self.errors(point, labels) / count
         total: Tensor = inside + columns * whole_inverse(errors.T).square().sum(1)
@@ -342,11 +347,13 @@ class Profile:
         # Error signals sum to 0: what columns sum to is noise.
         centred = classifier.gradient - classifier.gradient.mean(0)
         gradient = centred[:, :-1] if biased else centred
+        # Logits depend on features through the span of W's rows alone.
         self._span, corner = torch.linalg.qr(weights.T)
         self._weights = corner.T
         self._bias = classifier.weights[:, -1] if biased else weights.new_zeros(len(weights))
         inside = gradient @ self._span
         outside = gradient - inside @ self._span.T
+        # d - r columns outside the span are K numbers each: turned, K columns say the same.
         turned, lengths, self._turn = torch.linalg.svd(outside, full_matrices=False)
         rest = turned * lengths
         own = centred[:, -1:] * classifier.bias_weight
@@ -412,6 +419,7 @@ class Profile:
         solved = torch.linalg.lstsq(errors.T, rest).solution
         variance = float(solved.square().sum(1).min()) / columns
         for _ in range(_EXPECTATIONS):
+            # Expectation: Y given the gradient is normal, of gain V D (D'V D + σ² I)⁻¹.
             seen = shared @ errors
             whole = variance * errors.T @ seen
             gain = variance * torch.linalg.solve(
@@ -419,6 +427,7 @@ class Profile:
             )
             found = gain.T @ rest
             open_ = variance * (shared - gain.T @ errors.T @ shared)
+            # Maximization: the variance at which so large a second moment is likeliest.
             second = found @ found.T + columns * open_
             variance = float((inverse * second).sum()) / (count * columns)
         return float(variance**0.5)
@@ -488,6 +497,7 @@ class Profile:
         fixed = self._observed.shape[1] - len(self._turn)
         slopes = parts.slopes / count
         known = torch.einsum("snkl,snj->skjnl", slopes, parts.inputs[..., :fixed])
+        # ∂(D'A)/∂A beside ∂D/∂A: each column of the span has a point's own entry.
         known[:, :, range(rank), :, range(rank)] += parts.errors.transpose(1, 2) / count
         turned = torch.einsum("sqk,snkl->snql", parts.outside, slopes)
         free = torch.einsum("snkl,snj->skjnl", turned, parts.inputs[..., fixed:])
@@ -517,6 +527,7 @@ class Profile:
         known = errors
         if self._ridge:
             known = errors + _SHARED * errors.sum(1, keepdim=True)
+        # Ridge of Y by eigenvalues of D'V D: one factorization serves all columns.
         energies, axes = _eigen(errors.transpose(1, 2) @ known)
         energies = torch.where(energies > _VANISHED * energies[:, -1:], energies, 0)
         ridged = energies + self._ridge

@@ -292,6 +292,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             observation.training,
         )
         labels = infer_labels(observation)
+        # `Profile` holds one gradient with one factor at most; `Consistency` takes the rest.
         whole = small and not classifier.rates and classifier.factors <= 1
         if classifier.removed and not whole:
             raise AttackFailed(

@@ -71,6 +71,7 @@ class KernelModel:
         """Evaluates each row of X̃ as the noisy version of each of (m, d) `rows`: (m, n)."""
         scale = self.scale or _EXACT
         deviation = (self.rows - rows[:, None]).abs()
+        # Normalization of Laplace noise cut off at ±B: 2 b (1 - exp(-B / b)).
         level = math.log(-2 * scale * math.expm1(-self.bound / scale))
         beyond = (deviation > self.bound * (1 + 1e-9)).sum(2)
         return -deviation.sum(2) / scale - rows.shape[1] * level - _FAR * beyond
@@ -242,6 +243,7 @@ def _rescale(model: KernelModel) -> KernelModel:
     """
     (n, d), c = model.rows.shape, model.alpha.shape[1]
     squares = torch.full((n,), 1 + d * model.variance(), dtype=torch.float64)
+    # Y'α has c (c - 1) / 2 pairs of entries to compare: fewer do not determine n weights.
     if 1 < n <= c * (c - 1) // 2:
         parts = model.alpha[:, :, None] * model.labels[:, None, :]
         parts = (parts - parts.transpose(1, 2)).flatten(1)
@@ -389,6 +391,7 @@ def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
     inner = every @ every.T
     gram = inner * (every @ model.kernel @ every.T)
     gram = gram + model.lift * torch.eye(m + 1, dtype=gram.dtype)
+    # Sampling adds to (K̃ + λ I) α̃ u an error of variance u'α̃'K α̃ u: least for this mixture u.
     spread = model.alpha.T @ gram @ model.alpha
     target = model.alpha[-1]
     mixture = torch.linalg.lstsq(spread, target[:, None], driver="gelsd").solution[:, 0]
@@ -397,6 +400,7 @@ def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
     values = model.labels @ mixture - model.ridge * weights
     values = values[:-1] - gram[:-1, :-1] @ weights[:-1]
     along = (gram @ weights)[:-1]
+    # Covariance of K̃ w for a Wishart K̃ of k draws: (K w'K w + K w w'K) / k.
     errors = gram[:-1, :-1] * (weights @ gram @ weights) + torch.outer(along, along)
     exact = _LINEAR**2 * torch.eye(m, dtype=gram.dtype)
     covariance = errors / model.draws + exact
@@ -453,6 +457,8 @@ def posterior_mean(
         step = torch.randn(len(released), 1, generator=generator, dtype=torch.float64)
         row = center + torch.linalg.solve_triangular(lower.T, step, upper=True)[:, 0]
         noise = 1 / _inverse_variances((released - row).abs(), model.scale, generator)
+        # Averaging the conditional means and not the draws takes out their own noise (Rao-
+        # Blackwell).
         if draw >= burn_in:
             total += center
     mean_row = total / samples

@@ -86,6 +86,7 @@ def decompose_form(
         solved, info = torch.linalg.inv_ex(under)
         if int(info):
             continue
+        # Leurgans, Ross and Abel 1993: both mixtures are diagonal in the rows.
         vectors = torch.linalg.eig(over @ solved).eigenvectors
         # Of rows with equal ratios and of no such rows at all they may be complex: then they fail.
         rows = torch.nn.functional.normalize(vectors.real.T @ basis.T, dim=1)
@@ -121,6 +122,7 @@ def complete_rows(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, 
         )
     packed, spanned = pack(parts), pack(known[:, :, None] * known[:, None, :])
     basis = torch.linalg.qr(spanned.T).Q
+    # What known rows span is projected out: each A_j becomes α_j times one matrix.
     rest = packed - (packed @ basis) @ basis.T
     _, values, target = torch.linalg.svd(rest, full_matrices=False)
     if values[0] < _RANK * packed.norm() or values[1:].norm() > _MISSED * values[0]:
@@ -185,11 +187,13 @@ def _unsmooth(form: Tensor, kernel: Tensor) -> Tensor:
             "the kernel's neurons are fewer than the features, and its predictor hides directions"
         )
     turned = turn.T @ form @ turn
+    # A Lyapunov equation, diagonal in the eigenvectors of S.
     return turn @ (2 * turned / (scales[:, None] + scales)) @ turn.T
 
 
 def _coefficients(rows: Tensor, parts: Tensor) -> Tensor:
     """Solves Σ_k α_kj x_k x_k' = A_j for α (n, c) by least squares."""
+    # <x x', y y'> = (x'y)², so that d² equations are n.
     gram = (rows @ rows.T).square()
     right = torch.einsum("ki,cij,kj->kc", rows, parts, rows)
     solution: Tensor = torch.linalg.lstsq(gram, right, driver="gelsd").solution

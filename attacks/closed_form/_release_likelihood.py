@@ -78,6 +78,7 @@ class ReleaseLikelihood:
         features, residual, distance = self._parts(factor)
         d, r = features.shape[1], self.columns
         volume = features.diagonal(dim1=1, dim2=2).log().sum(1)
+        # The density of the multivariate t, without what no row changes.
         return volume + (r + 1 - d) * residual.log() - (r + 1) / 2 * distance.log()
 
     def _normal(self, factor: Tensor) -> Tensor:

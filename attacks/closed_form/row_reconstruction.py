@@ -153,6 +153,7 @@ class RowPosterior:
             loss = self.loss(row.index_copy(0, places, entries)[None])[0]
             (slope,) = torch.autograd.grad(loss, entries, create_graph=True)
         hessian = [torch.autograd.grad(each, entries, retain_graph=True)[0] for each in slope]
+        # Absolute curvatures: away from a maximum some are negative.
         values, vectors = torch.linalg.eigh(torch.stack(hessian))
         values = values.abs()
         width: Tensor = vectors / values.clamp_min(1e-12 * float(values.max()) + 1e-300).sqrt()
@@ -174,6 +175,7 @@ class RowPosterior:
                 parts.append(_Part(center=near[0], spread=spread, target=target))
         rows = torch.cat([part.draw(places, samples, rng) for part in parts])
         densities = torch.stack([part.log_density(rows, places) for part in parts])
+        # The balance heuristic of Veach and Guibas: a draw counts by the density of all parts.
         weights = -self.loss(rows) - densities.logsumexp(0)
         inside = ((rows >= self.prior.low) & (rows <= self.prior.high)).all(1)
         weights = torch.where(inside & weights.isfinite(), weights, -math.inf)
@@ -363,6 +365,7 @@ def _estimates(known: ReleaseLikelihood, expected: Prior) -> Iterator[Tensor]:
     """Yields rows that the release alone suggests, of either sign or of several scales."""
     if known.kind == "sketch":
         factor = torch.linalg.cholesky(known.gram)
+        # Tipping and Bishop: beside the identity, the leading eigenvalue is 1 + |row|².
         white = torch.linalg.solve_triangular(factor, known.observed, upper=False)
         values, vectors = torch.linalg.eigh(white @ white.T / known.columns)
         excess = (values[-1] - 1).clamp_min(0).sqrt() / known.scale
@@ -372,6 +375,7 @@ def _estimates(known: ReleaseLikelihood, expected: Prior) -> Iterator[Tensor]:
             yield row / row[-2]
         return
     coefficients = known.observed / known.scale
+    # Balle et al., section III: B'Bx - B'b = f (t - f'x).
     direction = known.gram[:-1, :-1] @ coefficients - known.gram[:-1, -1]
     if not bool(direction.any()):
         return

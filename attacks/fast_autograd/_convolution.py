@@ -184,6 +184,7 @@ class Patches(Algorithm):
         n, rows, columns = padded.stride()[:3]
         shape = (len(x), *self.problem.outputs, *self.problem.weights[2:], x.shape[1])
         strides = (n, s0 * rows, s1 * columns, d0 * rows, d1 * columns, 1)
+        # A view of overlapping windows; the one copy is the matrix itself.
         return padded.as_strided(shape, strides).reshape(
             len(x) * math.prod(self.problem.outputs), -1
         )

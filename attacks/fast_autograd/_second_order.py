@@ -199,11 +199,13 @@ class _ConvolutionGradient(torch.autograd.Function):
         to_x, to_w = None, None
         if vw is not None:
             toward = algorithm.weights(vw, keep=False)
+            # <vw, gw> is bilinear in gy and x: its slopes are the products of a convolution by vw.
             to_gy = algorithm.output(images, toward, vb)
             if ctx.needs_input_grad[1]:
                 to_x = algorithm.input_gradient(gradients, images, toward)
         if vx is not None:
             toward = algorithm.images(vx)
+            # <vx, gx> is bilinear in gy and w; in x it has no slope.
             moved = algorithm.output(toward, weights)
             to_gy = moved if to_gy is None else moved.add_(to_gy)
             if is_wanted(w):

@@ -135,6 +135,7 @@ def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float
     multiplied by `contrast`, in [0, 1].
     """
     low, high = box
+    # `low` is negative, `high` positive: each pixel's share of the way to the end that it faces.
     share = torch.maximum(images / low, images / high).flatten(1).quantile(_VALID, dim=1)
     return contrast / share.clamp_min(torch.finfo(share.dtype).tiny).view(-1, 1, 1, 1)
 

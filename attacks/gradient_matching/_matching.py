@@ -299,6 +299,7 @@ class Matching:
             update = self.update(candidate.images, candidate.targets())
         with torch.no_grad():
             loss, direction, scale = distance([u.detach() for u in update], self._target)
+        # Vector-Jacobian product with the distance's own derivative: no graph of the distance.
         slopes = torch.autograd.grad(update, variables, direction)
         return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
 

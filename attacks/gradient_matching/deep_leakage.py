@@ -90,6 +90,7 @@ class GradientDistance(IterativeAttack[Descent]):
         group = state.optimizer.param_groups[0]
         group["max_iter"] = min(_TOGETHER, self.iterations - state.iteration)
         before = state.optimizer.step(closure)  # type: ignore[no-untyped-call]
+        # L-BFGS keeps its counter under its first parameter.
         memory = state.optimizer.state[state.candidate.images]
         done = memory["n_iter"] - state.iteration
         state.converged = done < group["max_iter"]

@@ -282,6 +282,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         if self.weights is None and not state.codes.requires_grad:
             for weight in state.generators[0].parameters():
                 assert weight.grad is not None
+                # As in the code of Zhang et al. (GION).
                 weight.grad.sign_()
         state.optimizer.step()
         state.schedule.step()

@@ -119,6 +119,7 @@ class GradInversion(IterativeAttack[Group]):
         evaluated = [self._fidelity(state, one) for one in state.images]
         losses, slopes, logit_slopes = zip(*evaluated, strict=True)
         state.loss = torch.stack(losses).min()
+        # Equation 11, whose mean is held fixed within a step.
         pull = consensus_slope(state.images, consensus(state.images, self.reach))
         state.images.grad = torch.stack(slopes).add_(pull, alpha=self.group)
         if state.logits is not None:

@@ -136,6 +136,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
         state.best_images = torch.where(better, images, state.best_images)
         state.best_labels = torch.where(better, candidate.hard_labels(), state.best_labels)
         left = 1 - state.iteration / self.iterations
+        # Signed gradients, as in the authors' code.
         candidate.images.grad = slope.sign_() if self.signs == "hard" else soft_sign(slope, left)
         if candidate.logits is not None:
             (candidate.logits.grad,) = rest

@@ -419,6 +419,7 @@ class WholeHead:
         errors = ((hidden @ head.output.T).softmax(1) - self._targets) / len(features)
         pulls = (errors @ head.output) * active  # ∂L/∂W = pulls' features, ∂L/∂b = Σ pulls
         outer = errors.T @ hidden / head.divisor
+        # |Σ_i p_i x_i'|² = Σ_ij (p_i'p_j)(x_i'x_j), and 1 more for the bias: N² numbers, not m d.
         square = ((pulls @ pulls.T) * (features @ features.T + 1)).double().sum()
         square = square + outer.double().square().sum()
         across = pulls * (features @ head.grad_hidden.T + head.grad_bias)

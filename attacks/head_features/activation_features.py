@@ -108,6 +108,7 @@ class Peeling(FeatureSolver):
             share, error = torch.stack(shares), torch.stack(errors)
             inputs = _feature(share) @ weights.T + bias
             slack = _ROUNDING * (_feature(share).abs() @ weights.abs().T + bias.abs())
+            # A row is Σ u_i over the images that activate it: what is known is taken off.
             self.rows -= (inputs > 0).double().T @ share
             # Whether the client had such a neuron active is a matter of its rounding.
             self.rows[(inputs.abs() <= slack).any(0)] = 0
@@ -131,6 +132,8 @@ class Peeling(FeatureSolver):
             input_ = weights[members] @ feature + bias[members]
             slack = _ROUNDING * (weights[members].abs() @ feature.abs() + bias[members].abs())
             outer = self.outer[:, members]
+            # Of one image ∂L/∂A is D_i σ(w_j'x + b_j): least squares for D_i, and what is left
+            # tells.
             error = outer @ input_ / input_.square().sum()
             residual = torch.linalg.vector_norm(outer - torch.outer(error, input_))
             explained = residual <= self.consistency * torch.linalg.vector_norm(outer)

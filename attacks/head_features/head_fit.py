@@ -116,6 +116,7 @@ def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
         miss = (predicted - target).abs()
         usual = miss[kept].mean() + torch.finfo(miss.dtype).tiny
         weights = (kept | (miss > 0)) * sure[:, None] / (1 + (miss / (_OUTLIER * usual)).square())
+        # Normal equations of all d dimensions at once: each has weights of its own.
         gram = (weights.T @ pairs).view(-1, n, n).double()
         right = ((weights * target).T @ signals).double()
         # What no row tells of a dimension stays as it was.
@@ -194,6 +195,7 @@ def _bends(objective: Objective, features: Tensor) -> Iterator[tuple[float, int,
         near = distance < distance.quantile(_NEAR)
         spread = weights[near].T @ (bend[near, None] * weights[near])
         unit = F.normalize(feature, dim=0)
+        # Along the feature a split changes its length alone, which D makes up for.
         across = torch.eye(len(unit)).to(unit) - torch.outer(unit, unit)
         strength, axis = _largest(across @ spread @ across)
         yield strength, index, axis

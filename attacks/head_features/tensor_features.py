@@ -134,6 +134,7 @@ def _start(tensor: Tensor, rng: torch.Generator) -> Tensor:
     one, two = (
         tensor @ torch.randn(tensor.shape[2], generator=rng, dtype=tensor.dtype) for _ in range(2)
     )
+    # T = Σ u_c u_c' ⊗ z_c: contractions are U'ΛU and U'MU, whose quotient has eigenvectors u_c.
     vectors = torch.linalg.eig(one @ torch.linalg.pinv(two))[1].T
     # A conjugate pair x ± iy becomes x + y and x - y: its real parts would be one vector twice.
     return F.normalize(vectors.real + vectors.imag, dim=1)
@@ -278,6 +279,7 @@ def decompose(
     outer = outer.double()
     if variance_reduction:
         design = torch.cat([torch.ones(len(w), 1).to(w), w], 1)
+        # Stein's lemma: constant and linear parts have no second or third moment, only variance.
         fit = torch.linalg.lstsq(design.T @ design, design.T @ outer.T).solution
         outer = outer - (design @ fit).T
     if rows == "all":

@@ -171,6 +171,7 @@ class PartUpdate:
         if self._bounds is None:
             return difference
         bound = self._bounds[index]
+        # A removed entry was below the bound: only what exceeds it is a misfit (Tobin 1958).
         over = update - update.clamp(-bound, bound)
         return torch.where(target == 0, over, difference)
 

@@ -163,6 +163,7 @@ def _ridge(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     def error(strength: float) -> float:
         residual = float(beyond + (shrinkage(strength).square() * energies).sum())
+        # Golub, Heath and Wahba 1979: |residual|² / (trace of what the ridge leaves)².
         return max(residual, rounding) / freedom_left(strength) ** 2
 
     strength = _strongest_of_the_best(error)

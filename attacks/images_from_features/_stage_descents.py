@@ -231,6 +231,7 @@ class Relaxation:
         corrected = self._later is not None and self._later.correct(
             self._updates, images, self._done, self._steps
         )
+        # Geometric, so that each part of the descent tightens maps by one factor.
         weight = images.new_tensor(_LOOSE * (self.final_weight / _LOOSE) ** done)
         update, distance, slope, *slopes = self._slopes(
             weight, images, *(each.detach() for each in self.maps)

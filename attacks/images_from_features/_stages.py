@@ -83,6 +83,7 @@ class BodyCalls:
         for number in sorted(self._maps, key=lambda each: (self._calls[each].after, -each)):
             node = self._maps[number][0]
             before, behind = _leaves(node, None), _leaves(self._output, node)
+            # Another way from the images past this answer, or a shared weight, makes it no cut.
             whole = id(self._variable) not in behind and not before & behind
             if whole and weights & before and weights & behind:
                 found[len(weights & before)] = number

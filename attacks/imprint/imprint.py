@@ -74,6 +74,7 @@ class ImprintAttack(DirectAttack):
         jumps = jumps[jumps[:, -1].abs().argsort(descending=True)]
         jumps = jumps.repeat(math.ceil(observation.num_images / len(jumps)), 1)
         jumps = jumps[: observation.num_images]
+        # Equation 5: differences of the weights' rows over those of the biases.
         images = (jumps[:, :-1] / jumps[:, -1:]).view(-1, *observation.model.input_shape)
         pixels = denormalize(images, observation.model).clamp(0, 1).float()
         loss = float(segmentation.residual.clamp_min(0) / rows.square().sum())
@@ -123,6 +124,7 @@ def segment(rows: Tensor, pieces: int) -> Segmentation:
     place = torch.arange(len(sums), device=rows.device)
     length = place[None, :] - place[:, None]
     within = torch.cdist(sums, sums, compute_mode="donot_use_mm_for_euclid_dist").square()
+    # Σ |x - mean|² = Σ |x|² - |Σ x|² / n, of every piece at once by prefix sums.
     cost = squares[None, :] - squares[:, None] - within / length.clamp_min(1)
     cost.masked_fill_(length <= 0, torch.inf)  # (start, end) of one piece
     best, came = cost[0], []

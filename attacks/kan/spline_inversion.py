@@ -174,7 +174,9 @@ def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
     """
     count = len(span)
     if count > 1:
+        # c' S_a'Q S_b c = 0 at each entry: linear in c c'.
         equations = torch.einsum("ajk,qkl,bjl->qjab", span, forms, span).flatten(0, 1)
+        # R has the null space of all q d equations, and is small.
         triangle = torch.linalg.qr(pack(equations), mode="r").R
         _, _, directions = torch.linalg.svd(triangle)
         members = unpack(directions[-count:], count)

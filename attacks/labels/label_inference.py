@@ -140,6 +140,7 @@ def _are_demanded(observation: Observation, labels: Tensor) -> bool:
     slopes = observation.update[name].double() * mean_gradient_factor(observation.training)
     if float(slopes.sum().abs()) > _UNSUMMED * float(slopes.abs().sum()):
         return False
+    # ∂L/∂b_k = E[p_k] - n_k / N > -n_k / N bounds each count from below.
     least = (-len(labels) * slopes - _ROUNDED).ceil().clamp_min(0)
     return bool((least == torch.bincount(labels, minlength=len(slopes))).all())
 

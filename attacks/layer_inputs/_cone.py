@@ -61,6 +61,7 @@ def sharpen(
     width = max(width, deviation)
     for _ in range(_LAST + math.ceil(math.log(width / deviation) / -math.log(_NARROWER))):
         width = max(_NARROWER * width, deviation)
+        # Reweighted least squares: Σ at² / (at² + width²) counts entries that are not 0.
         weighted = vectors / (at.square() + width**2).sqrt()
         combination = torch.linalg.svd(weighted, full_matrices=False)[0][:, -1]
         at = combination @ vectors
@@ -68,6 +69,7 @@ def sharpen(
     if int(zeros.sum()) < len(vectors):
         return None
     left, _, right = torch.linalg.svd(vectors[:, zeros], full_matrices=False)
+    # Leverage 1: without that zero the combination would not be one, so it may be chance.
     if float(right[:-1].square().sum(0).max()) > _ESSENTIAL:
         return None
     return left[:, -1], zeros

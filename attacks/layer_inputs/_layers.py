@@ -305,8 +305,10 @@ class RowSpace:
         size = (rows * columns) ** 0.5
         rounding = _ROUNDING * float(lengths.norm()) / size
         rest = lengths[count:]
+        # Degrees of freedom of noise outside the rank-N part.
         spare = max(1, (rows - count) * (columns - count))
         deviation = max(float(rest.square().sum() / spare) ** 0.5, 0.1 * rounding)
+        # Largest singular value of a matrix of mere noise (Marchenko and Pastur's edge).
         edge = deviation * (rows**0.5 + columns**0.5)
         visible = int((lengths[:count] > _VISIBLE * edge).sum())
         if not visible:

@@ -135,6 +135,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
         scaled = (self.slope * components).abs()
         # log cosh without overflow
         log_cosh = scaled + torch.log1p((-2 * scaled).exp()) - torch.log(scaled.new_tensor(2.0))
+        # Hyvärinen's log cosh contrast stands for the negentropy.
         contrast = (log_cosh / self.slope).square().mean()
         cosines = (rows @ rows.T).abs() - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
         pairs = max(1, len(rows) * (len(rows) - 1))

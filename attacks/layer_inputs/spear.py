@@ -83,6 +83,7 @@ def _kernels(unit: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor
     extra = torch.randn(number, 1, rank, generator=generator, dtype=unit.dtype)
     target = unit.new_zeros(number, rank)
     target[:, -1] = 1
+    # r - 1 rows and a random one: the solution is orthogonal to the former, their kernel.
     kernels, broken = torch.linalg.solve_ex(torch.cat([unit[chosen], extra], 1), target)
     found = kernels[(broken == 0) & kernels.isfinite().all(1)]
     scaled: Tensor = found / found.norm(dim=1, keepdim=True)

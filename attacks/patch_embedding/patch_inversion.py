@@ -222,6 +222,7 @@ def solve_patches(
     tried = scale * 10 ** torch.linspace(_LEAST, _MOST, _STEPS, dtype=left.dtype)
     tried = tried.to(left.device)[:, None]
     expected = lengths.square() + tried
+    # Negative log-evidence of each noise variance: directions are independent normals.
     surprise = (energies / expected + expected.log()).sum(1)
     surprise += outside / tried[:, 0] + hidden * tried[:, 0].log()
     noise = tried[int(surprise.argmin()), 0]
