@@ -53,14 +53,10 @@ def is_explained(problem: Consistency | Profile, loss: float) -> bool:
 
 
 def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
-    """Bounds the relative error of each image's features (N,) by the gradient's own deviation,
-    or by what the fit leaves, if that is more. An image whose error signal has vanished has no
-    bound. Bounds are of first order (`beyond_first_order`).
+    """Bounds the relative error of each image's features (N,) in the start `index` of `fits`.
 
-    Args:
-        problem: that was fitted.
-        fits: of several starts.
-        index: which of them.
+    By the gradient's own deviation, or by what the fit leaves, if that is more. An image whose
+    error signal has vanished has no bound. Bounds are of first order (`widen_bounds`).
     """
     classifier = problem.classifier
     variances = problem.variances(fits.points[index], fits.labels[index])

@@ -208,6 +208,16 @@ class ClassifierGradient:
         energy = float(signals.square().sum())
         return signals @ self.gradient[:, :-1] / energy if energy else None
 
+    def fit_scale(self, read: Tensor, errors: Tensor) -> Tensor:
+        """Fits the factors of clipping between error signals that are `read` off and implied ones.
+
+        Both are (N, K); returns (1, 1), or (N, 1) where each image has a factor of its own.
+        """
+        if not self.factors:
+            return read.new_ones(1, 1)
+        over = (0, 1) if self.factors == 1 else 1
+        return (read * errors).sum(over, keepdim=True) / errors.square().sum(over, keepdim=True)
+
     def with_constant(self, features: Tensor) -> Tensor:
         """Appends the constant 1 to `features` (..., d) if the classifier has a bias."""
         return F.pad(features, (0, 1), value=1.0) if self.biased else features
@@ -300,13 +310,10 @@ def derive_signals(
     # ∂L/∂[W b] = D'X / N solved for D (N, K), by least squares.
     read = classifier.num_images * torch.linalg.pinv(whole.T) @ classifier.gradient.T
     probabilities = (whole @ classifier.weights.T).softmax(1)
-    labels, scale = read.argmin(1), read.new_ones(1, 1)
+    labels = read.argmin(1)
     for _ in range(2):
         errors = probabilities - F.one_hot(labels, probabilities.shape[1])
-        if classifier.factors:
-            over = (0, 1) if classifier.factors == 1 else 1
-            along = (read * errors).sum(over, keepdim=True)
-            scale = along / errors.square().sum(over, keepdim=True)
+        scale = classifier.fit_scale(read, errors)
         labels = (read / scale - probabilities).argmin(1)
     errors = probabilities - F.one_hot(labels, probabilities.shape[1])
     weights = classifier.weights[:, :-1] if classifier.biased else classifier.weights

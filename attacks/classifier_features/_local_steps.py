@@ -227,7 +227,6 @@ class LocalPath:
         return total / sum(step_weights(training)) - one
 
     def _gradient(self, weights: Tensor, features: Tensor, targets: Tensor) -> Tensor:
-        if self._classifier.biased:
-            features = F.pad(features, (0, 1), value=1.0)
+        features = self._classifier.with_constant(features)
         errors = (features @ weights.T).softmax(1) - targets
         return errors.T @ features / len(features)

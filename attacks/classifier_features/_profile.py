@@ -172,9 +172,7 @@ class Consistency:
 
     def unknowns(self, features: Tensor) -> Tensor:
         """Projects `features` (S, N, d) to unknowns (S, n) of the row space."""
-        features = features.double()
-        if self.classifier.biased:
-            features = F.pad(features, (0, 1), value=1.0)
+        features = self.classifier.with_constant(features.double())
         inside = (features @ self._basis.T - self._origin) @ self._free
         return F.pad(inside.flatten(1), (0, self.classifier.factors))
 
@@ -333,10 +331,8 @@ class Profile:
     def __init__(self, classifier: ClassifierGradient, spread: float | None = None) -> None:
         """Divides the gradient's columns into those of the rows' span and the rest.
 
-        Args:
-            classifier: whose gradient is explained.
-            spread: standard deviation of an image's Y around what all images of a batch share, as
-                far as it is known beforehand; None if nothing is.
+        `spread` is the standard deviation of an image's Y around what all images of a batch share,
+        as far as it is known beforehand; None if nothing is.
         """
         self.classifier = classifier
         self._ridge = 0.0
@@ -449,9 +445,7 @@ class Profile:
     def compute_gradient(self, points: Tensor, labels: Tensor) -> Tensor:
         """Computes the gradient (S, K, d + 1) that points (S, n) with labels (S, N) make."""
         errors = self._parts(points, F.one_hot(labels, self.classes).double()).errors
-        features = self.features(points, labels)
-        if self.classifier.biased:
-            features = F.pad(features, (0, 1), value=1.0)
+        features = self.classifier.with_constant(self.features(points, labels))
         gradient: Tensor = errors.transpose(1, 2) @ features / self.classifier.num_images
         return gradient
 

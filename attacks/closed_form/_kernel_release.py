@@ -183,11 +183,7 @@ def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
     Raises:
         AttackFailed: there are not as many rows.
     """
-    if len(others) + 1 != len(model.rows):
-        raise AttackFailed(
-            f"of {number_of(len(model.rows), 'released row')} {len(others)} are known; the attack "
-            "is on the one that is not"
-        )
+    require_one_missing(model, others)
     places, likelihood = best_assignment(log_likelihoods(model, others, alpha))
     unmatched = sorted(set(range(len(model.rows))) - set(places))
     order = torch.tensor([*places, *unmatched])
@@ -195,6 +191,19 @@ def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
         model, rows=model.rows[order], alpha=model.alpha[order], labels=model.labels[order]
     )
     return Matched(model=ordered, others=others, likelihood=likelihood)
+
+
+def require_one_missing(model: KernelModel, others: Tensor) -> None:
+    """Refuses (m, d + c) known `others` that are not all of the released rows but one.
+
+    Raises:
+        AttackFailed: there are not m + 1 rows.
+    """
+    if len(others) + 1 != len(model.rows):
+        raise AttackFailed(
+            f"of {number_of(len(model.rows), 'released row')} {len(others)} are known; the attack "
+            "is on the one that is not"
+        )
 
 
 def log_likelihoods(model: KernelModel, rows: Tensor, alpha: bool) -> Tensor:

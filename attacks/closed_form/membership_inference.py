@@ -19,7 +19,6 @@ from torch import Tensor
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Payload, Reconstruction
-from fedsim.words import number_of
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.closed_form._kernel_release import (
     KERNELS,
@@ -29,6 +28,7 @@ from fedsim_attacks.closed_form._kernel_release import (
     log_likelihoods,
     log_normal,
     read_model,
+    require_one_missing,
 )
 from fedsim_attacks.closed_form._release_likelihood import KNOWN, release_likelihood
 
@@ -73,11 +73,7 @@ class MembershipInference(DirectAttack):
         """Computes log-likelihoods of another row in the candidate's place and of the candidate."""
         known = known_rows(knowledge)
         model = read_model(observation, known)
-        if len(known) + 1 != len(model.rows):
-            raise AttackFailed(
-                f"of {number_of(len(model.rows), 'released row')} {len(known)} are known, so that "
-                "there is no one row that the candidate could be"
-            )
+        require_one_missing(model, known)
         likelihoods = log_likelihoods(model, torch.cat([known, candidate[None]]), self.alpha)
         d = model.rows.shape[1]
         prior = class_prior(known, d, learned=True)

@@ -6,11 +6,9 @@ via Over-Parameterized Networks in Federated Learning, ICCV 2023 (GION): the wei
 untrained generator for the whole batch, at fixed codes. Step sizes, iterations and width as in
 their code.
 
-The layout of the generator is that of Zhang et al., Generative Gradient Inversion via
-Over-Parameterized Networks in Federated Learning, ICCV 2023 (their code): a code becomes a map of
-the smallest resolution, and two convolutions follow at each, between nearest-neighbour
-enlargements. Group norm stands for their batch norm and spectral norm, so that an image does not
-depend on those that it is drawn with.
+The layout of the generator is that of GION's code: a code becomes a map of the smallest
+resolution, and two convolutions follow at each, between nearest-neighbour enlargements. Group norm
+stands for their batch norm and spectral norm: so an image does not depend on others.
 """
 
 from __future__ import annotations

@@ -104,11 +104,8 @@ def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tenso
     Starts come from the simultaneous diagonalization of two random contractions (Kuleshov, Chaganty
     and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015, for components that need
     not be orthogonal); the decomposition that leaves least is kept. Order and signs are arbitrary.
-    All draws come from `rng`, and TensorLy's choice of a backend stays as it was.
-
-    Args:
-        tensor: T (r, r, s), finite, each slice T[:, :, k] symmetric; a symmetric (r, r, r) is one.
-        rng: of the contractions.
+    All draws come from `rng`, and TensorLy's choice of a backend stays as it was. T (r, r, s) has
+    to be finite and each slice T[:, :, k] symmetric, as those of a symmetric (r, r, r) are.
 
     >>> axes = torch.eye(3, dtype=torch.float64)
     >>> cubes = torch.einsum("ci,cj,ck->ijk", axes, axes, axes)

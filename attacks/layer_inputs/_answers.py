@@ -58,12 +58,8 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
     Where ReLU has left an input 0, that image's error signal at the layer before is 0, too: this
     tells each image's combination of the gradient's columns, and their inverse the inputs.
 
-    None if no layer with a bias feeds it, or its gradient does not tell the images apart.
-
-    Args:
-        inputs: of all images.
-        layers: that the model has.
-        count: N.
+    None if none of the model's `layers` with a bias feeds it, or its gradient does not tell the
+    `count` images apart.
     """
     before = next((layer for layer in layers if layer.name == inputs.layer.fed_by), None)
     if before is None or before.bias is None:
@@ -97,13 +93,9 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
 def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
     """Takes a gradient apart, given what combines its columns to single images' error signals.
 
-    With ∂L/∂W = Δ' X, the columns of Δ' are those of the gradient in combinations Q, and X is
-    their inverse. The gradient in the bias, Δ' 1, has the scale of each.
-
-    Args:
-        layer: with a bias.
-        space: of its gradient, of rank r.
-        combinations: (r, r), a row for each image, of the space's columns.
+    With ∂L/∂W = Δ' X, the columns of Δ' are those of the gradient's `space` in `combinations` Q
+    (r, r), a row for each image, and X is their inverse. The gradient in the bias, Δ' 1, has the
+    scale of each: the `layer` has to have one.
     """
     whole = torch.linalg.pinv(combinations.T) @ (space.rows / space.lengths[:, None])
     scale = whole[:, -1:]
@@ -182,11 +174,7 @@ def _find_inconsistent(
     inverse = torch.linalg.pinv(whole.T)
     read = count * inverse @ classifier.gradient.T
     errors = (whole @ classifier.weights.T).softmax(1) - F.one_hot(labels, classes)
-    along = (read * errors).sum(1, keepdim=True)
-    scale = along.new_ones(1, 1)
-    if classifier.factors:
-        over = (0, 1) if classifier.factors == 1 else 1
-        scale = (read * errors).sum(over, keepdim=True) / errors.square().sum(over, keepdim=True)
+    scale = classifier.fit_scale(read, errors)
     noise = classes**0.5 * count * classifier.deviation * inverse.norm(dim=1)
     allowed = _CONSISTENT * read.norm(dim=1) + 5 * noise
     wrong = ((read - scale * errors).norm(dim=1) > allowed) | (noise > read.norm(dim=1))

@@ -44,13 +44,10 @@ def sample_kernels(
 
     Those whose share of zeros is at least `sparsity`, made precise by all of their zeros.
     """
-    rank, rows = space.rank, len(space.columns)
-    unit = (space.columns / space.lengths).cpu()
-    chosen = torch.rand(number, rows, generator=generator).topk(rank - 1, dim=1).indices
-    kernels = _kernels(unit, chosen, generator)
+    unit, kernels = _draw_kernels(space, number, generator)
     at = (kernels @ unit.T).abs()
     zeros = at < _NEAR * at.amax(1, keepdim=True)
-    enough = zeros.sum(1) >= max(sparsity * rows, rank)
+    enough = zeros.sum(1) >= max(sparsity * len(unit), space.rank)
     return _sharpen_kernels(space, kernels[enough], sparsity)
 
 
@@ -62,10 +59,7 @@ def descend_kernels(
     By iteratively reweighted least squares, whose weights sharpen from iteration to iteration
     (Chartrand and Yin, Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
     """
-    rank, rows = space.rank, len(space.columns)
-    unit = (space.columns / space.lengths).cpu()
-    chosen = torch.rand(number, rows, generator=generator).topk(rank - 1, dim=1).indices
-    kernels = _kernels(unit, chosen, generator)
+    unit, kernels = _draw_kernels(space, number, generator)
     at = kernels @ unit.T
     width = at.abs().median(1, keepdim=True).values
     while len(width) and float(width.max()) > _SHARP:
@@ -73,21 +67,23 @@ def descend_kernels(
         weighted = unit / (at.square() + width.square()).sqrt()[..., None]
         kernels = torch.linalg.eigh(weighted.transpose(1, 2) @ weighted)[1][:, :, 0]
         at = kernels @ unit.T
-    enough = (at.abs() < 10 * _SHARP).sum(1) >= max(sparsity * rows, rank)
+    enough = (at.abs() < 10 * _SHARP).sum(1) >= max(sparsity * len(unit), space.rank)
     return _sharpen_kernels(space, kernels[enough], sparsity)
 
 
-def _kernels(unit: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """Computes the kernels (s, r) of sets of r - 1 rows, `chosen` (s, r - 1) from `unit` (m, r)."""
-    number, rank = len(chosen), unit.shape[1]
+def _draw_kernels(
+    space: RowSpace, number: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draws sets of r - 1 of the unit rows (m, r); returns all rows and the kernels (s, r)."""
+    rank, unit = space.rank, (space.columns / space.lengths).cpu()
+    chosen = torch.rand(number, len(unit), generator=generator).topk(rank - 1, dim=1).indices
     extra = torch.randn(number, 1, rank, generator=generator, dtype=unit.dtype)
     target = unit.new_zeros(number, rank)
     target[:, -1] = 1
     # r - 1 rows and a random one: the solution is orthogonal to the former, their kernel.
     kernels, broken = torch.linalg.solve_ex(torch.cat([unit[chosen], extra], 1), target)
     found = kernels[(broken == 0) & kernels.isfinite().all(1)]
-    scaled: Tensor = found / found.norm(dim=1, keepdim=True)
-    return scaled
+    return unit, found / found.norm(dim=1, keepdim=True)
 
 
 def _sharpen_kernels(space: RowSpace, kernels: Tensor, sparsity: float) -> Tensor:
