@@ -1,12 +1,10 @@
-"""Feature attacks over the head's width m, the features' dimension d and the batch size B.
+"""Seconds and memory of feature attacks over a head's width m, dimension d of features and B.
 
-`rate`: the error of `tensor_features` on random unit features falls as m^(-1/2), as Liu et al.,
-Data Reconstruction Attacks and Defenses, prove. `cost`: seconds and peak memory of each attack over
-m, d and B, without a defense, and of `best_features` behind noise and pruning too, each in a
-process of its own. Prints JSON lines, and draws them.
+Without a defense, and of `best_features` behind noise and pruning too, each in a process of its
+own. Prints JSON lines, and draws them. How the error falls with m is tested
+(`test_the_error_falls_with_the_root_of_the_width`).
 
-    python benchmarks/features.py rate [--draws 10] [--plot FILE.png]
-    python benchmarks/features.py cost [--repeats 3] [--plot FILE.png]
+    python benchmarks/features.py [--repeats 3] [--plot FILE.png]
 """
 
 from __future__ import annotations
@@ -50,8 +48,7 @@ def observe(
     dimension: int,
     count: int,
     draw: int,
-    defense: list[dict[str, Any]] | None = None,
-    **head: Any,
+    defense: list[dict[str, Any]],
 ) -> tuple[Observation, GroundTruth]:
     """The gradient of `count` random unit features behind a head that is wholly planted."""
     stream = rng.generator(draw, "features", width, dimension, count)
@@ -64,35 +61,10 @@ def observe(
         images,
         torch.arange(count) * 3 % 10,
         model="mlp",
-        model_parameters={"hidden": [], "head": {**planted, **head}},
-        defense=defense or [],
+        model_parameters={"hidden": [], "head": planted},
+        defense=defense,
         seed=draw,
     )
-
-
-def rate(draws: int) -> list[dict[str, Any]]:
-    """Mean subspace error at d = 32 over m, and the slope of its logarithm."""
-    rows = []
-    for count in (1, 2, 4):
-        curve = []
-        for power in range(12, 19):
-            errors = []
-            for draw in range(draws):
-                seen, truth = observe(2**power, 32, count, draw, planted_rows="two_groups")
-                found = solve(create("tensor_features"), seen, Knowledge(), seed=draw)
-                error = score(found.reconstruction, truth)["subspace_error"]
-                assert error is not None
-                errors.append(error)
-            curve.append((power, statistics.mean(errors)))
-            row = {"batch": count, "width": 2**power, "error": curve[-1][1], "draws": draws}
-            rows.append(row | {"deviation": statistics.stdev(errors)})
-            print(json.dumps(rows[-1]), flush=True)
-        slope = statistics.linear_regression(
-            [power * math.log(2) for power, _ in curve], [math.log(e) for _, e in curve]
-        ).slope
-        rows.append({"batch": count, "slope": slope})
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
 
 
 def cost(repeats: int) -> list[dict[str, Any]]:
@@ -127,30 +99,6 @@ def _cost(name: str, width: int, dimension: int, count: int, repeats: int) -> di
     return {"seconds": statistics.median(times), "peak_mib": used / MIB, "error": error}
 
 
-def draw_rate(rows: list[dict[str, Any]], path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
-    for count in (1, 2, 4):
-        points = [row for row in rows if row["batch"] == count and "error" in row]
-        (slope,) = (row["slope"] for row in rows if row["batch"] == count and "slope" in row)
-        axes.errorbar(
-            [row["width"] for row in points],
-            [row["error"] for row in points],
-            [row["deviation"] / row["draws"] ** 0.5 for row in points],
-            marker="o",
-            markersize=4,
-            capsize=2,
-            label=f"B = {count}: slope {slope:.2f}",
-        )
-    widths = sorted({row["width"] for row in rows if "width" in row})
-    start = next(row["error"] for row in rows if row["batch"] == 1)
-    theory = [start * (width / widths[0]) ** -0.5 for width in widths]
-    axes.plot(widths, theory, color="grey", linestyle="--", label="$m^{-1/2}$")
-    axes.set(xscale="log", yscale="log", xlabel="planted neurons m", ylabel="mean span error")
-    axes.set_xscale("log", base=2)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=160)
-
-
 def draw_cost(rows: list[dict[str, Any]], path: Path) -> None:
     figure, grid = plt.subplots(2, 3, figsize=(9, 5.6), sharey="row", layout="constrained")
     for column, axis in enumerate("mdB"):
@@ -171,15 +119,12 @@ def draw_cost(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("rate", "cost"))
-    parser.add_argument("--draws", type=int, default=10, help="of rate")
-    parser.add_argument("--repeats", type=int, default=3, help="of cost")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
-    is_rate = arguments.what == "rate"
-    rows = rate(arguments.draws) if is_rate else cost(arguments.repeats)
+    rows = cost(arguments.repeats)
     if arguments.plot:
-        (draw_rate if is_rate else draw_cost)(rows, arguments.plot)
+        draw_cost(rows, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import argparse
 import csv
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,8 @@ from fedsim.contracts.attack import AttackFailed, create, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.data.bundled import Digits
 from fedsim.data.folder import ImageFolder
-from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
-from fedsim.models.local import features_of
 from fedsim.recording.files import read_tensors
-from fedsim.scenario.build import build_stack
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation
 
@@ -89,7 +86,8 @@ def main() -> None:
         for batch in range(given.batches):
             stream = rng.generator(given.seed, "layer inputs", batch)
             chosen = torch.randperm(len(images), generator=stream)[:count]
-            observation, truth = make_observation(
+            observe = partial(
+                make_observation,
                 images[chosen],
                 labels[chosen],
                 model=model,
@@ -97,9 +95,8 @@ def main() -> None:
                 num_classes=given.classes,
             )
             if given.steps and not weights:
-                weights = trained(observation, images, labels, given.steps)
-            if weights:
-                observation, truth = with_weights(observation, truth, weights)
+                weights = train_model(observe()[0], images, labels, given.steps)
+            observation, truth = observe(weights=weights) if weights else observe()
             lines.append(measured(attack, options, observation, truth))
             if given.csv:
                 keep(given.csv, given, attack, options, count, batch, lines[-1])
@@ -171,7 +168,7 @@ def compared(found: Tensor, true: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return order, costs.gather(1, order[:, None])[:, 0], costs.amin(0)
 
 
-def trained(
+def train_model(
     observation: Observation, images: Tensor, labels: Tensor, steps: int
 ) -> dict[str, Tensor]:
     """Trains the observation's model with SGD on batches of 32 of all images; its weights."""
@@ -188,25 +185,6 @@ def trained(
         answers = model(normalize(images, observation.model)).argmax(1)
     print(f"trained for {steps} steps: {float((answers == labels).double().mean()):.2f} correct")
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def with_weights(
-    observation: Observation, truth: GroundTruth, weights: Mapping[str, Tensor]
-) -> tuple[Observation, GroundTruth]:
-    """Lets the client compute its gradient under other weights."""
-    model = build(observation.model, 0)
-    model.load_state_dict(dict(weights))
-    parameters = {name: value.detach() for name, value in model.named_parameters()}
-    buffers = dict(model.named_buffers())
-    images = normalize(truth.images, observation.model)
-    stream = rng.generator(7, "client")
-    batches = [(images, truth.labels)]
-    update = train(
-        model, parameters, buffers, batches, observation.training, build_stack([]), stream
-    ).update
-    features = features_of(model, parameters, buffers, images, observation.training)
-    seen = replace(observation, update=update, parameters=parameters, buffers=buffers)
-    return seen, replace(truth, features=features)
 
 
 if __name__ == "__main__":
