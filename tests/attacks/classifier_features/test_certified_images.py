@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from ordinary_classifier import classifier_gradient, search
 from torch import Tensor
 
 from fedsim import rng
@@ -17,7 +18,6 @@ from fedsim.types import UNKNOWN, Effect, GroundTruth, Reconstruction
 from fedsim_attacks.classifier_features import _certificates
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._profile import Consistency, Profile
-from fedsim_attacks.classifier_features.classifier_fit import ClassifierSolver
 
 DIMENSION = 24
 
@@ -62,37 +62,14 @@ def answer(
 ) -> Reconstruction:
     """The attack's answer to a gradient, from the right labels on."""
     observed = known.gradient if gradient is None else gradient
-    effect = effect or Effect()
-    count = len(known.labels)
-    classifier = ClassifierGradient(
-        weights=known.weights.double(),
-        gradient=observed.double(),
-        biased=known.biased,
-        num_images=count,
-        factors=count if effect.scaled_examples else int(effect.scaled),
-        removed=effect.removed is not None,
-        mixed=effect.mixed,
-        noisy=effect.noisy,
-        exact=effect.exact,
-        dropout=False,
-        rates=(),
-        momentum=0.0,
-        rounding=torch.finfo(observed.dtype).eps / 2,
+    classifier = classifier_gradient(
+        known.weights, observed, len(known.labels), biased=known.biased, effect=effect
     )
     stream = rng.generator(1, "attack")
-    solver = ClassifierSolver(
-        loss=torch.full((), torch.inf),
-        problem=Profile(classifier) if classifier.factors <= 1 else Consistency(classifier),
-        pool=torch.randn(64, DIMENSION, generator=stream).relu(),
-        rng=stream,
-        starts=2,
-        iterations=60,
-        labels=known.labels.sort()[0],
-        exchanges=exchanges,
-    )
-    while not solver.finished:
-        solver.improve()
-    return solver.reconstruction()
+    pool = torch.randn(64, DIMENSION, generator=stream).relu()
+    problem = Profile(classifier) if classifier.factors <= 1 else Consistency(classifier)
+    labels = known.labels.sort()[0]
+    return search(problem, pool, labels, stream, starts=2, exchanges=exchanges)
 
 
 def counted(found: Reconstruction, known: Client) -> tuple[int, int]:
@@ -296,7 +273,7 @@ def test_equations_must_be_left_over_whatever_rivals_are_found(
 
 
 @pytest.mark.parametrize("gap", [6.0, 8.0, 15.0, 40.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_classes_that_no_image_is_taken_for_prove_nothing(gap: float, dtype: torch.dtype) -> None:
     """Of ten classes two are likely: as with two classes, an unknown factor mixes two images.
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ordinary_classifier import classifier_gradient, search, softmax_gradient
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.func import jacfwd, vmap
@@ -76,7 +77,7 @@ def test_without_a_bias_too() -> None:
     features, weights = torch.randn(5, 20).relu().double(), torch.randn(10, 20).double()
     labels = torch.tensor([1, 1, 4, 7, 9])
     gradient = softmax_gradient(features, weights, labels)
-    problem = Consistency(of(weights, gradient, 5))
+    problem = Consistency(classifier_gradient(weights, gradient, 5))
     starts = problem.unknowns(torch.randn(16, 5, 20).relu())
     fits = problem.descend(starts, labels.expand(16, -1), 120)
     best = fits.features[fits.losses.argmin()]
@@ -89,20 +90,9 @@ def test_features_that_others_imitate_exactly_are_not_determined() -> None:
     weights = torch.randn(2, 8, generator=stream).double() / 2
     features = torch.randn(1, 8, generator=stream).relu().double()
     gradient = softmax_gradient(features, weights, torch.tensor([1]))
-    problem = Profile(of(weights, gradient, 1))
-    state = classifier_fit.ClassifierSolver(
-        loss=torch.full((), torch.inf),
-        problem=problem,
-        pool=-features.float() * torch.linspace(0.5, 1.5, 9)[:, None],
-        rng=stream,
-        starts=8,
-        iterations=60,
-        labels=torch.tensor([0]),
-        exchanges=0,
-    )
-    while not state.finished:
-        state.improve()
-    found = state.reconstruction()
+    problem = Profile(classifier_gradient(weights, gradient, 1))
+    pool = -features.float() * torch.linspace(0.5, 1.5, 9)[:, None]
+    found = search(problem, pool, torch.tensor([0]), stream, starts=8, exchanges=0)
     assert found.loss < 1e-20
     torch.testing.assert_close(found.features, -features.float())
     assert found.determined is not None and not bool(found.determined.any())
@@ -117,21 +107,10 @@ def test_a_single_image_of_which_a_network_is_sure_is_read_off() -> None:
     features -= (features @ away + 4)[:, None] / away.square().sum() * away
     labels = torch.tensor([1])
     gradient = softmax_gradient(F.pad(features, (0, 1), value=1.0), weights, labels)
-    problem = Profile(replace(of(weights, gradient, 1), biased=True))
+    problem = Profile(replace(classifier_gradient(weights, gradient, 1), biased=True))
     assert 0 < float(gradient[0, -1]) < 0.05
-    state = classifier_fit.ClassifierSolver(
-        loss=torch.full((), torch.inf),
-        problem=problem,
-        pool=(9 * away).float() + torch.randn(64, 8, generator=stream),
-        rng=stream,
-        starts=4,
-        iterations=60,
-        labels=labels,
-        exchanges=2,
-    )
-    while not state.finished:
-        state.improve()
-    found = state.reconstruction()
+    pool = (9 * away).float() + torch.randn(64, 8, generator=stream)
+    found = search(problem, pool, labels, stream, starts=4, exchanges=2)
     assert found.labels is not None and found.labels.tolist() == [1]
     torch.testing.assert_close(found.features, features.float())
 
@@ -180,7 +159,9 @@ def test_as_many_equations_as_unknowns_determine_nothing(
     classes: int, images: int, biased: bool, factors: int, unique: bool
 ) -> None:
     weights = torch.ones(classes, 8, dtype=torch.float64)
-    classifier = replace(of(weights, weights, images), biased=biased, factors=factors)
+    classifier = replace(
+        classifier_gradient(weights, weights, images), biased=biased, factors=factors
+    )
     assert classifier.unique == unique
 
 
@@ -294,7 +275,7 @@ def test_an_image_without_error_signal_is_told_apart() -> None:
     assert int(found.determined.sum()) < 4
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("std", [1e-6, 1e-4, 1e-2])
 def test_what_is_called_determined_is_right(std: float, seed: int) -> None:
     noise = [{"name": "gaussian_noise", "std": std}]
@@ -315,7 +296,7 @@ def test_errors_are_as_large_as_they_are_said_to_be() -> None:
     inside = 0
     for _ in range(20):
         gradient = clean + 1e-5 * torch.randn_like(clean)
-        problem = Consistency(of(weights, gradient, 4))
+        problem = Consistency(classifier_gradient(weights, gradient, 4))
         fits = problem.descend(problem.unknowns(features[None]), labels[None], 30)
         bound = bound_errors(problem, fits, 0)
         errors = (fits.features[0] - features).norm(dim=1) / features.norm(dim=1)
@@ -381,7 +362,7 @@ def test_the_profile_is_what_the_best_rest_leaves(factors: int, spread: float | 
     labels = torch.tensor([0, 2, 2, 5])
     gradient = softmax_gradient(features, weights, labels)
     gradient = gradient + 0.01 * torch.randn_like(gradient)
-    classifier = replace(of(weights, gradient, 4), factors=factors)
+    classifier = replace(classifier_gradient(weights, gradient, 4), factors=factors)
     problem = Profile(classifier, spread)
     points = problem.unknowns(torch.randn(1, 4, 20).relu())
     found, targets = problem.features(points, labels[None])[0], F.one_hot(labels, 7).double()
@@ -415,7 +396,7 @@ def test_the_profile_is_what_the_best_rest_leaves(factors: int, spread: float | 
 def test_noise_hides_no_more_than_it_must() -> None:
     """Errors are those of the error signals' inverse, which no fit can be better than by far."""
     ratios = []
-    for seed in range(8):
+    for seed in range(4):
         noise = 1e-4
         observation, truth = observe(5, seed, defense=[{"name": "gaussian_noise", "std": noise}])
         assert truth.features is not None
@@ -460,26 +441,3 @@ def test_removed_entries_were_smaller_than_those_that_are_left() -> None:
     noisy, _ = observe(3, defense=[*defense, {"name": "gaussian_noise", "std": 1e-3}])
     unknown = ClassifierGradient.of(noisy).removed_below
     assert unknown is not None and bool(unknown.isinf().all())
-
-
-def softmax_gradient(features: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
-    errors = (features @ weights.T).softmax(1) - F.one_hot(labels, len(weights))
-    return errors.T @ features / len(features)
-
-
-def of(weights: Tensor, gradient: Tensor, count: int) -> ClassifierGradient:
-    """A classifier without a bias, undefended."""
-    return ClassifierGradient(
-        weights=weights,
-        gradient=gradient,
-        biased=False,
-        num_images=count,
-        factors=0,
-        removed=False,
-        mixed=False,
-        noisy=False,
-        exact=True,
-        dropout=False,
-        rates=(),
-        momentum=0.0,
-    )

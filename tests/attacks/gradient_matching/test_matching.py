@@ -235,9 +235,8 @@ def test_small_models_are_left_alone() -> None:
     assert "forward" not in vars(model[0])  # type: ignore[index]
 
 
-@over_distances
 @over_cases
-@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize(("distance", "soft"), [(cosine_distance, False), (squared_distance, True)])
 def test_replayed_iterations_are_the_same_bits(
     case: dict[str, Any], distance: Distance, soft: bool
 ) -> None:
