@@ -266,6 +266,19 @@ class Misfit(NamedTuple):
     """Whether the target has changed, so that earlier misfits cannot be compared with it."""
 
 
+class StageTarget(NamedTuple):
+    """What a part of the body is known to make of its inputs."""
+
+    outputs: Tensor
+    """(N, ...), up to a factor for each image if `unscaled`."""
+    errors: Tensor
+    """Their error signals (N, ...), then up to one over that factor."""
+    scale: Tensor
+    """Factor (0-d) that the client's defense has applied to its update."""
+    unscaled: bool = False
+    """Whether norm layers have left the outputs without a scale."""
+
+
 class PartGradient:
     """The observed update of a part of the body, and its recomputation from candidate inputs."""
 
@@ -274,37 +287,32 @@ class PartGradient:
         observation: Observation,
         body: Body,
         part: Part,
-        outputs: Tensor,
-        errors: Tensor,
+        target: StageTarget,
         *,
-        scale: Tensor,
         weight: float,
         calls: int,
-        unscaled: bool = False,
         later: LaterSteps | None = None,
     ) -> None:
-        """Prepares the comparison for inputs of which `part` makes `outputs` (N, ...).
+        """Prepares the comparison for inputs of which a `part` of `body` makes the `target`.
 
         Args:
             observation: what the server saw.
             body: whose part it is.
             part: layers and parameters.
-            outputs: known up to a factor for each image if `unscaled`.
-            errors: their error signals (N, ...), then known up to one over that factor.
-            scale: that the client's defense has applied to its update.
+            target: outputs and error signals.
             weight: of the misfit of outputs.
             calls: how often it is to be evaluated.
-            unscaled: whether norm layers have left outputs without a scale.
             later: of an update of several steps, taken for one.
         """
         self._later, self._done, self._calls = later, 0, calls
-        self._function, self._unscaled, self._weight = part.function, unscaled, weight
+        self._function, self._target, self._weight = part.function, target, weight
         self._parameters = [parameter for _, parameter in part.parameters]
-        self._update = PartUpdate(observation, body, part, scale, approximate=later is not None)
-        self._outputs, self._errors = outputs.flatten(1), errors.flatten(1)
+        rough = later is not None
+        self._update = PartUpdate(observation, body, part, target.scale, approximate=rough)
+        self._outputs, self._errors = target.outputs.flatten(1), target.errors.flatten(1)
         self._lengths = self._outputs.square().sum(1, keepdim=True)
         # A tape would go on as before a correction.
-        replayed = pays(calls, outputs.device) and later is None
+        replayed = pays(calls, target.outputs.device) and later is None
         self._slopes = Tape(self._differentiate) if replayed else self._differentiate
 
     def __call__(self, inputs: Tensor) -> Misfit:
@@ -316,14 +324,14 @@ class PartGradient:
         update, outputs, slope = self._slopes(inputs.detach())
         return Misfit(update, outputs, slope, target_changed=corrected)
 
-    def pull_back(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the error signals at `inputs` (both (N, ...)): outputs of the part before."""
+    def pull_back(self, inputs: Tensor) -> StageTarget:
+        """Computes the error signals at `inputs` (N, ...): the target of the part before."""
         with torch.enable_grad():
             variable = inputs.detach().clone().requires_grad_()
             outputs = self._function(variable).flatten(1)
             pull = (outputs * (self._errors / self._scales(outputs.detach()))).sum()
             (errors,) = torch.autograd.grad(pull, variable)
-        return inputs.detach(), errors
+        return StageTarget(inputs.detach(), errors, self._target.scale, unscaled=True)
 
     def _differentiate(self, inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
@@ -345,7 +353,7 @@ class PartGradient:
 
     def _scales(self, outputs: Tensor) -> Tensor:
         """Computes the factors (N, 1) between `outputs` and the known ones."""
-        if not self._unscaled:
+        if not self._target.unscaled:
             return outputs.new_ones(len(outputs), 1)
         along = (outputs * self._outputs).sum(1, keepdim=True)
         return (along / self._lengths).clamp_min(_LEAST_STRETCH)
@@ -383,9 +391,7 @@ class BodyGradient(PartGradient):
             observation,
             body,
             whole,
-            features,
-            known.errors,
-            scale=known.scale,
+            StageTarget(features, known.errors, known.scale),
             weight=weight,
             calls=calls,
             later=later,

@@ -34,6 +34,7 @@ from fedsim_attacks.images_from_features._body_gradient import (
     Misfit,
     PartGradient,
     PartUpdate,
+    StageTarget,
     lay_out,
     nonzero_energy,
 )
@@ -74,8 +75,7 @@ class StagePeeling:
         """
         self._rng, self._observation, self._staged = rng, observation, staged
         self._remaining = staged.stages[1:]
-        self._scale, self._steps = known.scale, steps
-        self._outputs, self._errors, self._unscaled = features, known.errors, False
+        self._steps, self._target = steps, StageTarget(features, known.errors, known.scale)
         self.maps: list[Tensor] = []
         """Inputs (N, ...) of each of the stages peeled so far, in the order of the stages."""
         self._begin_stage()
@@ -102,12 +102,9 @@ class StagePeeling:
             self._observation,
             self._staged.body,
             stage.part,
-            self._outputs,
-            self._errors,
-            scale=self._scale,
+            self._target,
             weight=weight,
             calls=calls,
-            unscaled=self._unscaled,
         )
 
     def _begin_stage(self) -> None:
@@ -118,7 +115,7 @@ class StagePeeling:
         self._gradient = self._problem(stage, 1.0, self._steps)
         # Maps of random images are too much alike to start from.
         start = _START * stage.size * torch.randn(stage.shape, generator=self._rng)
-        self._inputs = (start.abs() if stage.positive else start).to(self._outputs.device)
+        self._inputs = (start.abs() if stage.positive else start).to(self._target.outputs.device)
         self._adam = torch.optim.Adam([self._inputs], betas=(0.9, 0.99), fused=True)
         self._done, self._best = 0, self._inputs.clone()
         self._best_loss = self._inputs.new_full((), torch.inf)
@@ -139,9 +136,8 @@ class StagePeeling:
             self._inputs.clamp_(min=0)
         self._done += 1
         if self._done == self._steps:
-            self._outputs, self._errors = self._gradient.pull_back(self._best)
-            self.maps.insert(0, self._outputs)
-            self._unscaled = True
+            self._target = self._gradient.pull_back(self._best)
+            self.maps.insert(0, self._target.outputs)
             self._remaining.pop()
             self._begin_stage()
 

@@ -22,6 +22,7 @@ from fedsim_attacks.images_from_features._body_gradient import (
     Part,
     PartGradient,
     PartUpdate,
+    StageTarget,
 )
 from fedsim_attacks.images_from_features._heads import signals
 from fedsim_attacks.images_from_features._stage_descents import Relaxation, StagePeeling
@@ -80,27 +81,17 @@ def test_every_stage_is_zero_at_the_truth(
     found = maps(cut, observation, truth)
     assert truth.features is not None
     known = signals(observation, truth.features)
-    outputs, errors = truth.features, known.errors
+    target = StageTarget(truth.features, known.errors, known.scale)
     for i in reversed(range(len(cut))):
-        free = i < len(cut) - 1
-        gradient = PartGradient(
-            observation,
-            body,
-            cut[i].part,
-            # Known up to a factor, which the inputs tell.
-            outputs * 3 if free else outputs,
-            errors / 3 if free else errors,
-            scale=known.scale,
-            weight=1.0,
-            calls=1,
-            unscaled=free,
-        )
+        if target.unscaled:  # known up to a factor, which the inputs tell
+            target = target._replace(outputs=3 * target.outputs, errors=target.errors / 3)
+        gradient = PartGradient(observation, body, cut[i].part, target, weight=1.0, calls=1)
         right = gradient(found[i])
         assert float(right.update) < 1e-6
         assert float(right.features) < 1e-6
         wrong = gradient(found[i].flip(0))
         assert float(wrong.update) + float(wrong.features) > 1e-3
-        outputs, errors = gradient.pull_back(found[i])
+        target = gradient.pull_back(found[i])
 
 
 def test_peeling_finds_what_went_into_every_stage() -> None:
