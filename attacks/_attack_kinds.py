@@ -82,10 +82,13 @@ class IterativeAttack(Attack[S], Generic[S]):
 class FeatureSolver(AttackState, ABC):
     """Recovers the features of a batch from its head's gradient, one step after the other."""
 
+    over: bool = False
+    """Whether a step has found that no other would gain anything."""
+
     @property
-    @abstractmethod
     def finished(self) -> bool:
         """Whether another step would gain nothing, or the budget of iterations is spent."""
+        return self.over
 
     @abstractmethod
     def improve(self) -> None:

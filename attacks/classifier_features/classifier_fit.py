@@ -96,12 +96,6 @@ class ClassifierSolver(FeatureSolver):
     """Rounds in which images have been exchanged."""
     failed: int = 0
     """Rounds since the last that found anything better."""
-    over: bool = False
-
-    @property
-    def finished(self) -> bool:
-        """Whether the best labels' features have been descended to the end."""
-        return self.over
 
     def improve(self) -> None:
         """Tries the labels that were read, exchanges images, or ends with the best there is."""

@@ -61,7 +61,6 @@ class JointSolver(FeatureSolver):
     """The present attempt's fit of the whole gradient."""
     features: Tensor | None = None
     """(N, d): the best so far."""
-    over: bool = False
 
     @classmethod
     def start(
@@ -82,11 +81,6 @@ class JointSolver(FeatureSolver):
                 attempts.insert(0, attempt)
         output = attempts.pop()
         return cls(head=head, output=output, attempts=attempts, loss=output.loss)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the features explain all, or no attempt is left."""
-        return self.over
 
     def improve(self) -> None:
         """Takes a step of the fit of ∂L/∂A, or of that of the whole gradient."""
