@@ -259,12 +259,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> ClassifierSolver:
-        """Reads labels off the gradient, and draws features of images of noise to start from.
-
-        Raises:
-            AttackFailed: the model does not end with a linear classifier of more classes than
-                images, or a defense has left nothing of its gradient's row space.
-        """
+        """Reads labels off the gradient, and draws features of images of noise to start from."""
         classifier = ClassifierGradient.of(observation)
         classifier.check()
         small = classifier.num_images * len(classifier.weights) <= _MANY

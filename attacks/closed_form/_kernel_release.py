@@ -178,11 +178,7 @@ def _last_label(alpha: Tensor, known: Tensor) -> Tensor:
 
 
 def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
-    """Matches (m, d + c) `others` with the m + 1 rows; with `alpha` only where the labels agree.
-
-    Raises:
-        AttackFailed: there are not as many rows.
-    """
+    """Matches (m, d + c) `others` with the m + 1 rows; with `alpha` only where the labels agree."""
     require_one_missing(model, others)
     places, likelihood = best_assignment(log_likelihoods(model, others, alpha))
     unmatched = sorted(set(range(len(model.rows))) - set(places))

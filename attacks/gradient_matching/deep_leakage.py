@@ -58,11 +58,7 @@ class GradientDistance(IterativeAttack[Descent]):
         """Chooses labels (N,) int64; None to optimize soft labels with the images."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
-        """Draws images from N(0, `initial_std`²), and logits of soft labels from N(0, 1).
-
-        Raises:
-            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
-        """
+        """Draws images from N(0, `initial_std`²), and logits of soft labels from N(0, 1)."""
         matching = Matching(observation, tensors=self.tensors)
         candidate = matching.random_candidate(
             self.labels(observation, knowledge), rng, self.initial_std

@@ -90,11 +90,7 @@ class GradInversion(IterativeAttack[Group]):
     classifier's head."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Group:
-        """Draws random images for every seed; labels are known, inferred or soft.
-
-        Raises:
-            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
-        """
+        """Draws random images for every seed; labels are known, inferred or soft."""
         calls = self.iterations * self.seeds
         matching = Matching(observation, calls=calls, tensors=self.tensors)
         labels = granted_labels(observation, knowledge)

@@ -66,11 +66,7 @@ class JointSolver(FeatureSolver):
     def start(
         cls, head: HeadGradient, starts: int, budget: int, rng: torch.Generator
     ) -> JointSolver:
-        """Prepares all attempts, each with twice `starts` random ones and `budget` iterations.
-
-        Raises:
-            AttackFailed: nothing is left of ∂L/∂A.
-        """
+        """Prepares all attempts, each with twice `starts` random ones and `budget` iterations."""
         inside = head.restrict(span(head.rows, head.rank)[0].to(head.hidden.dtype))
         attempts: list[OutputSolver] = []
         while len(attempts) <= len(_EXPLAINED):  # by turns, since the span may lead astray

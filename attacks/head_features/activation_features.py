@@ -61,7 +61,8 @@ class Peeling(FeatureSolver):
         """Prepares the first round, in which no feature is known.
 
         Raises:
-            AttackFailed: as `ActivationFeatures.init`, or nothing is left of the gradient.
+            AttackFailed: none of the head's neurons are planted, its activation is not ReLU, or
+                nothing is left of the gradient.
         """
         if not head.config.planted:
             raise AttackFailed(
@@ -203,12 +204,7 @@ class ActivationFeatures(FeatureAttack[Peeling]):
     """Relative error of ∂L/∂A at which a row still counts as one image's."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Peeling:
-        """Prepares the first round.
-
-        Raises:
-            AttackFailed: there is no two-layer head, none of its neurons are planted, or its
-                activation is not ReLU.
-        """
+        """Prepares the first round."""
         return Peeling.start(HeadGradient.of(observation), self.tolerance, self.consistency)
 
 

@@ -90,11 +90,7 @@ class BestFeatures(FeatureAttack[Best]):
     """Trials of the unrolling."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
-        """Peels where rows can be exact, and chooses the solver of what is left open.
-
-        Raises:
-            AttackFailed: the model has no two-layer head.
-        """
+        """Peels where rows can be exact, and chooses the solver of what is left open."""
         head = HeadGradient.of(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss

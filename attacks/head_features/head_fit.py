@@ -600,11 +600,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> OutputSolver:
-        """Draws random features around the direction that all have in common.
-
-        Raises:
-            AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂A.
-        """
+        """Draws random features around the direction that all have in common."""
         head = HeadGradient.of(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]

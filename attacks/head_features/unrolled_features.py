@@ -247,11 +247,7 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> UnrolledSolver:
-        """Computes the row space, and draws random starts in it.
-
-        Raises:
-            AttackFailed: the model has no two-layer head, or a defense has left no exact rows.
-        """
+        """Computes the row space, and draws random starts in it."""
         head = HeadGradient.of(observation)
         return UnrolledSolver.start(head, self.iterations, self.trials, rng)
 

@@ -85,12 +85,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Unmixing:
-        """Whitens the layer's gradient, and starts at a random matrix.
-
-        Raises:
-            AttackFailed: the model has no such layer, it is smaller than the batch, or a defense
-                has left nothing of its gradient's row space.
-        """
+        """Whitens the layer's gradient, and starts at a random matrix."""
         layers = [layer for layer in trace_layers(observation) if layer.features is not None]
         layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
         if not layers:

@@ -216,12 +216,7 @@ class Spear(IterativeAttack[Sampling]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Sampling:
-        """Decomposes the layer's gradient.
-
-        Raises:
-            AttackFailed: the model has no such layer, it is smaller than the batch, or a defense
-                has left nothing of its gradient's row space.
-        """
+        """Decomposes the layer's gradient."""
         layers = [
             layer
             for layer in trace_layers(observation)
