@@ -38,7 +38,6 @@ from fedsim_attacks.images_from_features._body_gradient import (
     lay_out,
     nonzero_energy,
 )
-from fedsim_attacks.images_from_features._heads import Signals
 from fedsim_attacks.images_from_features._stages import Stage, StagedBody
 
 _STEP = 0.2
@@ -57,8 +56,7 @@ class StagePeeling:
         self,
         observation: Observation,
         staged: StagedBody,
-        features: Tensor,
-        known: Signals,
+        target: StageTarget,
         rng: torch.Generator,
         *,
         steps: int,
@@ -68,14 +66,13 @@ class StagePeeling:
         Args:
             observation: what the server saw.
             staged: the body.
-            features: (N, d), of the images.
-            known: what features tell of their images.
+            target: features and their error signals.
             rng: of the inputs to start at.
             steps: of Adam, of each stage.
         """
         self._rng, self._observation, self._staged = rng, observation, staged
         self._remaining = staged.stages[1:]
-        self._steps, self._target = steps, StageTarget(features, known.errors, known.scale)
+        self._steps, self._target = steps, target
         self.maps: list[Tensor] = []
         """Inputs (N, ...) of each of the stages peeled so far, in the order of the stages."""
         self._begin_stage()
@@ -168,8 +165,7 @@ class Relaxation:
         self,
         observation: Observation,
         staged: StagedBody,
-        features: Tensor,
-        known: Signals,
+        target: StageTarget,
         images: Tensor,
         maps: list[Tensor],
         *,
@@ -182,8 +178,7 @@ class Relaxation:
         Args:
             observation: what the server saw, as one gradient.
             staged: the body.
-            features: (N, d), of the images.
-            known: what features tell of their images.
+            target: features and their error signals.
             images: normalized (N, C, H, W), to start from.
             maps: inputs of all stages but the first, up to a factor for each image; without any,
                 those that `images` lead to.
@@ -194,18 +189,18 @@ class Relaxation:
         clear = max(1 - noise, LEAST_CLEAR)
         self.final_weight = (_TIGHT if later is None else _TIGHT_APPROXIMATE) * math.sqrt(clear)
         """What a relative squared distance of maps costs at the end."""
-        self._staged, self._features, self._errors = staged, features, known.errors
+        self._staged, self._target = staged, target
         self._later = later
         self._updates = [
             PartUpdate(
-                observation, staged.body, stage.part, known.scale, approximate=later is not None
+                observation, staged.body, stage.part, target.scale, approximate=later is not None
             )
             for stage in staged.stages
         ]
         self._energy = nonzero_energy(torch.stack([each.energy for each in self._updates]).sum())
         self._done, self._steps = 0, steps
         # A tape would go on as before a correction.
-        replayed = pays(steps, features.device) and later is None
+        replayed = pays(steps, target.outputs.device) and later is None
         self._slopes = Tape(self._differentiate) if replayed else self._differentiate
         self.maps, distances = self._initial_maps(images, maps, min(_FAR, _CLEAR * clear**0.25))
         self.step_size = _SHARE * distances[0]
@@ -280,7 +275,7 @@ class Relaxation:
 
     def _misfits(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Computes the misfits of the update and of what stages make of their `inputs` (0-d)."""
-        outputs, errors = self._features, self._errors
+        outputs, errors = self._target.outputs, self._target.errors
         residuals: list[Tensor] = []
         distances: list[Tensor] = []
         for i, stage in reversed(list(enumerate(self._staged.stages))):

@@ -49,6 +49,7 @@ from fedsim_attacks.images_from_features._body_gradient import (
     BodyGradient,
     LaterSteps,
     Misfit,
+    StageTarget,
     UnrolledUpdate,
     WholeGradient,
 )
@@ -268,9 +269,8 @@ class Phases:
             return self._plan_whole(features, known, iterations)
         noisy = noise_share(self._as_one, self._head) > _TOO_NOISY_TO_PEEL
         steps = 0 if self._several or noisy else int(_PEELED * iterations)
-        peeling = StagePeeling(
-            self._as_one, self._staged, features, known, self._stream, steps=steps
-        )
+        target = StageTarget(features, known.errors, known.scale)
+        peeling = StagePeeling(self._as_one, self._staged, target, self._stream, steps=steps)
         self._plans.insert(0, partial(self._plan_first_stage, known, iterations))
         return Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
 
@@ -364,8 +364,7 @@ class Phases:
         misfit = Relaxation(
             self._as_one,
             self._staged,
-            features,
-            known,
+            StageTarget(features, known.errors, known.scale),
             images,
             maps,
             noise=noise_share(self._as_one, self._head),

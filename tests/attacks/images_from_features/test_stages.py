@@ -102,7 +102,8 @@ def test_peeling_finds_what_went_into_every_stage() -> None:
     assert truth.features is not None
     known, stream = signals(observation, truth.features), rng.generator(0, "peeling")
     staged = StagedBody(observation, 2, stream, width=1.0)
-    peeling = StagePeeling(observation, staged, truth.features, known, stream, steps=400)
+    target = StageTarget(truth.features, known.errors, known.scale)
+    peeling = StagePeeling(observation, staged, target, stream, steps=400)
     losses = [float(peeling.step()) for _ in range(400)]
     assert peeling.unexplained <= min(losses[-20:])
     assert peeling.unexplained < 0.05
@@ -131,8 +132,7 @@ def relaxation(
     made = Relaxation(
         observation,
         staged,
-        truth.features,
-        known,
+        StageTarget(truth.features, known.errors, known.scale),
         images,
         maps,
         noise=noise,
