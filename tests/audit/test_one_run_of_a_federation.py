@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 import fedsim
 from fedsim.audit import one_run, quiet
-from fedsim.contracts.defense import LossFn
 from fedsim.report import describe, load_runs, utility
 from fedsim.report.figures import format_bound
 from fedsim.results import rows
@@ -126,26 +124,6 @@ def test_noise_that_was_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     assert caught > claim
 
 
-def test_examples_that_are_absent_are_in_no_batch() -> None:
-    audited = workload(example(1.0), "poisson")
-    seen: list[int] = []
-
-    def counting(
-        loss: LossFn, parameters: Tensors, images: Any, labels: Any, *_: Any
-    ) -> dict[str, torch.Tensor]:
-        seen.append(len(images))
-        return {name: torch.zeros_like(value) for name, value in parameters.items()}
-
-    client = audited.clients[0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dp_sgd, "clipped_mean", counting)
-        for absent in (None, client.own[client.own % 2 == 0], client.own):
-            replace(client, absent=absent).update(audited, 1, *audited.initial(), {})
-    part = client.own
-    assert seen[0] > seen[1] > seen[2] == 0
-    assert seen[1] <= int((part % 2 == 1).sum())
-
-
 def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
     audited = workload(example(1.0), "poisson")
     images = audited.dataset.train_labels.clone()
@@ -173,18 +151,16 @@ def test_a_finished_audit_is_not_lost_and_is_told_where_nothing_is_attacked(
     assert "audit: at least 0.125" in describe(utility(load_runs([out])))
 
 
-def test_too_few_clients_for_one_run_are_refused(tmp_path: Path) -> None:
-    scenario = workload(client(0.5)).scenario
-    few = scenario.model_copy(update={"data": scenario.data.model_copy(update={"clients": 19})})
-    with pytest.raises(FedsimError, match="whole clients, of which 19 in one run show too little"):
-        fedsim.run(few, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_too_many_canaries_for_one_run_are_refused(tmp_path: Path) -> None:
-    scenario = workload(example(0.5)).scenario
-    assert scenario.audit is not None
-    many = scenario.audit.model_copy(update={"canaries": 10_001})
-    with pytest.raises(FedsimError, match=r"audit\.canaries: 10001 in one run"):
-        fedsim.run(scenario.model_copy(update={"audit": many}), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+def test_too_few_clients_and_too_many_canaries_for_one_run_are_refused(tmp_path: Path) -> None:
+    clients, examples = workload(client(0.5)).scenario, workload(example(0.5)).scenario
+    assert examples.audit is not None
+    few = clients.model_copy(update={"data": clients.data.model_copy(update={"clients": 19})})
+    canaries = examples.audit.model_copy(update={"canaries": 10_001})
+    many = examples.model_copy(update={"audit": canaries})
+    for refused, said in (
+        (few, "whole clients, of which 19 in one run show too little"),
+        (many, r"audit\.canaries: 10001 in one run"),
+    ):
+        with pytest.raises(FedsimError, match=said):
+            fedsim.run(refused, out=tmp_path / "run")
+        assert not (tmp_path / "run").exists()

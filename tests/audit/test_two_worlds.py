@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 
 import fedsim
 from fedsim.audit import bounds, check, two_worlds
-from fedsim.audit import stacks as module
 from fedsim.contracts.defense import NoisyAggregation, ServerRound
 from fedsim.contracts.stack import Stack
 from fedsim.privacy.composition import correlated
@@ -129,28 +127,14 @@ def test_a_fifth_less_noise_than_claimed_is_caught(
     assert (bound > claim.epsilon) == (less < 1)
 
 
-@pytest.mark.parametrize(("stack", "each"), [("client", [0.995, 0.995]), ("sampled", [0.99])])
-def test_bounds_that_are_both_tried_share_what_may_go_wrong(
-    stack: str, each: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bounds_that_are_both_tried_share_what_may_go_wrong() -> None:
     """The larger of two bounds at 99% would hold at 98% only."""
-    local = {"batch_size": 5, "lr": 0.2}
-    audited = workload(
-        stack,
-        defenses={"client": CLIENT, "sampled": EXAMPLE},
-        training={"rounds": 1, "local": local},
-    )
-    asked = []
-
-    def bound(*_: object, delta: float, confidence: float) -> SimpleNamespace:
-        asked.append(confidence)
-        return SimpleNamespace(epsilon=0.0)
-
-    monkeypatch.setattr(module.two_worlds, "scores", lambda *_: (np.zeros(9), np.zeros(9)))
-    monkeypatch.setattr(bounds, "threshold_bound", bound)
-    monkeypatch.setattr(bounds, "gaussian_bound", bound)
-    assert audited_epsilon(audited) == 0.0
-    assert asked == pytest.approx(each)
+    alike = np.zeros(bounds.LEAST_DRAWS)
+    for gaussian, each in ((True, [0.995, 0.995]), (False, [0.99])):
+        found = bounds.two_world_bounds(
+            alike, alike, delta=1e-5, confidence=0.99, gaussian=gaussian
+        )
+        assert [bound.confidence for bound in found] == pytest.approx(each)
 
 
 def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:

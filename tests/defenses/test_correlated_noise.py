@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import Stack, chain
-from fedsim.models.local import local_update
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.scenario.resolve import resolve
@@ -72,29 +71,6 @@ def test_each_round_takes_back_its_share_of_the_noise_before() -> None:
     for step, found in enumerate(with_memory):
         expected = without[step] - (0.6 * without[step - 1] if step else 0)
         torch.testing.assert_close(found, expected)
-
-
-def test_local_steps_are_steps_as_rounds_are() -> None:
-    """Three steps in a round, then two: as five rounds of one."""
-    stack, at = chain(noisy(0.6)), {"w": torch.zeros(4000, 4)}
-    alone = releases(stack, 5)
-    state: Tensors = {}
-    found = []
-    for steps in ([0, 1, 2], [3, 4]):
-        training = LocalTraining(algorithm="fedavg", steps=len(steps), batch_size=4, lr=0.1)
-        with stack.memory_of(state) as left:
-            direction = stack.gradient(local_step(still, _never, 4))
-            seeds = iter(steps)
-            update = local_update(
-                lambda p, x, y, d=direction, s=seeds: d(p, x, y, stream(next(s))),  # type: ignore[misc]
-                at,
-                [(IMAGES, LABELS)] * len(steps),
-                training,
-            )
-        state = dict(left)
-        found.append(update["w"].flatten())
-    for update, steps in zip(found, ([0, 1, 2], [3, 4]), strict=True):
-        torch.testing.assert_close(update, -0.1 * sum(alone[step] for step in steps))
 
 
 def test_a_client_that_failed_in_between_forgets_nothing_and_leaks_nothing() -> None:

@@ -153,16 +153,11 @@ def test_a_signal_says_how_to_go_on(
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.parametrize(("moment", "workers"), [("workers start", 2), ("workers attack", 1)])
-def test_workers_die_with_their_parent(path: Path, begin: Begin, moment: str, workers: int) -> None:
+def test_workers_die_with_their_parent(path: Path, begin: Begin) -> None:
     """SIGKILL, of which the parent cannot tell them; and the lock is nobody's then."""
-    process = begin(workers)
-    if moment == "workers start":
-        # Its first children are the resource tracker and a worker.
-        until(lambda: len(children(process.pid)) >= 2, process)
-    else:
-        until(lambda: attacking(path), process)
-        assert len(children(process.pid)) >= 1 + workers
+    process = begin(2)
+    until(lambda: attacking(path), process)
+    assert len(children(process.pid)) >= 3, "the resource tracker and both workers"
     there = children(process.pid)
     process.kill()
     until(lambda: not any(map(runs, there)))

@@ -84,13 +84,6 @@ def test_pure_releases_never_count_for_more_than_their_epsilon(count: int, delta
     assert (count * (1 - 2 * delta)) <= curves.of_mechanisms((one,) * count, delta) <= count
 
 
-def test_the_smaller_of_both_proofs_is_stated() -> None:
-    """Of pure releases that is basic composition's at a small δ, and the convolution's else."""
-    few, many = [response(1.0, 0.0)] * 2, [response(0.1, 0.0)] * 50
-    assert curves.epsilon(few, 1e-9) == curves._basic(few, 1e-9) < curves._numerical(few, 1e-9)
-    assert curves.epsilon(many, 1e-5) == curves._numerical(many, 1e-5) < 0.8 * 5
-
-
 def test_what_is_lost_for_sure_is_lost() -> None:
     """δ never falls below what the mechanisms give away: with less there is no ε."""
     parts = [normal(1.0), response(0.1, 1e-4)]

@@ -83,16 +83,6 @@ def pld(steps: int, rate: float, sigma: float):  # type: ignore[no-untyped-def]
     return accountant
 
 
-@pytest.mark.parametrize("epsilon", [0.1, 4.0])
-def test_without_correlation_poisson_agrees_with_pld(
-    epsilon: float,
-) -> None:
-    steps, rate, sigma = 50, 0.1, 1.0
-    found = estimated(steps, rate, 0.0, sigma).at(epsilon)
-    assert found.low <= pld(steps, rate, sigma).get_delta(epsilon) * (1 + 1e-3)
-    assert found.high >= pld(steps, rate, sigma).get_delta(epsilon) * (1 - 1e-3)
-
-
 def test_intervals_cover() -> None:
     """At 99%, three misses of 24 happen once in 600 times."""
     exact = pld(20, 0.1, 1.0).get_delta(2.0)
