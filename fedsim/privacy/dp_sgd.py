@@ -65,6 +65,17 @@ class _Keys(Stated):
             delta=delta,
         )
 
+    def answer(self, noise: float, delta: float, epsilon: float | None = None) -> Answer:
+        """Returns what the ledger states of `noise` at δ, or the given ε, as an answer."""
+        stated, accountant = self.ledger(noise, delta)
+        return Answer(
+            epsilon=stated if epsilon is None else epsilon,
+            delta=delta,
+            log_delta=math.log(delta),
+            method=accountant,
+            noise_multiplier=noise,
+        )
+
     @property
     def _training(self) -> LocalTraining:
         return LocalTraining(
@@ -91,20 +102,11 @@ class DPSGDCurve(_Keys, Curve):
             most=2 * _SMALLEST,
             tolerance=1e-13,
         )
-        return self._answer(epsilon, _delta(found))
+        return self.answer(self.noise_multiplier, _delta(found), epsilon)
 
     def epsilon(self, delta: float) -> Answer:
         """What a run's ledger states."""
-        return self._answer(self.ledger(self.noise_multiplier, delta)[0], delta)
-
-    def _answer(self, epsilon: float, delta: float) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=delta,
-            log_delta=math.log(delta),
-            method=self.ledger(self.noise_multiplier, delta)[1],
-            noise_multiplier=self.noise_multiplier,
-        )
+        return self.answer(self.noise_multiplier, delta)
 
 
 def _delta(up: float) -> float:
@@ -123,14 +125,7 @@ class DPSGDCalibration(_Keys, Calibration):
             FedsimError: no noise is enough.
         """
         noise = least_noise(lambda at: self.ledger(at, delta)[0], epsilon)
-        found, accountant = self.ledger(noise, delta)
-        return Answer(
-            epsilon=found,
-            delta=delta,
-            log_delta=math.log(delta),
-            method=accountant,
-            noise_multiplier=noise,
-        )
+        return self.answer(noise, delta)
 
 
 class DPSGD(KnownMechanism):

@@ -266,16 +266,12 @@ class PairCurve:
         """δ of removal, however few draws reach there: for a search, not for a claim."""
         return self._draws("forward", "up").delta(epsilon)[0]
 
-    def upper(self, epsilon: float) -> float:
-        """The upper end alone, which is what a claim may use.
+    def upper(self, epsilon: float) -> tuple[float, Direction]:
+        """Returns the upper end, which is what a claim may use, and its direction.
 
         Raises:
             TooFewDraws: too few draws reach so far into the tail.
         """
-        return self._upper(epsilon)[1]
-
-    def upper_with_direction(self, epsilon: float) -> tuple[float, Direction]:
-        """Returns `upper`, and the direction that it belongs to."""
         return self._upper(epsilon)[1:]
 
     def _upper(self, epsilon: float) -> tuple[float, float, Direction]:

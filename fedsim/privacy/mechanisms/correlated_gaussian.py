@@ -20,6 +20,7 @@ from fedsim.privacy.composition.dominating_pair import (
     Poisson,
     TooFewDraws,
 )
+from fedsim.privacy.composition.participation import accumulate
 from fedsim.privacy.contract import (
     Answer,
     Calibration,
@@ -114,7 +115,7 @@ class CorrelatedExperiment(_Steps, Experiment):
         masks, chances = self._participations()
         # relative to batches without the example, where that is public
         reach = (1.0, 2.0) if self.sampling == "fixed_size" else (0.0, 1.0)
-        whitened = [factor * self._whiten(masks) for factor in reach]
+        whitened = [factor * accumulate(masks, self.correlation) for factor in reach]
         chunk = max(1, min(_CHUNK // len(masks), _HELD // self.steps))
         found = []
         for start in range(0, draws, chunk):
@@ -122,7 +123,7 @@ class CorrelatedExperiment(_Steps, Experiment):
             gradients = reach[present] * masks[rng.choice(len(masks), count, p=chances)]
             noise = sigma * rng.standard_normal((count, self.steps))
             noise[:, 1:] -= self.correlation * noise[:, :-1].copy()
-            seen = self._whiten(gradients + noise)
+            seen = accumulate(gradients + noise, self.correlation)  # C makes the noise white
             likely = [_log_density(seen, means, chances, sigma) for means in whitened]
             found.append(likely[1] - likely[0])
         return np.concatenate(found)
@@ -141,13 +142,6 @@ class CorrelatedExperiment(_Steps, Experiment):
         masks = np.array(list(itertools.product((0.0, 1.0), repeat=self.steps)))
         rates = np.where(masks == 1, self.sampling_rate, 1 - self.sampling_rate)
         return masks, rates.prod(1)
-
-    def _whiten(self, released: Array) -> Array:
-        """C times each row: y_t = λ y_(t-1) + x_t, which makes the noise white again."""
-        found = released.copy()
-        for step in range(1, self.steps):
-            found[:, step] += self.correlation * found[:, step - 1]
-        return found
 
 
 def _log_density(seen: Array, means: Array, chances: Array, sigma: float) -> Array:
@@ -205,6 +199,14 @@ class _Keys(_Steps):
         return self
 
     @property
+    def _shape(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "sampling_rate": self.sampling_rate,
+            "correlation": self.correlation,
+        }
+
+    @property
     def _bins(self) -> int:
         return max(1, round(1 / self.sampling_rate))
 
@@ -224,12 +226,7 @@ class _Keys(_Steps):
         if self.sampling == "fixed_size":
             return (
                 lambda noise, eps: correlated.log_delta_fixed_size(
-                    noise,
-                    eps,
-                    steps=self.steps,
-                    sampling_rate=self.sampling_rate,
-                    correlation=self.correlation,
-                    factor=factor,
+                    noise, eps, **self._shape, factor=factor
                 ),
                 _CONVEX if self.relation == "replace_one" else poisson.REVEALED,
             )
@@ -264,23 +261,10 @@ class _Keys(_Steps):
             return correlated.log_delta_known_bin(
                 noise, epsilon, steps=self.steps, bins=self._bins, correlation=self.correlation
             )
-        return correlated.log_delta_revealed(
-            noise,
-            epsilon,
-            steps=self.steps,
-            sampling_rate=self.sampling_rate,
-            correlation=self.correlation,
-            factor=1.0,
-        )
+        return correlated.log_delta_revealed(noise, epsilon, **self._shape, factor=1.0)
 
     def _paper_noise(self, epsilon: float, delta: float) -> float:
-        return baselines.kan_noise(
-            epsilon,
-            delta,
-            steps=self.steps,
-            sampling_rate=self.sampling_rate,
-            correlation=self.correlation,
-        )
+        return baselines.kan_noise(epsilon, delta, **self._shape)
 
     def _answer(
         self, epsilon: float, delta: float, noise: float, method: str, **told: Any
@@ -335,13 +319,7 @@ class CorrelatedCurve(_Keys, Curve):
             TooMuchWork: they would take too long.
         """
         if self.variant == "paper":
-            found = baselines.kan_epsilon(
-                self.noise_multiplier,
-                delta,
-                steps=self.steps,
-                sampling_rate=self.sampling_rate,
-                correlation=self.correlation,
-            )
+            found = baselines.kan_epsilon(self.noise_multiplier, delta, **self._shape)
             return self._answer(found, delta, self.noise_multiplier, baselines.KAN_METHOD)
         exact = self._log_delta()
         if exact:
@@ -363,11 +341,11 @@ class CorrelatedCurve(_Keys, Curve):
             return found.epsilon, found.method
         curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
         high = self._upper_end(curve, delta)
-        curve.upper_with_direction(high)  # raises if the draws did not reach it
+        curve.upper(high)  # raises if the draws did not reach it
         return high, f"{self._draw_method}, upper end at {CONFIDENCE:.0%}"
 
     def _upper_end(self, curve: PairCurve, delta: float) -> float:
-        return _least(lambda eps: _holds_or_unseen(lambda: curve.upper(eps), delta))
+        return _least(lambda eps: _holds_or_unseen(lambda: curve.upper(eps)[0], delta))
 
     def epsilon_of_known_batches(self, delta: float) -> Answer:
         """Returns `epsilon` for an attacker who knows which batches an example was in.
@@ -438,7 +416,7 @@ class CorrelatedCalibration(_Keys, Calibration):
         slope, noise = _search_noise(excess, enough)
         for attempt in range(1, _ATTEMPTS):
             curve = self._pair(noise, self._draws, self.seed + attempt)
-            high, direction = curve.upper_with_direction(epsilon)
+            high, direction = curve.upper(epsilon)
             if high <= delta:
                 told = {"direction": direction, "sigma": noise}
                 return self._answer(epsilon, delta, noise, self._draw_method, **told)
