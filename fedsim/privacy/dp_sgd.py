@@ -128,7 +128,7 @@ class DPSGDCalibration(_Keys, Calibration):
         return self.answer(noise, delta)
 
 
-class DPSGD(KnownMechanism):
+class KnownDPSGD(KnownMechanism):
     """A federated training by DP-SGD, of the client that is worst off: rounds of local steps."""
 
     curve = DPSGDCurve

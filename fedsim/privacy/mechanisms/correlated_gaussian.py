@@ -480,7 +480,7 @@ def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40)
     return high
 
 
-class CorrelatedGaussian(KnownMechanism):
+class KnownCorrelatedGaussian(KnownMechanism):
     """δ(ε) of T correlated releases with a given noise."""
 
     curve = CorrelatedCurve

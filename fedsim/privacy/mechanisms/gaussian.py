@@ -73,7 +73,7 @@ class GaussianExperiment(Experiment):
         return self.sensitivity * (moved - self.sensitivity / 2) / sigma**2
 
 
-class Gaussian(KnownMechanism):
+class KnownGaussian(KnownMechanism):
     """The Gaussian mechanism: a value plus normal noise."""
 
     curve = GaussianCurve

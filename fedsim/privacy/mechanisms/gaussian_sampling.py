@@ -191,7 +191,7 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
         return ratio
 
 
-class GaussianSampling(KnownMechanism):
+class KnownGaussianSampling(KnownMechanism):
     """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
 
     curve = GaussianSamplingCurve

@@ -183,7 +183,7 @@ class TruncatedLaplaceExperiment(Experiment):
         return ratio
 
 
-class TruncatedLaplace(KnownMechanism):
+class KnownTruncatedLaplace(KnownMechanism):
     """Truncated Laplace noise on one number."""
 
     curve = TruncatedLaplaceCurve

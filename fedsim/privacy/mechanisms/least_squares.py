@@ -408,7 +408,7 @@ class LeastSquaresExperiment(Leverages, Experiment):
         return ratio + (math.log(along) + (self.d - 1) * math.log(across)) / 2
 
 
-class LeastSquares(KnownMechanism):
+class KnownLeastSquares(KnownMechanism):
     """Sketched least squares: a normal release around the solution."""
 
     curve = LeastSquaresCurve

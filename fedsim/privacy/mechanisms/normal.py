@@ -103,7 +103,7 @@ def _read(path: Path) -> dict[str, Any]:
     return read
 
 
-class Normal(KnownMechanism):
+class KnownNormal(KnownMechanism):
     """Any two normal distributions, one for each neighbour."""
 
     curve = NormalCurve

@@ -45,7 +45,7 @@ class PoissonGaussianExperiment(Experiment):
         return total
 
 
-class PoissonGaussian(KnownMechanism):
+class KnownPoissonGaussian(KnownMechanism):
     """DP-SGD's steps with Poisson sampling: each takes the row with probability `sampling_rate`."""
 
     experiment = PoissonGaussianExperiment

@@ -323,7 +323,7 @@ class RandomProjectionExperiment(Experiment):
         return squares / (2 * (1 - p)) + self.r / 2 * math.log1p(-p)
 
 
-class RandomProjection(KnownMechanism):
+class KnownRandomProjection(KnownMechanism):
     """Gaussian random projection of a matrix: the release of D'G, alone or with noise."""
 
     curve = RandomProjectionCurve
