@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim.contracts.defense import StatisticDefense
 from fedsim.contracts.guarantee import Release
 from fedsim.privacy.mechanisms import draws, kernel_distance, wishart
-from fedsim.privacy.mechanisms.gaussian_sampling import Sampled
+from fedsim.privacy.mechanisms.gaussian_sampling import SamplingRelease
 from fedsim.types import FedsimError
 
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
@@ -98,7 +98,7 @@ class GaussianSampling(StatisticDefense):
         samples = self.guarantee(release).samples
         return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
 
-    def guarantee(self, release: Release) -> Sampled:
+    def guarantee(self, release: Release) -> SamplingRelease:
         """Returns the draws that are made, of a matrix that changes as much as any neighbour's may.
 
         Raises:
@@ -119,7 +119,7 @@ class GaussianSampling(StatisticDefense):
         if samples is None:
             assert self.epsilon is not None and self.delta is not None
             samples = _most_draws(eigenvalues, self.epsilon, self.delta)
-        return Sampled(
+        return SamplingRelease(
             unit="example",
             relation="close" if self.lift is not None else "relative",
             beta=self.beta,

@@ -12,9 +12,9 @@ from torch import Tensor
 from fedsim.contracts.defense import DataDefense
 from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
 from fedsim.privacy.mechanisms import least_squares
-from fedsim.privacy.mechanisms.least_squares import Regressed
+from fedsim.privacy.mechanisms.least_squares import RegressionRelease
 from fedsim.privacy.mechanisms.leverage import bound, lowering
-from fedsim.privacy.mechanisms.projection import Projected
+from fedsim.privacy.mechanisms.projection import ProjectionRelease
 from fedsim.types import FedsimError, Relation
 from fedsim_defenses.leverage import max_leverage, require
 
@@ -85,9 +85,11 @@ class LeastSquaresMechanism(DataDefense):
         leverage = bound(self.sigma(release), release.row_norm, self.leverage)
         relation: Relation = "add_or_remove" if self.leverage == 1 else "relative"
         mechanism: ExactMechanism = (
-            Projected(unit="example", relation=relation, leverage=leverage, columns=release.columns)
+            ProjectionRelease(
+                unit="example", relation=relation, leverage=leverage, columns=release.columns
+            )
             if release.kind == "sketched_coefficients"
-            else Regressed(
+            else RegressionRelease(
                 unit="example",
                 relation=relation,
                 leverage=leverage,

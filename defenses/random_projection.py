@@ -14,7 +14,7 @@ from fedsim.contracts.defense import DataDefense
 from fedsim.contracts.guarantee import Guarantee, Release
 from fedsim.privacy import baselines
 from fedsim.privacy.mechanisms.leverage import bound, lowering
-from fedsim.privacy.mechanisms.projection import Projected
+from fedsim.privacy.mechanisms.projection import ProjectionRelease
 from fedsim.types import FedsimError
 from fedsim_defenses.leverage import max_leverage, require
 
@@ -108,8 +108,8 @@ class RandomProjection(DataDefense):
             return least
         return norm * math.sqrt(1 / allowed)
 
-    def _make_mechanism(self, release: Release, sigma: float, leverage: float) -> Projected:
-        return Projected(
+    def _make_mechanism(self, release: Release, sigma: float, leverage: float) -> ProjectionRelease:
+        return ProjectionRelease(
             unit="example",
             relation="add_or_remove" if leverage == 1 else "relative",
             leverage=bound(sigma, release.row_norm, leverage),

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedsim.contracts.defense import StatisticDefense
 from fedsim.contracts.guarantee import Release
 from fedsim.privacy.mechanisms import draws, laplace_vector
-from fedsim.privacy.mechanisms.laplace_vector import Shaken
+from fedsim.privacy.mechanisms.laplace_vector import LaplaceRelease
 
 
 @final
@@ -42,12 +42,12 @@ class TruncatedLaplace(StatisticDefense):
         made = self.guarantee(release)
         return draws.truncated_laplace(value, made.scale, made.bound, rng)
 
-    def guarantee(self, release: Release) -> Shaken:
+    def guarantee(self, release: Release) -> LaplaceRelease:
         """What is proven of the noise in use, whichever calibration chose it."""
         scale, bound = laplace_vector.calibrate_noise(
             self.beta, release.features, self.epsilon, self.delta, self.calibration
         )
-        return Shaken(
+        return LaplaceRelease(
             unit="example",
             relation="close",
             beta=self.beta,

@@ -61,7 +61,7 @@ _INDEPENDENT = ("poisson", "balls_in_bins")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probed:
+class ProbeReleases:
     """What a client releases besides training: `count` batches, each `releases` times."""
 
     declared: LocalTraining
@@ -96,7 +96,7 @@ class Entry:
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
     """What clients compute with that one unit's data had a say in, without noise: it then moves
     more than its own contribution, and nothing is claimed."""
-    probes: Collection[Probed] = ()
+    probes: Collection[ProbeReleases] = ()
     unprotected: Collection[str] = ()
     """Tensors that clients release and no defense acts on."""
     known: float = 0.0
@@ -141,15 +141,15 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
                 f"client's data ({number_of(held_examples, 'example')}); use a smaller batch"
             )
         spent = [
-            _Spent(mechanism, entry.rounds, 1, training.batch_size),
-            _Spent(mechanism, entry.repeated_rounds, entry.repeats, training.batch_size),
+            _Batches(mechanism, entry.rounds, 1, training.batch_size),
+            _Batches(mechanism, entry.repeated_rounds, entry.repeats, training.batch_size),
         ]
         for probe in entry.probes:
             probed = stack.guarantees(probe.declared, entry.release)[-1].mechanism
             if not isinstance(probed, Mechanism) or probed.relation != mechanism.relation:
                 return _claim_nothing(_PROBED)
             size = stack.training(probe.declared).batch_size
-            spent.append(_Spent(probed, probe.count, probe.releases, size))
+            spent.append(_Batches(probed, probe.count, probe.releases, size))
         if mechanism.sampling in _INDEPENDENT:
             epsilon, accountant = of_steps(
                 mechanism,
@@ -215,7 +215,7 @@ def of_steps(
         known: see `Entry`.
     """
     if mechanism.sampling not in _INDEPENDENT:
-        spent = _Spent(mechanism, rounds, 1, training.batch_size)
+        spent = _Batches(mechanism, rounds, 1, training.batch_size)
         return _compose((spent,), num_examples, delta)
     sampling = mechanism.sampling
     assert mechanism.relation == "zero_out", "an example that is drawn is there or not"
@@ -263,7 +263,7 @@ def _claim_nothing(reason: str) -> PrivacyClaim:
 
 
 @dataclass(frozen=True)
-class _Spent:
+class _Batches:
     """Releases of one kind: `batches` batches of one size, each released `repeats` times."""
 
     mechanism: Mechanism
@@ -283,7 +283,7 @@ class _Spent:
 
 
 @lru_cache(maxsize=4096)
-def _compose(parts: tuple[_Spent, ...], num_examples: int, delta: float) -> tuple[float, str]:
+def _compose(parts: tuple[_Batches, ...], num_examples: int, delta: float) -> tuple[float, str]:
     """(ε, accountant) of all `parts` together: the least valid bound."""
     parts = tuple(part for part in parts if part.drawn and part.repeats)
     if not parts:

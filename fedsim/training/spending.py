@@ -12,7 +12,7 @@ from itertools import product
 
 from fedsim.contracts.defense import AskedEpsilon, NoisyAggregation
 from fedsim.contracts.stack import Stack
-from fedsim.privacy.ledger import Entry, Probed, claim, worst_client_sizes
+from fedsim.privacy.ledger import Entry, ProbeReleases, claim, worst_client_sizes
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario
 from fedsim.scenario.document import blaming
@@ -178,7 +178,7 @@ class Account:
             )
         ] or [Most(0, 0, 0)]
 
-    def probed(self, rounds: int) -> tuple[Probed, ...]:
+    def probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
         """What a client released as probes that was asked for them in so many rounds.
 
         Empty where the scenario declares them no part of the deployment.
@@ -187,7 +187,7 @@ class Account:
         if self.scenario.privacy.probes != "included" or not rounds:
             return ()
         return tuple(
-            Probed(
+            ProbeReleases(
                 declared=as_probed(self.declared, size),
                 count=rounds * observe.trials,
                 releases=observe.releases,

@@ -13,7 +13,7 @@ from fedsim.contracts.stack import chain
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms import projection
 from fedsim.privacy.mechanisms.leverage import bound, lowering
-from fedsim.privacy.mechanisms.projection import Projected
+from fedsim.privacy.mechanisms.projection import ProjectionRelease
 from fedsim.testing import DataDefenseContract
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.aggregate import Aggregate
@@ -135,7 +135,7 @@ def test_the_leverage_in_the_union_says_nothing_of_one_clients_rows() -> None:
     shared = RandomProjection(epsilon=1.0, delta=DELTA, shared_among=4, leverage=0.3)
     held = shared.guarantee(RELEASE)
     alone, together = held.mechanism, held.pooled
-    assert isinstance(alone, Projected) and isinstance(together, Projected)
+    assert isinstance(alone, ProjectionRelease) and isinstance(together, ProjectionRelease)
     assert (alone.relation, together.relation) == ("add_or_remove", "relative")
     assert alone.leverage == bound(shared.sigma(RELEASE), RELEASE.row_norm, 1.0)
     assert together.leverage == bound(2 * shared.sigma(RELEASE), RELEASE.row_norm, 0.3)

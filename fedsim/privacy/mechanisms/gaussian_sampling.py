@@ -136,7 +136,7 @@ class GaussianSamplingCalibration(Neighbours, Calibration):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Sampled(CurveMechanism):
+class SamplingRelease(CurveMechanism):
     """So many draws of a covariance that differs from any neighbour's in two eigenvalues."""
 
     samples: int

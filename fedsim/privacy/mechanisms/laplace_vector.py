@@ -74,7 +74,7 @@ def log_delta(
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Shaken(CurveMechanism):
+class LaplaceRelease(CurveMechanism):
     """Truncated Laplace noise on every one of `dimension` entries, which move by `beta`."""
 
     scale: float

@@ -349,7 +349,7 @@ class LeastSquaresCalibration(Calibration):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Regressed(ExactMechanism):
+class RegressionRelease(ExactMechanism):
     """A draw of N(x, |e|² (B'B)^-1 / r) where no row has more than `leverage` in [B, b]."""
 
     leverage: float

@@ -280,7 +280,7 @@ class RandomProjectionCalibration(Calibration):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Projected(ExactMechanism):
+class ProjectionRelease(ExactMechanism):
     """A Gaussian random projection in whose (regularized) database no row has more `leverage`."""
 
     leverage: float
@@ -293,7 +293,7 @@ class Projected(ExactMechanism):
         """Sketches of the same data by independent matrices are one of all their columns."""
         return float(epsilon(self.leverage, self.columns * releases, delta))
 
-    def with_share(self, share: float) -> Projected:
+    def with_share(self, share: float) -> ProjectionRelease:
         """1 / p grows by σ² / l², which is the noise's variance in units of the row norm."""
         bare = 1 / self.without_noise
         leverage = 1 / (bare + share * (1 / self.leverage - bare))
