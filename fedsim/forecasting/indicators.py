@@ -54,11 +54,10 @@ def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
         model, observation.parameters, observation.buffers, small.training, clients
     )
     update = observation.update or update_map.tensors(images, labels)
-    singles = _single_gradients(small, images, labels)
     return [
         _labels(plan),
         *_ranks(observation.parameters, update, len(images)),
-        *_alone(singles),
+        *_alone(_row_norms(small, images, labels)),
         active,
         _norms(model, plan),
         *_sizes(plan),
@@ -108,11 +107,10 @@ def _ranks(parameters: Tensors, update: Tensors, count: int) -> list[Indicator]:
     return found
 
 
-def _alone(singles: Tensors | None) -> list[Indicator]:
+def _alone(rows: Tensor | None) -> list[Indicator]:
     """Share of images that are alone in some row of the first dense layer."""
-    if singles is None:
+    if rows is None:
         return []
-    (rows,) = singles.values()
     active = rows > _RANK_TOLERANCE * rows.amax().clamp_min(1e-30)
     alone = ((active.sum(0) == 1) & active).any(1)
     share = float(alone.float().mean())
@@ -121,7 +119,7 @@ def _alone(singles: Tensors | None) -> list[Indicator]:
     return [_judge(share > 0, "alone in a row", value, share, why)]
 
 
-def _single_gradients(plan: UpdatePlan, images: Tensor, labels: Tensor) -> Tensors | None:
+def _row_norms(plan: UpdatePlan, images: Tensor, labels: Tensor) -> Tensor | None:
     """(images, rows): norm of each row of the first dense layer's gradient, image by image."""
     observation = plan.first
     names = [n for n, p in observation.parameters.items() if p.ndim == 2]
@@ -140,7 +138,7 @@ def _single_gradients(plan: UpdatePlan, images: Tensor, labels: Tensor) -> Tenso
         except Exception:  # batch norm cannot train on one image
             return None
         rows.append(torch.linalg.vector_norm(found, dim=1))
-    return {chosen[0]: torch.stack(rows)}
+    return torch.stack(rows)
 
 
 def _active_share(model: Classifier, images: Tensor) -> Indicator:
