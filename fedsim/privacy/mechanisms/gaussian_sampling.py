@@ -59,7 +59,7 @@ class Neighbours(Keys):
             raise ValueError("gaussian_sampling takes distance, or else both beta and lift")
         return self
 
-    def known(self) -> float | Array:
+    def separation(self) -> float | Array:
         """Returns what `wishart.log_delta_at` takes: eigenvalues, or the distance alone."""
         if self.beta is None or self.lift is None:
             return self.apart()
@@ -106,19 +106,19 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
         return super().delta(epsilon)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        return {"both": wishart.log_delta_at(self.k, self.known(), epsilons)}
+        return {"both": wishart.log_delta_at(self.k, self.separation(), epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
         if self.variant == "paper":
             return {"both": wishart.paper_epsilon(self.k, self.apart(), delta)}
-        return {"both": wishart.epsilon(self.k, self.known(), delta)}
+        return {"both": wishart.epsilon(self.k, self.separation(), delta)}
 
 
 class GaussianSamplingCalibration(Neighbours, Calibration):
     """The most draws of Gaussian sampling that are private: its noise falls with k."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        draws = wishart.max_draws(self.known(), epsilon, delta)
+        draws = wishart.max_draws(self.separation(), epsilon, delta)
         if draws == 0:
             raise FedsimError(
                 f"distance: not even one draw is ({epsilon:g}, {delta:g})-private at "
@@ -182,8 +182,8 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
         """(draws,) log likelihood ratios; `present` is K'."""
-        count, known = self._drawn, self.known()
-        up, down = known[0] if isinstance(known, np.ndarray) else (0.0, known)
+        count, apart = self._drawn, self.separation()
+        up, down = apart[0] if isinstance(apart, np.ndarray) else (0.0, apart)
         ratio = np.zeros(draws)
         for a in filter(None, (-up, down)):
             squares = rng.chisquare(count, draws) / (1 - a if present else 1.0)

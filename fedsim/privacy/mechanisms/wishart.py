@@ -84,44 +84,44 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
     return np.asarray(found.max(axis=-1))[()]
 
 
-def log_delta_at(k: float, known: float | Array, epsilon: ArrayLike) -> Array:
-    """Returns `log_delta` of a distance, or `log_delta_of` the (n, 2) eigenvalues `known`."""
-    if isinstance(known, np.ndarray):
-        return log_delta_of(k, known, epsilon)
-    return log_delta(k, known, epsilon)
+def log_delta_at(k: float, separation: float | Array, epsilon: ArrayLike) -> Array:
+    """Returns `log_delta` of a distance, or `log_delta_of` of (n, 2) eigenvalues."""
+    if isinstance(separation, np.ndarray):
+        return log_delta_of(k, separation, epsilon)
+    return log_delta(k, separation, epsilon)
 
 
-def epsilon(k: float, known: float | Array, delta: float) -> float:
-    """Returns the least ε >= 0 at which δ is at most `delta`, for `known` as of `log_delta_at`.
+def epsilon(k: float, separation: float | Array, delta: float) -> float:
+    """Returns the least ε >= 0 at which δ is at most `delta`; `separation` as of `log_delta_at`.
 
     It is inf where neighbours' covariances may be told apart for sure, as at a distance of 1.
     """
-    at_zero = float(log_delta_at(k, known, 0.0))
+    at_zero = float(log_delta_at(k, separation, 0.0))
     target = float(np.log(require_delta(delta)))
-    if at_zero == 0.0 if isinstance(known, np.ndarray) else known >= 1:
+    if at_zero == 0.0 if isinstance(separation, np.ndarray) else separation >= 1:
         return math.inf
     return least_epsilon(
-        lambda at: float(log_delta_at(k, known, at)), target, xtol=1e-300, rtol=1e-14
+        lambda at: float(log_delta_at(k, separation, at)), target, xtol=1e-300, rtol=1e-14
     )
 
 
-def max_draws(known: float | Array, epsilon: float, delta: float) -> int:
+def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
     """Returns the largest number of draws k that is (ε, δ)-private; 0 if none is.
 
-    More draws are a better kernel and less privacy. `known` is as of `log_delta_at`.
+    More draws are a better kernel and less privacy. `separation` is as of `log_delta_at`.
 
     Raises:
         FedsimError: an argument is out of range, or there is no such k below 10^12.
     """
     target = float(np.log(require_delta(delta)))
     low, high = 0, 1
-    while log_delta_at(high, known, epsilon) <= target:
+    while log_delta_at(high, separation, epsilon) <= target:
         low, high = high, 2 * high
         if high > 10**12:
             raise FedsimError("distance: so small that more than 10^12 draws are private")
     while high - low > 1:
         middle = (low + high) // 2
-        is_private = log_delta_at(middle, known, epsilon) <= target
+        is_private = log_delta_at(middle, separation, epsilon) <= target
         low, high = (middle, high) if is_private else (low, middle)
     return low
 
