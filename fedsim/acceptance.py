@@ -113,7 +113,7 @@ def claimed(server: Server, claim: PrivacyClaim) -> str:
     """One line on the ε of a stack, and on the noise that was found for an ε asked for."""
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
-        for target, multiplier in spending.noises(server.stack)
+        for target, multiplier in spending.found_noises(server.stack)
     ]
     if claim.unit is None:
         return f"{server.stack_name}: {''.join(found)}ε = ∞: {claim.reason}"

@@ -228,7 +228,7 @@ class _Execution:
         for line in acceptance.known_beforehand(next(iter(self.servers.values()))):
             display.note(f"WARNING: {self.place}{line}")
         for name, server in self.servers.items():
-            if spending.targets(server.stack):
+            if spending.asked_epsilons(server.stack):
                 display.note(
                     f"{self.place}{acceptance.claimed(server, self.accepted.claims[name])}"
                 )

@@ -226,7 +226,7 @@ def _fill(
         lpips_backbone="alex",
         lpips_weights=None,
         threads=1,
-        models=live.kept(app.victim.spec.name),
+        models=live.copy_for_processes(app.victim.spec.name),
     )
     return context, setting
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fedsim.assessment.truth import Picked
 from fedsim.attacking.tapped import EXAMPLES, TappedAnswer, TappedTraining, gradient_of
 from fedsim.scenario import build_stack
-from fedsim.scenario.build import announced, plugin_class
+from fedsim.scenario.build import announce_defenses, plugin_class
 from fedsim.scenario.model import PluginRef
 from fedsim.types import Effect, FedsimError, LocalTraining, Mode, StepRule
 from fedsim.words import number_of
@@ -157,7 +157,7 @@ class AppTraining:
         """Returns name, announcement and effect of what clients do to their update."""
         if not self._refs:
             return _UNDEFENDED, (), Effect()
-        told = announced(self._stack, self._refs, training, None)
+        told = announce_defenses(self._stack, self._refs, training, None)
         return _DEFENDED, told, self._stack.effect(training)
 
 

@@ -119,8 +119,8 @@ class VictimModel:
         shape = _shape(input_shape)
         if classes < 2:
             raise FedsimError(f"classes: expected at least 2, got {classes}")
-        apart, self._names = live.taken_apart(model, shape, classes, head)
-        idle = live.unused(apart, mode, shape)
+        apart, self._names = live.take_apart(model, shape, classes, head)
+        idle = live.find_unused(apart, mode, shape)
         every = dict(model.named_parameters())
         self._trained: Tensors = {
             name: p

@@ -59,7 +59,7 @@ def scores(
             sent[client], states[client] = cast.release(client, round, states.get(client, {}))
         if workload.stack.aggregation is not None:
             updates = [Update(tensors=sent[client], num_examples=1) for client in sorted(sent)]
-            sent = {_ALL: workload.combined(updates, round).tensors}
+            sent = {_ALL: workload.combine_updates(updates, round).tensors}
         for viewed, update in sent.items():
             seen[viewed] = seen.get(viewed, 0) + cast.sign * cast.flat(update)
         on_progress(round, rounds)

@@ -393,4 +393,6 @@ def _server_view(workload: Workload, released: Tensors, round: int, seed: int) -
     """Returns what a server with noise of `seed` sees, if it knows what all others sent."""
     if workload.stack.aggregation is None:
         return released
-    return workload.combined([Update(tensors=released, num_examples=1)], round, seed=seed).tensors
+    return workload.combine_updates(
+        [Update(tensors=released, num_examples=1)], round, seed=seed
+    ).tensors

@@ -44,7 +44,7 @@ class Faces(DataSource):
         import skimage.data
 
         data: Any = skimage.data
-        images = _resized(data.lfw_subset(), self.size)
+        images = _resize_grey(data.lfw_subset(), self.size)
         labels = torch.arange(len(images)) // 100
         return _dataset("faces", images, labels, ("face", "not face"), (0.37,), (0.27,))
 
@@ -70,7 +70,7 @@ class Digits(DataSource):
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        images = _resized(digits.images / 16, self.size)
+        images = _resize_grey(digits.images / 16, self.size)
         labels = torch.from_numpy(digits.target).long()
         classes = tuple(str(digit) for digit in range(10))
         return _dataset("digits", images, labels, classes, (0.31,), (0.35,))
@@ -139,7 +139,7 @@ def _crops(picture: Image) -> Tensor:
     return crops[kept.sort().values]
 
 
-def _resized(grey: Any, size: int) -> Tensor:
+def _resize_grey(grey: Any, size: int) -> Tensor:
     """Resizes an (N, H, W) array in [0, 1] to (N, 1, size, size) uint8."""
     from PIL import Image
 

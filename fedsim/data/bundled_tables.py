@@ -11,7 +11,7 @@ from typing import ClassVar, final
 import torch
 from pydantic import field_validator
 
-from fedsim.data.rows import Column, TableSource
+from fedsim.data.rows import RangeColumn, TableSource
 from fedsim.types import Table
 
 _NUCLEUS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
@@ -28,24 +28,24 @@ _NUCLEUS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float,
     "fractal dimension": ((0.04, 0.1), (0, 0.03), (0.05, 0.25)),
 }
 _CELLS = tuple(
-    Column(name=name, low=low, high=high)
+    RangeColumn(name=name, low=low, high=high)
     for position, form in enumerate(("mean {}", "{} error", "worst {}"))
     for name, (low, high) in ((form.format(key), r[position]) for key, r in _NUCLEUS.items())
 )
 
 _PATIENTS = (
-    Column(name="age", low=15, high=85),
-    Column(name="sex", low=1, high=2),
-    Column(name="bmi", low=15, high=45),
-    Column(name="bp", low=60, high=140),
-    Column(name="s1", low=90, high=310),
-    Column(name="s2", low=40, high=250),
-    Column(name="s3", low=20, high=100),
-    Column(name="s4", low=1, high=10),
-    Column(name="s5", low=3, high=6.5),
-    Column(name="s6", low=50, high=130),
+    RangeColumn(name="age", low=15, high=85),
+    RangeColumn(name="sex", low=1, high=2),
+    RangeColumn(name="bmi", low=15, high=45),
+    RangeColumn(name="bp", low=60, high=140),
+    RangeColumn(name="s1", low=90, high=310),
+    RangeColumn(name="s2", low=40, high=250),
+    RangeColumn(name="s3", low=20, high=100),
+    RangeColumn(name="s4", low=1, high=10),
+    RangeColumn(name="s5", low=3, high=6.5),
+    RangeColumn(name="s6", low=50, high=130),
 )
-_PROGRESSION = Column(name="progression", low=0, high=400)
+_PROGRESSION = RangeColumn(name="progression", low=0, high=400)
 
 
 @final
@@ -62,7 +62,7 @@ class BreastCancer(TableSource):
 
     @field_validator("features")
     @classmethod
-    def _known(cls, features: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _check_features(cls, features: tuple[str, ...] | None) -> tuple[str, ...] | None:
         names = [column.name for column in _CELLS]
         for name in features or ():
             if name not in names:
@@ -110,7 +110,7 @@ class Diabetes(TableSource):
             "diabetes",
             torch.from_numpy(data.data).double(),
             _PATIENTS,
-            _PROGRESSION.scaled(torch.from_numpy(data.target).double()),
+            _PROGRESSION.scale(torch.from_numpy(data.target).double()),
             _PROGRESSION.name,
             None,
             private_statistics=(),

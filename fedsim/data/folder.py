@@ -38,12 +38,12 @@ class _Labelled:
     class_name: str
     client: str
     name: str
-    """That decides on its place: its own name, or its path where the names are listed."""
+    """Name that decides on its place: its own, or its path where a CSV lists the images."""
     split: str = ""
     """What a CSV says that it is for; empty if it says nothing."""
 
 
-def listed(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
+def read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
     """Yields what a CSV of `file`, `label` and perhaps `split`, `client` lists; paths are names.
 
     Raises:
@@ -112,7 +112,7 @@ class ImageFolder(DataSource):
     """Height and width, in pixels: larger or smaller images are scaled and cut at the centre.
     Without it all images must have the same size."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """At most so many images of each class (of each client) in each split, by order of names."""
+    """Maximum number of images of each class (of each client) in each split, by order of names."""
     labels: str | None = None
     """A CSV file in the folder or archive, with a header and the columns `file` (its path in the
     folder) and `label`, in place of folders named after classes. A column `split` says `train` or
@@ -166,8 +166,8 @@ class ImageFolder(DataSource):
                 `labels` is wrong, or the whole would not fit in 8 GiB.
         """
         with open_tree(from_home(self.path)) as tree:
-            found = self._found(tree)
-            kept = {split: self._limited(items) for split, items in found.items()}
+            found = self._find_images(tree)
+            kept = {split: self._apply_limit(items) for split, items in found.items()}
             cut = len(kept["train"]) < len(found["train"])
             left_out = self._left_out(tree, [item.path for some in found.values() for item in some])
             train_images, train = self._images(tree, kept["train"], None, left_out)
@@ -197,14 +197,14 @@ class ImageFolder(DataSource):
             placed_by_label=len(names) < len(train),
             left_out=tuple(sorted(left_out.items())),
         )
-        return self._normalized(declared)
+        return self._normalize(declared)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
         """Normalizes by the training images' mean and deviation, if these are asked for."""
         assert isinstance(dataset, Dataset)
-        return self._normalized(dataset)
+        return self._normalize(dataset)
 
-    def _normalized(self, dataset: Dataset) -> Dataset:
+    def _normalize(self, dataset: Dataset) -> Dataset:
         if self.normalization == "declared":
             return dataset
         mean, std = statistics(dataset.train_images)
@@ -235,14 +235,14 @@ class ImageFolder(DataSource):
             )
         return Counter(reason for _, reason in rest)
 
-    def _found(self, tree: Tree) -> dict[str, list[_Labelled]]:
-        """All images of both splits, in whichever way the folder is laid out.
+    def _find_images(self, tree: Tree) -> dict[str, list[_Labelled]]:
+        """Returns all images of both splits, in whichever way the folder is laid out.
 
         Raises:
             FedsimError: there are none, or none of a split.
         """
         if self.labels is not None:
-            return self._split(tree, list(listed(tree, _parts(self.labels))))
+            return self._split(tree, list(read_labels(tree, _parts(self.labels))))
         laid_out = {
             split: self._of_split(tree, split, 4 if self.client_folders and split == "train" else 3)
             for split in ("train", "test")
@@ -284,7 +284,7 @@ class ImageFolder(DataSource):
             )
         parted: dict[str, list[_Labelled]] = {"train": [], "test": []}
         for item in items:
-            drawn = "test" if _drawn(item.name) < share else "train"
+            drawn = "test" if _draw_split(item.name) < share else "train"
             own = item if (item.split or drawn) == "train" else replace(item, client="")
             parted[item.split or drawn].append(own)
         for split, part in parted.items():
@@ -298,8 +298,8 @@ class ImageFolder(DataSource):
                 )
         return parted
 
-    def _limited(self, items: list[_Labelled]) -> list[_Labelled]:
-        """The first `limit` of each class (of each client)."""
+    def _apply_limit(self, items: list[_Labelled]) -> list[_Labelled]:
+        """Returns the first `limit` of each class (of each client)."""
         taken: Counter[tuple[str, str]] = Counter()
         kept = []
         for item in items:
@@ -365,7 +365,7 @@ class ImageFolder(DataSource):
 
 
 def _parts(file: str | None) -> Parts:
-    """The parts of a path in the folder; a leading `./` is none."""
+    """Returns the parts of a path in the folder; a leading `./` is none."""
     return tuple(part for part in (file or "").split("/") if part not in ("", "."))
 
 
@@ -373,8 +373,8 @@ def _in_order(items: Iterable[_Labelled]) -> list[_Labelled]:
     return sorted(items, key=lambda item: (item.client, item.name, item.class_name))
 
 
-def _drawn(name: str) -> float:
-    """A number in [0, 1) that the digest of a file's name gives."""
+def _draw_split(name: str) -> float:
+    """Returns the number in [0, 1) that the digest of a file's name gives."""
     digest = hashlib.sha256(b"fedsim split\0" + name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MAX_IMAGES = 10_000
-"""At most so many images are public."""
+"""Maximum number of public images."""
 _MAX_VALUES = 1 << 28
-"""All public images together have at most so many values: 256 MiB on disk and in every worker."""
+"""Maximum number of values of all public images: 256 MiB on disk and in every worker."""
 
 
 def from_pil(image: Image) -> Tensor:

@@ -59,7 +59,7 @@ def partition(
     elif config.name == "natural":
         parts = _by_owner(_natural_owners(dataset, clients))
     else:
-        parts = _drawn(dataset.train_labels, config, clients, seed, min_images)
+        parts = _draw_parts(dataset.train_labels, config, clients, seed, min_images)
     smallest = min(range(clients), key=lambda client: len(parts[client]))
     if len(parts[smallest]) < min_images:
         raise FedsimError(
@@ -82,7 +82,7 @@ def _check_parameters(config: Partition) -> None:
             )
 
 
-def _drawn(
+def _draw_parts(
     labels: Tensor, config: Partition, clients: int, seed: int, min_images: int
 ) -> list[Tensor]:
     # Rows are shuffled first, since sources are in class order and `iid` cuts contiguous parts.

@@ -20,7 +20,7 @@ _ROUNDING = 1 - 2**-48
 """Keeps a row that was scaled to the bound from exceeding it in the last digit."""
 
 
-class Column(BaseModel):
+class RangeColumn(BaseModel):
     """A column of numbers and the range that is declared for it: public, not read from the data."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -32,23 +32,23 @@ class Column(BaseModel):
     """This value, and whatever is above it, becomes +1."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Column:
+    def _check_ends(self) -> RangeColumn:
         if not self.low < self.high:
             raise ValueError(
                 f"column {self.name}: low ({self.low}) is not below high ({self.high})"
             )
         return self
 
-    def scaled(self, values: Tensor) -> Tensor:
+    def scale(self, values: Tensor) -> Tensor:
         """Returns values of the column on [-1, 1]."""
         middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
         return ((values - middle) / half).clamp(-1, 1)
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
         """Returns the entries of rows that the column makes, by their names."""
-        return {self.name: self.scaled(values)}
+        return {self.name: self.scale(values)}
 
-    def described(self) -> InputColumn:
+    def describe(self) -> InputColumn:
         """Returns the column as a model gets it."""
         return InputColumn(name=self.name)
 
@@ -74,7 +74,7 @@ class CategoryColumn(BaseModel):
             for number, category in enumerate(self.categories)
         }
 
-    def described(self) -> InputColumn:
+    def describe(self) -> InputColumn:
         """Returns the column as a model gets it."""
         return InputColumn(name=self.name, categories=self.categories)
 
@@ -109,7 +109,7 @@ class TableSource(DataSource):
         self,
         name: str,
         features: Tensor,
-        columns: tuple[Column | CategoryColumn, ...],
+        columns: tuple[RangeColumn | CategoryColumn, ...],
         target: Tensor,
         target_name: str,
         classes: tuple[str, ...] | None,
@@ -155,11 +155,11 @@ class TableSource(DataSource):
         bound = math.sqrt(rows.shape[1]) if self.row_norm is None else self.row_norm
         return Table(
             name=name,
-            train_rows=bounded(rows[train], bound),
+            train_rows=bound_rows(rows[train], bound),
             train_labels=labels[train],
             test_rows=rows[test],
             columns=(*entries, target_name),
-            feature_columns=tuple(column.described() for column in columns),
+            feature_columns=tuple(column.describe() for column in columns),
             row_norm=bound,
             classes=classes,
             intercept=self.intercept,
@@ -168,7 +168,7 @@ class TableSource(DataSource):
         )
 
 
-def bounded(rows: Tensor, norm: float) -> Tensor:
+def bound_rows(rows: Tensor, norm: float) -> Tensor:
     """Scales rows (n, d) that are longer than `norm` down to it."""
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return torch.where(lengths > norm, rows * (norm / lengths * _ROUNDING), rows)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field
 
-from fedsim.data.rows import Column, TableSource
+from fedsim.data.rows import RangeColumn, TableSource
 from fedsim.types import Table
 
 _SPREAD = 1 / 3
@@ -28,7 +28,7 @@ class SyntheticTable(TableSource):
     features: Annotated[int, Field(ge=1, le=10_000)]
     """d without the intercept."""
     draw: Annotated[int, Field(ge=0)] = 0
-    """Which of the tables of that size."""
+    """Number of the table among those of that size."""
 
     def load(self) -> Table:
         """Draws the table."""
@@ -41,7 +41,7 @@ class SyntheticTable(TableSource):
         x = normal(self.rows, self.features) * _SPREAD
         noise = normal(self.rows) * _SPREAD
         target = x.clamp_(-1, 1) @ (weights / torch.linalg.vector_norm(weights)) + noise
-        columns = tuple(Column(name=f"x{i}", low=-1, high=1) for i in range(self.features))
+        columns = tuple(RangeColumn(name=f"x{i}", low=-1, high=1) for i in range(self.features))
         return self.table(
             "synthetic_table",
             x,

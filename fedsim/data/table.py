@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from fedsim.data.rows import CategoryColumn, Column, TableSource, require_distinct
+from fedsim.data.rows import CategoryColumn, RangeColumn, TableSource, require_distinct
 from fedsim.system import paths
 from fedsim.types import FedsimError, Table
 from fedsim.words import number_of
@@ -43,7 +43,7 @@ class ClassColumn(BaseModel):
         require_distinct(self.name, self.classes)
         return self
 
-    def scaled(self, values: Tensor) -> Tensor:
+    def scale(self, values: Tensor) -> Tensor:
         """Returns the numbers of classes, evenly on [-1, 1]."""
         return 2 * values / (len(self.classes) - 1) - 1
 
@@ -59,10 +59,10 @@ class TableFile(TableSource):
 
     path: str
     """The file; `~` is the home directory."""
-    features: Annotated[tuple[Column | CategoryColumn, ...], Field(min_length=1)]
+    features: Annotated[tuple[RangeColumn | CategoryColumn, ...], Field(min_length=1)]
     """The features, each `{name: ..., low: ..., high: ...}`, or of categories `{name: ...,
     categories: [a, b]}`."""
-    target: Column | ClassColumn
+    target: RangeColumn | ClassColumn
     """What is predicted: `{name: ..., low: ..., high: ...}` or `{name: ..., classes: [a, b]}`."""
     client: str | None = None
     """Column that says whose a row is, for the natural partition: whole numbers from 0."""
@@ -92,12 +92,12 @@ class TableFile(TableSource):
         if not target:
             raise FedsimError(f"{self.path} has no rows below its line of column names")
         raw = torch.tensor(target, dtype=torch.float64)
-        classes = None if isinstance(self.target, Column) else self.target.classes
+        classes = None if isinstance(self.target, RangeColumn) else self.target.classes
         table = self.table(
             "table",
             torch.tensor(features, dtype=torch.float64),
             self.features,
-            self.target.scaled(raw),
+            self.target.scale(raw),
             self.target.name,
             classes,
             torch.tensor(owners, dtype=torch.int64) if owners else None,
@@ -113,7 +113,7 @@ class TableFile(TableSource):
         try:
             with paths.open_regular(paths.from_home(self.path), paths.LINES) as file:
                 text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-                yield from self._parsed(self._bounded(text))
+                yield from self._parse_lines(self._limit_lines(text))
         except OSError as error:
             raise FedsimError(
                 f"{self.path} cannot be read ({error.strerror}): correct `path`"
@@ -121,7 +121,7 @@ class TableFile(TableSource):
         except (csv.Error, UnicodeDecodeError) as error:
             raise FedsimError(f"{self.path} is no CSV file in UTF-8: {error}") from error
 
-    def _bounded(self, file: io.TextIOWrapper) -> Iterator[str]:
+    def _limit_lines(self, file: io.TextIOWrapper) -> Iterator[str]:
         for number in itertools.count(1):
             line = file.readline(_LINE_CHARACTERS + 1)
             if len(line) > _LINE_CHARACTERS:
@@ -133,7 +133,7 @@ class TableFile(TableSource):
                 return
             yield line
 
-    def _parsed(self, file: Iterable[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    def _parse_lines(self, file: Iterable[str]) -> Iterator[tuple[int, dict[str, str]]]:
         reader = csv.reader(file, strict=True)
         header = next(reader, [])
         names = [column.name for column in (*self.features, self.target)]
@@ -155,9 +155,11 @@ class TableFile(TableSource):
             yield reader.line_num, dict(zip(header, cells, strict=True))
 
 
-def _value(row: dict[str, str], column: Column | CategoryColumn | ClassColumn, where: str) -> float:
+def _value(
+    row: dict[str, str], column: RangeColumn | CategoryColumn | ClassColumn, where: str
+) -> float:
     """Returns a number, or the number of a category or class."""
-    if isinstance(column, Column):
+    if isinstance(column, RangeColumn):
         return _number(row, column.name, where)
     if isinstance(column, ClassColumn):
         kind, declared = "classes", column.classes

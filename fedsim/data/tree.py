@@ -43,9 +43,9 @@ Parts = tuple[str, ...]
 _USED_BITS = 14
 """A colour picture of 16 bits that uses no more is taken for one of fewer, not for a dark one."""
 MAX_FILE_BYTES = 1 << 26
-"""An image file has at most so many bytes."""
+"""Maximum size of an image file, in bytes."""
 MAX_PIXELS = 1 << 25
-"""An image has at most so many pixels."""
+"""Maximum number of pixels of an image."""
 
 
 class UnreadableError(FedsimError):

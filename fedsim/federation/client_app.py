@@ -197,7 +197,7 @@ class FederationClient:
         if not workload.releases_statistics:
             update = replace(update, buffers={})
         if order.probe is None and client in workload.plan(round).lookers:
-            memory.save_sent(round, participant.sent(update, order.parameters, order.buffers))
+            memory.save_sent(round, participant.pack_round(update, order.parameters, order.buffers))
         if once:  # last: what is not noted may still have been lost, and is not repeated
             numbers = torch.tensor([update.num_examples, result.loss or 0], dtype=torch.float64)
             memory.note_release(at, [update.tensors, update.buffers, {"numbers": numbers}])

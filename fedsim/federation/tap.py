@@ -371,7 +371,7 @@ class TapGrid(Grid):
         if aggregation is None or not clients:
             return None
         updates = spool.updates(self._expected.update, self._expected.buffers)
-        combined = self._server.combined(updates, self._round, probe)
+        combined = self._server.combine_updates(updates, self._round, probe)
         if isinstance(aggregation, NoisyAggregation):
             # The sum that the noise is on is as many answers as came: another one is another value.
             path = notes(self._out, self._server.stack_name, "server")

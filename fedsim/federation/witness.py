@@ -18,7 +18,7 @@ from flwr.app import Context, Message
 from fedsim.federation.tapping import Mod, round_of, trains
 from fedsim.recording.witnessed import Witnessed, run_of, save_unseen, save_witnessed
 from fedsim.system import paths
-from fedsim.training.watching import Steps, watched
+from fedsim.training.watching import Steps, watch_training
 from fedsim.types import FedsimError
 
 _log = logging.getLogger("fedsim.witness")
@@ -33,8 +33,8 @@ def witness(
 ) -> Mod:
     """Returns a mod of a ClientApp that keeps the images and labels that the client trains on.
 
-    They are what the model is called with: after transforms, and normalized. See `watched` for what
-    it cannot see.
+    They are what the model is called with: after transforms, and normalized. See
+    `watch_training` for what it cannot see.
 
     Args:
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
@@ -61,7 +61,7 @@ def witness(
         round = round_of(message.content) or 0
         if wanted is not None and round not in wanted:
             return call_next(message, context)
-        with watched(max_images) as steps:
+        with watch_training(max_images) as steps:
             reply = call_next(message, context)
         try:
             _keep(folder, steps, message, context, round, int(max_gib * paths.GIB))

@@ -15,7 +15,7 @@ from fedsim.contracts.grant import Grant
 from fedsim.contracts.stack import Stack
 from fedsim.forecasting.forecast import Forecast, forecast
 from fedsim.forecasting.plan import StandIns, UpdatePlan, plans_of_run, plans_of_scenario, synthetic
-from fedsim.scenario.build import announced, build_stack, plugin_class
+from fedsim.scenario.build import announce_defenses, build_stack, plugin_class
 from fedsim.scenario.model import PluginRef
 from fedsim.types import Algorithm, FedsimError, Mode, ModelSpec
 from fedsim.words import number_of
@@ -87,7 +87,7 @@ def preflight(
         seen,
         update={},
         training=stack.training(declared),
-        defense=announced(stack, refs, declared, None),
+        defense=announce_defenses(stack, refs, declared, None),
         effect=stack.effect(declared),
         num_clients=clients,
     )

@@ -132,11 +132,11 @@ class ClosedForm(OneRelease):
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
         """Returns the release of the client's rows, regularized as the stack says."""
-        rows = regularized(request.batches[0][0], self._stack.sigma(self.release))
+        rows = regularize(request.batches[0][0], self._stack.sigma(self.release))
         return counted_once({VALUE: self.value(rows, request.stream)})
 
 
-def regularized(rows: Tensor, sigma: float) -> Tensor:
+def regularize(rows: Tensor, sigma: float) -> Tensor:
     """Returns [D; σ I]: (n, d + 1) rows and one further row per column; D itself for σ 0."""
     if sigma == 0:
         return rows

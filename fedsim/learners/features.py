@@ -17,7 +17,7 @@ from fedsim.types import Dataset
 _BATCH = 256
 
 
-class Features:
+class FeatureExtractor:
     """Computes features of a frozen model, or takes pixels without a model; of L2 norm 1.
 
     The model is public: it must not have been trained on the clients' data. A row of zeros, of

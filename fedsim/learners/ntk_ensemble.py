@@ -16,7 +16,7 @@ from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Computation, Computed, Evaluation, Learner, Problem, Request
 from fedsim.learners import ntk
 from fedsim.learners.closed_form import OneRelease, all_members, counted_once
-from fedsim.learners.features import Features
+from fedsim.learners.features import FeatureExtractor
 from fedsim.types import (
     Dataset,
     FedsimError,
@@ -106,7 +106,7 @@ class _Regression(OneRelease):
         self._dataset = problem.dataset
         self._stack = problem.stack
         self._learner = learner
-        self._features = Features(problem)
+        self._features = FeatureExtractor(problem)
         d, self._classes = self._features.dimension, len(problem.dataset.classes)
         self._names = problem.dataset.classes
         self._weights: Tensor | None = None
@@ -174,7 +174,7 @@ class _Regression(OneRelease):
         """Returns the kernel matrix (n, n) of (n, d) features."""
         return ntk.kernel(features, features, self._weights, scale=self._learner.scale)
 
-    def fitted(self, request: Request, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    def fit(self, request: Request, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Returns (X̃, α̃) of a client, from statistics as the stack lets it use them."""
         pixels, classes = request.batches[0]
         features = self._features.of(pixels)
@@ -188,14 +188,14 @@ class _Regression(OneRelease):
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
         rows = self._features.of(as_pixels(self._dataset.test_images))
-        values = self.predicted(rows, parameters)
+        values = self.predict(rows, parameters)
         labels = self._dataset.test_labels
         wrong = (values - ntk.one_hot(labels, self._classes)).square().sum(1)
         right = (values.argmax(1) == labels).double()
         return Evaluation(loss=float(wrong.mean()), accuracy=float(right.mean()))
 
     @abstractmethod
-    def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
+    def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
         """Returns (a, c) values of (a, d) features."""
 
 
@@ -222,11 +222,11 @@ class _Ensemble(_Regression):
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
         """Returns the client's whole predictor."""
-        rows, alpha = self.fitted(request, rng)
+        rows, alpha = self.fit(request, rng)
         form = ntk.quadratic_form(rows, alpha, self._weights, scale=self._learner.scale)
         return counted_once({MODEL: form})
 
-    def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
+    def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
         """Returns x'Qx."""
         return ntk.evaluate_form(rows, parameters[MODEL])
 
@@ -256,11 +256,11 @@ class _Single(_Regression):
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
         """Returns the client's model."""
-        rows, alpha = self.fitted(request, rng)
+        rows, alpha = self.fit(request, rng)
         padding = (0, 0, 0, self._num_examples - len(rows))
         return counted_once({FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)})
 
-    def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
+    def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
         """Returns K(x, X) α."""
         return ntk.predict(
             rows,

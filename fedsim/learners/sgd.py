@@ -32,7 +32,7 @@ from fedsim.models.local import (
     local_update,
     loss_function,
 )
-from fedsim.models.planting import honest, planted
+from fedsim.models.planting import build_honest, plant_neurons
 from fedsim.models.weights import read_weights
 from fedsim.system.device import compute_exactly
 from fedsim.system.paths import from_home
@@ -93,7 +93,7 @@ class _Training(Computation):
 
     @property
     def _columns(self) -> Tensors:
-        """Which column of a table each entry of an input is of; nothing of images."""
+        """Number of the table's column that each entry of an input is of; nothing for images."""
         widths = [column.width for column in self.spec.columns]
         numbers = torch.arange(len(widths)).repeat_interleave(torch.tensor(widths or [0]))
         return {"columns": numbers} if widths else {}
@@ -113,7 +113,7 @@ class _Training(Computation):
         # Training computes with weights that are put in its place: the model keeps those it has.
         fresh: Classifier = self.model
         if self._problem.plants:
-            fresh = honest(self.spec, self._seed, self._altering)
+            fresh = build_honest(self.spec, self._seed, self._altering)
         return (
             {name: value.detach().clone().cpu() for name, value in fresh.named_parameters()},
             {name: value.clone().cpu() for name, value in fresh.named_buffers()},
@@ -177,7 +177,7 @@ class _Training(Computation):
 
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
         """Returns the weights with neurons planted by `seed`."""
-        return planted(self.model, parameters, seed)
+        return plant_neurons(self.model, parameters, seed)
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
         """Returns mean cross-entropy and accuracy on the test split."""

@@ -193,7 +193,7 @@ def _count_size(
     plugin: ModelPlugin, spec: ModelSpec, defenses: Sequence[ModelDefense]
 ) -> size.Size | None:
     with rng.global_stream(0):
-        return size.counted(lambda: _construct(plugin, spec, defenses), spec.input_shape)
+        return size.count_size(lambda: _construct(plugin, spec, defenses), spec.input_shape)
 
 
 def normalize(pixels: Tensor, spec: InputSpec) -> Tensor:

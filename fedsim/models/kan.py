@@ -33,7 +33,7 @@ class KAN(ModelPlugin):
     hidden: Annotated[int, Field(gt=0, le=1 << 16)] = 32
     """m: hidden units."""
     degree: Annotated[int, Field(ge=1, le=7)] = 3
-    """Of the splines; the paper assumes cubic or higher."""
+    """Degree of the splines; the paper assumes cubic or higher."""
     intervals: Annotated[int, Field(ge=1, le=256)] = 5
     """Pieces that [-1, 1] is cut into; there are intervals + degree basis functions."""
     activation: Literal["tanh", "sigmoid"] = "tanh"

@@ -38,7 +38,7 @@ _MASKS = (
 )
 _AXES = 4
 _POSITION = 4
-"""Of the chance of dropout among the arguments of attention."""
+"""Position of the chance of dropout among the arguments of attention."""
 _PREFIX = "live:"
 _numbers = itertools.count(1)
 _models: dict[str, Classifier] = {}
@@ -56,13 +56,13 @@ def is_live(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
-def kept(name: str) -> Mapping[str, Classifier]:
+def copy_for_processes(name: str) -> Mapping[str, Classifier]:
     """Return the model that `keep` named so, for processes that this one starts."""
     return {name: again(name)}
 
 
 def adopt(models: Mapping[str, Classifier]) -> None:
-    """Take over what another process has `kept`."""
+    """Take over what `copy_for_processes` returned in another process."""
     _models.update(models)
 
 
@@ -80,7 +80,7 @@ def again(name: str) -> Classifier:
     return copy.deepcopy(_models[name])
 
 
-def taken_apart(
+def take_apart(
     model: nn.Module, input_shape: tuple[int, int, int], classes: int, head: str | None = None
 ) -> tuple[Classifier, Mapping[str, str]]:
     """Return a copy of `model` as body and head, and the names that its tensors have there.
@@ -112,7 +112,7 @@ def taken_apart(
     _prepare(own)
     whole = _Logits(own)
     probe = _probe(own, input_shape)
-    expected, called = _traced(whole, probe)
+    expected, called = _trace(whole, probe)
     if expected.shape != (_TRIED, classes):
         raise FedsimError(
             f"model: expected logits of shape (B, {classes}), got "
@@ -129,12 +129,12 @@ def taken_apart(
             f"head: {head} is no linear layer with {classes} outputs of the model, or its weight "
             "is made of others (weight_norm); name one that is, or none"
         )
-    with _moved(own), torch.no_grad():
+    with _move_weights(own), torch.no_grad():
         expected = whole.eval()(probe)
         for layer in [head] if head else _head_candidates(own, called, classes):
             parent, _, last = layer.rpartition(".")
             linear = own.get_submodule(layer)
-            names = _renamed(own, layer)
+            names = _map_names(own, layer)
             setattr(own.get_submodule(parent), last, _HeadReached())
             found = Classifier(whole, linear)
             try:
@@ -148,7 +148,7 @@ def taken_apart(
             setattr(own.get_submodule(parent), last, linear)
     if head is not None:
         raise FedsimError(f"head: what the model returns is not the output of {head}")
-    return Classifier(whole, nn.Identity()), _renamed(own, None)
+    return Classifier(whole, nn.Identity()), _map_names(own, None)
 
 
 def is_random(model: Classifier) -> bool:
@@ -156,7 +156,7 @@ def is_random(model: Classifier) -> bool:
     return isinstance(model.body, _Logits) and model.body.seeded
 
 
-def unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> set[str]:
+def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> set[str]:
     """Return the names of parameters on which the logits do not depend in this mode.
 
     Where they do not depend on the images, attacks are told so when they would differentiate.
@@ -177,7 +177,7 @@ def unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> 
 
 
 class _Hardsigmoid(nn.Module):
-    """As `nn.Hardsigmoid`, of operations that can be differentiated twice."""
+    """Computes `nn.Hardsigmoid` by operations that can be differentiated twice."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Any shape."""
@@ -185,7 +185,7 @@ class _Hardsigmoid(nn.Module):
 
 
 class _Hardswish(nn.Module):
-    """As `nn.Hardswish`, of operations that can be differentiated twice."""
+    """Computes `nn.Hardswish` by operations that can be differentiated twice."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Any shape."""
@@ -247,7 +247,7 @@ class _Substitutes(TorchFunctionMode):
     def _substitute(
         self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     ) -> nn.Module | None:
-        """The module that computes what `func` does; None if that is no such function."""
+        """Returns the module that computes what `func` does; None if there is none."""
         if func in _RELUS and args:
             key = "relu"
             made: nn.Module = nn.ReLU()
@@ -334,8 +334,8 @@ def _probe(model: nn.Module, input_shape: tuple[int, int, int]) -> Tensor:
     return drawn.to(device=like.device, dtype=like.dtype)
 
 
-def _traced(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
-    """The logits, and the names of the modules in the order in which their calls end."""
+def _trace(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
+    """Returns the logits, and the names of the modules in the order in which their calls end."""
     called: list[str] = []
     hooks = [
         part.register_forward_hook(lambda *_, name=name: called.append(name))
@@ -375,7 +375,7 @@ def _answer(model: nn.Module, images: Tensor) -> Any:
 
 
 @contextmanager
-def _moved(model: nn.Module) -> Iterator[None]:
+def _move_weights(model: nn.Module) -> Iterator[None]:
     """Moves all that is trained a little inside the block, so that none of it is as if not there.
 
     Low-rank layers start at 0 and scales at 1: at such weights, a head without them computes the
@@ -451,8 +451,8 @@ def _is_head(model: nn.Module, name: str, classes: int) -> bool:
     return "weight" in dict(part.named_parameters(recurse=False))
 
 
-def _renamed(model: nn.Module, head: str | None) -> dict[str, str]:
-    """The new name of each parameter and buffer."""
+def _map_names(model: nn.Module, head: str | None) -> dict[str, str]:
+    """Returns the new name of each parameter and buffer."""
     found = {}
     for name, _ in (*model.named_parameters(), *model.named_buffers()):
         of_head = head is not None and name.startswith(f"{head}.")

@@ -1,7 +1,7 @@
 """Plants a malicious server's weights in a model: neurons of its head, or an imprint module.
 
 `observe.plant` has it train an honest model and plant only in the weights that it sends with a
-probe: what trains is `honest`, what is probed with is `planted`.
+probe: what trains is `build_honest`, what is probed with is `plant_neurons`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def plants(model: Classifier) -> bool:
     return model.imprint is not None or (isinstance(head, TwoLayerHead) and head.config.planted > 0)
 
 
-def honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
+def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
     """Builds the model of `spec`, as `defenses` alter it, with nothing planted."""
     if spec.parameters.get("head"):
         head = {**spec.parameters["head"], "planted": 0}
@@ -37,7 +37,7 @@ def honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) ->
     return model
 
 
-def planted(model: Classifier, parameters: Tensors, seed: int) -> dict[str, Tensor]:
+def plant_neurons(model: Classifier, parameters: Tensors, seed: int) -> dict[str, Tensor]:
     """Returns `parameters` of `model` with the planted ones drawn anew, a function of `seed`."""
     values = dict(parameters)
     with rng.global_stream(seed):

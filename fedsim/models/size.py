@@ -16,8 +16,7 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 _COPIES = 4
-"""At least so many copies of the parameters exist: the server's, the client's, a gradient and an
-update."""
+"""Least number of copies of the parameters: the server's, the client's, a gradient, an update."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def _maps(layer_input: Tensor, others: Sequence[object]) -> bool:
     return whole and layer_input.shape[-1] == weight.shape[1]
 
 
-def counted(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:
+def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:
     """Counts the size of what `build` makes; returns None if torch's meta device cannot make it.
 
     Raises:

@@ -14,7 +14,7 @@ from fedsim.models.layers import require_size
 from fedsim.types import FedsimError
 
 _EPS = 1e-6
-"""Of layer norms, as ViT's authors have it."""
+"""Constant in the denominator of layer norms, as ViT's authors have it."""
 _SPREAD = 0.02
 """Standard deviation of new embeddings and weights."""
 
@@ -41,7 +41,7 @@ class ViT(ModelPlugin):
     depth: Annotated[int, Field(gt=0, le=64)] = 2
     """Number of blocks."""
     heads: Annotated[int, Field(gt=0, le=256)] = 4
-    """Of each attention; they divide the width."""
+    """Number of heads of each attention; it divides the width."""
     mlp_ratio: Annotated[int, Field(gt=0, le=16)] = 4
     """Hidden neurons of a block's two layers, in units of the width."""
     norm: Literal["pre", "post"] = "pre"

@@ -87,7 +87,7 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
     return chain(*members)
 
 
-def announced(
+def announce_defenses(
     stack: Stack, refs: Sequence[PluginRef], declared: LocalTraining, release: Release | None
 ) -> tuple[Mapping[str, object], ...]:
     """Returns what everybody knows of the defenses of `refs`, which `stack` was built of.
@@ -162,21 +162,21 @@ def problem_of(
         device: where the learner computes.
     """
     return Problem(
-        learner=_named(scenario.learner),
+        learner=_name_plugin(scenario.learner),
         stack=stack,
         dataset=described,
         device=device,
         seed=scenario.seed,
         clients=scenario.data.clients,
         examples=examples,
-        model=None if scenario.model is None else _named(scenario.model),
+        model=None if scenario.model is None else _name_plugin(scenario.model),
         weights=scenario.training.weights,
         plants=scenario.observe.plant,
         projection_radius=scenario.training.projection_radius,
     )
 
 
-def _named(ref: PluginRef) -> Named:
+def _name_plugin(ref: PluginRef) -> Named:
     return Named(name=ref.name, parameters=ref.parameters)
 
 
@@ -190,10 +190,10 @@ def algorithm(training: Training) -> Algorithm:
 
 def declared_training(scenario: Scenario) -> LocalTraining:
     """Returns the clients' local training before any defense changes it."""
-    return declared(scenario.training)
+    return local_training_of(scenario.training)
 
 
-def declared(training: Training) -> LocalTraining:
+def local_training_of(training: Training) -> LocalTraining:
     """Returns the local training of `training`, before any defense changes it."""
     local = training.local
     return LocalTraining(

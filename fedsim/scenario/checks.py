@@ -16,7 +16,7 @@ from fedsim.scenario.build import (
     build_engine,
     build_learner,
     build_stack,
-    declared,
+    local_training_of,
     plugin_class,
 )
 from fedsim.scenario.document import KeyPath
@@ -59,7 +59,7 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     if data:
         yield from _partition(data)
     if observe:
-        yield from _observed(observe, training, data)
+        yield from _check_observe(observe, training, data)
     if training and observe:
         yield from _sampling(training, observe)
     if observe:
@@ -242,7 +242,9 @@ def _partition(data: Data) -> Iterator[Finding]:
             )
 
 
-def _observed(observe: Observe, training: Training | None, data: Data | None) -> Iterator[Finding]:
+def _check_observe(
+    observe: Observe, training: Training | None, data: Data | None
+) -> Iterator[Finding]:
     for index, number in enumerate(observe.rounds):
         if training and number != "last" and number > training.rounds:
             yield (
@@ -259,7 +261,7 @@ def _observed(observe: Observe, training: Training | None, data: Data | None) ->
             )
     for key in ("rounds", "vantages", "clients", "batch_sizes"):
         values = getattr(observe, key)
-        for index in _repeated(values if isinstance(values, list) else []):
+        for index in _find_repeated(values if isinstance(values, list) else []):
             yield ("observe", key, index), f"{values[index]} is listed twice; remove one"
     for key in ("trials", "releases"):
         count = getattr(observe, key)
@@ -370,14 +372,14 @@ def _results(sections: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _labels(entries: Sequence[tuple[int, AttackEntry]]) -> Iterator[Finding]:
     labels = [entry.label or entry.name for _, entry in entries]
-    for position in _repeated(labels):
+    for position in _find_repeated(labels):
         yield (
             ("attacks", entries[position][0]),
             f"a second attack is called {labels[position]!r}; give each a `label: ...` of its own",
         )
 
 
-def _repeated(values: Sequence[Hashable]) -> Iterator[int]:
+def _find_repeated(values: Sequence[Hashable]) -> Iterator[int]:
     """Yields the position of the second occurrence of each value that is repeated."""
     times: Counter[Hashable] = Counter()
     for index, value in enumerate(values):
@@ -422,7 +424,7 @@ def _stack(
         return
     for end in range(1, len(refs) + 1):
         try:
-            build_stack(refs[:end]).guarantees(declared(training))
+            build_stack(refs[:end]).guarantees(local_training_of(training))
         except FedsimError as error:
             yield (*path, end - 1), str(error)
             return
@@ -430,7 +432,7 @@ def _stack(
             cause = f"{type(error).__name__}: {error}"
             yield (*path, end - 1), f"its plugin failed: {cause}; drop it, or tell its author"
             return
-    trained = stack.training(declared(training))
+    trained = stack.training(local_training_of(training))
     sampled = trained.sampling != "without_replacement" and trained.steps > 1
     if sampled and trained.batches == "same" != training.local.batches:
         yield (

@@ -43,7 +43,7 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"{self.origin}:{self.line}" if self.line else self.origin
-        return ": ".join(part for part in (place, dotted(self.path), self.message) if part)
+        return ": ".join(part for part in (place, show_path(self.path), self.message) if part)
 
 
 class ScenarioError(FedsimError):
@@ -62,7 +62,7 @@ class ScenarioError(FedsimError):
     @property
     def path(self) -> str:
         """The key path of the first problem, as users write it."""
-        return dotted(self.problems[0].path)
+        return show_path(self.problems[0].path)
 
     @property
     def line(self) -> int | None:
@@ -70,12 +70,12 @@ class ScenarioError(FedsimError):
         return self.problems[0].line
 
 
-def dotted(path: KeyPath) -> str:
+def show_path(path: KeyPath) -> str:
     """Writes a key path as users do.
 
-    >>> dotted(("defenses", "dp", 1, "std"))
+    >>> show_path(("defenses", "dp", 1, "std"))
     'defenses.dp[1].std'
-    >>> dotted(("defenses", "v1.0"))
+    >>> show_path(("defenses", "v1.0"))
     'defenses["v1.0"]'
     """
     text = ""
@@ -90,7 +90,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def parse(text: str) -> KeyPath:
-    """Reads a key path as users write it: the inverse of `dotted`.
+    """Reads a key path as users write it: the inverse of `show_path`.
 
     >>> parse('defenses.dp[1].std')
     ('defenses', 'dp', 1, 'std')
@@ -171,11 +171,11 @@ class Document:
     def without(self, path: KeyPath) -> Document:
         """Returns the document without what stands at `path`, a path of keys."""
         marks = {at: mark for at, mark in self.marks.items() if at[: len(path)] != path}
-        return Document(_pruned(self.value, path), marks)
+        return Document(_prune(self.value, path), marks)
 
 
-def _pruned(value: Any, path: KeyPath) -> Any:
+def _prune(value: Any, path: KeyPath) -> Any:
     if not isinstance(value, Mapping) or path[0] not in value:
         return value
     kept = {key: item for key, item in value.items() if key != path[0] or path[1:]}
-    return kept | {path[0]: _pruned(value[path[0]], path[1:])} if path[1:] else kept
+    return kept | {path[0]: _prune(value[path[0]], path[1:])} if path[1:] else kept

@@ -137,7 +137,7 @@ def _finding(
         return _Finding(path, None, f"missing; add `{path[-1]}: ...`")
     if kind in ("value_error", "assertion_error"):
         return _Finding(path, None, str(context.get("error", detail["msg"])))
-    expected, choices = _expected(kind, context)
+    expected, choices = _describe_expected(kind, context)
     if expected is None:
         return _Finding(path, None, f"{detail['msg']} (got {show(look_up(value, path))})")
     if detail["loc"][-1:] == ("[key]",):
@@ -145,7 +145,7 @@ def _finding(
     return _Finding(path, expected, "", choices)
 
 
-def _expected(kind: str, context: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
+def _describe_expected(kind: str, context: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
     """Returns what pydantic wanted to see, and the words to choose from if there are any."""
     if kind in _TYPES:
         return _TYPES[kind], ()

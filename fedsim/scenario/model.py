@@ -36,7 +36,7 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Positive = Annotated[float, Field(gt=0, lt=1e12)]
 
 
-class Section(BaseModel):
+class ScenarioSection(BaseModel):
     """Base of every section: frozen, unknown keys refused, finite numbers only, no coercion."""
 
     model_config = ConfigDict(
@@ -47,14 +47,14 @@ class Section(BaseModel):
     )
 
 
-class PluginRef(Section):
+class PluginRef(ScenarioSection):
     """A plugin by name, with its parameters as the plugin's own class resolved them."""
 
     name: str
     parameters: dict[str, Any] = {}
 
 
-class Partition(Section):
+class Partition(ScenarioSection):
     """How the training set is divided among clients."""
 
     name: Literal["iid", "dirichlet", "shards", "natural", "file"] = "iid"
@@ -66,7 +66,7 @@ class Partition(Section):
     """file: a CSV or JSON file that maps each training index to a client."""
 
 
-class Data(Section):
+class Data(ScenarioSection):
     """What the clients train on."""
 
     source: PluginRef
@@ -74,7 +74,7 @@ class Data(Section):
     partition: Partition = Partition()
 
 
-class Local(Section):
+class Local(ScenarioSection):
     """One client's training in one round."""
 
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
@@ -90,7 +90,7 @@ class Local(Section):
     an example better under per-example noise; sizes vary, and sums are divided by `batch_size`."""
 
 
-class Training(Section):
+class Training(ScenarioSection):
     """The federation's training."""
 
     algorithm: Algorithm | None = None
@@ -107,8 +107,8 @@ class Training(Section):
     """Test the global model every so many rounds (and after the last)."""
 
 
-class Federation(Section):
-    """Who takes part, and which engine carries the messages."""
+class Federation(ScenarioSection):
+    """Says who takes part, and which engine carries the messages."""
 
     engine: str = "local"
     """Where clients compute and how messages travel: an engine that `fedsim list engines` shows."""
@@ -126,7 +126,7 @@ class Federation(Section):
     within one machine have no wire: it is as if there were one."""
 
 
-class AttackEntry(Section):
+class AttackEntry(ScenarioSection):
     """An attack to run on every recorded observation."""
 
     name: str
@@ -136,20 +136,20 @@ class AttackEntry(Section):
     parameters: dict[str, Any] = {}
 
 
-class Observe(Section):
-    """Which updates are recorded. Each is also attacked and scored."""
+class Observe(ScenarioSection):
+    """Says which updates are recorded. Each is also attacked and scored."""
 
     rounds: Annotated[list[Annotated[int, Field(ge=1)] | Literal["last"]], Field(min_length=1)] = [
         "last"
     ]
     """Counted from 1."""
     vantages: Annotated[list[Watcher], Field(min_length=1)] = ["server"]
-    """Who looks. `server`: at what it decodes. `client`: each of `clients`, at the global models
+    """Observers. `server`: at what it decodes. `client`: each of `clients`, at the global models
     that it receives, from which it takes its own update off. `eavesdropper`: at the wire."""
     clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Literal["all"] = [
         0
     ]
-    """Whose updates server and eavesdropper see, and who looks as client; counted from 0."""
+    """Clients whose updates server and eavesdropper see, and who look as client; counted from 0."""
     batch_sizes: Annotated[list[Count], Field(min_length=1)] | None = None
     """Probe each observed client once per size and trial, besides its training update, so that
     leakage can be compared across batch sizes. None: record the training update itself. Of a table,
@@ -165,7 +165,7 @@ class Observe(Section):
     same for the imprint module of `model.imprint`, which starts out passing images as they are."""
 
 
-class Privacy(Section):
+class Privacy(ScenarioSection):
     """How the ledger states the claim."""
 
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
@@ -177,20 +177,20 @@ class Privacy(Section):
     Otherwise nothing is claimed of a federation that starts from them."""
 
 
-class Audit(Section):
+class Audit(ScenarioSection):
     """Try every stack's claim with canaries, besides the run (`fedsim.audit`)."""
 
     method: AuditMethod = "two_worlds"
     """One canary in many trainings of one client, or many canaries in one run of all clients: that
     costs one run, and shows no ε above about ln(canaries / 4.6)."""
     canaries: Annotated[int, Field(ge=200, le=10_000_000)] = 1000
-    """Of two worlds, how often the canary takes part in the whole training, and how often it does
-    not; of one run, how many examples are canaries (at most all; clients are canaries all)."""
+    """Number of canaries. Under two worlds: how often the canary takes part in the whole training,
+    and how often it does not. In one run: how many examples are canaries (of clients, all)."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    """That a claim that is true is not refuted."""
+    """Probability that a true claim is not refuted."""
 
 
-class Scoring(Section):
+class Scoring(ScenarioSection):
     """How reconstructions are scored."""
 
     lpips_weights: str | None = None
@@ -199,15 +199,15 @@ class Scoring(Section):
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
 
 
-class Scenario(Section):
+class Scenario(ScenarioSection):
     """Everything that determines a run: same scenario, same bytes."""
 
     name: Slug
     description: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of data, weights, batches and noise. Whoever knows it can draw the noise again."""
+    """Seed of data, weights, batches and noise. Whoever knows it can draw the noise again."""
     attack_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of what attacks draw. Attacks are handed it, and `seed` they are not."""
+    """Seed of what attacks draw. Attacks are handed this seed, and not `seed`."""
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = "cpu"
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Threads that a training, and each attack, computes on. Their number decides in which order

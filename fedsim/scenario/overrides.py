@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedsim.contracts.grant import Grant
-from fedsim.scenario.document import Document, KeyPath, Mark, Problem, ScenarioError, dotted, parse
+from fedsim.scenario.document import (
+    Document,
+    KeyPath,
+    Mark,
+    Problem,
+    ScenarioError,
+    parse,
+    show_path,
+)
 from fedsim.scenario.explain import show
 from fedsim.scenario.reader import parse_yaml
 from fedsim.scenario.resolve import plugin_slots, resolve_plugin, resolve_section
@@ -141,15 +149,15 @@ def _apply(document: Document, override: Override) -> Document:
     def rebuilt(value: Any, depth: int) -> Any:
         if depth == len(path):
             return new.value
-        part = path[depth]
+        part, here = path[depth], show_path(path[:depth])
         if isinstance(value, str) and shorthand.get(path[:depth]) is value:
             value = {"name": value}
         if isinstance(part, int):
             if not isinstance(value, list):
-                raise LookupError(f"{dotted(path[:depth])} is {show(value)}, not a list; drop [..]")
+                raise LookupError(f"{here} is {show(value)}, not a list; drop [..]")
             if part >= len(value):
                 raise LookupError(
-                    f"{dotted(path[:depth])} has {number_of(len(value), 'item')}, counted from 0; "
+                    f"{here} has {number_of(len(value), 'item')}, counted from 0; "
                     + (f"use an index up to {len(value) - 1}" if value else "set the list itself")
                 )
             return [*value[:part], rebuilt(value[part], depth + 1), *value[part + 1 :]]
@@ -159,13 +167,12 @@ def _apply(document: Document, override: Override) -> Document:
             number = part if isinstance(part, str) and part.isdecimal() else "0"
             rest = path[depth + 1 :] if number == part else path[depth:]
             raise LookupError(
-                f"{dotted(path[:depth])} is a list; name an item by its index, such as "
-                f"{dotted((*path[:depth], int(number[:9]), *rest))}"
+                f"{here} is a list; name an item by its index, such as "
+                f"{show_path((*path[:depth], int(number[:9]), *rest))}"
             )
         if not isinstance(value, Mapping):
             raise LookupError(
-                f"{dotted(path[:depth])} is {show(value)}, which holds no keys; give "
-                f"{dotted(path[:depth])} itself a value"
+                f"{here} is {show(value)}, which holds no keys; give {here} itself a value"
             )
         if part not in value:
             created.append(path[: depth + 1])

@@ -186,7 +186,7 @@ class _Builder:
         while not isinstance(event := next(events), yaml.SequenceEndEvent):
             items.append(self.node(event, events))
         children: dict[str | int, _Node] = dict(enumerate(items))
-        return _parent(line, [item.value for item in items], children)
+        return _make_parent(line, [item.value for item in items], children)
 
     def mapping(self, line: int, events: Iterator[yaml.Event]) -> _Node:
         entries: dict[str | int, _Node] = {}
@@ -207,7 +207,7 @@ class _Builder:
             else:
                 entries[key] = replace(child, line=line_of_key)
         children = {**merged, **entries}
-        return _parent(line, {key: child.value for key, child in children.items()}, children)
+        return _make_parent(line, {key: child.value for key, child in children.items()}, children)
 
     def merge(self, node: _Node, line: int) -> dict[str | int, _Node]:
         """Returns what `<<` adds; earlier mappings of a list win, as in YAML 1.1."""
@@ -237,7 +237,7 @@ class _Builder:
         return text
 
 
-def _parent(line: int, value: Any, children: dict[str | int, _Node]) -> _Node:
+def _make_parent(line: int, value: Any, children: dict[str | int, _Node]) -> _Node:
     depth = 1 + max((child.depth for child in children.values()), default=0)
     return _Node(line, value, children, depth=depth)
 

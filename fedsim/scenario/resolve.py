@@ -155,7 +155,7 @@ class _Resolver:
                 return None
             return info.get_default()
         try:
-            return _validated(_adapter(Annotated[info.annotation, info]), core[name])
+            return _validate(_adapter(Annotated[info.annotation, info]), core[name])
         except ValidationError as error:
             keys_at = known_keys(Scenario)
             for path, message in explain(error, core[name], lambda p: keys_at((name, *p))):
@@ -201,7 +201,7 @@ class _Resolver:
         """Returns the validated parameters of a plugin; empty if they are wrong."""
         keys_at = known_keys(cls)
         try:
-            plugin: Plugin = _validated(_adapter(cls), written)
+            plugin: Plugin = _validate(_adapter(cls), written)
             return plugin.model_dump(mode="json")
         except ValidationError as error:
             for path, message in explain(
@@ -223,7 +223,7 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
     return TypeAdapter(annotation)
 
 
-def _validated(adapter: TypeAdapter[Any], value: Any) -> Any:
+def _validate(adapter: TypeAdapter[Any], value: Any) -> Any:
     # As JSON, strictness means what a YAML author expects: lists may become tuples and whole
     # numbers may become floats, but neither text nor booleans become numbers.
     return adapter.validate_json(json.dumps(value), strict=True)

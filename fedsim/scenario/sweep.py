@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsim.scenario.document import Document, KeyPath, Problem, ScenarioError, dotted, parse
+from fedsim.scenario.document import Document, KeyPath, Problem, ScenarioError, parse, show_path
 from fedsim.scenario.explain import nearest, show
 from fedsim.scenario.model import Scenario
 from fedsim.scenario.overrides import Override, apply, parse_overrides
@@ -69,7 +69,7 @@ def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     document = read(path)
     if not isinstance(document.value, Mapping):
         return document  # which `expand` refuses
-    return _pinned(apply(document, parsed), parsed)
+    return _pin_overrides(apply(document, parsed), parsed)
 
 
 def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
@@ -131,7 +131,7 @@ def locate(document: Document, error: FedsimError) -> ScenarioError:
         return ScenarioError([document.problem((), str(error))])
     if path[0] not in Scenario.model_fields:
         return ScenarioError([document.problem((), str(error))])
-    for swept, at in _swept(document):
+    for swept, at in _list_swept(document):
         if path[: len(at)] == at:
             mark = document.mark(("sweep", swept))
             return ScenarioError([Problem(message, path, mark.origin, mark.line)])
@@ -192,7 +192,7 @@ def _fault(key: str, values: Any, before: Sequence[_Axis]) -> str | None:
     return None
 
 
-def _swept(document: Document) -> Iterator[tuple[str, KeyPath]]:
+def _list_swept(document: Document) -> Iterator[tuple[str, KeyPath]]:
     """Yields the swept keys that are key paths."""
     sweep = document.value.get("sweep") if isinstance(document.value, Mapping) else None
     for key in sweep if isinstance(sweep, Mapping) else ():
@@ -202,19 +202,18 @@ def _swept(document: Document) -> Iterator[tuple[str, KeyPath]]:
             continue  # `expand` refuses it
 
 
-def _pinned(document: Document, overrides: Sequence[Override]) -> Document:
+def _pin_overrides(document: Document, overrides: Sequence[Override]) -> Document:
     """Returns the document without the swept keys that an override sets."""
     problems: list[Problem] = []
-    for key, path in list(_swept(document)):
+    for key, path in list(_list_swept(document)):
         for override in overrides:
             if path[: len(override.path)] == override.path:
                 document = document.without(("sweep", key))
                 break
             if override.path[: len(path)] == path:
                 mark = override.origin
-                problem = (
-                    f"{key} is swept, so this would be lost; set {dotted(('sweep', key))} instead"
-                )
+                instead = show_path(("sweep", key))
+                problem = f"{key} is swept, so this would be lost; set {instead} instead"
                 problems.append(Problem(problem, override.path, mark.origin, mark.line))
     if problems:
         raise ScenarioError(problems)

@@ -34,7 +34,7 @@ from fedsim.models.base import build, normalize
 from fedsim.models.local import features_function, features_of
 from fedsim.recording.files import observation_id
 from fedsim.scenario.build import (
-    announced,
+    announce_defenses,
     build_learner,
     build_stack,
     declared_training,
@@ -310,7 +310,7 @@ def _seen(
         buffers=start.buffers,
         spec=start.spec,
         training=start.training,
-        defense=announced(stack, refs, declared, release),
+        defense=announce_defenses(stack, refs, declared, release),
         effect=stack.effect(declared, release),
         vantage=stack.vantage,
         round=1,

@@ -10,14 +10,14 @@ from fedsim.contracts.stack import Stack
 from fedsim.privacy.ledger import Entry, claim, worst_client_sizes
 from fedsim.scenario.build import build_engine
 from fedsim.training.server import Server
-from fedsim.training.spending import Account, targets
+from fedsim.training.spending import Account, asked_epsilons
 from fedsim.types import FedsimError, Observation, PrivacyClaim, Vantage
 
 
 def spent(
     server: Server, round: int, *, probes: bool = True, seen_from: Vantage = "server"
 ) -> PrivacyClaim:
-    """What the stack guarantees after `round` rounds, for the client that is worst off.
+    """Returns what the stack guarantees after `round` rounds, for the client that is worst off.
 
     Worst is the most participations so far together with the most probes and the least data. It is
     of all that clients released: of their training, and of the probes that they were asked for. A
@@ -41,7 +41,7 @@ def spent(
                 schedules=account.public(round, server.stack),
                 private_statistics=server.census.private_statistics,
                 unprotected=server.unprotected,
-                probes=account.probed(most.probed) if probes else (),
+                probes=account.list_probed(most.probed) if probes else (),
                 known=worst.epsilon if worst else 0.0,
             ),
         )
@@ -52,7 +52,7 @@ def spent(
 
 
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
-    """What the stack guarantees of the one recorded release `seen`, and of its repetitions."""
+    """Returns what the stack guarantees of the recorded release `seen`, and of its repetitions."""
     scenario, probing = server.scenario, bool(server.scenario.observe.batch_sizes)
     declared = server.declared
     if probing:
@@ -89,14 +89,14 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
 
 
 def spent_by(server: Server, round: int) -> PrivacyClaim:
-    """The claim after `round` rounds, or after a few more (no less), where it takes long."""
+    """Returns the claim after `round` rounds, or where it takes long, after a few more."""
     sampled = server.training.sampling != "without_replacement"
     later = 1 << (round - 1).bit_length() if sampled else round
     return spent(server, min(later, server.scenario.training.rounds))
 
 
 def participations(server: Server, round: int) -> set[tuple[int, ...]]:
-    """Which of the first `round` rounds a client takes part in; each answer that there is."""
+    """Returns each set of rounds, of the first `round`, that some client takes part in."""
     return account_of(server).participations(round)
 
 
@@ -106,7 +106,7 @@ def check_promise(server: Server) -> None:
     Raises:
         FedsimError: it does, with δ, the unit and the ledger's reason.
     """
-    if not (asked := targets(server.stack)):
+    if not (asked := asked_epsilons(server.stack)):
         return
     claimed = spent(server, server.scenario.training.rounds)
     least = min(asked, key=lambda target: target.epsilon)
@@ -123,7 +123,7 @@ def check_promise(server: Server) -> None:
 
 
 def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
-    """What stands between a client's data and whoever looks.
+    """Returns the defenses between a client's data and whoever looks.
 
     In a deployment nobody but the server itself computes an ideal combination, so that it has what
     each client releases. A participant knows what it added itself.
@@ -139,7 +139,7 @@ def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
 
 
 def account_of(server: Server) -> Account:
-    """What the server asks of its clients over the rounds."""
+    """Returns what the server asks of its clients over the rounds."""
     return Account(server.scenario, server.schedule, server.declared, server.census.held)
 
 

@@ -37,7 +37,7 @@ class ClientResult:
 
     update: Update
     truth: Truth | None
-    """With features in a round that is observed; None where nothing is recorded."""
+    """Batch of the update, with features in an observed round; None where nothing is recorded."""
     state: Tensors
     """The client's defense state for its next round (unchanged by a probe)."""
     loss: float | None
@@ -48,17 +48,17 @@ class Client:
     """One client of a federation, with its examples."""
 
     number: int
-    """From 0."""
+    """Number of the client, from 0."""
     dataset: Dataset | Table
-    """Of which its examples are some."""
+    """Data set that holds its examples among others."""
     own: Tensor
     """(n,) indices of its examples among those of training."""
     seed: int
-    """Of its batches, and of its noise unless it has a seed of its own."""
+    """Seed of its batches, and of its noise unless `noise_seed` is given."""
     noise_seed: int | None = None
-    """Of all else that it draws, which then also depends on the weights, buffers and memory that a
-    release is computed from: so the noise of one value is that of no other. None: drawn from
-    `seed`, and the same for all values."""
+    """Seed of all else that it draws, which then also depends on the weights, buffers and memory
+    that a release is computed from: so the noise of one value is that of no other. None: drawn
+    from `seed`, and the same for all values."""
     absent: Tensor | None = None
     """Those of `own` that are drawn as ever but are not there, as in a neighbouring database."""
 
@@ -139,7 +139,7 @@ class Client:
         return replace(truth, more={**truth.more, **more})
 
     def _noise(self, *inputs: Tensors) -> tuple[int, tuple[str, ...]]:
-        """Seed of the noise of a release, and what the paths of its streams end with."""
+        """Returns the seed of a release's noise, and what the paths of its streams end with."""
         if self.noise_seed is None:
             return self.seed, ()
         return self.noise_seed, (digest(*inputs),)
@@ -147,30 +147,30 @@ class Client:
     def sum_stream(
         self, round: int, probe: Probe | None, parameters: Tensors, buffers: Tensors
     ) -> rng.Stream:
-        """The client's roundings and noise in a secure sum of what it computed from these.
+        """Returns the stream of the client's roundings and noise in a secure sum of its update.
 
         Args:
             round: From 1.
             probe: What it is asked instead of training.
-            parameters: That its update is of.
-            buffers: That its update is of.
+            parameters: Global parameters that its update is of.
+            buffers: Global buffers that its update is of.
         """
         secret, at = self._noise(parameters, buffers)
         again = (probe.release,) if probe else ()
         return rng.generator(secret, "secure sum", *self._path(round, probe), *again, *at)
 
     def there(self, examples: Tensor) -> Tensor:
-        """Those of `examples`, indices, that are not absent."""
+        """Returns those of `examples`, indices, that are not absent."""
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """All that the client holds, rows or pixels, and the labels."""
+        """Returns all that the client holds, rows or pixels, and the labels."""
         return self.dataset.held(self.own)
 
     def rows(
         self, computation: Computation, round: int, probe: Probe | None
     ) -> tuple[tuple[Tensor, Tensor], RowTruth | None]:
-        """(inputs, labels) of a closed-form release, and which of the client's rows they are.
+        """Returns (inputs, labels) of a closed-form release, and which of its rows they are.
 
         Of a training release, all that the client holds and None.
         """
@@ -210,7 +210,7 @@ class Client:
         taken: int,
         trials: int,
     ) -> Batches:
-        """Inputs and labels of every local step.
+        """Returns inputs and labels of every local step.
 
         Args:
             training: How it trains, or answers the probe.
@@ -226,7 +226,7 @@ class Client:
                 chosen = own
             else:
                 path = (*self._path(round, probe), step)
-                chosen = self._chosen(training, path, taken + step)
+                chosen = self._choose(training, path, taken + step)
             chosen = self.there(chosen)
             found.append(self.dataset.held(chosen))
         return found * (training.steps // distinct)
@@ -234,7 +234,7 @@ class Client:
     def _victims(
         self, training: LocalTraining, round: int, probe: Probe, step: int, trials: int
     ) -> Tensor | None:
-        """Indices of the images of one step of a probe; no two trials share one.
+        """Returns the indices of the images of one step of a probe; no two trials share one.
 
         None where a single trial takes more than the client holds: it draws each step anew.
 
@@ -253,8 +253,8 @@ class Client:
         """Indices of the client's examples, one of each content."""
         return batches.distinct(self.own, self.dataset.inputs)
 
-    def _chosen(self, training: LocalTraining, path: tuple[int, ...], step: int) -> Tensor:
-        """Indices of the examples of one batch."""
+    def _choose(self, training: LocalTraining, path: tuple[int, ...], step: int) -> Tensor:
+        """Returns the indices of the examples of one batch."""
         if training.sampling == "balls_in_bins":
             stream = rng.generator(self.seed, "bins", self.number)
             return batches.balls_in_bins(self.own, training.bins(len(self.own)), step, stream)
@@ -263,13 +263,13 @@ class Client:
         return draw(self.own, training.batch_size, rng.generator(self.seed, "batch", *path))
 
     def _path(self, round: int, probe: Probe | None) -> tuple[int, ...]:
-        """Of the streams of one release."""
+        """Returns the path of the streams of one release."""
         asked = () if probe is None else (probe.batch_size, probe.trial)
         return (round, self.number, *asked)
 
 
 def _distinct(training: LocalTraining) -> int:
-    """How many batches of its own a local training draws."""
+    """Returns how many batches of its own a local training draws."""
     return training.steps if training.batches == "different" else 1
 
 

@@ -18,8 +18,8 @@ from fedsim.types import Observation, Tensors, Update
 _PARTS = ("update", "own_buffer", "parameter", "buffer")
 
 
-def sent(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
-    """What a participant keeps of a round: its `update`, and the global model that it is of."""
+def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
+    """Returns what a participant keeps of a round: its `update`, and the global model it is of."""
     parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
     return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
 
@@ -32,13 +32,13 @@ def look(
     parameters: Tensors,
     buffers: Tensors,
 ) -> Observation:
-    """What `client` sees of the others in `round`, all of whom it takes to have answered.
+    """Returns what `client` sees of the others in `round`, who it takes to have answered.
 
     Args:
         server: What every participant knows of the federation.
         client: Who looks.
         round: Whose updates are in the new global model.
-        kept: What it kept of that round (`sent`).
+        kept: What it kept of that round (`pack_round`).
         parameters: Of the new global model.
         buffers: Of the new global model.
 

@@ -31,12 +31,12 @@ class Probe:
     batch_size: int
     trial: int
     release: int = 0
-    """Which of several releases of the same batch; only a defense's randomness differs."""
+    """Number of the release of the same batch, from 0; only a defense's randomness differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """Who takes part in one round, and what is recorded of it. Clients are in ascending order."""
+    """Says who takes part in one round, and what is recorded. Clients are in ascending order."""
 
     number: int
     """Counted from 1."""
@@ -100,7 +100,7 @@ class Schedule:
 
     def _plan(self, number: int) -> RoundPlan:
         wanted = self.scenario.observe
-        observed = self._observed(number)
+        observed = self._choose_observed(number)
         probes: list[Probe] = []
         if wanted.batch_sizes is not None and self.is_observed(number):
             trials = range(wanted.trials)
@@ -131,7 +131,7 @@ class Schedule:
         last = self.scenario.training.rounds
         return number in {last if r == "last" else r for r in self.scenario.observe.rounds}
 
-    def _observed(self, number: int) -> tuple[int, ...]:
+    def _choose_observed(self, number: int) -> tuple[int, ...]:
         if not self.is_observed(number):
             return ()
         wanted = self.scenario.observe.clients
@@ -160,7 +160,7 @@ class Schedule:
 
     @property
     def watchers(self) -> list[Watcher]:
-        """Who sees the clients' answers, or their combination: the server and, in plaintext, an
+        """Observers of the clients' answers or their combination: the server and, in plaintext, an
         eavesdropper."""
         wanted = self.scenario.observe.vantages
         encrypted = self.scenario.federation.tls

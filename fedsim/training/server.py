@@ -22,7 +22,7 @@ from fedsim.models.base import Classifier
 from fedsim.recording.files import observation_id
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import (
-    announced,
+    announce_defenses,
     build_learner,
     build_stack,
     declared_training,
@@ -72,15 +72,15 @@ class Server:
     """One defense stack's federation without its clients' data."""
 
     scenario: Scenario
-    """With every default written out."""
+    """Scenario with every default written out."""
     stack_name: str
-    """Of the scenario's defenses."""
+    """Name of the stack among the scenario's defenses."""
     described: Dataset | Table
     """The description of the data and its test split (`without_training`)."""
     census: Census
-    """Of its clients' data."""
+    """What is known of its clients' data."""
     noise_seed: int | None = None
-    """Of the noise that the server adds; None: the scenario's, which everybody knows."""
+    """Seed of the noise that the server adds; None: the scenario's, which everybody knows."""
 
     def __post_init__(self) -> None:
         """Build the stack and the learner's computation.
@@ -99,7 +99,7 @@ class Server:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where clients compute."""
+        """Device that clients compute on."""
         return torch.device(resolve_device(self.scenario.device))
 
     @cached_property
@@ -107,8 +107,8 @@ class Server:
         """The defenses; one that asks for an ε has the noise that keeps to it."""
         refs = self.scenario.defenses[self.stack_name]
         written = build_stack(refs)
-        asking = [i for i, ref in enumerate(refs) if spending.targets(build_stack([ref]))]
-        return spending.calibrated(
+        asking = [i for i, ref in enumerate(refs) if spending.asked_epsilons(build_stack([ref]))]
+        return spending.calibrate_noise(
             written,
             place=f"defenses.{self.stack_name}[{asking[-1] if asking else 0}]",
             scenario=self.scenario,
@@ -133,7 +133,7 @@ class Server:
 
     @cached_property
     def computation(self) -> Computation:
-        """What a client computes, and what becomes of it."""
+        """Computation of a client, and what becomes of it."""
         problem = problem_of(
             self.scenario, self.stack, self.described, self.census.examples, self.device
         )
@@ -147,7 +147,7 @@ class Server:
 
     @property
     def release(self) -> Release | None:
-        """What a closed-form learner releases, as far as privacy depends on it."""
+        """Release of a closed-form learner, as far as privacy depends on it; else None."""
         return self.computation.release
 
     @cached_property
@@ -181,11 +181,11 @@ class Server:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Who takes part when, and what is recorded."""
+        """Plans of all rounds."""
         return self._schedule(self.stack)
 
     def plan(self, round: int) -> RoundPlan:
-        """Who takes part in `round`, and what is recorded of it."""
+        """Returns who takes part in `round`, and what is recorded of it."""
         return self.schedule.round(round)
 
     def _schedule(self, stack: Stack) -> Schedule:
@@ -201,11 +201,11 @@ class Server:
 
     @property
     def spec(self) -> ModelSpec | None:
-        """Of the network, if the learner trains one."""
+        """Description of the network, if the learner trains one."""
         return self.computation.spec
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(parameters, buffers) before the first round; the same for every stack.
+        """Returns (parameters, buffers) before the first round; the same for every stack.
 
         Raises:
             FedsimError: `training.weights` cannot be read, or are of another model.
@@ -231,14 +231,14 @@ class Server:
         return self.trains and self.stack.shows_losses(self.declared)
 
     def plant_probe(self, parameters: Tensors, round: int) -> Tensors:
-        """The weights at which the probes of `round` are computed, for the global `parameters`."""
+        """Returns the weights at which the probes of `round` are computed."""
         if not self.scenario.observe.plant:
             return parameters
         seed = rng.derive(self.scenario.seed, "plant", round)
         return self.computation.plant_probe(parameters, seed)
 
     def recordings(self) -> Iterator[Observation]:
-        """What a run without failures records, without tensors, in canonical order."""
+        """Yields what a run without failures records, without tensors, in canonical order."""
         for round in range(1, self.scenario.training.rounds + 1):
             plan = self.plan(round)
             asked: list[Probe | None] = list(plan.probes) or [None]
@@ -254,7 +254,7 @@ class Server:
                         yield self._recording(round, client, watcher, probe, num_clients=count)
 
     def _seen_of(self, watcher: Watcher, plan: RoundPlan) -> list[int]:
-        """Whose answers `watcher` sees in a round; -1: their combination."""
+        """Returns the clients whose answers `watcher` sees in a round; -1: their combination."""
         combined = [-1] if watcher == "server" and plan.observed else []
         if self.protocol:
             return [*combined, *plan.singled]
@@ -281,7 +281,7 @@ class Server:
             watcher=watcher,
         )
 
-    def combined(
+    def combine_updates(
         self,
         updates: Iterable[Update],
         round: int,
@@ -289,7 +289,7 @@ class Server:
         *,
         seed: int | None = None,
     ) -> Update:
-        """What the server gets to see of all `updates` of `round`, if the stack combines them.
+        """Returns what the server sees of all `updates` of `round`, if the stack combines them.
 
         Its noise is drawn from `seed`, by default the server's own.
         """
@@ -319,11 +319,11 @@ class Server:
         return replace(shown, tensors=tensors)
 
     def apply_update(self, before: Tensor, update: Tensor) -> Tensor:
-        """One parameter of the global model `before` as a client's `update` would have it."""
+        """Returns the global parameter `before` as a client's `update` would have it."""
         return self.computation.apply_update(before, update, self.training)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """The new global parameters, given the strategy's `mean` over so many clients."""
+        """Returns the new global parameters, given the strategy's `mean` over so many clients."""
         return self.computation.finalize(mean, clients)
 
     def observation(
@@ -339,7 +339,7 @@ class Server:
         releases: int = 1,
         watcher: Watcher = "server",
     ) -> Observation:
-        """What `watcher` saw of `update`; client -1: the aggregate.
+        """Returns what `watcher` saw of `update`; client -1: the aggregate.
 
         Of several `releases` it is their mean. One client's part of a secure sum is masked, and so
         altered in a way that nobody knows who has not all of the sum's secrets.
@@ -380,25 +380,25 @@ class Server:
             refs = self.scenario.defenses[self.stack_name]
             return (
                 self.stack.training(declared),
-                announced(self.stack, refs, declared, self.release),
+                announce_defenses(self.stack, refs, declared, self.release),
                 self.stack.effect(declared, self.release),
             )
 
         return announce
 
     def effect(self) -> Effect:
-        """What the stack does to an update of training."""
+        """Returns what the stack does to an update of training."""
         return self._announced(None)[2]
 
     def observation_id(
         self, round: int, client: int, probe: Probe | None, watcher: Watcher = "server"
     ) -> str:
-        """The id under which an update is recorded; client -1 is the aggregate."""
+        """Returns the id under which an update is recorded; client -1 is the aggregate."""
         suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
         return observation_id(self.stack_name, round, client, suffix, watcher)
 
     def recorded_as(self, round: int, client: int, probe: Probe | None) -> list[str]:
-        """The ids of all that is recorded of which `client`'s answer is a part."""
+        """Returns the ids of all recordings that `client`'s answer is a part of."""
         ids, plan = [], self.plan(round)
         if client in plan.observed and (probe or not plan.probes):
             seen_as = [-1] if self.stack.aggregation else [client]
@@ -418,26 +418,28 @@ class Server:
         return ids
 
     def test_set(self) -> tuple[int, float | None]:
-        """(number of test examples, share of the most frequent class; None of no classes)."""
+        """Returns (number of test examples, share of the most frequent class or None)."""
         count, labels = len(self.described.test_inputs), self.described.test_classes
         return count, None if labels is None else float(labels.bincount().max()) / count
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        """Mean loss and accuracy of the global model on the test split."""
+        """Returns mean loss and accuracy of the global model on the test split."""
         return self.computation.evaluate(parameters, buffers)
 
     def declared_for(self, probe: Probe | None) -> LocalTraining:
-        """The local training that answers `probe`, or (None) an order to train, before the stack's
-        training defenses."""
+        """Returns the local training that answers `probe`, or (None) an order to train.
+
+        It is the one before the stack's training defenses.
+        """
         return self.declared if probe is None else self.declared_of(probe.batch_size)
 
     def declared_of(self, batch_size: int) -> LocalTraining:
-        """The local training of a probe of so many images (`spending.as_probed`)."""
+        """Returns the local training of a probe of so many images (`spending.as_probed`)."""
         return spending.as_probed(self.declared, batch_size)
 
 
 def _noting_types(updates: Iterable[Update], types: dict[str, torch.dtype]) -> Iterator[Update]:
-    """Pass `updates` on, and leave in `types` those of their tensors."""
+    """Passes `updates` on, and leaves the types of their tensors in `types`."""
     for update in updates:
         types.update({name: value.dtype for name, value in update.tensors.items()})
         yield update

@@ -21,13 +21,13 @@ from fedsim.types import FedsimError, LocalTraining
 from fedsim.words import number_of
 
 
-def targets(stack: Stack) -> list[AskedEpsilon]:
-    """Each ε that a defense of `stack` asks for in place of a noise."""
+def asked_epsilons(stack: Stack) -> list[AskedEpsilon]:
+    """Returns each ε that a defense of `stack` asks for in place of a noise."""
     return [one.target for one in stack.training_defenses if one.target]
 
 
-def noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
-    """Each ε that a defense of a calibrated `stack` asks for, and the noise multiplier found."""
+def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
+    """Returns each ε that a defense of a calibrated `stack` asks for, and its noise."""
     return [
         (one.target, float(one.model_dump()["noise_multiplier"]))
         for one in stack.training_defenses
@@ -35,7 +35,7 @@ def noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
     ]
 
 
-def calibrated(
+def calibrate_noise(
     written: Stack,
     *,
     place: str,
@@ -60,68 +60,56 @@ def calibrated(
     Raises:
         FedsimError: the ε cannot be reached, or δ is not the one that the ledger states.
     """
-    asked = [one for one, defense in enumerate(written.training_defenses) if defense.target]
-    if not asked:
+    if not asked_epsilons(written):
         return written
     with blaming(place):
-        if len(asked) > 1:
-            raise FedsimError(
-                "two defenses ask for an ε, and the claim is one of the whole stack; declare the "
-                "noise of one of them"
-            )
-        defense = written.training_defenses[asked[0]]
-        target = defense.target
-        assert target is not None
-        delta = scenario.privacy.delta
-        if target.delta not in (None, delta):
-            raise FedsimError(
-                f"delta: {target.delta:g}, and the ledger states ε at privacy.delta, which is "
-                f"{delta:g}; make them the same, or leave this one out"
-            )
+        target = _only_target(written, scenario.privacy.delta)
         account = Account(scenario, schedule, declared, held)
-        worst = account.most(scenario.training.rounds)
-        public = account.public(scenario.training.rounds, written)
-        counts = account.worst_client_sizes(written.training(declared))
-        defenses = written.training_defenses
-        before, behind = defenses[: asked[0]], defenses[asked[0] + 1 :]
-
-        def with_noise(multiplier: float) -> Stack:
-            own = (*before, defense.with_noise(multiplier), *behind)
-            return replace(written, training_defenses=own)
-
+        entries = account.entries(written)
         reason: str | None = None
 
         def epsilon_of(multiplier: float) -> float:
             nonlocal reason
-            stack, found = with_noise(multiplier), 0.0
-            for most, count in product(worst, counts):
-                held = claim(
-                    stack,
-                    declared,
-                    Entry(
-                        rounds=most.trained,
-                        repeated_rounds=most.repeated,
-                        repeats=scenario.observe.releases,
-                        num_examples=count,
-                        delta=delta,
-                        schedules=public,
-                        probes=account.probed(most.probed),
-                        known=found,
-                    ),
-                )
-                found, reason = max(found, held.epsilon), held.reason
+            stack, found = _with_noise(written, multiplier), 0.0
+            for entry in entries:
+                stated = claim(stack, declared, replace(entry, known=found))
+                found, reason = max(found, stated.epsilon), stated.reason
                 if found > target.epsilon:
                     break  # too little noise, whatever the others spend
             return found
 
         try:
-            return with_noise(least_noise(epsilon_of, target.epsilon))
+            return _with_noise(written, least_noise(epsilon_of, target.epsilon))
         except FedsimError as error:
             if reason is None:
                 raise
             raise FedsimError(
                 f"epsilon: {target.epsilon:g} cannot be promised: {reason}"
             ) from error
+
+
+def _only_target(stack: Stack, delta: float) -> AskedEpsilon:
+    """Returns the ε that one defense of `stack` asks for, at the ledger's `delta`."""
+    target, *others = asked_epsilons(stack)
+    if others:
+        raise FedsimError(
+            "two defenses ask for an ε, and the claim is one of the whole stack; declare the "
+            "noise of one of them"
+        )
+    if target.delta not in (None, delta):
+        raise FedsimError(
+            f"delta: {target.delta:g}, and the ledger states ε at privacy.delta, which is "
+            f"{delta:g}; make them the same, or leave this one out"
+        )
+    return target
+
+
+def _with_noise(stack: Stack, multiplier: float) -> Stack:
+    """Returns `stack` whose defense that asks for an ε has this noise."""
+    defenses = tuple(
+        one.with_noise(multiplier) if one.target else one for one in stack.training_defenses
+    )
+    return replace(stack, training_defenses=defenses)
 
 
 @dataclass(frozen=True)
@@ -133,12 +121,29 @@ class Account:
     declared: LocalTraining
     held: Sequence[int]
 
+    def entries(self, stack: Stack) -> list[Entry]:
+        """Returns what the clients that may be worst off spend over all rounds."""
+        rounds, scenario = self.scenario.training.rounds, self.scenario
+        counts = self.worst_client_sizes(stack.training(self.declared))
+        return [
+            Entry(
+                rounds=most.trained,
+                repeated_rounds=most.repeated,
+                repeats=scenario.observe.releases,
+                num_examples=count,
+                delta=scenario.privacy.delta,
+                schedules=self.public(rounds, stack),
+                probes=self.list_probed(most.probed),
+            )
+            for most, count in product(self.most(rounds), counts)
+        ]
+
     def worst_client_sizes(self, training: LocalTraining) -> list[int]:
-        """The counts of which one has the largest ε; one that is not known is taken for no less."""
+        """Returns the counts of which one has the largest ε, leaving out what is not known."""
         return worst_client_sizes(training, [count for count in self.held if count] or self.held)
 
     def participations(self, round: int) -> set[tuple[int, ...]]:
-        """Which of the first `round` rounds a client takes part in; each answer that there is."""
+        """Returns each set of rounds, of the first `round`, that some client takes part in."""
         rounds: dict[int, list[int]] = {}
         for past in range(1, round + 1):
             for client in self.schedule.round(past).participants:
@@ -146,7 +151,7 @@ class Account:
         return set(map(tuple, rounds.values()))
 
     def public(self, round: int, stack: Stack) -> set[tuple[bool, ...]]:
-        """The clients' participations, where the noise of a trusted server depends on them."""
+        """Returns clients' participations, where a trusted server's noise depends on them."""
         if not isinstance(stack.aggregation, NoisyAggregation):
             return set()
         return {
@@ -155,7 +160,7 @@ class Account:
         }
 
     def most(self, round: int) -> list[Most]:
-        """Of which no client has more of all, after `round` rounds.
+        """Returns the counts that no client exceeds in all three, after `round` rounds.
 
         Every client counts as observed, and probes are asked of those, too, that do not take part.
         """
@@ -178,8 +183,8 @@ class Account:
             )
         ] or [Most(0, 0, 0)]
 
-    def probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
-        """What a client released as probes that was asked for them in so many rounds.
+    def list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
+        """Returns what a client released as probes that was asked for them in so many rounds.
 
         Empty where the scenario declares them no part of the deployment.
         """
@@ -196,7 +201,7 @@ class Account:
         )
 
     def covers(self, round: int, probes: bool) -> str:
-        """What the ε of so many rounds is of, in words."""
+        """Says in words what the ε of so many rounds covers."""
         observe = self.scenario.observe
         covers = f"training of {number_of(round, 'round')}"
         asked = self.most(round)[0].probed * len(self._sizes)
@@ -209,12 +214,12 @@ class Account:
 
     @property
     def _sizes(self) -> list[int]:
-        """Of the batches that probes are computed from; empty if training itself is recorded."""
+        """Sizes of the batches of probes; empty if training itself is recorded."""
         return list(self.scenario.observe.batch_sizes or [])
 
 
 def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
-    """The local training of a probe of so many images, before the stack's training defenses.
+    """Returns the local training of a probe of so many images, before the training defenses.
 
     An attacker knows of how many it is: so they are drawn without replacement.
     """

@@ -29,7 +29,7 @@ _ARGUMENTS = (
     *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
     "label_smoothing",
 )
-"""Of these, in their order."""
+"""Arguments of these functions, in their order."""
 _IGNORED = -100
 """What PyTorch takes for `ignore_index` if nothing is said."""
 _IMAGE_AXES = 4
@@ -51,7 +51,7 @@ class Steps:
     them."""
     labels: list[int] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
-    """Which of `images` the batches were made of, one after the other."""
+    """Indices in `images` of what the batches were made of, one batch after the other."""
     sizes: list[int] = field(default_factory=list)
     """How many images each step was computed from."""
     optimizer: str | None = None
@@ -60,8 +60,8 @@ class Steps:
     rates: list[float] = field(default_factory=list)
     """Learning rate of each step."""
     factors: list[float] = field(default_factory=list)
-    """By what each step's gradient exceeds that of the mean loss of its images: where several
-    batches are accumulated, or losses are summed."""
+    """Factor by which each step's gradient exceeds that of the mean loss of its images: where
+    several batches are accumulated, or losses are summed."""
     loss: dict[str, Any] = field(default_factory=dict)
     """`label_smoothing` and `class_weights`, where the loss has them."""
     proximal: float = 0.0
@@ -81,7 +81,7 @@ class Steps:
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> bool:
-        """Adds a step on `batches` of (images, labels); whether an image is twice in one."""
+        """Adds a step on `batches` of (images, labels); says whether an image is twice in one."""
         self.sizes.append(sum(len(images) for images, _ in batches))
         is_repeated = False
         for images, labels in batches:
@@ -102,7 +102,7 @@ class Steps:
 
 
 @contextmanager
-def watched(max_images: int) -> Iterator[Steps]:
+def watch_training(max_images: int) -> Iterator[Steps]:
     """Yields the steps that this thread's training takes inside the block.
 
     Images beyond `max_images` different ones are counted and not kept. What it cannot see: labels
@@ -129,7 +129,7 @@ class _Loss:
     mean: float
     """Mean loss of the batch."""
     factors: tuple[float, ...]
-    """By what a sum of losses, or their plain mean, exceeds it."""
+    """Factors by which a sum of losses, or their plain mean, exceeds it."""
     differentiated: bool = False
 
     def mark(self, _: Tensor) -> None:
@@ -173,8 +173,8 @@ class _Watch:
             self._losses.clear()
             self.steps.images.clear()
 
-    def called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Before a module computes: the first images within a call from outside are the model's."""
+    def on_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Notes the first images within a call from outside, which are the model's."""
         if self._depth == 0:
             self._caught = False
         self._depth += 1
@@ -192,12 +192,12 @@ class _Watch:
             kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in tensors]
             self.steps.called_with = " and ".join(kinds) or "no tensor"
 
-    def returned(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
-        """After a module has computed, also if it failed."""
+    def on_return(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
+        """Notes that a module has computed, also if it failed."""
         self._depth = max(0, self._depth - 1)
 
-    def lost(self, value: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """When a loss has been computed of these arguments."""
+    def on_loss(self, value: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Notes the images, labels and options of a loss."""
         if not torch.is_grad_enabled():
             return
         given = {**dict(zip(_ARGUMENTS, arguments, strict=False)), **named}
@@ -233,14 +233,14 @@ class _Watch:
                 self._note("its loss changes between steps")
             self.steps.loss = loss
 
-    def differentiated(self, _: None, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """When a loss has been differentiated."""
+    def on_backward(self, _: None, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Notes the value that was differentiated."""
         values = arguments[0] if arguments else named["tensors"]
         if isinstance(values, Tensor):
             self._differentiated.append(float(values.detach().sum()))
 
-    def unscaled(self, _: None, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """When a GradScaler has taken its factor from the gradients of an optimizer."""
+    def on_unscale(self, _: None, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Notes the factor that a GradScaler has taken from the gradients of an optimizer."""
         scaler, optimizer = (*arguments, *named.values())
         self._scale = float(scaler.get_scale())
         weights = [p for group in optimizer.param_groups for p in group["params"]]
@@ -251,8 +251,8 @@ class _Watch:
         if what not in self.steps.unmodelled:
             self.steps.unmodelled.append(what)
 
-    def stepped(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
-        """Before an optimizer steps."""
+    def on_step(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
+        """Makes a step of the losses so far, before an optimizer steps."""
         self._drop_unlearned()
         if not self._losses:
             self._clear()
@@ -276,7 +276,7 @@ class _Watch:
         self._take()
 
     def _factor(self, weights: list[Tensor]) -> float:
-        """By what the coming step's gradient exceeds that of the mean loss of all its images.
+        """Returns the ratio of the coming step's gradient to that of the mean loss of its images.
 
         A number before the loss shows in the value that is differentiated, and so does a proximal
         term, which is in proportion to how far `weights` have moved, squared. What is neither (a
@@ -302,7 +302,7 @@ class _Watch:
         return float(count)
 
     def end(self) -> None:
-        """At the end: batches that no optimizer stepped with are those of one gradient."""
+        """Ends the watch: batches that no optimizer stepped with are those of one gradient."""
         self._drop_unlearned()
         if self._losses and not self.steps.sizes:
             self._take()
@@ -354,15 +354,15 @@ class _Hooks:
 
     def _put_in(self) -> None:
         for handle in (
-            hooks.register_module_forward_pre_hook(self._called),
-            hooks.register_module_forward_hook(self._returned, always_call=True),
-            register_optimizer_step_pre_hook(self._stepped),
+            hooks.register_module_forward_pre_hook(self._hear_call),
+            hooks.register_module_forward_hook(self._hear_return, always_call=True),
+            register_optimizer_step_pre_hook(self._hear_step),
         ):
             self._undo.append(handle.remove)
         places: list[tuple[Any, str, Callable[..., None]]] = [
-            *((F, name, _Watch.lost) for name in _LOSSES),
-            (torch.autograd, "backward", _Watch.differentiated),
-            (torch.amp.GradScaler, "unscale_", _Watch.unscaled),
+            *((F, name, _Watch.on_loss) for name in _LOSSES),
+            (torch.autograd, "backward", _Watch.on_backward),
+            (torch.amp.GradScaler, "unscale_", _Watch.on_unscale),
         ]
         for owner, name, event in places:
             function = getattr(owner, name)
@@ -375,14 +375,14 @@ class _Hooks:
             for watch in self._watches:
                 watch.hear(event, *arguments)
 
-    def _called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self._tell(_Watch.called, module, arguments)
+    def _hear_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._tell(_Watch.on_call, module, arguments)
 
-    def _returned(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._tell(_Watch.returned, module, arguments, output)
+    def _hear_return(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._tell(_Watch.on_return, module, arguments, output)
 
-    def _stepped(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        self._tell(_Watch.stepped, optimizer, arguments, named)
+    def _hear_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        self._tell(_Watch.on_step, optimizer, arguments, named)
 
     def _listening(self, function: Any, event: Callable[..., None]) -> Callable[..., Any]:
         """Returns `function`, which now also tells an `event` of its value and arguments."""

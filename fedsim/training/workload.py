@@ -38,7 +38,7 @@ class Workload(Server):
     dataset: Dataset | Table = field(init=False)
     """What all clients hold together, and the test split."""
     clients: Sequence[Client] = field(init=False)
-    """By their numbers, or the one that computes here."""
+    """All clients by their numbers, or the one that computes here."""
 
     def __init__(
         self, scenario: Scenario, stack_name: str, dataset: Dataset | Table | None = None
@@ -72,7 +72,7 @@ class Workload(Server):
         object.__setattr__(self, "clients", clients)
 
     def server(self) -> Server:
-        """The same federation as its server knows it."""
+        """Returns the same federation as its server knows it."""
         return Server(self.scenario, self.stack_name, self.described, self.census)
 
     @property
@@ -81,7 +81,7 @@ class Workload(Server):
         return [client.own for client in self.clients]
 
     def client(self, number: int) -> Client:
-        """The client of that number.
+        """Returns the client of that number.
 
         Raises:
             FedsimError: it does not compute here.
@@ -92,7 +92,7 @@ class Workload(Server):
         raise FedsimError(f"client {number} does not compute here")
 
     def of_neighbours(self, dataset: Dataset | Table) -> Workload:
-        """The same federation on other training data, of which all is computed anew.
+        """Returns the same federation on other training data, of which all is computed anew.
 
         The source prepares the data again, and the partition is drawn again.
         """
@@ -109,7 +109,7 @@ class Workload(Server):
         *,
         probe: Probe | None = None,
     ) -> ClientResult:
-        """What `client` computes in `round` (`Client.update`)."""
+        """Returns what `client` computes in `round` (`Client.update`)."""
         own = self.client(client)
         return own.update(self, round, parameters, buffers, state, probe=probe)
 

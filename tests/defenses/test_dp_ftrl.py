@@ -86,15 +86,15 @@ def test_a_workload_goes_on_from_the_round_before_and_a_probe_changes_nothing() 
     resolved = scenario()
     plain, taken = (Workload(resolved, name) for name in ("c0.0", "c0.5"))
     update = Update(tensors={"a": torch.zeros(1000)}, num_examples=4)
-    noise = [plain.combined([update], round).tensors["a"] for round in (1, 2)]
-    found = [taken.combined([update], round).tensors["a"] for round in (1, 2)]
+    noise = [plain.combine_updates([update], round).tensors["a"] for round in (1, 2)]
+    found = [taken.combine_updates([update], round).tensors["a"] for round in (1, 2)]
     torch.testing.assert_close(found[0], noise[0])
     torch.testing.assert_close(found[1], noise[1] - 0.5 * noise[0])
     assert float(noise[0].std()) == pytest.approx(2.0 * 0.1 / 2, rel=0.12), "two are asked"
     probes = [Probe(batch_size=2, trial=t, release=r) for t in (0, 1) for r in (0, 1)]
-    drawn = [plain.combined([update], 2, probe).tensors["a"] for probe in probes]
+    drawn = [plain.combine_updates([update], 2, probe).tensors["a"] for probe in probes]
     assert len({float(each[0]) for each in [*drawn, noise[1]]}) == 5
-    assert torch.equal(taken.combined([update], 2).tensors["a"], found[1])
+    assert torch.equal(taken.combine_updates([update], 2).tensors["a"], found[1])
 
 
 def proven(*defenses: Any) -> Guarantee:

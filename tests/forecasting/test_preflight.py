@@ -143,7 +143,7 @@ def test_the_model_stays_as_it_was() -> None:
 
 def quadratic_map(weights: Tensor) -> tuple[UpdateMap, Tensor, Tensor]:
     """A softmax regression whose update of one image is nearly linear in it."""
-    model, _ = live.taken_apart(linear(), SHAPE, CLASSES)
+    model, _ = live.take_apart(linear(), SHAPE, CLASSES)
     parameters = {name: value.detach() * weights for name, value in model.named_parameters()}
     training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
     image = torch.rand(1, *SHAPE, generator=torch.Generator().manual_seed(1)).double()

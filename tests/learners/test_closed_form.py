@@ -15,7 +15,7 @@ from fedsim.federation import client_app, federate, local, refusals, server_app
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import FederationJob
 from fedsim.federation.records import RoundRecord
-from fedsim.learners.closed_form import VALUE, regularized, sketch
+from fedsim.learners.closed_form import VALUE, regularize, sketch
 from fedsim.learners.least_squares import normal_solution, solve
 from fedsim.results.record import read_lines
 from fedsim.scenario import Scenario, ScenarioError, dump, open_document
@@ -63,7 +63,7 @@ def by_hand(workload: Workload, columns: int, sigma: float) -> torch.Tensor:
     total = torch.zeros(())
     for client, part in enumerate(workload.parts):
         own = rng.generator(5, "learner", 1, client)
-        total = total + sketch(regularized(table(workload).train_rows[part], sigma), columns, own)
+        total = total + sketch(regularize(table(workload).train_rows[part], sigma), columns, own)
     return total
 
 
@@ -72,7 +72,7 @@ def test_a_sketch_has_the_moments_of_a_random_projection() -> None:
     draw = torch.Generator().manual_seed(1)
     rows = torch.randn(7, 3, generator=draw, dtype=torch.float64)
     count, sigma = 200_000, 2.0
-    projection = sketch(regularized(rows, sigma), count, draw)
+    projection = sketch(regularize(rows, sigma), count, draw)
     expected = rows.T @ rows + sigma**2 * torch.eye(3, dtype=torch.float64)
     spread = ((expected.diag().outer(expected.diag()) + expected.square()) / count).sqrt()
     assert bool(((projection @ projection.T / count - expected).abs() < 5 * spread).all())
@@ -83,10 +83,10 @@ def test_sigma_zero_is_the_sketch_itself_and_noise_is_added_to_it() -> None:
     """The part of G that belongs to the rows is the same: what differs is σ times the noise."""
     rows = torch.randn(37, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plain, one, two = (
-        sketch(regularized(rows, sigma), 2001, torch.Generator().manual_seed(3))
+        sketch(regularize(rows, sigma), 2001, torch.Generator().manual_seed(3))
         for sigma in (0.0, 1.0, 2.0)
     )
-    assert regularized(rows, 0.0) is rows
+    assert regularize(rows, 0.0) is rows
     torch.testing.assert_close(2 * (one - plain), two - plain, rtol=0, atol=1e-9)
     assert float((one - plain).std()) == pytest.approx(1.0, abs=0.05)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim.models.size import counted
+from fedsim.models.size import count_size
 
 
 class Layer(nn.Module):
@@ -42,7 +42,7 @@ WEIGHT = torch.zeros(6, 5)
 def test_functions_are_counted_however_they_are_called(
     function: Callable[[Tensor], Tensor],
 ) -> None:
-    size = counted(lambda: Layer(function), (3, 4, 5))
+    size = count_size(lambda: Layer(function), (3, 4, 5))
     real = function(torch.zeros(1, 3, 4, 5))
     assert size is not None
     assert size.image == real.numel() * real.element_size()
@@ -53,7 +53,7 @@ def test_numbers_that_are_there_are_computed() -> None:
         shares = torch.sigmoid(torch.zeros(2, device="cpu"))
         return nn.Linear(4, int(shares.sum() * 10))
 
-    size = counted(build, (1, 1, 4))
+    size = count_size(build, (1, 1, 4))
     assert size is not None and size.state == 4 * (4 * 10 + 10)
 
 
@@ -61,4 +61,4 @@ def test_numbers_that_are_there_are_computed() -> None:
     "broken", [lambda: nn.BatchNorm2d(4), lambda: nn.GroupNorm(2, 4), lambda: nn.Linear(4, 2)]
 )
 def test_a_layer_that_does_not_fit_its_input_has_no_size(broken: Callable[[], nn.Module]) -> None:
-    assert counted(broken, (3, 4, 5)) is None
+    assert count_size(broken, (3, 4, 5)) is None

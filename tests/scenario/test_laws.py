@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedsim.scenario import Scenario, ScenarioError, declared_training, dump, load, locate, resolve
-from fedsim.scenario.document import Document, dotted, parse
+from fedsim.scenario.document import Document, parse, show_path
 from fedsim.scenario.reader import parse_yaml
 from fedsim.types import FedsimError
 
@@ -171,7 +171,7 @@ KEYS = st.one_of(st.integers(0, 10**6), st.text(st.characters(exclude_categories
 
 @given(st.lists(KEYS, min_size=1, max_size=32).filter(lambda path: isinstance(path[0], str)))
 def test_key_paths_are_written_so_that_they_can_be_read(path: list[str | int]) -> None:
-    assert parse(dotted(tuple(path))) == tuple(path)
+    assert parse(show_path(tuple(path))) == tuple(path)
 
 
 @pytest.mark.parametrize("text", ["", ".", "a.", ".a", "a..b", "a[", "a[x]", "a[-1]", "a b"])

@@ -52,7 +52,7 @@ def scenario(
 
 
 def noise(made: Scenario) -> float:
-    ((_, found),) = spending.noises(Workload(made, "dp").stack)
+    ((_, found),) = spending.found_noises(Workload(made, "dp").stack)
     return found
 
 
@@ -164,8 +164,8 @@ def test_the_smallest_client_decides() -> None:
     schedule = Workload(made, "dp").schedule
 
     def found(*held: int) -> float:
-        stack = spending.calibrated(written, held=held, schedule=schedule, **shared)
-        return spending.noises(stack)[0][1]
+        stack = spending.calibrate_noise(written, held=held, schedule=schedule, **shared)
+        return spending.found_noises(stack)[0][1]
 
     assert found(700, 60) == found(60, 60) > found(700, 700)
     assert found(0, 60) == found(60, 60), "a count that is not known is no count of nothing"
@@ -185,7 +185,7 @@ def test_a_search_over_uneven_bins_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(CorrelatedCurve, "claimed", counted)
     held, shared = [112, 133, 193, 233], {"place": "p", "scenario": made}
     with work.heard_by(lambda done, total: told.append(done / total)):
-        stack = spending.calibrated(
+        stack = spending.calibrate_noise(
             chain(DPSGD(norm=1.0, epsilon=8.0)),
             held=held,
             schedule=workload.schedule,
@@ -209,7 +209,7 @@ def test_a_node_finds_the_noise_of_all() -> None:
     for client in whole.clients:
         census = Census(held=whole.census.held, private_statistics={})
         one = OneClient(made, "dp", client, census)
-        assert spending.noises(one.stack) == spending.noises(whole.stack)
+        assert spending.found_noises(one.stack) == spending.found_noises(whole.stack)
         assert one.stack == whole.stack
 
 
@@ -219,9 +219,9 @@ def test_a_server_that_misstates_counts_gets_more_noise_or_none() -> None:
     held = list(whole.census.held)
     least = noise(made)
     fewer = Census(held=[held[0], 30, 30], private_statistics={})
-    assert spending.noises(OneClient(made, "dp", whole.clients[0], fewer).stack)[0][1] > least
+    assert spending.found_noises(OneClient(made, "dp", whole.clients[0], fewer).stack)[0][1] > least
     many = Census(held=[held[0], 10**6, 10**6], private_statistics={})
-    ((_, found),) = spending.noises(OneClient(made, "dp", whole.clients[0], many).stack)
+    ((_, found),) = spending.found_noises(OneClient(made, "dp", whole.clients[0], many).stack)
     keys = {"examples": held[0], "batch_size": 20, "rounds": 5, "steps": 2}
     own = calculator.epsilon("dp_sgd", {**keys, "noise_multiplier": found}, delta=1e-5)
     assert own.epsilon <= 8, "its own images are protected as asked, whatever it is told"

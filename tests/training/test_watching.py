@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from fedsim.training.watching import Steps, watched
+from fedsim.training.watching import Steps, watch_training
 
 
 def net() -> nn.Module:
@@ -30,7 +30,7 @@ def batches(count: int, size: int = 2) -> list[tuple[Tensor, Tensor]]:
 def trained(data: list[tuple[Tensor, Tensor]], epochs: int = 1, most: int = 100) -> Steps:
     model, loss = net(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    with watched(most) as steps:
+    with watch_training(most) as steps:
         for _ in range(epochs):
             for images, labels in data:
                 optimizer.zero_grad()
@@ -60,7 +60,7 @@ def test_a_loss_that_nobody_learns_from_is_no_step() -> None:
     """A validation without `no_grad`, before each step and after the last one."""
     model, data = net(), batches(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watched(100) as steps:
+    with watch_training(100) as steps:
         for images, labels in data[:2]:
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
@@ -73,11 +73,11 @@ def test_a_loss_that_nobody_learns_from_is_no_step() -> None:
 
 def test_what_no_attack_simulates_of_a_batch_is_noted() -> None:
     model, ((images, labels),) = net(), batches(1)
-    with watched(100) as steps:
+    with watch_training(100) as steps:
         logits = model(images)
         (F.cross_entropy(logits, labels) + F.cross_entropy(logits, 2 - labels)).backward()
     assert "several losses are taken of one batch" in steps.unmodelled
-    with watched(100) as steps:
+    with watch_training(100) as steps:
         twice = torch.cat([images[:1], images[:1]])
         F.cross_entropy(model(twice), labels[:1].repeat(2)).backward()
     assert steps.unmodelled == ["an image is more than once in a batch"]
@@ -85,7 +85,7 @@ def test_what_no_attack_simulates_of_a_batch_is_noted() -> None:
 
 def test_nothing_stays_behind_when_training_fails() -> None:
     before = F.cross_entropy, F.nll_loss, len(hooks._global_forward_hooks)
-    with pytest.raises(RuntimeError), watched(100):
+    with pytest.raises(RuntimeError), watch_training(100):
         net()(torch.zeros(1, 5, 8, 8))
     assert (F.cross_entropy, F.nll_loss, len(hooks._global_forward_hooks)) == before
 
@@ -105,7 +105,7 @@ def test_trainings_that_overlap_in_threads_are_told_apart() -> None:
     found: list[Steps] = []
 
     def later() -> None:
-        with watched(10) as steps:
+        with watch_training(10) as steps:
             step(2.0)
             began.set()
             assert ended.wait(20)
@@ -113,7 +113,7 @@ def test_trainings_that_overlap_in_threads_are_told_apart() -> None:
         found.append(steps)
 
     thread = threading.Thread(target=later)
-    with watched(10) as first:
+    with watch_training(10) as first:
         thread.start()
         assert began.wait(20)
         step(1.0)
@@ -129,7 +129,7 @@ def watch(step: Any, make: Any = None, loss: Any = None, count: int = 3) -> Step
     model, loss = net(), loss or nn.CrossEntropyLoss()
     optimizer = (make or (lambda model: torch.optim.SGD(model.parameters(), lr=0.5)))(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    with watched(100) as steps:
+    with watch_training(100) as steps:
         for number, (images, labels) in enumerate(batches(count, 4)):
             optimizer.zero_grad()
             step(model, loss(model(images), labels), number).backward()
@@ -173,7 +173,7 @@ def test_a_number_before_the_loss_is_seen(reduction: str, step: Any, factor: flo
 def test_what_is_gathered_counts_as_often_as_there_are_batches() -> None:
     model, data = net(), batches(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watched(100) as steps:
+    with watch_training(100) as steps:
         for images, labels in data:
             F.cross_entropy(model(images), labels).backward()
         optimizer.step()
@@ -231,7 +231,7 @@ def per_sample() -> None:
 
 
 def test_a_fault_of_the_watch_does_not_reach_the_training() -> None:
-    with watched(100) as steps:
+    with watch_training(100) as steps:
         per_sample()
     assert steps.failure and not steps.images
 
@@ -246,7 +246,7 @@ def test_a_loss_can_be_compiled_while_it_is_watched() -> None:
     model, ((images, labels),) = net(), batches(1)
     outputs = model(images).detach()
     expected = F.cross_entropy(outputs, labels)
-    with watched(100) as steps:
+    with watch_training(100) as steps:
         scripted = torch.jit.script(Loss())
         compiled = torch.compile(Loss(), backend="eager", fullgraph=True)
         assert torch.equal(scripted(outputs, labels), expected)
@@ -261,7 +261,7 @@ def test_ignored_examples_are_no_truth(reduction: str, weighted: bool) -> None:
     weights = torch.tensor([1.0, 2, 3]) if weighted else None
     loss = nn.CrossEntropyLoss(weights, ignore_index=255, reduction=reduction)
     labels[0] = 255
-    with watched(100) as steps:
+    with watch_training(100) as steps:
         loss(model(images), labels).mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     kept = float(3 if weights is None else weights[labels[1:]].sum())
@@ -276,7 +276,7 @@ def test_what_a_scaler_multiplies_by_is_taken_back(early: bool) -> None:
     model, data = net(), batches(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
-    with watched(100) as steps:
+    with watch_training(100) as steps:
         for number, (images, labels) in enumerate(data):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images * 1e9 if number == 0 else images), labels)

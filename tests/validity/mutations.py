@@ -74,7 +74,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/data/folder.py:ImageFolder.load", "(_LIMIT,) if cut else ()", "()", SENSITIVITY
         ),
         "clients' images normalize clients' images": never(
-            "fedsim/data/folder.py:ImageFolder._normalized",
+            "fedsim/data/folder.py:ImageFolder._normalize",
             "self.normalization == 'declared'",
             SENSITIVITY,
         ),
@@ -223,7 +223,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "probes are left out of the run's claim": drop(
             "fedsim/training/accounting.py:spent",
-            "probes=account.probed(most.probed) if probes else ()",
+            "probes=account.list_probed(most.probed) if probes else ()",
             CLAIMS,
         ),
     },

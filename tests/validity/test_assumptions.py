@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.data.rows import Column, TableSource
+from fedsim.data.rows import RangeColumn, TableSource
 from fedsim.data.table import TableFile
 from fedsim.federation import refusals
 from fedsim.results import rows
@@ -141,7 +141,7 @@ class Scaled(TableSource):
     def load(self) -> Table:
         raw = torch.rand(40, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         low, high = float(raw.min()), float(raw.max())
-        columns = tuple(Column(name=name, low=low, high=high) for name in "ab")
+        columns = tuple(RangeColumn(name=name, low=low, high=high) for name in "ab")
         return self.table("scaled", raw, columns, raw[:, 0], "y", None)
 
 
@@ -177,7 +177,7 @@ def test_one_row_of_a_file_changes_one_row_of_the_table(tmp_path: Path) -> None:
         path = tmp_path / "rows.csv"
         lines = [f"{value if i == 3 else i / 50},{i / 60}" for i in range(50)]
         path.write_text("a,y\n" + "\n".join(lines) + "\n")
-        columns = [Column(name=name, low=0, high=1) for name in "ay"]
+        columns = [RangeColumn(name=name, low=0, high=1) for name in "ay"]
         source = TableFile(path=str(path), features=(columns[0],), target=columns[1])
         tables.append(source.load())
     here, there = tables

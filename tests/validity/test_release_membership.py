@@ -18,7 +18,7 @@ from scipy.stats import binom
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.guarantee import Release
-from fedsim.learners.closed_form import regularized, sketch
+from fedsim.learners.closed_form import regularize, sketch
 from fedsim.learners.least_squares import normal_solution
 from fedsim.privacy.membership import auc_limit, tpr_limit
 from fedsim.targets.membership import membership_auc
@@ -62,7 +62,7 @@ def scores(
 ) -> torch.Tensor:
     """Of `ROW`, by the attack's likelihood ratio, on as many releases with or without it."""
     rows = torch.cat([others, ROW[None]]) if present else others
-    whole = regularized(rows, sigma)
+    whole = regularize(rows, sigma)
     stream = torch.Generator().manual_seed(int(present))
     knowledge = Knowledge(grant=Grant.least(rows="others"), other_rows=(others,), candidate=ROW)
     worlds = torch.stack([torch.zeros_like(ROW), ROW])

@@ -13,7 +13,7 @@ from fedsim.contracts.defense import ServerRound
 from fedsim.contracts.stack import chain
 from fedsim.federation import refusals
 from fedsim.learners import sgd
-from fedsim.learners.closed_form import VALUE, regularized, sketch
+from fedsim.learners.closed_form import VALUE, regularize, sketch
 from fedsim.learners.least_squares import normal_solution
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.report.figures import format_bound, format_claim, format_delta, format_epsilon
@@ -64,7 +64,7 @@ def test_no_32_bits_give_the_noise_of_a_release(kind: str) -> None:
     data = world.dataset
     assert isinstance(data, Table)
     assert world.release is not None
-    whole_rows = regularized(data.train_rows, world.stack.sigma(world.release))
+    whole_rows = regularize(data.train_rows, world.stack.sigma(world.release))
     draw = sketch if kind == "sketch" else normal_solution
     released = world.client_update(0, 1, *world.initial(), {}).update.tensors[VALUE]
 

@@ -20,7 +20,7 @@ from fedsim.scenario.document import ScenarioError
 from fedsim.scenario.model import PluginRef
 from fedsim.scenario.reader import MAX_BYTES, parse_yaml
 from fedsim.system import paths
-from fedsim.training.spending import targets
+from fedsim.training.spending import asked_epsilons
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 from fedsim.words import number_of
@@ -57,7 +57,7 @@ class Policy(BaseModel):
     def _built(cls, stacks: list[list[dict[str, Any]]] | None) -> list[list[dict[str, Any]]] | None:
         for stack in stacks or []:
             try:
-                if any(one.delta is None for one in targets(_stack(stack))):
+                if any(one.delta is None for one in asked_epsilons(_stack(stack))):
                     raise ValueError(
                         "epsilon without delta: the server would choose what it means; add "
                         "`delta: 1e-5`, and the scenario has to say the same"
@@ -108,7 +108,7 @@ class Policy(BaseModel):
                 f"defenses.{stack}: this node's policy does not allow this stack (stacks)"
             )
         outside = scenario.observe.batch_sizes and scenario.privacy.probes != "included"
-        if self.stacks is not None and outside and targets(wanted):
+        if self.stacks is not None and outside and asked_epsilons(wanted):
             raise FedsimError(
                 f"privacy.probes: this node's policy lets defenses.{stack} spend the ε that it "
                 "asks for, and probes would be outside of it (stacks); use `included`"
