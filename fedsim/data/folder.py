@@ -243,14 +243,18 @@ class ImageFolder(DataSource):
         """
         if self.labels is not None:
             return self._split(tree, list(read_labels(tree, _parts(self.labels))))
-        laid_out = {
-            split: self._of_split(tree, split, 4 if self.client_folders and split == "train" else 3)
-            for split in ("train", "test")
-        }
-        classes = [] if self.client_folders else tree.classes(("train", "test"))
-        if not any(laid_out.values()) and classes:
-            items = [_Labelled(path, path[-2], "", path[-1]) for path in classes]
-            return self._split(tree, items)
+        laid_out: dict[str, list[_Labelled]] = {"train": [], "test": []}
+        bare = []
+        for path in tree.images():
+            by_client = self.client_folders and path[0] == "train"
+            if path[0] in laid_out and len(path) == (4 if by_client else 3):
+                client = path[1] if by_client else ""
+                laid_out[path[0]].append(_Labelled(path, path[-2], client, path[-1]))
+            elif path[0] not in laid_out and len(path) == 2:
+                bare.append(_Labelled(path, path[-2], "", path[-1]))
+        if bare and not any(laid_out.values()) and not self.client_folders:
+            return self._split(tree, bare)
+        laid_out = {split: _in_order(items) for split, items in laid_out.items()}
         if self.test_share is not None:
             raise FedsimError(
                 f"test_share: {tree.root} has folders train and test (or no image at all), which "
@@ -266,13 +270,6 @@ class ImageFolder(DataSource):
                     + ("" if by_client else " (it must not include the split's folder)")
                 )
         return laid_out
-
-    def _of_split(self, tree: Tree, split: str, depth: int) -> list[_Labelled]:
-        client = 1 if depth == 4 else None
-        return _in_order(
-            _Labelled(path, path[-2], "" if client is None else path[client], path[-1])
-            for path in tree.images(split, depth)
-        )
 
     def _split(self, tree: Tree, items: list[_Labelled]) -> dict[str, list[_Labelled]]:
         """Holds out `test_share` of the images by the digests of their names."""

@@ -20,7 +20,6 @@ from fedsim.words import number_of
 if TYPE_CHECKING:
     from fedsim.scenario.model import Partition
 
-_PARAMETERS = {"dirichlet": "alpha", "shards": "shards_per_client", "file": "path"}
 _DRAWS = 11
 """How often `dirichlet` draws before it gives up."""
 
@@ -38,7 +37,7 @@ def partition(
 
     Args:
         dataset: its training split is divided.
-        config: which of the above, with its parameter.
+        config: which of the above, with its parameter, as `fedsim.scenario` checks it.
         clients: how many parts.
         seed: same seed, same parts.
         min_images: the fewest images a client may end up with.
@@ -47,7 +46,6 @@ def partition(
         FedsimError: no such division exists or was found, with the remedy.
     """
     count = len(dataset.train_labels)
-    _check_parameters(config)
     if clients * min_images > count:
         raise FedsimError(
             f"{number_of(clients, 'client')} of at least {number_of(min_images, 'image')} need "
@@ -68,18 +66,6 @@ def partition(
             f"fewer than {min_images}: lower data.clients or choose another partition"
         )
     return parts
-
-
-def _check_parameters(config: Partition) -> None:
-    needed = _PARAMETERS.get(config.name)
-    for name in _PARAMETERS.values():
-        is_given = getattr(config, name) is not None
-        if name == needed and not is_given:
-            raise FedsimError(f"partition {config.name} needs {name}: set data.partition.{name}")
-        if name != needed and is_given:
-            raise FedsimError(
-                f"partition {config.name} has no {name}: remove data.partition.{name}"
-            )
 
 
 def _draw_parts(

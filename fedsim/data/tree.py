@@ -80,25 +80,9 @@ class Tree(ABC):
         return f"{self.root}:{'/'.join(path)}"
 
     @final
-    def images(self, split: str, depth: int) -> list[Parts]:
-        """Returns the visible image files `split/.../name` of exactly `depth` parts, sorted."""
-        return sorted(
-            path
-            for path in self._paths()
-            if len(path) == depth
-            and path[0] == split
-            and _format(path) is not None
-            and _is_visible(path)
-        )
-
-    @final
-    def classes(self, beside: Container[str]) -> list[Parts]:
-        """Returns the visible image files `<class>/<name>`, sorted; `beside` are no classes."""
-        return sorted(
-            path
-            for path in self._paths()
-            if len(path) == 2 and path[0] not in beside and _is_visible(path) and _format(path)
-        )
+    def images(self) -> list[Parts]:
+        """Returns the visible image files, sorted."""
+        return sorted(path for path in self._paths() if _format(path) and _is_visible(path))
 
     @final
     def left_out(
@@ -106,9 +90,7 @@ class Tree(ABC):
     ) -> Iterator[tuple[Parts, str]]:
         """Yields the visible files that are not `used`, each with the reason.
 
-        Args:
-            used: What is read.
-            depth: Of how many parts a path would have to be; None: of any number.
+        `depth` says how many parts a path would need to be used; None: any number.
         """
         for path in self._paths():
             if path in used or not _is_visible(path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 from fedsim.contracts.defense import NoisyAggregation
 from fedsim.contracts.stack import Stack
@@ -24,27 +23,11 @@ def spent(
     scenario may declare that these are no part of the deployment (`privacy.probes: outside`), and a
     caller that they are not asked about. It holds against whoever looks from `seen_from`.
     """
-    account = account_of(server)
+    account, stack = account_of(server), accounted_stack(server, seen_from)
     worst: PrivacyClaim | None = None
-    for most, held in product(account.most(round), account.worst_client_sizes(server.training)):
-        found = claim(
-            accounted_stack(server, seen_from),
-            server.declared,
-            Entry(
-                rounds=most.trained,
-                repeated_rounds=most.repeated,
-                repeats=account.scenario.observe.releases,
-                num_examples=held,
-                delta=account.scenario.privacy.delta,
-                buffers_released=server.releases_statistics,
-                release=server.release,
-                schedules=account.public(round, server.stack),
-                private_statistics=server.census.private_statistics,
-                unprotected=server.unprotected,
-                probes=account.list_probed(most.probed) if probes else (),
-                known=worst.epsilon if worst else 0.0,
-            ),
-        )
+    for entry in account.entries(server.stack, round, probes=probes):
+        known = worst.epsilon if worst else 0.0
+        found = claim(stack, server.declared, replace(_with_set_up(server, entry), known=known))
         if worst is None or found.epsilon > worst.epsilon:
             worst = found
     assert worst is not None, "some client takes part, and all hold something"
@@ -64,28 +47,32 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     only = tuple(past == seen.round for past in range(1, scenario.training.rounds + 1))
     shared = isinstance(server.stack.aggregation, NoisyAggregation)
     again = seen.releases > 1
-    claims = [
-        claim(
-            stack,
-            declared,
-            Entry(
-                rounds=int(not again),
-                repeated_rounds=int(again),
-                repeats=seen.releases,
-                num_examples=held,
-                delta=scenario.privacy.delta,
-                buffers_released=server.releases_statistics,
-                release=server.release,
-                schedules={only} if shared else (),
-                private_statistics=server.census.private_statistics,
-                unprotected=server.unprotected,
-            ),
+    entries = [
+        Entry(
+            rounds=int(not again),
+            repeated_rounds=int(again),
+            repeats=seen.releases,
+            num_examples=held,
+            delta=scenario.privacy.delta,
+            schedules={only} if shared else (),
         )
         for held in worst_client_sizes(server.training, (server.census.held[one] for one in own))
     ]
     kind = "probe" if probing else "training update"
+    claims = [claim(stack, declared, _with_set_up(server, entry)) for entry in entries]
     covers = f"this {kind}" + (f", released {seen.releases} times" if again else "")
     return _covering(max(claims, key=lambda claim: claim.epsilon), covers)
+
+
+def _with_set_up(server: Server, entry: Entry) -> Entry:
+    """Returns `entry` with what the federation releases besides, whatever the rounds."""
+    return replace(
+        entry,
+        buffers_released=server.releases_statistics,
+        release=server.release,
+        private_statistics=server.census.private_statistics,
+        unprotected=server.unprotected,
+    )
 
 
 def spent_by(server: Server, round: int) -> PrivacyClaim:

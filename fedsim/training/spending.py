@@ -65,7 +65,7 @@ def calibrate_noise(
     with blaming(place):
         target = _only_target(written, scenario.privacy.delta)
         account = Account(scenario, schedule, declared, held)
-        entries = account.entries(written)
+        entries = account.entries(written, scenario.training.rounds)
         reason: str | None = None
 
         def epsilon_of(multiplier: float) -> float:
@@ -121,9 +121,9 @@ class Account:
     declared: LocalTraining
     held: Sequence[int]
 
-    def entries(self, stack: Stack) -> list[Entry]:
-        """Returns what the clients that may be worst off spend over all rounds."""
-        rounds, scenario = self.scenario.training.rounds, self.scenario
+    def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
+        """Returns what the clients that may be worst off spend over so many rounds."""
+        scenario = self.scenario
         counts = self.worst_client_sizes(stack.training(self.declared))
         return [
             Entry(
@@ -133,7 +133,7 @@ class Account:
                 num_examples=count,
                 delta=scenario.privacy.delta,
                 schedules=self.public(rounds, stack),
-                probes=self.list_probed(most.probed),
+                probes=self.list_probed(most.probed) if probes else (),
             )
             for most, count in product(self.most(rounds), counts)
         ]

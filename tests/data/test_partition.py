@@ -104,8 +104,6 @@ def test_small_alpha_is_heterogeneous_and_large_alpha_is_not():
     ("config", "data", "clients", "remedy"),
     [
         (Partition(name="dirichlet", alpha=1e-3), dataset(), 60, r"raise data\.partition\.alpha"),
-        (Partition(name="dirichlet"), dataset(), 4, r"set data\.partition\.alpha"),
-        (Partition(alpha=1.0), dataset(), 4, r"remove data\.partition\.alpha"),
         (
             Partition(name="shards", shards_per_client=7),
             dataset(),

@@ -222,8 +222,8 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             CLAIMS,
         ),
         "probes are left out of the run's claim": drop(
-            "fedsim/training/accounting.py:spent",
-            "probes=account.list_probed(most.probed) if probes else ()",
+            "fedsim/training/spending.py:Account.entries",
+            "probes=self.list_probed(most.probed) if probes else ()",
             CLAIMS,
         ),
     },
