@@ -159,15 +159,9 @@ def _dataset(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Dataset:
-    """Splits the set and normalizes it by constants, which no image of it decides.
+    """Splits `images` (N, C, H, W) uint8 and normalizes them by declared constants.
 
-    Args:
-        name: of the source.
-        images: (N, C, H, W) uint8, both splits.
-        labels: (N,) int64.
-        classes: names of the labels.
-        mean: of each channel, declared; about that of the set.
-        std: likewise.
+    No image decides `mean` and `std`, which are about those of the set.
     """
     train, test = stratified_split(labels, _TEST_FRACTION, name)
     return Dataset(

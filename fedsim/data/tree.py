@@ -140,13 +140,9 @@ class Tree(ABC):
     def image(self, path: Parts, mode: str, bits: int | None = None) -> Image:
         """Decodes an image, upright, converted to Pillow mode `L` or `RGB`.
 
-        It is turned as its EXIF orientation says. What is transparent is laid over white.
-
-        Args:
-            path: Of the file.
-            mode: Of Pillow.
-            bits: How many of the 16 bits of a channel a picture of 16 bits uses. Without it, grey
-                ones are refused, and colour ones that would be all but black at 16.
+        It is turned as its EXIF orientation says. What is transparent is laid over white. `bits`
+        says how many of the 16 bits of a channel a picture of 16 bits uses. Without it, grey ones
+        are refused, and colour ones that would be all but black at 16.
 
         Raises:
             UnreadableError: it is empty, too large, damaged, or of more bits than can be told; with

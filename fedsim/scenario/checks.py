@@ -281,14 +281,9 @@ def _vantages(
     *,
     trains: bool,
 ) -> Iterator[Finding]:
-    """Yields every problem with `observe.vantages`, of sections that are valid in themselves.
+    """Yields every problem with `observe.vantages`; sections that are not valid are None.
 
-    Args:
-        observe: Who looks at what.
-        training: None if it is not valid.
-        federation: None if it is not valid.
-        stacks: The defenses that are valid.
-        trains: Whether the learner trains a model.
+    `trains` says whether the learner trains a model.
     """
     if "client" in observe.vantages:
         yield from _lookers(observe, training, federation, trains=trains)

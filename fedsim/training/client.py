@@ -212,12 +212,7 @@ class Client:
     ) -> Batches:
         """Returns inputs and labels of every local step.
 
-        Args:
-            training: How it trains, or answers the probe.
-            round: From 1.
-            probe: What it is asked instead of training.
-            taken: How many steps it has taken in earlier rounds.
-            trials: How many there are of each probe.
+        The client has `taken` so many steps in earlier rounds; each probe has so many `trials`.
         """
         found = []
         distinct = _distinct(training)

@@ -66,11 +66,8 @@ def build_source(chosen: PluginRef) -> DataSource:
 def digest_of_inputs(scenario: Scenario, dataset: Dataset | Table) -> str:
     """Returns a digest of what a scenario names and does not hold: data, weights, a partition.
 
-    Two runs of one text are of one population only if it is the same.
-
-    Args:
-        scenario: Of the federation.
-        dataset: All that its source loads.
+    Two runs of one text are of one population only if it is the same. `dataset` is all that the
+    scenario's source loads.
     """
     digest = hashlib.sha256()
     for field in fields(dataset):
