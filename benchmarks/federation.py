@@ -28,7 +28,7 @@ from torch import nn
 import fedsim.federation  # sets Flower's environment before Flower is imported
 from fedsim.models.base import build, normalize
 from fedsim.scenario import Scenario
-from fedsim.scenario.model import Local
+from fedsim.scenario.model import LocalSection
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import as_pixels
@@ -127,7 +127,7 @@ class PlainClient:
 @lru_cache(maxsize=1)
 def _prepared(
     scenario_json: str,
-) -> tuple[Local, nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[LocalSection, nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Local training, a model, and each client's normalized data: once per process."""
     wanted = Scenario.model_validate_json(scenario_json)
     workload = Workload(wanted, "none")

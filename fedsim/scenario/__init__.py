@@ -10,7 +10,7 @@ A file with a `sweep:` section stands for several scenarios:
 
 from fedsim.scenario.build import build_stack, declared_training
 from fedsim.scenario.checks import cautions
-from fedsim.scenario.document import Document, Problem, ScenarioError
+from fedsim.scenario.document import Document, ScenarioError, ScenarioProblem
 from fedsim.scenario.dump import dump
 from fedsim.scenario.model import Scenario
 from fedsim.scenario.overrides import grant_of, parameters_of
@@ -20,9 +20,9 @@ from fedsim.scenario.sweep import Variant, expand, load, locate, open_document
 
 __all__ = [
     "Document",
-    "Problem",
     "Scenario",
     "ScenarioError",
+    "ScenarioProblem",
     "Variant",
     "build_stack",
     "cautions",

@@ -30,7 +30,7 @@ _MAX_PROBLEMS = 50
 
 
 @dataclass(frozen=True)
-class Problem:
+class ScenarioProblem:
     """States one thing that is wrong with a scenario."""
 
     message: str
@@ -52,7 +52,7 @@ class ScenarioError(FedsimError):
     The message lists every problem once, in order of lines; of many the first, and their number.
     """
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[ScenarioProblem]) -> None:
         self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda one: one.line or 0))
         lines = [str(problem) for problem in self.problems[:_MAX_PROBLEMS]]
         if more := len(self.problems) - len(lines):
@@ -133,6 +133,10 @@ class Mark:
     origin: str
     line: int | None = None
 
+    def problem(self, path: KeyPath, message: str) -> ScenarioProblem:
+        """Returns a problem with the value at `path`, which is written here."""
+        return ScenarioProblem(message, path, self.origin, self.line)
+
 
 @dataclass(frozen=True)
 class Document:
@@ -150,10 +154,9 @@ class Document:
                 return self.marks[path[:end]]
         return Mark("")
 
-    def problem(self, path: KeyPath, message: str) -> Problem:
+    def problem(self, path: KeyPath, message: str) -> ScenarioProblem:
         """Returns a problem with the value at `path`, with its place."""
-        mark = self.mark(path)
-        return Problem(message, path, mark.origin, mark.line)
+        return self.mark(path).problem(path, message)
 
     def error(self, path: str, message: str) -> ScenarioError:
         """Returns the error to raise about the value at `path`, such as `data.clients`."""

@@ -74,7 +74,7 @@ class Data(ScenarioSection):
     partition: Partition = Partition()
 
 
-class Local(ScenarioSection):
+class LocalSection(ScenarioSection):
     """One client's training in one round."""
 
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
@@ -96,7 +96,7 @@ class Training(ScenarioSection):
     algorithm: Algorithm | None = None
     """Default: fedsgd for one local step without momentum, fedavg otherwise."""
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 3
-    local: Local = Local()
+    local: LocalSection = LocalSection()
     weights: str | None = None
     """Safetensors file of the model's weights before the first round: a checkpoint of fedsim
     (OUT/checkpoints/STACK.safetensors) or a state dict. Default: random ones."""

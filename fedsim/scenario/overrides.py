@@ -11,8 +11,8 @@ from fedsim.scenario.document import (
     Document,
     KeyPath,
     Mark,
-    Problem,
     ScenarioError,
+    ScenarioProblem,
     parse,
     show_path,
 )
@@ -51,7 +51,7 @@ def parse_override(text: str, option: str = "--set") -> Override:
             raise ValueError(f"expected key=value, such as {_EXAMPLES[option]}")
         path = parse(key.strip())
     except ValueError as error:
-        raise ScenarioError([Problem(str(error), (), origin)]) from error
+        raise ScenarioError([ScenarioProblem(str(error), (), origin)]) from error
     document = parse_yaml(value, origin, lines=False) if value.strip() else Document(None)
     return Override(path, Document(document.value, {**document.marks, (): Mark(origin)}))
 
@@ -66,13 +66,12 @@ def apply(document: Document, overrides: Sequence[Override]) -> Document:
         ScenarioError: a key path leads through something that is no mapping or list, or beyond the
             end of a list. All such overrides are listed.
     """
-    problems: list[Problem] = []
+    problems: list[ScenarioProblem] = []
     for override in overrides:
         try:
             document = _apply(document, override)
         except LookupError as error:
-            mark = override.origin
-            problems.append(Problem(str(error.args[0]), override.path, mark.origin, mark.line))
+            problems.append(override.origin.problem(override.path, str(error.args[0])))
     if problems:
         raise ScenarioError(problems)
     return document
@@ -97,7 +96,7 @@ def parameters_of(
         return resolve_plugin(group, written).parameters
     except ScenarioError as error:
         raise ScenarioError(
-            Problem(problem.message, (), origin)
+            ScenarioProblem(problem.message, (), origin)
             if problem.path == ("name",) and not problem.origin
             else problem
             for problem in error.problems
@@ -119,7 +118,7 @@ def grant_of(words: Sequence[str]) -> Grant:
 def parse_overrides(texts: Sequence[str], option: str = "--set") -> list[Override]:
     """Reads several overrides as `parse_override` does; lists all that are wrong."""
     parsed: list[Override] = []
-    problems: list[Problem] = []
+    problems: list[ScenarioProblem] = []
     for text in texts:
         try:
             parsed.append(parse_override(text, option))

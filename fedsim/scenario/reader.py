@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from fedsim.scenario.document import Document, KeyPath, Mark, Problem, ScenarioError
+from fedsim.scenario.document import Document, KeyPath, Mark, ScenarioError, ScenarioProblem
 from fedsim.system.paths import content
 from fedsim.types import FedsimError
 from fedsim.words import number_of
@@ -247,7 +247,7 @@ def _line(event: yaml.Event) -> int:
 
 
 def _refuse(origin: str, line: int | None, message: str) -> NoReturn:
-    raise ScenarioError([Problem(message, (), origin, line)])
+    raise ScenarioError([ScenarioProblem(message, (), origin, line)])
 
 
 def _remedy(problem: str) -> str:

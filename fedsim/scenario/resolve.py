@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedsim.contracts.plugins import Plugin, PluginError
 from fedsim.scenario.build import RESERVED, algorithm, build_learner, plugin_class
 from fedsim.scenario.checks import check
-from fedsim.scenario.document import Document, KeyPath, Problem, ScenarioError
+from fedsim.scenario.document import Document, KeyPath, ScenarioError, ScenarioProblem
 from fedsim.scenario.explain import explain, known_keys, show, unknown_key
 from fedsim.scenario.model import PluginRef, Scenario
 
@@ -118,7 +118,7 @@ def put(value: Any, path: KeyPath, new: Any) -> None:
 @dataclass
 class _Resolver:
     document: Document
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ScenarioProblem] = field(default_factory=list)
 
     def scenario(self) -> Scenario:
         """Resolves every section and the relations between them."""
@@ -234,7 +234,11 @@ def _plain(value: Mapping[str, Any]) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
         raise ScenarioError(
-            [Problem(f"{error}; use only mappings, lists, text, numbers, booleans and None")]
+            [
+                ScenarioProblem(
+                    f"{error}; use only mappings, lists, text, numbers, booleans and None"
+                )
+            ]
         ) from error
 
 

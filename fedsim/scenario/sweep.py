@@ -7,12 +7,20 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsim.scenario.document import Document, KeyPath, Problem, ScenarioError, parse, show_path
+from fedsim.scenario.document import (
+    Document,
+    KeyPath,
+    ScenarioError,
+    ScenarioProblem,
+    parse,
+    show_path,
+)
 from fedsim.scenario.explain import nearest, show
 from fedsim.scenario.model import Scenario
 from fedsim.scenario.overrides import Override, apply, parse_overrides
@@ -125,20 +133,18 @@ def locate(document: Document, error: FedsimError) -> ScenarioError:
     if isinstance(error, ScenarioError):
         return error
     key, _, message = str(error).partition(": ")
-    try:
+    path: KeyPath = ()
+    with suppress(ValueError):
         path = parse(key)
-    except ValueError:
+    if not path or path[0] not in Scenario.model_fields:
         return ScenarioError([document.problem((), str(error))])
-    if path[0] not in Scenario.model_fields:
-        return ScenarioError([document.problem((), str(error))])
-    for swept, at in _list_swept(document):
-        if path[: len(at)] == at:
-            mark = document.mark(("sweep", swept))
-            return ScenarioError([Problem(message, path, mark.origin, mark.line)])
-    return ScenarioError([document.problem(path, message)])
+    written = next(
+        (("sweep", swept) for swept, at in _list_swept(document) if path[: len(at)] == at), path
+    )
+    return ScenarioError([document.mark(written).problem(path, message)])
 
 
-def _axes(document: Document) -> tuple[list[_Axis], list[Problem]]:
+def _axes(document: Document) -> tuple[list[_Axis], list[ScenarioProblem]]:
     """Returns the swept keys with their values, and what is wrong with them."""
     value = document.value
     sweep = value.get("sweep") if isinstance(value, Mapping) else None
@@ -148,7 +154,7 @@ def _axes(document: Document) -> tuple[list[_Axis], list[Problem]]:
         problem = f"expected a mapping such as {{training.rounds: [1, 10]}}, got {show(sweep)}"
         return [], [document.problem(("sweep",), problem)]
     axes: list[_Axis] = []
-    problems: list[Problem] = []
+    problems: list[ScenarioProblem] = []
     for key, values in sweep.items():
         axis = _Axis(key, (), ())
         fault = _fault(key, values, axes)
@@ -204,17 +210,16 @@ def _list_swept(document: Document) -> Iterator[tuple[str, KeyPath]]:
 
 def _pin_overrides(document: Document, overrides: Sequence[Override]) -> Document:
     """Returns the document without the swept keys that an override sets."""
-    problems: list[Problem] = []
+    problems: list[ScenarioProblem] = []
     for key, path in list(_list_swept(document)):
         for override in overrides:
             if path[: len(override.path)] == override.path:
                 document = document.without(("sweep", key))
                 break
             if override.path[: len(path)] == path:
-                mark = override.origin
                 instead = show_path(("sweep", key))
                 problem = f"{key} is swept, so this would be lost; set {instead} instead"
-                problems.append(Problem(problem, override.path, mark.origin, mark.line))
+                problems.append(override.origin.problem(override.path, problem))
     if problems:
         raise ScenarioError(problems)
     return document

@@ -82,4 +82,4 @@ def test_it_describes_parameters_for_editors(schema: dict[str, Any]) -> None:
     forms = {form.get("title"): form for form in schema["properties"]["model"]["anyOf"]}
     assert forms["convnet"]["description"]
     assert forms["convnet"]["properties"]["width"]["description"]
-    assert schema["$defs"]["Local"]["properties"]["batches"]["default"] == "different"
+    assert schema["$defs"]["LocalSection"]["properties"]["batches"]["default"] == "different"
