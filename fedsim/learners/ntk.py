@@ -27,26 +27,15 @@ leaves about 1e-16 n where the exact value is zero, on any processor."""
 
 
 def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
-    """Draws (neurons, dimension) weights w_r ~ N(0, scale² I): public, without the data.
-
-    Args:
-        neurons: m.
-        dimension: d.
-        scale: σ.
-        generator: stream that draws them.
-    """
+    """Draws (neurons, dimension) weights w_r ~ N(0, scale² I): public, without the data."""
     return scale * torch.randn(neurons, dimension, generator=generator, dtype=torch.float64)
 
 
 def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
     """Returns (a, b) kernel values of x (a, d) and z (b, d).
 
-    Args:
-        x: (a, d).
-        z: (b, d).
-        weights: of the discrete kernel (Definition 3.5), which carry σ themselves; None for the
-            continuous kernel σ² (x'z)² (Definition 3.6).
-        scale: σ of the continuous kernel.
+    `weights` are those of the discrete kernel (Definition 3.5), which carry σ themselves. Without
+    them it is the continuous kernel σ² (x'z)² (Definition 3.6), with `scale` for σ.
     """
     product = x @ z.T
     if weights is None:
@@ -60,7 +49,8 @@ def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
     Raises:
         FedsimError: `ridge` is not positive, or lost in the rounding of a singular K.
     """
-    _require_ridge(ridge)
+    if not ridge > 0:
+        raise FedsimError(f"ridge {ridge}: λ has to be positive, or K + λ I may be singular")
     shifted = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
     return torch.cholesky_solve(labels, _factor(shifted, ridge))
 
@@ -68,14 +58,9 @@ def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
 def predict(
     x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """Returns (a, c) values K(x, X) α, of which the largest is the class.
+    """Returns (a, c) values K(x, X) α of x (a, d), for `train` X (n, d) and `alpha` (n, c).
 
-    Args:
-        x: (a, d) features to predict.
-        train: X (n, d).
-        alpha: α (n, c).
-        weights: see `kernel`.
-        scale: see `kernel`.
+    The largest value of a row is its class. `weights` and `scale` are those of `kernel`.
     """
     return kernel(x, train, weights, scale=scale) @ alpha
 
@@ -86,13 +71,7 @@ def quadratic_form(
     """Returns (c, d, d) symmetric Q with x' Q_j x = K(x, X) α_j for all x: the predictor.
 
     Q_j = sym(X' diag(α_j) X S). It is linear in the predictor, so that the mean of several models'
-    predictions is the prediction of their mean Q.
-
-    Args:
-        train: X (n, d).
-        alpha: α (n, c).
-        weights: see `kernel`.
-        scale: see `kernel`.
+    predictions is the prediction of their mean Q. Arguments are those of `predict`.
     """
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)
     if weights is None:
@@ -123,8 +102,3 @@ def _factor(matrix: Tensor, ridge: float) -> Tensor:
             "the kernel's largest value at least"
         )
     return lower
-
-
-def _require_ridge(ridge: float) -> None:
-    if not ridge > 0:
-        raise FedsimError(f"ridge {ridge}: λ has to be positive, or K + λ I may be singular")

@@ -77,14 +77,7 @@ def assemble(
     input_shape: tuple[int, ...],
     num_classes: int,
 ) -> Classifier:
-    """Joins a new `body` with the head that `head` describes, in train mode.
-
-    Args:
-        body: computes the features.
-        head: of the two-layer head; None for a linear layer.
-        input_shape: (C, H, W).
-        num_classes: K.
-    """
+    """Joins a new `body` with the two-layer head that `head` describes, or with a linear layer."""
     features = feature_size(body, input_shape)
     unit = head is not None and head.unit_features
     return Classifier(body, make_head(head, features, num_classes), unit_features=unit)
