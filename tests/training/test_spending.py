@@ -176,13 +176,13 @@ def test_a_search_over_uneven_bins_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     made = scenario(sampling="balls_in_bins", rounds=20, **OUTSIDE)
     workload = Workload(made, "none")
     asked, told = [], []
-    claimed = CorrelatedCurve.claimed
+    claimed = CorrelatedCurve.claim
 
     def counted(curve: CorrelatedCurve, *given: Any) -> tuple[float, str]:
         asked.append(curve.sampling_rate)
         return claimed(curve, *given)
 
-    monkeypatch.setattr(CorrelatedCurve, "claimed", counted)
+    monkeypatch.setattr(CorrelatedCurve, "claim", counted)
     held, shared = [112, 133, 193, 233], {"place": "p", "scenario": made}
     with work.heard_by(lambda done, total: told.append(done / total)):
         stack = spending.calibrate_noise(
