@@ -37,8 +37,8 @@ def test_the_share_of_the_sphere_is_that_of_random_directions(error: float) -> N
     assert chance_within(error, 0.0, 3) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("std", [0.1, 0.3, 1.0, 3.0])
-@pytest.mark.parametrize("dimension", [3, 16, 64])
+@pytest.mark.parametrize("std", [0.1, 1.0])
+@pytest.mark.parametrize("dimension", [3, 64])
 def test_the_best_estimator_does_not_exceed_the_limit(std: float, dimension: int) -> None:
     """A unit vector seen through noise: its most likely direction is the observation's own."""
     stream = torch.Generator().manual_seed(dimension)

@@ -108,16 +108,6 @@ def test_what_its_variant_states_is_proven_at_every_epsilon(noise: float) -> Non
         assert paper == pytest.approx(own)
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_f12_holds_below_one_and_wastes_noise(correlation: float) -> None:
-    """Its strategy (bound the participations, then the Gaussian mechanism) survives F.8's fall."""
-    shape = {"steps": 400, "sampling_rate": 0.1, "correlation": correlation}
-    noise = baselines.kan_noise(1.0, 1e-3, **shape)
-    log_delta = correlated.log_delta_revealed(noise, 1.0, **shape, factor=1.0)
-    assert log_delta < math.log(1e-3)
-    assert correlated.log_delta_revealed(noise / 1.8, 1.0, **shape, factor=1.0) < math.log(1e-3)
-
-
 def test_f12_counts_correlation_as_if_all_participations_were_in_a_row() -> None:
     """1 / (1 - λ) against 1 / sqrt(1 - λ²) for participations far apart."""
     shape = {"steps": 400, "sampling_rate": 0.1}
