@@ -14,7 +14,7 @@ from typing import Any
 
 from fedsim import acceptance, federation, progress, scoring, stages
 from fedsim.acceptance import Accepted
-from fedsim.attacking.jobs import Job, Setting, nothing_recorded, unscored, unseen
+from fedsim.attacking.jobs import Job, Result, Setting, result_without_attack
 from fedsim.data.images import public_images
 from fedsim.federation.deployed import run_name
 from fedsim.federation.network.link import Link
@@ -304,20 +304,24 @@ class _Execution:
         for job, seen in pending:
             if job.observation.exists():
                 continue
-            if seen.vantage == "eavesdropper" and self.scenario.federation.tls:
-                on_result(job, unseen(seen))
-            elif seen.vantage == "client" and self.deployed:
-                on_result(job, unscored(seen))  # the node that looked keeps what it saw
-            else:
-                lost = "the server received no usable update (see failures in rounds.jsonl)"
-                on_result(job, nothing_recorded(seen, lost))
+            on_result(job, self._without_recording(seen))
         for job in waiting:
             seen = files.load_observation(job.observation)
-            record.append_line(path, context.row(job, unscored(seen)).dump())
+            record.append_line(path, context.row(job, _unscored(seen)).dump())
         jobs = [job for job, _ in pending if job.observation.exists() and job not in waiting]
         if jobs:
             self._publish(self.out)
             stages.attack(jobs, self._setting(), on_result, display, workers=self.workers)
+
+    def _without_recording(self, seen: Observation) -> Result:
+        """Returns the result of every attack on what was to be recorded, and was not."""
+        if seen.vantage == "eavesdropper" and self.scenario.federation.tls:
+            hidden = "the wire is encrypted (federation.tls): it shows sizes and times, no update"
+            return result_without_attack(seen, "unseen", hidden)
+        if seen.vantage == "client" and self.deployed:
+            return _unscored(seen)  # the node that looked keeps what it saw
+        lost = "the server received no usable update (see failures in rounds.jsonl)"
+        return result_without_attack(seen, "failed", lost)
 
     def _awaits_truth(self, job: Job) -> bool:
         """Whether the truth of a recording that is here is still with a node."""
@@ -360,7 +364,7 @@ class _Execution:
             if row is not None:
                 record.append_line(path, row)
                 done[name] = row
-            display.advance(f"{name}: {_audited(row)}")
+            display.advance(f"{name}: {_describe_audit(row)}")
         return {name: row["audited_epsilon"] for name, row in done.items()}
 
     def _facts(self, seconds: float) -> record.Row:
@@ -470,7 +474,12 @@ def _job(entry: AttackEntry, observation: Path) -> Job:
     )
 
 
-def _audited(row: record.Row | None) -> str:
+def _unscored(seen: Observation) -> Result:
+    reason = "the truth is with the clients: join it with fedsim collect"
+    return result_without_attack(seen, "unscored", reason)
+
+
+def _describe_audit(row: record.Row | None) -> str:
     if row is None:
         return "claims nothing"
     verdict = "holds" if row["holds"] else "REFUTED"

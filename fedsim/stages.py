@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.attacking.jobs import Job, Result, Setting, run_jobs
+from fedsim.attacking.jobs import Job, Result, Setting
+from fedsim.attacking.running import run_jobs
 from fedsim.contracts.attack import Progress
 from fedsim.progress import Display
 from fedsim.recording import files

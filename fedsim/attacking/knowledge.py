@@ -45,7 +45,7 @@ def hand_over(
     granted: Grant,
     public: Public | None = None,
 ) -> tuple[Observation, Knowledge]:
-    """The observation as the threat model shows it, and what is handed over beside it.
+    """Returns the observation as the threat model shows it, and what is handed over beside it.
 
     What is handed over of the truth is a copy: an attack that writes into it changes no score.
 
@@ -86,7 +86,7 @@ def hand_over_row(
     asked: bool,
     exchanged: torch.Generator | None = None,
 ) -> Knowledge:
-    """What is handed over about the row `target`: the others that took part, if granted.
+    """Returns what is handed over about the row `target`: the others that took part, if granted.
 
     And the row itself, if it is `asked` whether it took part. If it did not, and `exchanged` is
     given, one of its client's rows that did is drawn and withheld: the one in its place.
@@ -117,7 +117,7 @@ def hand_over_row(
 
 
 def batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
-    """Per-channel mean and (biased) variance of the input of each batch-norm layer.
+    """Returns per-channel mean and (biased) variance of the input of each batch-norm layer.
 
     Under the global weights, in train mode, over all of the victim's images: what no attacker has,
     and what some attack papers assume (EVALUATION rule 3). Keys: `<module>.mean`, `<module>.var`.

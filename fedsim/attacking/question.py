@@ -30,13 +30,13 @@ class Question:
 
     attack: Attack[AttackState]
     observation: Observation
-    """As the threat model shows it."""
+    """Recording as the threat model shows it."""
     knowledge: Knowledge
     seed: int
     restarts: int
 
     def answer(self, progress: Callable[[Progress], None] | None = None) -> Solution:
-        """Run the attack. What it draws from torch's global stream follows from the seed.
+        """Runs the attack. What it draws from torch's global stream follows from the seed.
 
         Raises:
             AttackFailed: `solve` raises it.
@@ -53,7 +53,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class AttackAnswer:
     """What became of a question."""
 
     solution: Solution | None
@@ -70,13 +70,13 @@ class Surroundings:
     device: str
     threads: int
     public_images: Tensor | None
-    """That every attack is granted."""
+    """Images that every attack is granted; None if none are."""
     models: Mapping[str, Classifier] = field(default_factory=dict)
-    """Those that somebody built, by the names that observations have for them."""
+    """Models that somebody built, by the names that observations have for them."""
 
 
-def sealed(questions: Sequence[Question]) -> bytes:
-    """Questions about one observation as they are sent: what they share is written once.
+def pack_questions(questions: Sequence[Question]) -> bytes:
+    """Returns questions about one observation as they are sent: what they share is written once.
 
     Public images, which are many, are there already.
     """
@@ -88,21 +88,21 @@ def sealed(questions: Sequence[Question]) -> bytes:
     return pickle.dumps((observation, rest))
 
 
-def opened(answers: bytes) -> list[Answer]:
-    """What `answered` returned."""
-    found: list[Answer] = pickle.loads(answers)  # noqa: S301 - a process that this one started
+def unpack_answers(answers: bytes) -> list[AttackAnswer]:
+    """Returns the answers that `answer_packed` gave."""
+    found: list[AttackAnswer] = pickle.loads(answers)  # noqa: S301 - a process that this one started
     return found
 
 
-def answered(index: int, questions: bytes) -> bytes:
-    """In a worker process: the answers to what `sealed` wrote, up to the first failure, a value.
+def answer_packed(index: int, questions: bytes) -> bytes:
+    """Answers packed questions in a worker process, up to the first failure, which is a value.
 
-    Each question is opened once the one before it is answered. Progress is told under `index`.
+    Each question is unpacked once the one before it is answered. Progress is told under `index`.
     """
-    around = _prepared()
+    around = _surroundings()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
     observation = move_tensors(observation, around.device)
-    answers: list[Answer] = []
+    answers: list[AttackAnswer] = []
     for written in rest:
         attack, known, seed, restarts = pickle.loads(written)  # noqa: S301 - as above
         known = replace(known, public_images=around.public_images)
@@ -119,7 +119,7 @@ def answered(index: int, questions: bytes) -> bytes:
     return pickle.dumps(answers)
 
 
-def _answer(index: int, asked: Question) -> Answer:
+def _answer(index: int, asked: Question) -> AttackAnswer:
     def progress(at: Progress) -> None:
         processes.tell((index, at))
 
@@ -130,16 +130,16 @@ def _answer(index: int, asked: Question) -> Answer:
         solution = replace(found, reconstruction=on_cpu(found.reconstruction))
     except Exception as error:  # a third party's attack may raise anything: the row says what
         reason = reason_of(error)
-    return Answer(solution=solution, reason=reason, seconds=time.perf_counter() - started)
+    return AttackAnswer(solution=solution, reason=reason, seconds=time.perf_counter() - started)
 
 
 def reason_of(error: Exception) -> str:
-    """What a row says of a failure."""
+    """Returns what a row says of a failure."""
     return str(error) if isinstance(error, FedsimError) else f"{type(error).__name__}: {error}"
 
 
 def on_cpu(found: Reconstruction) -> Reconstruction:
-    """The same reconstruction in CPU memory, images and features as float32."""
+    """Returns the same reconstruction in CPU memory, images and features as float32."""
     masks: dict[str, Any] = {
         name: None if mask is None else mask.detach().cpu()
         for name, mask in (("determined", found.determined), ("certified", found.certified))
@@ -152,8 +152,8 @@ def on_cpu(found: Reconstruction) -> Reconstruction:
 
 
 @cache
-def _prepared() -> Surroundings:
-    """In a worker, before its first question."""
+def _surroundings() -> Surroundings:
+    """Returns what a worker was started with, made ready before its first question."""
     around: Surroundings = processes.get_shared()
     threads.fix(around.threads)
     live.adopt(around.models)

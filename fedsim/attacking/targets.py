@@ -38,13 +38,13 @@ def question(
     restarts: int = 1,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Ask all `questions` in this process, and put the answers together.
+    """Asks all `questions` in this process, and joins the answers.
 
     Raises:
         AttackFailed: `questions` or `Question.answer` raises it, or there is nothing to ask.
     """
     asked = questions(attack, observation, truth, granted, seed, public=public, restarts=restarts)
-    return together([one.answer(progress) for one in asked])
+    return join_solutions([one.answer(progress) for one in asked])
 
 
 def questions(
@@ -57,7 +57,7 @@ def questions(
     public: Public | None = None,
     restarts: int = 1,
 ) -> Iterator[Question]:
-    """What `attack` is asked of `observation`, with what is granted of `truth` and `public`.
+    """Yields what `attack` is asked of `observation`, with what is granted of truth and public.
 
     Of rows it is a question for every row that took part, in order, or, of an attack that is asked
     of candidates, for every row that could have.
@@ -75,8 +75,8 @@ def questions(
     yield Question(attack=attack, observation=seen, knowledge=known, seed=seed, restarts=restarts)
 
 
-def together(found: Sequence[Solution]) -> Solution:
-    """The answers to all `questions`, in their order, as one.
+def join_solutions(found: Sequence[Solution]) -> Solution:
+    """Joins the answers to all `questions`, in their order.
 
     Raises:
         AttackFailed: there is none.
@@ -107,7 +107,7 @@ def together(found: Sequence[Solution]) -> Solution:
 def unanswerable(
     attack: Attack[AttackState], observation: Observation, truth: Truth | None
 ) -> str | None:
-    """Why `attack` cannot be asked about `observation` at all; None if it can."""
+    """Returns why `attack` cannot be asked about `observation` at all; None if it can."""
     if reason := unreadable(type(attack).__name__, attack.reads, observation.payload):
         return reason
     if observation.payload == "update" and observation.model.columns and not attack.takes_rows:
@@ -115,13 +115,6 @@ def unanswerable(
     if observation.payload != "update" and not (truth and truth.asked_singly):
         return "rows are asked for one at a time, which takes the run's truth/ folder"
     return None
-
-
-def targets(attack: Attack[AttackState], truth: RowTruth) -> list[int]:
-    """The rows that `attack` is asked about: those that took part, or could have."""
-    if attack.asked_of_candidates:
-        return list(range(len(truth.rows)))
-    return truth.members.nonzero().flatten().tolist()
 
 
 def _of_rows(
@@ -133,9 +126,10 @@ def _of_rows(
     restarts: int,
 ) -> Iterator[Question]:
     asked = attack.asked_of_candidates
+    taking_part: list[int] = truth.members.nonzero().flatten().tolist()
     # Of the truth, so that nothing that an attack is handed tells which row is withheld.
     secret = rng.of_bytes(truth.rows.numpy().tobytes() + truth.members.numpy().tobytes())
-    for target in targets(attack, truth):
+    for target in range(len(truth.rows)) if asked else taking_part:
         exchanged = (
             rng.generator(secret, "exchanged", target) if observation.release.counted else None
         )

@@ -10,9 +10,10 @@ from fedsim.types import Observation
 
 
 def observed_rate(observation: Observation) -> float | None:
-    """`tensor_rate` of what was observed; None without a two-layer head, or if noise is all of it.
+    """Returns `tensor_rate` of what was observed; None if theory says nothing.
 
-    None, too, where entries were removed, rounded or mixed: theory says nothing of these.
+    That is so without a two-layer head, if noise is all of the update, and where entries were
+    removed, rounded or mixed.
 
     The noise is what the defenses announce, and one image's part of an entry of ∂L/∂A is estimated
     from its mean square less the noise's. Clipping is in both already.
@@ -42,7 +43,7 @@ def observed_rate(observation: Observation) -> float | None:
 
 
 def _noise(observation: Observation) -> float | None:
-    """Variance of the announced noise on an entry of the mean gradient; None if it is not known."""
+    """Returns the variance of announced noise on an entry of the mean gradient; None: unknown."""
     training = observation.training
     weights = step_weights(training)
     total, variance = sum(weights), 0.0
@@ -54,14 +55,14 @@ def _noise(observation: Observation) -> float | None:
         if noise.on == "update":
             variance += mean_gradient_factor(training) ** 2 * noise.variance
         else:
-            taken = _correlated(weights, noise.correlation, observation.round)
+            taken = _variance_of_sum(weights, noise.correlation, observation.round)
             variance += taken * noise.variance / total**2
     # The mean of several clients' updates, and of several releases of one.
     return variance / (observation.num_clients * observation.releases)
 
 
-def _correlated(weights: list[float], correlation: float, round: int) -> float:
-    """Variance of Σ_t w_t (z_t - λ z_(t-1)), z_t of variance 1; there is a z_0 but in round 1."""
+def _variance_of_sum(weights: list[float], correlation: float, round: int) -> float:
+    """Returns the variance of Σ_t w_t (z_t - λ z_(t-1)) of unit z; z_0 is 0 in round 1."""
     following = [*weights[1:], 0.0]
     kept = sum((w - correlation * f) ** 2 for w, f in zip(weights, following, strict=True))
     return kept + (correlation * weights[0]) ** 2 * (round > 1)

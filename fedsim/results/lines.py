@@ -277,7 +277,7 @@ class ResultRow(RowPart):
             of_run: fields of which the run knows more than the job; the control is added at its
                 end.
         """
-        seen = result.observation
+        seen, plugin = result.observation, job.plugin
         parts = {name: getattr(result, name) for name in _OF_RESULT}
         return cls.model_validate(
             {
@@ -294,8 +294,8 @@ class ResultRow(RowPart):
                     "label": job.label,
                     "restarts": job.restarts,
                     "parameters": dict(job.parameters),
-                    "brought": job.brought,
-                    "ignores_update": job.ignores_update,
+                    "brought": plugin.brings(),
+                    "ignores_update": plugin.ignores_update,
                 },
                 **{name: getattr(seen, name) for name in _OF_OBSERVATION},
                 "batch_size": seen.training.batch_size,

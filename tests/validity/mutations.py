@@ -436,10 +436,11 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     },
     8: {
         "a restart picked by PSNR": swap(
-            "fedsim/attacking/jobs.py:_Asked.__init__",
+            "fedsim/attacking/running.py:_AskedJob.__init__",
             "self._left = questions(...)",
             "first = seed_of(observation, job.label)\nfrom fedsim.attacking.targets "
-            "import question\ntries = {first + k: question(attack, observation, truth, "
+            "import question\nfrom fedsim import scoring\n"
+            "attack = job.plugin\ntries = {first + k: question(attack, observation, truth, "
             "setting.granted, first + k) for k in range(job.restarts)}\nbest = "
             "max(tries, key=lambda seed: "
             "scoring.score(tries[seed].reconstruction, truth)['psnr'])\nself._left = "
@@ -474,7 +475,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "unrecorded updates dropped": swap(
             "fedsim/pipeline.py:_Execution._attack",
-            "on_result(job, nothing_recorded(seen, lost))",
+            "on_result(job, self._without_recording(seen))",
             "continue",
             ROAD,
         ),
@@ -714,7 +715,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             THREADS,
         ),
         "a worker computes on as many threads as its machine likes": drop(
-            "fedsim/attacking/question.py:_prepared", "threads.fix(around.threads)", THREADS
+            "fedsim/attacking/question.py:_surroundings", "threads.fix(around.threads)", THREADS
         ),
         "near copies are copies to the last bit": swap(
             "fedsim/scoring/guess.py",

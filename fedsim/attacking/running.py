@@ -1,0 +1,242 @@
+"""The attack stage at work: every (observation, attack) is a job.
+
+This process reads a recording and its truth, and takes out of the truth what is granted. Workers
+that attack are handed questions (`question`) and nothing else; others score the answers and write
+the reconstructions.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from functools import cache, partial
+from itertools import islice
+from multiprocessing.queues import Queue
+from typing import Any
+
+import torch
+
+from fedsim.attacking.jobs import (
+    Job,
+    Result,
+    Setting,
+    result_without_attack,
+    score_answer,
+    seed_of,
+    without_tensors,
+)
+from fedsim.attacking.knowledge import Public
+from fedsim.attacking.question import (
+    AttackAnswer,
+    Question,
+    Surroundings,
+    answer_packed,
+    pack_questions,
+    reason_of,
+    unpack_answers,
+)
+from fedsim.attacking.targets import join_solutions, questions
+from fedsim.contracts.attack import AttackFailed, Progress
+from fedsim.contracts.target import Aids
+from fedsim.recording.files import load_observation
+from fedsim.recording.truth import IncompleteTruth, load_truth
+from fedsim.system import processes, threads
+from fedsim.system.interrupts import delay_interrupts
+from fedsim.types import RunFailed
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    setting: Setting,
+    *,
+    workers: int,
+    on_progress: Callable[[Job, Progress], None],
+    on_result: Callable[[Job, Result], None],
+) -> None:
+    """Runs `jobs`, attacking in `workers` processes, and reports each as it goes on.
+
+    As many others score, or this process if there is one worker.
+
+    Raises:
+        RunFailed: a worker died (most likely for want of memory). Finished jobs were reported.
+    """
+    if setting.device.startswith("cuda"):
+        torch.cuda.empty_cache()  # what this process trained with is the attacks' now
+    public = Public.of(setting.root, setting.granted)
+    around = Surroundings(
+        device=setting.device,
+        threads=setting.threads,
+        public_images=public.images,
+        models=setting.models,
+    )
+    pending: dict[Future[Any], Callable[[Any], None]] = {}
+    asking = 0
+
+    def take(asked: _AskedJob, number: int, answers: bytes) -> None:
+        nonlocal asking
+        asking -= 1
+        asked.take(number, unpack_answers(answers))
+        settle(asked)
+
+    def settle(asked: _AskedJob) -> None:
+        if asked.done:
+            pending[score(asked.job, asked.answer())] = partial(on_result, asked.job)
+
+    try:
+        with ExitStack() as running:
+            running.enter_context(threads.fix_within(setting.threads))
+            attackers, news = running.enter_context(processes.pool(workers, around))
+            score: Callable[[Job, AttackAnswer], Future[Result]]
+            if workers > 1:
+                scorers, _ = running.enter_context(processes.pool(workers, setting))
+                score = partial(_score_in_worker, scorers)
+            else:
+                score = partial(_score_here, setting, setting.aids)
+            left = _scorable(jobs, setting, public, on_result)
+            asked = next(left, None)
+            while asked or pending:
+                while asked and asking < _AHEAD * workers:
+                    if questions := asked.next():
+                        with delay_interrupts():
+                            future = attackers.submit(answer_packed, asked.index, questions)
+                        pending[future] = partial(take, asked, asked.sent)
+                        asking += 1
+                    else:
+                        settle(asked)
+                        asked = next(left, None)
+                done, _ = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+                _report_news(news, jobs, on_progress)
+                for future in done:
+                    pending.pop(future)(future.result())
+    except BrokenProcessPool as error:
+        raise RunFailed(
+            "a worker process of the attack stage died, most likely for want of memory; finished "
+            "rows are kept: continue with --resume (resume=True), and with fewer --workers"
+        ) from error
+
+
+_AHEAD = 2
+"""Loads of questions for each worker that attacks: one that it is at, and the next."""
+
+_AT_ONCE = 16
+"""Questions about one observation that are sent in one load, which holds it once."""
+
+
+def _scorable(
+    jobs: Sequence[Job],
+    setting: Setting,
+    public: Public,
+    on_result: Callable[[Job, Result], None],
+) -> Iterator[_AskedJob]:
+    """Yields one job after the other, but reports those that nobody could score as failed."""
+    for index, job in enumerate(jobs):
+        try:
+            yield _AskedJob(index, job, setting, public)
+        except IncompleteTruth as error:
+            seen = without_tensors(load_observation(job.observation))
+            on_result(job, result_without_attack(seen, "failed", str(error)))
+
+
+class _AskedJob:
+    """A job whose questions are being asked and answered."""
+
+    def __init__(self, index: int, job: Job, setting: Setting, public: Public) -> None:
+        """Loads the observation and its truth; raises IncompleteTruth if nobody could score it."""
+        self.index, self.job = index, job
+        observation = load_observation(job.observation)
+        truth = load_truth(setting.root, observation.id, observation.num_clients)
+        self._left = questions(
+            job.plugin,
+            observation,
+            truth,
+            setting.granted,
+            seed_of(observation, job.label),
+            public=public,
+            restarts=job.restarts,
+        )
+        self._answers: dict[int, list[AttackAnswer]] = {}
+        self._reason: str | None = None
+        self._failed, self._asking = False, True
+        self.sent = 0
+        """Number of loads of questions that were sent so far."""
+
+    def next(self) -> bytes | None:
+        """Returns the next load of questions; None if there is none, or one has failed."""
+        questions: list[Question] = []
+        try:
+            if not self._failed:
+                questions = list(islice(self._left, _AT_ONCE))
+        except Exception as error:  # what a recording holds, an attack may not be able to read
+            self._reason = reason_of(error)
+        if not questions:
+            self._asking = False
+            return None
+        self.sent += 1
+        return pack_questions(questions)
+
+    def take(self, number: int, answers: list[AttackAnswer]) -> None:
+        """Notes the answers to load `number`."""
+        self._answers[number] = answers
+        self._failed |= answers[-1].solution is None
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to ask or to be answered."""
+        return not self._asking and len(self._answers) == self.sent
+
+    def answer(self) -> AttackAnswer:
+        """Returns all answers as one; the first failure is that of the whole."""
+        answers = [one for number in sorted(self._answers) for one in self._answers[number]]
+        solution, reason = None, self._reason
+        for one in answers:
+            reason = reason or one.reason
+        if reason is None:
+            try:
+                solution = join_solutions([one.solution for one in answers if one.solution])
+            except AttackFailed as error:
+                reason = str(error)
+        seconds = math.fsum(one.seconds for one in answers)
+        return AttackAnswer(solution=solution, reason=reason, seconds=seconds)
+
+
+def _report_news(
+    news: Queue[tuple[int, Progress]],
+    jobs: Sequence[Job],
+    on_progress: Callable[[Job, Progress], None],
+) -> None:
+    while True:
+        try:
+            index, progress = news.get_nowait()
+        except queue.Empty:
+            return
+        on_progress(jobs[index], progress)
+
+
+def _score_here(setting: Setting, aids: Aids, job: Job, answer: AttackAnswer) -> Future[Result]:
+    done: Future[Result] = Future()
+    done.set_result(score_answer(job, answer, setting, aids))
+    return done
+
+
+def _score_in_worker(scorers: Executor, job: Job, answer: AttackAnswer) -> Future[Result]:
+    # Pickled here, since multiprocessing would send a file per tensor.
+    with delay_interrupts():
+        return scorers.submit(_score_packed, job, pickle.dumps(answer))
+
+
+def _score_packed(job: Job, answer: bytes) -> Result:
+    setting, aids = _shared_setting()
+    return score_answer(job, pickle.loads(answer), setting, aids)  # noqa: S301 - the parent wrote it
+
+
+@cache
+def _shared_setting() -> tuple[Setting, Aids]:
+    """Returns what a worker that scores was started with, made ready before its first job."""
+    setting: Setting = processes.get_shared()
+    threads.fix(setting.threads)
+    return setting, setting.aids
