@@ -22,7 +22,7 @@ from fedsim.federation.records import RoundRecord
 from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_overview, write_report
 from fedsim.report.loggers import chosen, log_run
-from fedsim.results import earlier, public_control, record, rows
+from fedsim.results import controls, earlier, record, rows
 from fedsim.results.plan import Plan
 from fedsim.results.record import Run
 from fedsim.scenario import Scenario, cautions, dump, expand, open_document
@@ -391,9 +391,9 @@ class _Execution:
 
     def _attack_public(self, found: Sequence[record.Row]) -> None:
         """Run attacks once more, on updates of public images, where no other client is recorded."""
-        folder = public_control.folder_of(self.out)
+        folder = controls.folder_of(self.out)
         entries = {entry.label or entry.name: entry for entry in self.scenario.attacks}
-        asked = public_control.record_public(found, self.out, self.servers)
+        asked = controls.record_public(found, self.out, self.servers)
         if not asked:
             return
         self._publish(folder)

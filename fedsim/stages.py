@@ -17,7 +17,7 @@ from fedsim.contracts.attack import Progress
 from fedsim.progress import Display
 from fedsim.recording import files
 from fedsim.report import save_grids, save_overview
-from fedsim.results import record, rows
+from fedsim.results import controls, record, rows
 from fedsim.results.lines import ResultRow
 from fedsim.results.record import Row
 
@@ -69,7 +69,7 @@ def finish(
     latest = {rows.key(row): row for row in record.read_lines(path)}
     found = sorted(latest.values(), key=order)
     attack_public(found)
-    rows.add_controls(found, folder)
+    controls.add_controls(found, folder)
     record.write_lines(path, found)
     save_grids(folder)
     save_overview(folder)

@@ -20,7 +20,7 @@ from fedsim.results.lines import (
     nested,
 )
 from fedsim.results.plan import PLAN, Line, Plan, load_plan
-from fedsim.results.record import strict_json
+from fedsim.results.record import describe_fault, strict_json
 from fedsim.results.settings import differences
 from fedsim.scenario.document import ScenarioError
 from fedsim.scenario.reader import MAX_BYTES, parse_yaml
@@ -313,13 +313,11 @@ def _read(path: Path, kind: type[P], optional: bool = False) -> list[P]:
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # a run that is still writing, or was killed, ends in half a line
-            if not isinstance(error, ValidationError):
-                raise ReportError(f"{path}, line {number}: {error}; remove the line") from error
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "line"
+            remedy = "remove the line"
+            if isinstance(error, ValidationError):
+                remedy = "the line was not written by this version of fedsim, or was changed"
             raise ReportError(
-                f"{path}, line {number}: {place}: {first['msg']}; the line was not written by "
-                "this version of fedsim, or was changed"
+                f"{path}, line {number}: {describe_fault(error)}; {remedy}"
             ) from error
     return rows
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from fedsim.recording.files import naming, write_bytes
 from fedsim.system import paths
 from fedsim.types import FedsimError
@@ -80,6 +82,14 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escape of half a character of UTF-16."""
 
 
+def describe_fault(error: Exception) -> str:
+    """Words an error of reading; of a failed check the first fault, behind its place."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}"
+
+
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
 
@@ -122,7 +132,7 @@ def environment() -> Row:
 
 
 CONTROL = "control"
-"""Folder within a run's of updates of public images (`public_control`), which no client made."""
+"""Folder within a run's of updates of public images (`controls`), which no client made."""
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:

@@ -9,20 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fedsim import scoring
-from fedsim.attacking.jobs import Job, Result, reconstruction_path
+from fedsim.attacking.jobs import Job, Result
 from fedsim.audit import Step, audited_epsilon, quiet
 from fedsim.federation.records import RoundRecord
 from fedsim.privacy import membership
-from fedsim.recording.files import read_tensors
 from fedsim.results.lines import ResultRow
-from fedsim.results.public_control import Cell, cell_of, made_of_public
 from fedsim.results.record import Row
 from fedsim.scenario import Scenario
 from fedsim.targets.membership import FALSE_POSITIVES
@@ -169,87 +162,6 @@ def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
     return position
 
 
-def add_controls(rows: Sequence[Row], root: Path) -> None:
-    """Score each truth also against what the same attack made of *another* update, in place.
-
-    If that is as good, the attack's pictures come from its prior and not from the update. The other
-    update is of other images, by content, and another client's: data of one client look alike, and
-    what is read off one of its batches fits the next. Where no other client is in the recording, it
-    is of public images (`public_control`); where none were attacked, the same client's next batch.
-    The row says which. Null if there is none. Releases of a table share rows, as each of them
-    tosses coins: each row is compared with what was made of a different one.
-    """
-    cells: dict[Cell, list[Row]] = {}
-    for row in rows:
-        if row["status"] == "ok":
-            cells.setdefault(cell_of(row), []).append(row)
-    for members in cells.values():
-        public = made_of_public(members, root)
-        for place, row in enumerate(members):
-            own = read_tensors(_reconstruction(row, root))
-            others = members[place + 1 :] + members[:place]
-            if "members" in own:
-                if others:
-                    row["control"] = _control_of_rows(row, own, others[0], root)
-                continue
-            others = [each for each in others if _unlike(row, each)]
-            # Of several the next one, as trials of a client follow each other.
-            other = min(others, key=lambda each: each["client"] == row["client"], default=None)
-            foreign = other and read_tensors(_reconstruction(other, root))
-            of = "client" if other and other["client"] != row["client"] else "batch"
-            if of == "batch" and public and not _shares_image(own, drawn := read_tensors(public)):
-                of, foreign = "public", drawn
-            if foreign:
-                scores = scoring.score_other(own, foreign, [])
-                values = iter(scores.per_image.get("psnr", []))
-                order = scores.assignment
-                psnr = [None if k == scoring.MISSING else next(values, None) for k in order]
-                row["control"] = {
-                    "of": of,
-                    "other_update": scores.metrics(),
-                    "per_image": {"psnr": psnr},
-                }
-
-
-def _shares_image(own: Mapping[str, Tensor], public: Mapping[str, Tensor]) -> bool:
-    """Whether a true image, or record of a table, is among the public ones."""
-    return any(
-        torch.equal(one, each)
-        for name in ("truth", "truth_records")
-        if name in own and name in public
-        for one in own[name]
-        for each in public[name]
-    )
-
-
-def _unlike(row: Row, other: Row) -> bool:
-    """Whether `other` may be the control of `row`: none of its images is one of the row's."""
-    return not set(row["victims"]) & set(other["victims"])
-
-
-def _control_of_rows(row: Row, own: Mapping[str, Tensor], other: Row, root: Path) -> Row:
-    pairs = _other_targets(row["victims"], other["victims"])
-    if pairs is None:
-        return {"of": None, "other_update": None, "per_image": {}}
-    scores = scoring.score_other(own, read_tensors(_reconstruction(other, root)), pairs)
-    return {"of": "release", "other_update": scores.metrics(), "per_image": {}}
-
-
-def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None:
-    """For each row of `own`, one of `other` that is not the same, or None if one has no such.
-
-    The rows are digests. In turn, over again where there are fewer.
-    """
-    found = []
-    for place, victim in enumerate(own):
-        turns = [(place + step) % len(other) for step in range(len(other))]
-        unlike = next((turn for turn in turns if other[turn] != victim), None)
-        if unlike is None:
-            return None
-        found.append(unlike)
-    return found or None
-
-
 def _spec(seen: Observation) -> Row:
     """Describes the model that was trained, or the release that a closed-form learner made."""
     parameters = dict(seen.spec.parameters)
@@ -272,10 +184,6 @@ def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
 def number(value: float) -> float | str:
     """A JSON value of a number that may be infinite."""
     return value if math.isfinite(value) else "inf"
-
-
-def _reconstruction(row: Row, root: Path) -> Path:
-    return reconstruction_path(root, row["attack"]["label"], row["observation"])
 
 
 def _per_client(row: Row) -> int | None:

@@ -670,13 +670,16 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             VICTIMS,
         ),
         "another update of the same image": swap(
-            "fedsim/results/rows.py:_unlike",
+            "fedsim/results/controls.py:_unlike",
             "not set(row['victims']) & set(other['victims'])",
             "True",
             VICTIMS,
         ),
         "another release of the same row": swap(
-            "fedsim/results/rows.py:_other_targets", "other[turn] != victim", "other[turn]", VICTIMS
+            "fedsim/results/controls.py:_other_targets",
+            "other[turn] != victim",
+            "other[turn]",
+            VICTIMS,
         ),
         "n counts runs": swap(
             "fedsim/report/leaderboard.py:_aggregate",

@@ -19,7 +19,7 @@ from fedsim.recording.truth import load_truth
 from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.row import LeaderboardRow
 from fedsim.results import rows
-from fedsim.results.public_control import made_of_public
+from fedsim.results.controls import made_of_public
 from fedsim.results.record import Row, Run
 from fedsim.scoring import Guesser, score
 from fedsim.types import Dataset, FedsimError, GroundTruth, Reconstruction, Tensors
