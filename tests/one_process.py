@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fedsim.attacking import jobs, question
+from fedsim.attacking import question, running
 from fedsim.system import processes
 
 
@@ -46,8 +46,8 @@ def _sent(value: Any) -> Any:
 
 def _surround(context: processes._Context | None) -> None:
     processes._context = context
-    question._prepared.cache_clear()
-    jobs._prepared.cache_clear()
+    question._surroundings.cache_clear()
+    running._shared_setting.cache_clear()
 
 
 @contextmanager

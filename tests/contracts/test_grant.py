@@ -22,17 +22,6 @@ def test_values_are_in_order_from_least_to_most() -> None:
     assert all(values[0] == "none" for values in Grant.values().values())
 
 
-def test_least_and_most_are_the_ends() -> None:
-    for name, values in Grant.values().items():
-        assert getattr(Grant.most(), name) == values[-1]
-        assert getattr(Grant.least(), name) == values[0]
-    assert Grant.least(bn="running").model_dump() == {**Grant.least().model_dump(), "bn": "running"}
-
-
-def test_labels_may_be_inferred_unless_that_is_refused() -> None:
-    assert Grant() == Grant.least(labels="inferred")
-
-
 @pytest.mark.parametrize("wrong", [{"labels": "all"}, {"label": "known"}, {"rows": None}])
 def test_what_cannot_be_granted_is_refused(wrong: dict[str, str]) -> None:
     for make in (Grant, Grant.least):
