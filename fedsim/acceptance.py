@@ -61,7 +61,7 @@ class Accepted:
         ]
         if federation.build_engine(scenario).remote:
             lines[0] += "; nodes with data of their own are asked for their counts by a run"
-        lines += [*left_out(first.described), *known_beforehand(first)]
+        lines += [*describe_left_out(first.described), *describe_near_copies(first)]
         if first.spec is not None:
             local = first.declared
             each = number_of(local.batch_size, of)
@@ -79,10 +79,10 @@ class Accepted:
                 f"{sizes} (in the ε: {scenario.privacy.probes})"
             )
         defended = [one for name, one in self.servers.items() if scenario.defenses[name]]
-        return [*lines, *(claimed(one, self.claims[one.stack_name]) for one in defended)]
+        return [*lines, *(describe_claim(one, self.claims[one.stack_name]) for one in defended)]
 
 
-def left_out(described: Dataset | Table) -> list[str]:
+def describe_left_out(described: Dataset | Table) -> list[str]:
     """One line on the files or columns that a source found and did not use, if there are any."""
     if not described.left_out:
         return []
@@ -92,7 +92,7 @@ def left_out(described: Dataset | Table) -> list[str]:
     return [f"left out: {of} of the data source ({reasons})"]
 
 
-def known_beforehand(server: Server) -> list[str]:
+def describe_near_copies(server: Server) -> list[str]:
     """One line on observed images of which public ones are near copies, if there are any.
 
     Of clients that are elsewhere nothing is known here; rows say it once their truth is there.
@@ -109,7 +109,7 @@ def known_beforehand(server: Server) -> list[str]:
     return [f"of what observed clients hold: {problem}"] if problem else []
 
 
-def claimed(server: Server, claim: PrivacyClaim) -> str:
+def describe_claim(server: Server, claim: PrivacyClaim) -> str:
     """One line on the ε of a stack, and on the noise that was found for an ε asked for."""
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
@@ -140,16 +140,16 @@ def validate(
     Raises:
         FedsimError: a run would refuse it.
     """
-    document = opened(scenario, overrides)
+    document = open_scenario(scenario, overrides)
     variants = expand(document)
-    with located(document):
+    with locate_errors(document):
         return [
             accept(variant, place_of(number, variants), quiet=quiet)
             for number, variant in enumerate(variants)
         ]
 
 
-def opened(
+def open_scenario(
     scenario: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str]
 ) -> Document | Mapping[str, Any] | Scenario:
     """Open a scenario as `expand` takes it, with `overrides` of a file's keys.
@@ -165,7 +165,7 @@ def opened(
 
 
 @contextmanager
-def located(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
+def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
     """Let errors from inside say the file and line of the key that they begin with."""
     try:
         yield
@@ -215,10 +215,10 @@ def accept(
         claims = {}
         dataset = None if servers else load_dataset(scenario)
         for name in () if servers else scenario.defenses:
-            with _reported(f"{place}calibrate {name}", quiet, "the search for its noise"):
+            with _report_work(f"{place}calibrate {name}", quiet, "the search for its noise"):
                 servers[name] = Workload(scenario, name, dataset)
         for name, server in servers.items():
-            with _reported(f"{place}account {name}", quiet):
+            with _report_work(f"{place}account {name}", quiet):
                 refusals.check(server)
                 claims[name] = accounting.spent(server, scenario.training.rounds)
         refusals.check_run(scenario, servers, claims)
@@ -233,6 +233,6 @@ def accept(
     )
 
 
-def _reported(title: str, quiet: bool, of: str = "a curve") -> Any:
+def _report_work(title: str, quiet: bool, of: str = "a curve") -> Any:
     """A block of which standard error is told how far it is, unless `quiet`."""
     return nullcontext() if quiet else progress.report_work(title, of)

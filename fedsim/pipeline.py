@@ -69,12 +69,12 @@ def run(
         RunFailed: the run could not go on; what had finished is kept for `resume`.
     """
     stores = chosen(log)
-    document = acceptance.opened(scenario, overrides)
+    document = acceptance.open_scenario(scenario, overrides)
     variants = expand(document)
     root = Path(out) if out else Path("runs") / variants[0].scenario.name
     paths.writable_folder(root, "--out")
     with ExitStack() as until_the_end:
-        with acceptance.located(document):
+        with acceptance.locate_errors(document):
             executions = []
             for number, variant in enumerate(variants):
                 folder = root / variant.label if variant.label else root
@@ -223,14 +223,14 @@ class _Execution:
         files.write_text(self.out / "scenario.yaml", self.resolved)
         if self.deployed:
             self.deployed.save(self.out)
-        for line in acceptance.left_out(self.described):
+        for line in acceptance.describe_left_out(self.described):
             display.note(f"{self.place}{line}")
-        for line in acceptance.known_beforehand(next(iter(self.servers.values()))):
+        for line in acceptance.describe_near_copies(next(iter(self.servers.values()))):
             display.note(f"WARNING: {self.place}{line}")
         for name, server in self.servers.items():
             if spending.asked_epsilons(server.stack):
                 display.note(
-                    f"{self.place}{acceptance.claimed(server, self.accepted.claims[name])}"
+                    f"{self.place}{acceptance.describe_claim(server, self.accepted.claims[name])}"
                 )
         with fix_within(self.scenario.threads):
             self._federate(display)
@@ -384,7 +384,7 @@ class _Execution:
             "notes": {
                 "lpips": self._lpips_note(),
                 "noise": _NODES if is_secret else _NOISE,
-                **dict(zip(["data"], acceptance.left_out(self.described), strict=False)),
+                **dict(zip(["data"], acceptance.describe_left_out(self.described), strict=False)),
                 **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
             },
         }

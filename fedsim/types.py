@@ -603,7 +603,7 @@ class Dataset:
         """All training inputs, as they are held in memory."""
         return self.train_images
 
-    def held(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def examples_at(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Returns inputs on [0, 1] and labels of the training examples at `indices`."""
         return as_pixels(self.train_images[indices]), self.train_labels[indices]
 
@@ -696,7 +696,7 @@ class Table:
         """All training rows."""
         return self.train_rows
 
-    def held(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def examples_at(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Returns rows and labels of the training rows at `indices`."""
         return self.train_rows[indices], self.train_labels[indices]
 

@@ -135,5 +135,5 @@ def test_copies_of_observed_images_among_public_ones_are_told_before_the_run() -
         public = torch.cat([data.test_images, data.train_images[own]])
         labels = torch.cat([data.test_labels, data.train_labels[own]])
         copied = replace(data, test_images=public, test_labels=labels)
-        assert len(acceptance.known_beforehand(Workload(scenario, "none", copied))) == count
-    assert acceptance.known_beforehand(Workload(scenario, "none", data)) == []
+        assert len(acceptance.describe_near_copies(Workload(scenario, "none", copied))) == count
+    assert acceptance.describe_near_copies(Workload(scenario, "none", data)) == []

@@ -157,7 +157,7 @@ class _App:
         notes = [f"tap, left out: {line}" for line in left_out(tape.source)]
         if self.victim.random:
             notes.append(RANDOM)
-        if halves := {value.dtype for value in first.exchange.reply().values()} & _HALVES:
+        if halves := {value.dtype for value in first.exchange.read_reply().values()} & _HALVES:
             sent = ", ".join(map(str, halves))
             notes.append(f"update: clients send {sent}, whose rounding no attack models")
         self.plan = AppTraining(

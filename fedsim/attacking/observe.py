@@ -84,7 +84,7 @@ def observe(
     victim = VictimModel(
         model, input_shape=input_shape, classes=classes, mean=mean, std=std, mode=mode, head=head
     )
-    named = update if isinstance(update, Mapping) else _named(update, model)
+    named = update if isinstance(update, Mapping) else _name_tensors(update, model)
     named = own_names(named, model, "update")
     # A difference of state dicts holds that of batch norm's statistics as well.
     statistics = dict(model.named_buffers())
@@ -182,8 +182,8 @@ class VictimModel:
         held = self._held | start
         return Observation(
             id=f"{self.spec.name.replace(':', '-')}/round-0001/client-0000-training",
-            update=_renamed({name: update[name] for name in self._trained}, names),
-            buffers_update=_renamed(sent, names),
+            update=_rename_copies({name: update[name] for name in self._trained}, names),
+            buffers_update=_rename_copies(sent, names),
             parameters={names[name]: held[name].detach().clone() for name in self._trained},
             buffers={
                 names[name]: held[name].detach().clone()
@@ -266,7 +266,7 @@ def _channels(
     return tuple(map(float, values))
 
 
-def _named(update: Iterable[Tensor | None], model: nn.Module) -> Tensors:
+def _name_tensors(update: Iterable[Tensor | None], model: nn.Module) -> Tensors:
     """Gives tensors the names of the parameters whose order they are in; None is left out."""
     every = dict(model.named_parameters())
     trained = [name for name, p in every.items() if p.requires_grad]
@@ -307,7 +307,7 @@ def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:
             raise FedsimError(f"{what}.{name}: holds NaN or infinity")
 
 
-def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def _rename_copies(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """Copies, in float32 where they are numbers: attacks compute in no other precision."""
     return {names[name]: _single(value).detach().clone() for name, value in tensors.items()}
 
@@ -333,7 +333,7 @@ def own_names(
     short = {name.replace(".default.", "."): name for name in own}
     aliases = own.keys() | (short.keys() if len(short) == len(own) else set())
 
-    def renamed(off: str, on: str) -> dict[str, Tensor] | None:
+    def rename(off: str, on: str) -> dict[str, Tensor] | None:
         names = {name: on + name.removeprefix(off) for name in tensors}
         if any(each not in aliases for each in names.values()):
             return None
@@ -348,7 +348,7 @@ def own_names(
     ways: dict[tuple[str, ...], tuple[str, dict[str, Tensor]]] = {}
     parts = dict.fromkeys(("", prefix, *(each for name in own for each in _prefixes([name]))))
     for off, on in itertools.product(("", *leading), parts):
-        if (found := renamed(off, on)) is not None:
+        if (found := rename(off, on)) is not None:
             ways.setdefault(tuple(found), (f"{on!r} for {off!r}", found))
     if len(ways) > 1:
         listed = ", ".join(sorted(way for way, _ in ways.values())[:_NAMED])

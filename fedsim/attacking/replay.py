@@ -86,7 +86,7 @@ def attack(
     known = root is not None and has_truth(root, observation.id)
     victim: Truth | None = None
     if given is not None:
-        victim = _given(observation, *given)
+        victim = _check_truth(observation, *given)
     elif root and known:
         victim = load_truth(root, observation.id, observation.num_clients)
     if victim is None and (secrets := grant.from_truth()):
@@ -170,7 +170,7 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     return off / size if size and math.isfinite(off) else None
 
 
-def _given(observation: Observation, images: Tensor, labels: Tensor) -> GroundTruth:
+def _check_truth(observation: Observation, images: Tensor, labels: Tensor) -> GroundTruth:
     """The truth that a caller states, if it can be that of the observation."""
     shape = (observation.num_images, *observation.model.input_shape)
     if tuple(images.shape) != shape:

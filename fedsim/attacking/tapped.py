@@ -101,7 +101,7 @@ def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
     Raises:
         FedsimError: the app sends names that the model has not.
     """
-    sent = _own_names(exchange.sent(), model, prefix)
+    sent = _own_names(exchange.read_broadcast(), model, prefix)
     for name, parameter in model.named_parameters():
         if name not in sent:
             parameter.requires_grad_(False)
@@ -129,8 +129,8 @@ def observe_exchange(
     Raises:
         FedsimError: the exchange is not of this model.
     """
-    before = _own_names(exchange.sent(), model, prefix)
-    after = _own_names(exchange.reply(), model, prefix)
+    before = _own_names(exchange.read_broadcast(), model, prefix)
+    after = _own_names(exchange.read_reply(), model, prefix)
     trained = {name for name, _ in model.named_parameters()}
     update = {
         name: value.double() - before[name].double() if answer == "weights" else value

@@ -24,7 +24,7 @@ from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, 
 from fedsim.cli.outcome import TableFormat, say_what_lacks, show
 from fedsim.cli.outcome import leaderboard as written_leaderboard
 from fedsim.cli.privacy import app as privacy_app
-from fedsim.cli.stand_ins import described
+from fedsim.cli.stand_ins import read_without_libraries
 
 if TYPE_CHECKING:
     from fedsim.types import Reconstruction
@@ -398,7 +398,7 @@ def list_plugins(
             as_json = format is ListFormat.json
             return json.dumps(rows, indent=2) if as_json else listing.render(rows, width)
 
-        typer.echo(described(read, *(f"fedsim.{each}" for each in kinds)))
+        typer.echo(read_without_libraries(read, *(f"fedsim.{each}" for each in kinds)))
 
 
 @app.command()
@@ -412,7 +412,7 @@ def schema() -> None:
             return json_schema()
 
         kinds = ("attacks", "data", "defenses", "learners", "models")
-        found = described(read, *(f"fedsim.{each}" for each in kinds))
+        found = read_without_libraries(read, *(f"fedsim.{each}" for each in kinds))
         typer.echo(json.dumps(found, indent=2))
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsim.cli.exits import exits
-from fedsim.cli.stand_ins import described
+from fedsim.cli.stand_ins import read_without_libraries
 from fedsim.progress import report_work
 
 
@@ -133,7 +133,7 @@ def audit(
             verdict = mechanisms.audit(
                 mechanism,
                 parsed,
-                delta=_required("delta", delta),
+                delta=_require("delta", delta),
                 draws=draws,
                 confidence=confidence,
                 seed=seed,
@@ -170,7 +170,7 @@ def _ask(
             return
         parsed = _parse_keys(mechanism, keys, question)
         _refuse_unwritable(plot)
-        options = {name: _required(name, value) for name, value in given.items()}
+        options = {name: _require(name, value) for name, value in given.items()}
         with report_work(mechanism):
             answer = getattr(calculator, question)(mechanism, parsed, **options)
         if plot is not None:
@@ -180,7 +180,7 @@ def _ask(
         _print(asdict(answer), as_json)
 
 
-def _required(name: str, value: float | None) -> float:
+def _require(name: str, value: float | None) -> float:
     from fedsim.types import FedsimError
 
     if value is None:
@@ -246,4 +246,4 @@ def _list(as_json: bool) -> None:
         rows = calculator.listing()
         return json.dumps(rows, indent=2) if as_json else calculator.render(rows, width)
 
-    typer.echo(described(read, "fedsim.mechanisms"), nl=as_json)
+    typer.echo(read_without_libraries(read, "fedsim.mechanisms"), nl=as_json)

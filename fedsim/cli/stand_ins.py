@@ -67,7 +67,7 @@ class _Finder(MetaPathFinder, Loader):
         """Does nothing: a stand-in has no code."""
 
 
-def described(read: Callable[[], Any], *groups: str) -> Any:
+def read_without_libraries(read: Callable[[], Any], *groups: str) -> Any:
     """Returns what `read` says of the plugins of `groups`, from a process without libraries.
 
     Args:

@@ -31,7 +31,7 @@ def rows(kinds: Sequence[str]) -> list[Row]:
             "error": plugin.error,
         }
         for kind in kinds
-        for plugin in plugins.installed(f"fedsim.{kind}")
+        for plugin in plugins.list_installed(f"fedsim.{kind}")
     ]
 
 
@@ -48,11 +48,11 @@ def render(found: Sequence[Row], width: int = 80) -> str:
 
 
 def _block(row: Row, width: int) -> list[str]:
-    lines = wrapped(f"{row['name']}  ({row['package']} {row['version']})", width, 0)
+    lines = wrap_text(f"{row['name']}  ({row['package']} {row['version']})", width, 0)
     if row["error"]:
-        return [*lines, *wrapped(f"BROKEN: {row['error']}", width, 4)]
+        return [*lines, *wrap_text(f"BROKEN: {row['error']}", width, 4)]
     for text in filter(None, (row["summary"], row["paper"])):
-        lines += wrapped(text, width, 4)
+        lines += wrap_text(text, width, 4)
     return [*lines, *key_table(row["parameters"], width)]
 
 
@@ -69,12 +69,12 @@ def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
         head = f"{name.ljust(names)}  {default.ljust(defaults)}  {kind}"
         if len(head) + 6 > width:
             head = f"{name}  {default}  {kind}"
-        lines += wrapped(head, width, 6)
-        lines += wrapped(description, width, 10)
+        lines += wrap_text(head, width, 6)
+        lines += wrap_text(description, width, 10)
     return lines
 
 
-def wrapped(text: str, width: int, indent: int) -> list[str]:
+def wrap_text(text: str, width: int, indent: int) -> list[str]:
     """Lines of at most `width` characters, the first indented by `indent` and the others deeper."""
     return textwrap.wrap(
         text.rstrip(),

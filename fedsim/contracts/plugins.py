@@ -180,7 +180,7 @@ def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
     return cls
 
 
-def installed(group: str) -> list[Installed]:
+def list_installed(group: str) -> list[Installed]:
     """Every plugin of `group`, also those that cannot be loaded."""
     rows = []
     for name in names(group):
@@ -233,7 +233,7 @@ def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
 
 
 def _type(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    item = _resolved(item, definitions)
+    item = _follow_reference(item, definitions)
     if "anyOf" in item:
         return " or ".join(dict.fromkeys(_type(one, definitions) for one in item["anyOf"]))
     if "type" in item:
@@ -248,7 +248,7 @@ def _type(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 
 def _range(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    item = _resolved(item, definitions)
+    item = _follow_reference(item, definitions)
     if "anyOf" in item:
         return " or ".join(filter(None, (_range(one, definitions) for one in item["anyOf"])))
     if "enum" in item or "const" in item:
@@ -256,7 +256,7 @@ def _range(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     return ", ".join(f"{sign} {item[key]:g}" for key, sign in _BOUNDS.items() if key in item)
 
 
-def _resolved(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+def _follow_reference(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
     name = str(item.get("$ref", "")).rpartition("/")[2]
     resolved: Mapping[str, Any] = definitions.get(name, item)
     return resolved

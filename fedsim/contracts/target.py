@@ -268,7 +268,7 @@ def targets() -> Mapping[str, Target]:
     Raises:
         PluginError: two targets score the same part, or mean different things by one metric.
     """
-    loaded = [plugin.cls for plugin in plugins.installed(GROUP) if plugin.cls]
+    loaded = [plugin.cls for plugin in plugins.list_installed(GROUP) if plugin.cls]
     found = [cls() for cls in loaded if issubclass(cls, Target)]
     found.sort(key=lambda target: (target.order, target.part))
     by_part = {target.part: target for target in found}

@@ -152,7 +152,7 @@ def _client_tape(plan: _Plan, context: Context) -> _Tape | None:
     try:
         recorder = plan.recorder(context.run_id, "client")
         # Of messages that do not say which round they are of, those before this one are on disk.
-        return _Tape(recorder, counted=recorder.recorded(context.node_id))
+        return _Tape(recorder, counted=recorder.count_recorded(context.node_id))
     except OSError as error:
         _log.warning("fedsim.client_tap: an exchange is not recorded: %s", error)
         return None

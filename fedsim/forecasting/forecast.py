@@ -180,7 +180,7 @@ def _first_attack(plan: UpdatePlan, found: Estimate) -> str:
         ("deep_leakage", not known),
         ("inverting_gradients", True),
     ]
-    installed = {plugin.name for plugin in plugins.installed("fedsim.attacks")}
+    installed = {plugin.name for plugin in plugins.list_installed("fedsim.attacks")}
     fitting = [name for name, fits in wanted if fits]
     return next((name for name in fitting if name in installed), fitting[-1])
 

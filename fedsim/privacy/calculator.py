@@ -223,11 +223,11 @@ def listing() -> list[dict[str, Any]]:
 
 def render(rows: list[dict[str, Any]], width: int = 80) -> str:
     """`listing` as text for a terminal of `width` characters."""
-    from fedsim.contracts.listing import key_table, wrapped
+    from fedsim.contracts.listing import key_table, wrap_text
 
     lines: list[str] = []
     for row in rows:
-        lines += [row["mechanism"], *wrapped(row["summary"], width, 4)]
+        lines += [row["mechanism"], *wrap_text(row["summary"], width, 4)]
         for part, keys in row["keys"].items():
             asked = [question for question, needs in QUESTIONS.items() if needs == part]
             lines += [f"    {', '.join(asked)}:", *key_table(keys, width)]

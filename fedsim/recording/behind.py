@@ -17,7 +17,7 @@ MOST_BYTES = 512 * 2**20
 """Bytes that may wait. A caller that brings more waits until there is room."""
 
 
-class Behind:
+class WorkQueue:
     """A queue of work and the thread that does it; safe to use from several threads."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -49,7 +49,7 @@ class Behind:
                 self._changed.wait()
             self._bytes += size
             self._waiting.append((job, size))
-            started = self._started()
+            started = self._start()
         if not started:
             self._work()
 
@@ -63,14 +63,14 @@ class Behind:
             return
         with self._changed:
             # An interrupt may have kept a thread from being started.
-            started = self._started()
+            started = self._start()
         if not started:
             self._work()
         with self._changed:
             while (self._waiting or self._working) and self._changed.wait(stalled):
                 pass
 
-    def _started(self) -> bool:
+    def _start(self) -> bool:
         """Has a thread work, unless one does or nothing waits; returns whether that went well."""
         if self._working or not self._waiting:
             return True
@@ -132,23 +132,23 @@ class Behind:
         return True
 
 
-_behind = Behind()
+_behind = WorkQueue()
 
 
 def later(job: Callable[[], None], size: int = 0) -> None:
-    """Runs `job` behind the caller, see `Behind.later`; the bound is that of the whole process."""
+    """Runs `job` behind the caller, see `WorkQueue.later`; the bound is of the process."""
     _behind.later(job, size)
 
 
 def finish(stalled: float | None = None) -> None:
-    """Waits until all that this process put off is done, see `Behind.finish`."""
+    """Waits until all that this process put off is done, see `WorkQueue.finish`."""
     _behind.finish(stalled)
 
 
 def _forget() -> None:
     """In a forked process the thread is missing, and what waits is the parent's."""
     global _behind
-    _behind = Behind()
+    _behind = WorkQueue()
 
 
 if hasattr(os, "register_at_fork"):

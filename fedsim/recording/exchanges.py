@@ -78,21 +78,21 @@ class Exchange:
     _broadcast: str
     _reply: str
 
-    def sent(self) -> Tensors:
+    def read_broadcast(self) -> Tensors:
         """Returns what the server sent, by the app's names.
 
         Raises:
             FedsimError: the file is missing or damaged.
         """
-        return _verified(self.path.parent / _broadcast_name(self._broadcast), self._broadcast)
+        return _read_verified(self.path.parent / _broadcast_name(self._broadcast), self._broadcast)
 
-    def reply(self) -> Tensors:
+    def read_reply(self) -> Tensors:
         """Returns what the client answered, by the app's names.
 
         Raises:
             FedsimError: the file is missing or damaged.
         """
-        return _verified(self.path.with_suffix(".safetensors"), self._reply)
+        return _read_verified(self.path.with_suffix(".safetensors"), self._reply)
 
     def number(self, key: str) -> float | None:
         """Returns the metric of that name, of whichever record; None if there is none.
@@ -143,7 +143,7 @@ class Recorder:
         self._rounds = None if rounds is None else frozenset(rounds)
         self._clients = clients
         self._max_bytes = max_bytes
-        self._used = _used(self.folder)
+        self._used = _count_bytes(self.folder)
         self._nodes: set[int] = set()
         self._left_out = _counts(self.folder / _TAP)
 
@@ -157,7 +157,7 @@ class Recorder:
             self._nodes.add(node_id)
         return True
 
-    def recorded(self, node_id: int) -> int:
+    def count_recorded(self, node_id: int) -> int:
         """Returns how many answers of that node are recorded."""
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
@@ -351,12 +351,12 @@ def _broadcast_name(digest: str) -> str:
     return f"broadcast-{digest[:16]}.safetensors"
 
 
-def _verified(path: Path, digest: str) -> Tensors:
+def _read_verified(path: Path, digest: str) -> Tensors:
     if streaming.digest_of_file(path) != digest:
         raise FedsimError(f"{path}: does not match the checksum in its recording")
     return read_tensors(path)
 
 
-def _used(folder: Path) -> int:
+def _count_bytes(folder: Path) -> int:
     written = (path for path in folder.glob("round-*/*") if path.suffix in _WRITTEN)
     return sum(path.stat().st_size for path in written)

@@ -169,8 +169,8 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     spec = sidecar.model or sidecar.release
     if spec is None:
         raise FedsimError(f"{path}: not a recording of fedsim: it names neither model nor release")
-    seen = _verified(path.with_suffix(".safetensors"), sidecar.update_sha256, device)
-    state = _verified(path.with_name(GLOBAL), sidecar.global_sha256, device)
+    seen = _read_verified(path.with_suffix(".safetensors"), sidecar.update_sha256, device)
+    state = _read_verified(path.with_name(GLOBAL), sidecar.global_sha256, device)
     facts = {name: getattr(sidecar, name) for name in _FACTS}
     facts["effect"] = sidecar.effect or (UNKNOWN if sidecar.defense else Effect())
     observation = Observation(
@@ -223,12 +223,12 @@ def write_tensors(path: Path, tensors: Tensors) -> str:
 
     Its owner alone can read it: tensors are clients' images, or what leaks them.
     """
-    content = serialized(tensors)
+    content = serialize(tensors)
     write_bytes(path, content, private=True)
     return hashlib.sha256(content).hexdigest()
 
 
-def serialized(tensors: Tensors) -> bytes:
+def serialize(tensors: Tensors) -> bytes:
     """Returns `tensors` as the bytes of a safetensors file."""
     own: dict[str, Tensor] = {}
     storages: set[int] = set()
@@ -349,7 +349,7 @@ def remove_torn(root: Path) -> None:
         torn.unlink()
 
 
-def _verified(path: Path, digest: str, device: str | torch.device) -> dict[str, Tensor]:
+def _read_verified(path: Path, digest: str, device: str | torch.device) -> dict[str, Tensor]:
     if path.is_file() and _sha256(path) != digest:
         raise FedsimError(f"{path}: does not match the checksum in its recording; record it again")
     return read_tensors(path, device)

@@ -136,10 +136,10 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
         return digest
     counted = xxhash.xxh3_128()
 
-    def told() -> Iterator[Piece]:
+    def count_pieces() -> Iterator[Piece]:
         for piece in pieces(arrays):
             counted.update(piece)
             yield piece
 
-    write_pieces(path, told(), private=True, durable=False, cached=cached)
+    write_pieces(path, count_pieces(), private=True, durable=False, cached=cached)
     return counted.hexdigest()

@@ -131,10 +131,10 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
         )
     if not all(_is_truth(part) for part in parts):
         raise FedsimError(f"{folder}: not the ground truth of an observation; record it again")
-    return Truth.of(_joined(parts))
+    return Truth.of(_join_parts(parts))
 
 
-def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Joins what several clients left, one after the other; what one lacks is left out."""
     tensors: dict[str, Tensor] = {}
     for name, first in parts[0].items():

@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from fedsim.recording.files import read_tensors, serialized, write_bytes
+from fedsim.recording.files import read_tensors, serialize, write_bytes
 from fedsim.system import paths
 from fedsim.types import FedsimError, Tensors
 from fedsim.words import printable
@@ -105,7 +105,7 @@ def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
     """Writes what a client trained on below `out`, for its owner alone to read."""
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
-    content = serialized(tensors)
+    content = serialize(tensors)
     write_bytes(base.with_suffix(".safetensors"), content, private=True, durable=False)
     text = said.model_dump_json(indent=2) + "\n"
     write_bytes(base.with_suffix(".json"), text.encode(), private=True, durable=False)

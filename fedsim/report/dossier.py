@@ -320,7 +320,7 @@ class Tried(NamedTuple):
 
 def tried(rows: Sequence[ResultRow]) -> list[Tried]:
     """Returns the attacks of `rows`, each once, in their order."""
-    known = {plugin.name: plugin.summary for plugin in plugins.installed("fedsim.attacks")}
+    known = {plugin.name: plugin.summary for plugin in plugins.list_installed("fedsim.attacks")}
     attacks = []
     for label in dict.fromkeys(row.attack.label for row in rows):
         trials = [row for row in rows if row.attack.label == label]
@@ -346,7 +346,7 @@ def _given(group: str, name: str, parameters: dict[str, object]) -> dict[str, ob
 
     All are returned if the plugin is not installed here, and so its defaults are not known.
     """
-    plugin = next((each for each in plugins.installed(group) if each.name == name), None)
+    plugin = next((each for each in plugins.list_installed(group) if each.name == name), None)
     if plugin is None or plugin.cls is None:
         return parameters
     defaults = {p.name: p.default for p in plugin.parameters if not p.required}
@@ -373,7 +373,7 @@ def untried(rows: Sequence[ResultRow], runs: Sequence[Run] = ()) -> list[tuple[s
             plugin.summary,
             "the run has not come to it" if plugin.name in due else _reason(plugin, rows),
         )
-        for plugin in plugins.installed("fedsim.attacks")
+        for plugin in plugins.list_installed("fedsim.attacks")
         if plugin.name not in names
     ]
 

@@ -20,7 +20,7 @@ from fedsim.report.messages import invalid_reasons
 from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.report.threat import describe_comparison
 from fedsim.report.utility import UtilityRow, utility
-from fedsim.results.reading import ReportError, Run, load_runs, measurements, placed
+from fedsim.results.reading import ReportError, Run, load_runs, measurements, name_by_place
 from fedsim.results.settings import differences, leaves_of
 from fedsim.scoring import LEAST, METRICS, Summary
 from fedsim.words import number_of
@@ -111,7 +111,10 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     Raises:
         ReportError: a folder holds no results, or they have no attack on a defense in common.
     """
-    runs, later = placed(load_runs([before]), before), placed(load_runs([after]), after)
+    runs, later = (
+        name_by_place(load_runs([before]), before),
+        name_by_place(load_runs([after]), after),
+    )
     rows, later_rows = (aggregate(measurements(each)) for each in (runs, later))
     pairs = _partners({*map(_member, rows)}, {*map(_member, later_rows)})
     named: dict[tuple[object, ...], list[LeaderboardRow]] = {}

@@ -58,7 +58,7 @@ class Metrics(RowPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, fields: Any) -> Any:
+    def _keep_known(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
         known = (*METRICS, OWN_LOSS, *cls.model_fields)

@@ -155,7 +155,7 @@ def _set_apart(runs: list[Run]) -> list[Run]:
         members = [runs[index] for index in indices]
         settings = differences(_scenarios(members), [run.variant for run in members])
         members = [
-            _varied(run, setting | origin)
+            _with_variant(run, setting | origin)
             for run, setting, origin in zip(members, settings, _origins(members), strict=True)
         ]
         by_variant: dict[str, list[int]] = {}
@@ -164,13 +164,13 @@ def _set_apart(runs: list[Run]) -> list[Run]:
         for places in by_variant.values():
             same = [members[place] for place in places]
             for place, run, own in zip(places, same, _contradictions(same), strict=True):
-                members[place] = _varied(run, own)
+                members[place] = _with_variant(run, own)
         for index, run in zip(indices, members, strict=True):
             apart[index] = run
     return apart
 
 
-def _varied(run: Run, apart: dict[str, Any]) -> Run:
+def _with_variant(run: Run, apart: dict[str, Any]) -> Run:
     if not apart:
         return run
     rows = [row.model_copy(update={"variant": row.variant | apart}) for row in run.rows]
@@ -220,7 +220,7 @@ def _contradictions(runs: Sequence[Run]) -> list[dict[str, str]]:
     ]
 
 
-def placed(runs: Iterable[Run], root: Path | str) -> list[Run]:
+def name_by_place(runs: Iterable[Run], root: Path | str) -> list[Run]:
     """Names runs by their places below `root` where a digest tells them apart that none has later.
 
     So each of several recordings can be compared with a later one in a folder of the same name.
@@ -229,7 +229,7 @@ def placed(runs: Iterable[Run], root: Path | str) -> list[Run]:
     for run in runs:
         digests = [kind for kind in ("recording", "run", "figures") if kind in run.apart]
         place = str(run.folder.relative_to(Path(root).resolve()))
-        named.append(_varied(run, dict.fromkeys(digests, place)))
+        named.append(_with_variant(run, dict.fromkeys(digests, place)))
     return named
 
 
@@ -243,12 +243,12 @@ def measurements(runs: Iterable[Run]) -> list[ResultRow]:
         seed = str(run.setting("seed"))
         for row in run.rows:
             key = (seed, canonical(row.variant), row.content)
-            if key not in rows or _extent(row) >= _extent(rows[key]):
+            if key not in rows or _rank_copy(row) >= _rank_copy(rows[key]):
                 rows[key] = row
     return list(rows.values())
 
 
-def _extent(row: ResultRow) -> tuple[float, bool, bool]:
+def _rank_copy(row: ResultRow) -> tuple[float, bool, bool]:
     """Sorts equal rows: by ε, and by whether their run got to its end and to controls."""
     return (row.epsilon or 0.0, row.ended, row.other_update is not None)
 

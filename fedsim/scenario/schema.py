@@ -52,7 +52,7 @@ def _choice(
     """Returns the forms that name a plugin of `group`; `extra` are keys the scenario adds."""
     bare: list[str] = []
     full: list[dict[str, Any]] = []
-    for plugin in plugins.installed(group):
+    for plugin in plugins.list_installed(group):
         if plugin.cls is None or set(RESERVED[group]) & plugin.cls.model_fields.keys():
             continue
         prefix = f"{group}.{plugin.name}."

@@ -80,12 +80,12 @@ class Pool:
         if family == "class_means":
             return self._class_means()
         start = self._class_means() if "class" in family else _means(self._images, count)
-        return self._learned(start) if "learned" in family else start
+        return self._learn(start) if "learned" in family else start
 
     def psnr(self, levels: Tensor) -> float:
         """Returns the mean PSNR of the guess `levels` on batches of this pool, dB."""
-        drawn = self._drawn(len(levels), rng.generator(0, "guess", self._name, "tried"))
-        errors, _ = self._matched(levels, drawn, self._images[drawn].double())
+        drawn = self._draw(len(levels), rng.generator(0, "guess", self._name, "tried"))
+        errors, _ = self._match(levels, drawn, self._images[drawn].double())
         scale = 255.0**2 * levels.shape[1]
         # The mean of rounded logarithms: a tie of two guesses is not decided by the order of sums.
         return round(float((-10 * (errors / scale).log10()).mean()), 6)
@@ -104,15 +104,15 @@ class Pool:
         indices = (self._labels == label).nonzero().flatten()
         return indices if len(indices) else torch.arange(len(self._labels))
 
-    def _learned(self, levels: Tensor) -> Tensor:
+    def _learn(self, levels: Tensor) -> Tensor:
         """Improves the guess `levels` by `_STEPS` steps."""
         stream = rng.generator(0, "guess", self._name, "learned")
         min_error = math.ceil(_MIN_MSE * 255**2 * levels.shape[1])
         sums, totals = torch.zeros_like(levels), levels.new_zeros(len(levels), 1)
         for step in range(_STEPS):
-            drawn = self._drawn(len(levels), stream)
+            drawn = self._draw(len(levels), stream)
             pixels = self._images[drawn].double()
-            errors, matches = self._matched(levels, drawn, pixels)
+            errors, matches = self._match(levels, drawn, pixels)
             by_guess = torch.zeros(len(levels), len(drawn), dtype=torch.float64)
             by_guess[matches, torch.arange(len(drawn))] = (_WEIGHT * min_error / errors).ceil()
             if step <= _STEPS - _SUMMED_STEPS:
@@ -122,7 +122,7 @@ class Pool:
             levels = (sums / totals).round()
         return levels
 
-    def _matched(self, levels: Tensor, drawn: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    def _match(self, levels: Tensor, drawn: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Matches batches to the guess; returns squared errors (M,) and matches (M,)."""
         count = len(levels)
         squares = self._squares[drawn][:, None] + levels.square().sum(1)
@@ -135,20 +135,20 @@ class Pool:
         matched = errors.gather(2, matches[..., None]).flatten().clamp_min(min_error)
         return matched, matches.flatten()
 
-    def _drawn(self, count: int, stream: torch.Generator) -> Tensor:
+    def _draw(self, count: int, stream: torch.Generator) -> Tensor:
         """Draws indices (M,) of images in batches of `count`, with the granted labels if any."""
         batches = max(1, min(_IMAGES_PER_STEP, _VALUES_PER_STEP // self._images.shape[1]) // count)
         if self._granted is None:
-            return _repeated(torch.arange(len(self._labels)), batches * count, stream)
+            return _repeat(torch.arange(len(self._labels)), batches * count, stream)
         drawn = torch.empty(batches, count, dtype=torch.int64)
         for label in sorted(set(self._granted)):
             places = [i for i, value in enumerate(self._granted) if value == label]
-            indices = _repeated(self._indices(label), batches * len(places), stream)
+            indices = _repeat(self._indices(label), batches * len(places), stream)
             drawn[:, places] = indices.view(batches, len(places))
         return drawn.flatten()
 
 
-def _repeated(indices: Tensor, count: int, stream: torch.Generator) -> Tensor:
+def _repeat(indices: Tensor, count: int, stream: torch.Generator) -> Tensor:
     """Returns `count` of `indices` in random order, each once before any occurs again."""
     turns = -(-count // len(indices))
     parts = [indices[torch.randperm(len(indices), generator=stream)] for _ in range(turns)]

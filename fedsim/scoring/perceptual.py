@@ -63,7 +63,7 @@ class LpipsMetric:
         published = self.weights_sha256.startswith(_digest_in_name(self.backbone))
         origin = "torchvision's ImageNet weights" if published else "weights from a file"
         sizes = f"{height}x{width}"
-        if (enlarged := _enlarged(height, width)) != (height, width):
+        if (enlarged := _enlarge(height, width)) != (height, width):
             sizes += f" enlarged to {enlarged[0]}x{enlarged[1]}"
         return (
             f"LPIPS v0.1, {self.backbone} with {origin} (SHA-256 {self.weights_sha256[:8]}), "
@@ -123,13 +123,13 @@ def perceptual_distance(
 
 def _prepare(pixels: Tensor) -> Tensor:
     images = pixels.float().expand(-1, 3, -1, -1) * 2 - 1
-    size = _enlarged(*images.shape[-2:])
+    size = _enlarge(*images.shape[-2:])
     if size == tuple(images.shape[-2:]):
         return images
     return F.interpolate(images, size=size, mode="bilinear", align_corners=False)
 
 
-def _enlarged(height: int, width: int) -> tuple[int, int]:
+def _enlarge(height: int, width: int) -> tuple[int, int]:
     factor = max(1.0, MINIMUM_SIDE / min(height, width))
     return round(height * factor), round(width * factor)
 

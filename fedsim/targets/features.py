@@ -108,7 +108,7 @@ def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavaila
     return degrees
 
 
-def _spanned(
+def _of_span(
     function: TensorMetric,
 ) -> Callable[[ScoredPair], MetricValue]:
     """Compares all vectors that the attack returned, whatever they were matched to."""
@@ -138,7 +138,7 @@ class Features(Target):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="subspace_error",
-            compute=_spanned(subspace_error),
+            compute=_of_span(subspace_error),
             unit="share",
             larger_leaks=False,
             uninformed=1.0,
@@ -168,7 +168,7 @@ class Features(Target):
         ),
         Metric(
             name="principal_angle",
-            compute=_spanned(principal_angles),
+            compute=_of_span(principal_angles),
             unit="degrees",
             larger_leaks=False,
             uninformed=90.0,

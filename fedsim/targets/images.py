@@ -69,7 +69,7 @@ PSNR = Metric(
 RMSE = Metric(name="rmse", compute=ordered(image.rmse), unit="range", larger_leaks=False)
 
 
-def _perceived(pair: ScoredPair) -> Tensor | Unavailable:
+def _perceive(pair: ScoredPair) -> Tensor | Unavailable:
     return perceptual_distance(pair.claimed, pair.truth, pair.aid and pair.aid.lpips)
 
 
@@ -105,7 +105,7 @@ class Images(Target):
         ),
         Metric(
             name="lpips",
-            compute=_perceived,
+            compute=_perceive,
             unit="none",
             larger_leaks=False,
             heading="LPIPS",

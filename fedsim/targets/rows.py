@@ -50,7 +50,7 @@ def row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
     return F.cosine_similarity(claimed, truth, dim=1, eps=1e-30)
 
 
-def recovered(claimed: Tensor, truth: Tensor) -> Tensor:
+def is_recovered(claimed: Tensor, truth: Tensor) -> Tensor:
     """Returns 1 where every entry of a row (N, d) is within `TOLERANCE`, else 0; (N,)."""
     return ((claimed - truth).abs().amax(1) <= 2 * TOLERANCE).double()
 
@@ -103,7 +103,7 @@ class Rows(Target):
         Metric(name="row_cosine", compute=ordered(row_cosine), unit="none", larger_leaks=True),
         Metric(
             name="rows_recovered",
-            compute=ordered(recovered),
+            compute=ordered(is_recovered),
             unit="share",
             larger_leaks=True,
             heading="recovered",

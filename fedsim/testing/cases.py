@@ -131,7 +131,7 @@ def stream(seed: int = 1) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def mixed(scale: float = 1.0) -> dict[str, Tensor]:
+def mixed_update(scale: float = 1.0) -> dict[str, Tensor]:
     """Returns an update with every floating-point type, a 0-d, an empty and a repeated entry."""
     draw = stream(0)
     return {
@@ -155,20 +155,20 @@ def near(vectors: Tensor, by: float) -> Tensor:
 
 def zeros() -> dict[str, Tensor]:
     """Returns the update of a client that has learned nothing."""
-    return {name: torch.zeros_like(tensor) for name, tensor in mixed().items()}
+    return {name: torch.zeros_like(tensor) for name, tensor in mixed_update().items()}
 
 
 def non_finite(value: float) -> dict[str, Tensor]:
     """Returns an update with one entry of `value`."""
-    update = mixed()
+    update = mixed_update()
     update["single"][1, 1] = value
     return update
 
 
 UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
-    "ordinary": mixed,
-    "tiny": lambda: mixed(1e-6),
-    "large": lambda: mixed(1e4),
+    "ordinary": mixed_update,
+    "tiny": lambda: mixed_update(1e-6),
+    "large": lambda: mixed_update(1e4),
     "zero": zeros,
     "no tensors": dict,
     "NaN": lambda: non_finite(math.nan),
@@ -261,7 +261,7 @@ def make_observation(
         released = trained.buffers if training.mode == "train" else {}
         updates.append(Update(tensors=defended, num_examples=training.num_images, buffers=released))
     start = _Start(parameters, buffers, spec, training)
-    observation = _seen(stack, refs, declared, None, updates, start, seed)
+    observation = _observe(stack, refs, declared, None, updates, start, seed)
     truth = GroundTruth(images=images.clone(), labels=labels.clone(), features=torch.cat(features))
     return observation, truth
 
@@ -290,7 +290,7 @@ class _Start:
     training: LocalTraining
 
 
-def _seen(
+def _observe(
     stack: Stack,
     refs: Sequence[PluginRef],
     declared: LocalTraining,
@@ -300,7 +300,7 @@ def _seen(
     seed: int,
 ) -> Observation:
     """Returns what the server sees of all clients' `updates`."""
-    update = combined(stack, updates, declared, release, seed)
+    update = combine_updates(stack, updates, declared, release, seed)
     client = -1 if stack.aggregation else 0
     return Observation(
         id=observation_id("example", 1, client, "training"),
@@ -321,7 +321,7 @@ def _seen(
     )
 
 
-def combined(
+def combine_updates(
     stack: Stack,
     updates: list[Update],
     declared: LocalTraining,
@@ -511,7 +511,7 @@ def _observe_release(
     spec = computation.describe()
     assert spec is not None
     start = _Start(before, buffers, spec, declared)
-    observation = _seen(stack, refs, declared, computation.release, updates, start, seed)
+    observation = _observe(stack, refs, declared, computation.release, updates, start, seed)
     order = torch.cat(parts)
     truth = computation.candidates(data[0][order], data[1][order])
     assert truth is not None

@@ -47,7 +47,7 @@ from fedsim.testing.cases import (
     example_spec,
     example_training,
     local_step,
-    mixed,
+    mixed_update,
     non_finite,
     same,
     stream,
@@ -103,7 +103,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
 
     def test_integer_tensors_pass_by(self) -> None:
         """Counters and masks pass a chain bit for bit."""
-        update = {**mixed(), "counter": torch.tensor(7), "mask": torch.tensor([True, False])}
+        update = {**mixed_update(), "counter": torch.tensor(7), "mask": torch.tensor([True, False])}
         stack = chain(_Silence(), self.make())
         state = stack.init(update, example_training())
         defended, _ = stack.apply(update, state, stream())
@@ -115,7 +115,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
     def test_a_finite_update_stays_finite(self) -> None:
         """Holds for zero norms, too."""
         defense, rng = self.make(), stream()
-        for update in (mixed(), zeros()):
+        for update in (mixed_update(), zeros()):
             defended, _ = defense.apply(update, defense.init(update, BOUND), rng)
             assert all(bool(tensor.isfinite().all()) for tensor in defended.values())
 
@@ -123,9 +123,9 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
     def test_a_non_finite_update_leaves_the_state_usable(self, value: float) -> None:
         """One bad round does not spoil all later ones."""
         defense, rng = self.make(), stream()
-        state = defense.init(mixed(), BOUND)
+        state = defense.init(mixed_update(), BOUND)
         _, state = defense.apply(non_finite(value), state, rng)
-        defended, _ = defense.apply(mixed(), state, rng)
+        defended, _ = defense.apply(mixed_update(), state, rng)
         assert all(bool(tensor.isfinite().all()) for tensor in defended.values())
 
     @pytest.mark.parametrize("bound", [BOUND, math.inf])
@@ -194,7 +194,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
         # 40,000 draws: within 0.35%, four times that for heavier tails
         assert float(entries.std()) == pytest.approx(declared, rel=0.02)
         if not effect.noise and not effect.rounded:
-            update = mixed()
+            update = mixed_update()
             state = defense.init(update, BOUND)
             first, second = (dict(defense.apply(update, state, stream(i))[0]) for i in (1, 2))
             if effect.removed == "others":

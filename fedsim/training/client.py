@@ -165,7 +165,7 @@ class Client:
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Returns all that the client holds, rows or pixels, and the labels."""
-        return self.dataset.held(self.own)
+        return self.dataset.examples_at(self.own)
 
     def rows(
         self, computation: Computation, round: int, probe: Probe | None
@@ -223,7 +223,7 @@ class Client:
                 path = (*self._path(round, probe), step)
                 chosen = self._choose(training, path, taken + step)
             chosen = self.there(chosen)
-            found.append(self.dataset.held(chosen))
+            found.append(self.dataset.examples_at(chosen))
         return found * (training.steps // distinct)
 
     def _victims(

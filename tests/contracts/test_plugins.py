@@ -463,7 +463,7 @@ def test_a_defense_whose_guarantee_fails_is_named(install: Install) -> None:
 
 def test_every_builtin_plugin_loads_and_says_where_it_comes_from() -> None:
     for group in plugins.GROUPS:
-        for plugin in plugins.installed(group):
+        for plugin in plugins.list_installed(group):
             if plugin.package == "fedsim":
                 assert plugin.error is None, plugin.error
                 assert plugin.summary

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.stack import Stack, chain
-from fedsim.testing.cases import mixed, non_finite, same, stream
+from fedsim.testing.cases import mixed_update, non_finite, same, stream
 from fedsim.types import FedsimError, LocalTraining, Tensors
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
@@ -27,7 +27,9 @@ def run(stack: Stack, update: Tensors, seed: int = 1) -> Tensors:
     return stack.apply(update, stack.init(update, DECLARED), stream(seed))[0]
 
 
-@pytest.mark.parametrize("update", [mixed(), non_finite(math.nan), non_finite(-math.inf), {}])
+@pytest.mark.parametrize(
+    "update", [mixed_update(), non_finite(math.nan), non_finite(-math.inf), {}]
+)
 def test_the_empty_chain_is_the_identity_bit_for_bit(update: dict[str, Tensor]) -> None:
     negative_zero = {**update, "negative zero": torch.full((64,), -0.0)}
     assert same(run(chain(), negative_zero), negative_zero)
@@ -43,7 +45,7 @@ def test_the_empty_chain_is_the_identity_bit_for_bit(update: dict[str, Tensor]) 
     ],
 )
 def test_a_defense_of_strength_zero_is_the_identity_bit_for_bit(neutral: object) -> None:
-    update = {**mixed(), "negative zero": torch.full((64,), -0.0)}
+    update = {**mixed_update(), "negative zero": torch.full((64,), -0.0)}
     assert same(run(chain(neutral), update), update)  # type: ignore[arg-type]
 
 
@@ -57,7 +59,7 @@ def test_the_chain_applies_in_written_order() -> None:
 
 
 def test_the_chain_is_the_composition_of_its_members() -> None:
-    update = mixed()
+    update = mixed_update()
     members = (Clip(norm=0.5), GaussianNoise(std=0.1), Quantization(bits=6), TopK(ratio=0.3))
     rng, expected = stream(), update
     for member in members:

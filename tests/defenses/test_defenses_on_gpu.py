@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.defense import UpdateDefense
-from fedsim.testing.cases import local_step, mixed, stream
+from fedsim.testing.cases import local_step, mixed_update, stream
 from fedsim.types import Tensors
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dp_sgd import DPSGD
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
     ],
 )
 def test_an_update_on_the_device(defense: UpdateDefense) -> None:
-    update = mixed()
+    update = mixed_update()
     moved = {name: tensor.cuda() for name, tensor in update.items()}
     here, _ = defense.apply(update, defense.init(update, 1.0), stream())
     there, _ = defense.apply(moved, defense.init(moved, 1.0), stream())

@@ -23,14 +23,14 @@ def read_lines(page: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["attacks", "defenses"])
 def test_each_plugin_has_a_line_and_each_line_a_plugin(kind: str) -> None:
-    ours = [each for each in plugins.installed(f"fedsim.{kind}") if each.package == "fedsim"]
+    ours = [each for each in plugins.list_installed(f"fedsim.{kind}") if each.package == "fedsim"]
     assert read_lines(f"docs/{kind}.md").keys() == {plugin.name for plugin in ours}
 
 
 def test_a_line_names_all_that_its_attack_must_be_granted() -> None:
     least = Grant.least()
     lines = read_lines("docs/attacks.md")
-    for plugin in plugins.installed("fedsim.attacks"):
+    for plugin in plugins.list_installed("fedsim.attacks"):
         if plugin.package != "fedsim" or plugin.cls is None:
             continue
         assert issubclass(plugin.cls, Attack)

@@ -46,7 +46,7 @@ def test_at_most_ten_lines_of_an_app_change(name: str) -> None:
 
 def retrained(model: nn.Module, exchange: Exchange, testimony: Testimony) -> dict[str, Any]:
     """The weights after SGD on what the witness says, from what the tap says was sent."""
-    model.load_state_dict(dict(exchange.sent()))
+    model.load_state_dict(dict(exchange.read_broadcast()))
     model.train()
     said = testimony.said
     optimizer = torch.optim.SGD(
@@ -70,14 +70,14 @@ def test_training_on_what_was_witnessed_gives_what_was_tapped(name: str, ran: An
     exchange = exchanges[0]
     with imported(folder):
         model = built_model(APP[name].model)
-    reply = exchange.reply()
+    reply = exchange.read_reply()
     found = retrained(model, exchange, said[exchange.message_id])
     assert found.keys() == reply.keys()
     moved = 0.0
     for key, value in reply.items():
         if value.is_floating_point():
             torch.testing.assert_close(found[key], value, rtol=1e-4, atol=2e-5)
-            moved = max(moved, float((value - exchange.sent()[key]).abs().max()))
+            moved = max(moved, float((value - exchange.read_broadcast()[key]).abs().max()))
     assert moved > 1e-3  # else weights that never moved would pass, too
     assert exchange.number("num-examples") == said[exchange.message_id].said.images
 
@@ -86,7 +86,7 @@ def test_a_tap_sees_what_a_local_defense_lets_out(ran: Any) -> None:
     """Clipped to 0.1, with noise on every entry: not what the client computed."""
     exchanges, said = recorded(ran("local_dp"))
     exchange = exchanges[0]
-    sent, reply = exchange.sent(), exchange.reply()
+    sent, reply = exchange.read_broadcast(), exchange.read_reply()
     change = torch.cat([(reply[name] - sent[name]).flatten() for name in sent])
     expected = APP["local_dp"].defenses[1]["std"]
     assert float(change.std()) == pytest.approx(expected, rel=0.05)

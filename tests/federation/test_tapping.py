@@ -72,10 +72,10 @@ def test_what_was_sent_and_answered_is_recorded(tmp_path: Path) -> None:
     found = read_exchanges(run_folder(tmp_path))
     assert [(each.round, each.node_id) for each in found] == [(7, 2), (7, 3), (7, 4)]
     for place, exchange in enumerate(found):
-        assert torch.equal(exchange.sent()["a.weight"], torch.arange(4.0))
-        assert torch.equal(exchange.reply()["a.weight"], torch.arange(4.0) + place + 1)
+        assert torch.equal(exchange.read_broadcast()["a.weight"], torch.arange(4.0))
+        assert torch.equal(exchange.read_reply()["a.weight"], torch.arange(4.0) + place + 1)
         told = replies[place].content["arrays"].to_torch_state_dict()  # type: ignore[union-attr]
-        assert torch.equal(told["a.weight"], exchange.reply()["a.weight"])
+        assert torch.equal(told["a.weight"], exchange.read_reply()["a.weight"])
         assert exchange.config["config"] == {"lr": 0.5, "server-round": 7}
         assert exchange.number("num-examples") == 5
         assert exchange.metrics["metrics"]["train_loss"] == "nan"
@@ -125,7 +125,7 @@ def test_no_name_in_a_message_is_part_of_a_path(tmp_path: Path) -> None:
     grid = fedsim.tap(plain, out=tmp_path / "in")
     list(grid.send_and_receive(messages(plain, order(1, **{evil: torch.zeros(2)}))))
     (exchange,) = read_exchanges(run_folder(tmp_path / "in"))
-    assert list(exchange.reply()) == [evil]
+    assert list(exchange.read_reply()) == [evil]
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     assert all(len(key) <= 200 for key in exchange.metrics["m"])
 
@@ -177,7 +177,7 @@ def test_a_client_records_what_it_lets_out(tmp_path: Path) -> None:
         list(plain.send_and_receive(messages(plain, order(None))))
     found = read_exchanges(run_folder(tmp_path))
     assert [(each.round, each.node_id) for each in found] == [(1, 2), (1, 3), (2, 2), (2, 3)]
-    assert all(float(each.reply()["a.weight"].abs().sum()) == 0 for each in found)
+    assert all(float(each.read_reply()["a.weight"].abs().sum()) == 0 for each in found)
 
 
 def _move(message: Message, _: Context) -> Message:
@@ -194,7 +194,7 @@ def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(FedsimError, match="does not match the checksum"):
-        exchange.reply()
+        exchange.read_reply()
     document = json.loads(exchange.path.read_text())
     exchange.path.write_text(json.dumps({**document, "broadcast": "../../etc/passwd"}))
     with pytest.raises(FedsimError, match="not what a tap records"):
@@ -229,7 +229,7 @@ def test_a_record_that_is_filled_anew_is_another_broadcast(tmp_path: Path) -> No
         content["arrays"]["w"] = own  # type: ignore[index, assignment]
         list(grid.send_and_receive([Message(content, node, "train")]))
     found = read_exchanges(run_folder(tmp_path))
-    assert [float(each.sent()["w"][0]) for each in found] == [0.0, 1.0]
+    assert [float(each.read_broadcast()["w"][0]) for each in found] == [0.0, 1.0]
 
 
 def test_another_nodes_answer_is_not_recorded_as_that_of_the_one_asked(tmp_path: Path) -> None:
@@ -439,8 +439,8 @@ def test_odd_sizes_are_recorded_as_they_were(values: int, tmp_path: Path) -> Non
     sent = torch.rand(values)
     list(fedsim.tap(grid, tmp_path).send_and_receive(messages(grid, order(a=sent))))
     (exchange,) = read_exchanges(run_folder(tmp_path))
-    assert torch.equal(exchange.sent()["a"], sent)
-    assert torch.equal(exchange.reply()["a"], sent + 1)
+    assert torch.equal(exchange.read_broadcast()["a"], sent)
+    assert torch.equal(exchange.read_reply()["a"], sent + 1)
 
 
 def test_secagg_is_named_and_records_nothing(tmp_path: Path) -> None:

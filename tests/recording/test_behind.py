@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from fedsim.recording.behind import Behind
+from fedsim.recording.behind import WorkQueue
 
 
 def test_work_is_done_in_the_order_in_which_it_came() -> None:
-    done, behind = list[int](), Behind()
+    done, behind = list[int](), WorkQueue()
     for number in range(200):
         behind.later(lambda number=number: done.append(number))  # type: ignore[misc]
     behind.finish()
@@ -25,7 +25,7 @@ def test_work_is_done_in_the_order_in_which_it_came() -> None:
 
 
 def test_a_caller_waits_while_more_than_the_bound_waits() -> None:
-    behind, go, third = Behind(most_bytes=10), threading.Event(), threading.Event()
+    behind, go, third = WorkQueue(most_bytes=10), threading.Event(), threading.Event()
     behind.later(lambda: go.wait(20) and None, 6)
     behind.later(lambda: None, 4)
 
@@ -43,7 +43,7 @@ def test_a_caller_waits_while_more_than_the_bound_waits() -> None:
 
 
 def test_work_larger_than_the_bound_is_done() -> None:
-    done, behind = list[int](), Behind(most_bytes=10)
+    done, behind = list[int](), WorkQueue(most_bytes=10)
     behind.later(lambda: done.append(1), 1000)
     behind.finish()
     assert done == [1]
@@ -51,7 +51,7 @@ def test_work_larger_than_the_bound_is_done() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_work_that_fails_holds_up_nothing() -> None:
-    done, behind = list[int](), Behind(most_bytes=10)
+    done, behind = list[int](), WorkQueue(most_bytes=10)
 
     def fail() -> None:
         raise RuntimeError("broken")
@@ -63,7 +63,7 @@ def test_work_that_fails_holds_up_nothing() -> None:
 
 
 def test_work_may_ask_for_its_end() -> None:
-    done, behind = list[int](), Behind()
+    done, behind = list[int](), WorkQueue()
 
     def work() -> None:
         behind.finish()
@@ -95,7 +95,7 @@ def test_a_finalizer_may_come_in_the_middle_of_handing_work_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The collector runs where it likes: also between work's arrival and its thread's start."""
-    done, behind = list[int](), Behind()
+    done, behind = list[int](), WorkQueue()
     submit = ThreadPoolExecutor.submit
 
     def collected(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -111,7 +111,7 @@ def test_a_finalizer_may_come_in_the_middle_of_handing_work_over(
 def test_work_is_done_once_and_in_order_where_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done, behind = list[int](), Behind()
+    done, behind = list[int](), WorkQueue()
 
     def refused(self: Any) -> None:
         raise RuntimeError("can't start new thread")
@@ -129,7 +129,7 @@ def test_work_is_done_once_and_in_order_where_no_thread_can_be_started(
 def test_threads_that_can_start_no_other_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done, behind = list[int](), Behind()
+    done, behind = list[int](), WorkQueue()
     begun, go = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -159,7 +159,7 @@ def test_threads_that_can_start_no_other_do_not_wait_for_each_other(
 
 
 def test_a_wait_with_a_limit_ends_where_nothing_gets_done() -> None:
-    behind, go = Behind(), threading.Event()
+    behind, go = WorkQueue(), threading.Event()
 
     def hang() -> None:
         go.wait(20)

@@ -50,7 +50,7 @@ def granted(case: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(params=GRANTS, ids=str)
-def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def mixed_update(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A run folder: the strong rows of another threat model first, then an honest server's."""
     judged(tmp_path / "run", [*granted(request.param), *WORKS, *trials(WEAK)])
     return tmp_path / "run"

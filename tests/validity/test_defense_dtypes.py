@@ -12,7 +12,7 @@ from torch import Tensor
 from fedsim.contracts.defense import UpdateDefense
 from fedsim.contracts.plugins import load, names
 from fedsim.contracts.stack import chain
-from fedsim.testing.cases import mixed, non_finite, same, stream, zeros
+from fedsim.testing.cases import mixed_update, non_finite, same, stream, zeros
 from fedsim.types import LocalTraining
 from fedsim_defenses.clip import Clip
 
@@ -77,7 +77,7 @@ def test_a_non_finite_update_follows_the_stated_rule(name: str, value: float) ->
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_after_a_clip_every_stack_is_finite(name: str) -> None:
     stack = chain(Clip(norm=1.0), make(name))
-    state = stack.init(mixed(), DECLARED)
-    for update in (non_finite(math.nan), mixed(), zeros(), non_finite(math.inf)):
+    state = stack.init(mixed_update(), DECLARED)
+    for update in (non_finite(math.nan), mixed_update(), zeros(), non_finite(math.inf)):
         defended, state = stack.apply(update, state, stream())
         assert all(bool(t.isfinite().all()) for t in defended.values())
