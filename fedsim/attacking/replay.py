@@ -17,7 +17,7 @@ from fedsim.attacking import jobs
 from fedsim.attacking.knowledge import Public
 from fedsim.attacking.question import on_cpu
 from fedsim.attacking.targets import question, unanswerable
-from fedsim.contracts.attack import create
+from fedsim.contracts.attack import Attack, AttackState, create
 from fedsim.contracts.grant import Grant
 from fedsim.models.base import normalize
 from fedsim.models.local import gradient, local_update, loss_function
@@ -77,31 +77,11 @@ def attack(
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
     """
-    given = truth if isinstance(truth, tuple) else None
-    root = Path(truth) if isinstance(truth, str | Path) else None
-    if not isinstance(observation, Observation):
-        path = Path(observation)
-        observation = files.load_observation(path, resolve_device(device))
-        root = root or files.root_of(path)
-    known = root is not None and has_truth(root, observation.id)
-    victim: Truth | None = None
-    if given is not None:
-        victim = _check_truth(observation, *given)
-    elif root and known:
-        victim = load_truth(root, observation.id, observation.num_clients)
-    if victim is None and (secrets := grant.from_truth()):
-        raise FedsimError(
-            f"{', '.join(secrets)}: only the ground truth holds that, and none was found: name the "
-            "run's folder (--truth), or grant less"
-        )
+    observation, root, victim = _find(observation, truth, device)
+    chosen = create(name, parameters)
     if threads < 1:
         raise FedsimError(f"threads: expected at least 1, got {threads}")
-    chosen = create(name, parameters)
-    if reason := unanswerable(chosen, observation, victim):
-        raise FedsimError(reason)
-    if missing := grant.lacks(chosen.required()):
-        raise FedsimError(f"attack {name} {missing}")
-    public = Public.of(root, grant)
+    _refuse_unfit(chosen, name, observation, victim, grant)
     with fix_within(threads):
         solution = question(
             chosen,
@@ -109,7 +89,7 @@ def attack(
             victim,
             grant,
             jobs.seed_of(observation, name) if seed is None else seed,
-            public=public,
+            public=Public.of(root, grant),
             restarts=restarts,
             progress=on_progress,
         )
@@ -135,6 +115,42 @@ def attack(
         "simulation_error": simulation_error(observation, victim),
         "cost": jobs.cost(solution),
     }
+
+
+def _find(
+    observation: Observation | str | Path,
+    truth: str | Path | tuple[Tensor, Tensor] | None,
+    device: str,
+) -> tuple[Observation, Path | None, Truth | None]:
+    """Returns the recording, the folder of its run, and its truth, as far as they are known."""
+    root = Path(truth) if isinstance(truth, str | Path) else None
+    if not isinstance(observation, Observation):
+        path = Path(observation)
+        observation = files.load_observation(path, resolve_device(device))
+        root = root or files.root_of(path)
+    if isinstance(truth, tuple):
+        return observation, root, _check_truth(observation, *truth)
+    if root is None or not has_truth(root, observation.id):
+        return observation, root, None
+    return observation, root, load_truth(root, observation.id, observation.num_clients)
+
+
+def _refuse_unfit(
+    attack: Attack[AttackState],
+    name: str,
+    observation: Observation,
+    victim: Truth | None,
+    grant: Grant,
+) -> None:
+    if victim is None and (secrets := grant.from_truth()):
+        raise FedsimError(
+            f"{', '.join(secrets)}: only the ground truth holds that, and none was found: name the "
+            "run's folder (--truth), or grant less"
+        )
+    if reason := unanswerable(attack, observation, victim):
+        raise FedsimError(reason)
+    if missing := grant.lacks(attack.required()):
+        raise FedsimError(f"attack {name} {missing}")
 
 
 def simulation_error(observation: Observation, truth: Truth | None) -> float | None:
@@ -171,7 +187,7 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
 
 
 def _check_truth(observation: Observation, images: Tensor, labels: Tensor) -> GroundTruth:
-    """The truth that a caller states, if it can be that of the observation."""
+    """Returns the truth that a caller states; refuses one that cannot be of the observation."""
     shape = (observation.num_images, *observation.model.input_shape)
     if tuple(images.shape) != shape:
         raise FedsimError(f"truth: expected images of shape {shape}, got {tuple(images.shape)}")

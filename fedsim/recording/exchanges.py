@@ -20,7 +20,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,10 +46,10 @@ _DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, Recur
 """What reading a file of JSON, and numbers in it, raises where somebody has altered it."""
 
 
-class _Sidecar(BaseModel):
-    """The JSON beside a reply."""
+class Exchange(BaseModel):
+    """One order to train and its answer, without the tensors: the JSON beside a reply."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal[2] = 2
     run_id: int
@@ -58,25 +57,13 @@ class _Sidecar(BaseModel):
     node_id: int = Field(ge=0)
     message_id: str
     broadcast: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """Digest of the file of what the server sent, see `streaming`."""
     reply: str = Field(pattern=r"^[0-9a-f]{32}$")
-    """Digests of the two files, see `streaming`."""
+    """Digest of the file of what the client answered."""
     config: dict[str, dict[str, Any]]
     metrics: dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """One order to train and its answer, without the tensors."""
-
-    path: Path
-    run_id: int
-    round: int
-    node_id: int
-    message_id: str
-    config: Told
-    metrics: Told
-    _broadcast: str
-    _reply: str
+    path: Path = Field(default=Path(), exclude=True)
+    """File that it was read from."""
 
     def read_broadcast(self) -> Tensors:
         """Returns what the server sent, by the app's names.
@@ -84,7 +71,7 @@ class Exchange:
         Raises:
             FedsimError: the file is missing or damaged.
         """
-        return _read_verified(self.path.parent / _broadcast_name(self._broadcast), self._broadcast)
+        return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
         """Returns what the client answered, by the app's names.
@@ -92,7 +79,7 @@ class Exchange:
         Raises:
             FedsimError: the file is missing or damaged.
         """
-        return _read_verified(self.path.with_suffix(".safetensors"), self._reply)
+        return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
         """Returns the metric of that name, of whichever record; None if there is none.
@@ -198,7 +185,7 @@ class Recorder:
         digest = self._write(base.with_suffix(".safetensors"), reply)
         if digest is None:
             return
-        sidecar = _Sidecar(
+        exchange = Exchange(
             run_id=self._run_id,
             round=round,
             node_id=node_id,
@@ -208,7 +195,7 @@ class Recorder:
             config={name: dict(record) for name, record in config.items()},
             metrics={name: dict(record) for name, record in metrics.items()},
         )
-        text = (sidecar.model_dump_json(indent=2) + "\n").encode()
+        text = (exchange.model_dump_json(indent=2) + "\n").encode()
         if self._has_room(len(text)):
             write_bytes(base.with_suffix(".json"), text, private=True, durable=False)
             self._used += len(text)
@@ -269,25 +256,13 @@ def read_exchanges(folder: Path) -> list[Exchange]:
         if not _ROUND.fullmatch(path.parent.name):
             continue
         try:
-            sidecar = _Sidecar.model_validate_json(paths.text(path, paths.TEXT))
+            exchange = Exchange.model_validate_json(paths.text(path, paths.TEXT))
         except (OSError, UnicodeDecodeError, ValidationError) as error:
             raise FedsimError(f"{path}: not what a tap records: {error}") from error
-        place = f"round-{sidecar.round:04d}/node-{sidecar.node_id}.json"
+        place = f"round-{exchange.round:04d}/node-{exchange.node_id}.json"
         if path.parts[-2:] != tuple(place.split("/")):
             raise FedsimError(f"{path}: says that it is {place}; restore what the tap recorded")
-        found.append(
-            Exchange(
-                path=path,
-                run_id=sidecar.run_id,
-                round=sidecar.round,
-                node_id=sidecar.node_id,
-                message_id=sidecar.message_id,
-                config=sidecar.config,
-                metrics=sidecar.metrics,
-                _broadcast=sidecar.broadcast,
-                _reply=sidecar.reply,
-            )
-        )
+        found.append(exchange.model_copy(update={"path": path}))
     if not found:
         reasons = "; ".join(left_out(folder)) if (folder / _TAP).exists() else ""
         raise FedsimError(
@@ -303,7 +278,7 @@ def read_exchanges(folder: Path) -> list[Exchange]:
 
 def digest_of(exchanges: Sequence[Exchange]) -> str:
     """Returns a digest of all that was sent and answered: of two recordings never the same."""
-    said = sorted((e.round, e.node_id, e.message_id, e._broadcast, e._reply) for e in exchanges)
+    said = sorted((e.round, e.node_id, e.message_id, e.broadcast, e.reply) for e in exchanges)
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 

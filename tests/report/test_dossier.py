@@ -172,7 +172,7 @@ def test_threat_models_that_a_run_covers(rows: list[ResultRow], measured: str, w
 
 def test_every_installed_attack_is_tried_or_not_with_a_reason() -> None:
     rows = [row(), row(attack={"name": "idlg", "label": "second"}, status="failed")]
-    names = {plugin.name for plugin in plugins.installed("fedsim.attacks")}
+    names = {plugin.name for plugin in plugins.list_installed("fedsim.attacks")}
     left = {name: reason for name, _, reason in untried(rows)}
     assert set(left) == names - {"deep_leakage", "idlg"}
     assert [(each.label, each.ok, each.n) for each in tried(rows)] == [

@@ -101,7 +101,7 @@ def test_nothing_is_said_of_its_end(half: Path) -> None:
     reasons = {name: reason for name, _, reason in untried(runs[0].rows, runs)}
     assert reasons["idlg"] == "the run has not come to it"
     assert "does not name it" in reasons["prior_only"]
-    assert set(reasons) < {plugin.name for plugin in plugins.installed("fedsim.attacks")}
+    assert set(reasons) < {plugin.name for plugin in plugins.list_installed("fedsim.attacks")}
 
 
 def test_a_control_that_is_still_to_come_is_not_called_missing(half: Path) -> None:
