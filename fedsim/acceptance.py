@@ -37,7 +37,7 @@ class Accepted:
     label: str
     """Name of the variant; empty without a sweep."""
     place: str
-    """Which variant of a sweep it is (`2/4 `), before the name of each stage; or empty."""
+    """Place of the variant in its sweep (`2/4 `), before the name of each stage; or empty."""
     deployed: Deployed | None
     """What is known of clients that are elsewhere; None: they are in this machine's processes."""
     servers: Mapping[str, Server]

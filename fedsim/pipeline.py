@@ -307,7 +307,7 @@ class _Execution:
             on_result(job, self._without_recording(seen))
         for job in waiting:
             seen = files.load_observation(job.observation)
-            record.append_line(path, context.row(job, _unscored(seen)).dump())
+            record.append_line(path, context.row(job, _result_without_truth(seen)).dump())
         jobs = [job for job, _ in pending if job.observation.exists() and job not in waiting]
         if jobs:
             self._publish(self.out)
@@ -319,7 +319,7 @@ class _Execution:
             hidden = "the wire is encrypted (federation.tls): it shows sizes and times, no update"
             return result_without_attack(seen, "unseen", hidden)
         if seen.vantage == "client" and self.deployed:
-            return _unscored(seen)  # the node that looked keeps what it saw
+            return _result_without_truth(seen)  # the node that looked keeps what it saw
         lost = "the server received no usable update (see failures in rounds.jsonl)"
         return result_without_attack(seen, "failed", lost)
 
@@ -346,7 +346,7 @@ class _Execution:
         ]
 
     def _audit(self, display: progress.Display) -> dict[str, float]:
-        """Of each stack with a claim, what canaries show of it, if the scenario asks for it."""
+        """Audits each stack with a claim by canaries, if the scenario asks for it."""
         if self.scenario.audit is None:
             return {}
         path = self.out / "audit.jsonl"
@@ -474,7 +474,7 @@ def _job(entry: AttackEntry, observation: Path) -> Job:
     )
 
 
-def _unscored(seen: Observation) -> Result:
+def _result_without_truth(seen: Observation) -> Result:
     reason = "the truth is with the clients: join it with fedsim collect"
     return result_without_attack(seen, "unscored", reason)
 

@@ -26,8 +26,8 @@ Mode = Literal["train", "eval"]
 Batches = Literal["same", "different"]
 Sampling = Literal["without_replacement", "poisson", "balls_in_bins"]
 Watcher = Literal["server", "client", "eavesdropper"]
-"""Who looks. `server`: at what it decodes. `client`: a participant, at the global models that it
-receives. `eavesdropper`: at what crosses the wire."""
+"""Parties that look. `server`: at what it decodes. `client`: a participant, at the global models
+that it receives. `eavesdropper`: at what crosses the wire."""
 Vantage = Literal["server", "aggregate", "client", "eavesdropper"]
 """What a watcher sees: the watcher itself, but that a server whose stack combines updates sees
 their `aggregate` only."""
@@ -74,12 +74,12 @@ class StepRule:
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of Adam."""
+    """Decays of the means that Adam keeps."""
     eps: float = 1e-8
-    """Of Adam."""
+    """Added to the root in Adam's step."""
     nesterov: bool = False
     weight_decay: float = 0.0
-    """As torch.optim takes it: added to the gradient times the weights; of AdamW apart from it."""
+    """Share of the weights added to the gradient, as torch.optim does; by AdamW apart from it."""
     proximal: float = 0.0
     """μ of FedProx: each step's gradient has μ times what the weights have moved in addition."""
     rates: tuple[float, ...] | None = None
@@ -268,8 +268,8 @@ class Noise:
 
 
 Removal = Literal["smallest", "smallest_of_tensor", "others"]
-"""Which entries are zeroed: the smallest of all, the same share of each tensor's smallest, or those
-of another rule, under which a zero tells nothing."""
+"""Rules by which entries are zeroed: the smallest of all, the same share of each tensor's smallest,
+or those of another rule, under which a zero tells nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +285,7 @@ class Effect:
     noise: tuple[Noise, ...] = ()
     """All noise that is added."""
     removed: Removal | None = None
-    """Which entries are set to zero; None if none are."""
+    """Rule by which entries are set to zero; None if none are."""
     scaled: bool = False
     """Whether the update is multiplied by a factor in (0, 1] that only its client knows."""
     bound: float | None = None
@@ -509,7 +509,7 @@ class Reconstruction:
     features: Tensor | None = None
     """(N, d)."""
     features_by: str | None = None
-    """Which other attack was asked for these features; None where none was, or they were fitted
+    """Other attack that was asked for these features; None where none was, or they were fitted
     anew since."""
     stages: int | None = None
     """Number of stages that the body was cut into, each inverted on its own from four on; None
@@ -569,7 +569,7 @@ class Dataset:
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training image, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
-    """Which of these fields were computed from training images without noise ("mean and std"),
+    """Names of these fields that were computed from training images without noise ("mean and std"),
     which voids every claim of privacy; empty if none was. None: the source does not say, and no
     claim is made either."""
     placed_by_label: bool = False
@@ -670,7 +670,7 @@ class Table:
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training row, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
-    """As in `Dataset`: which fields were computed from training rows without noise ("ranges of the
+    """Names of the fields that were computed from training rows without noise ("ranges of the
     columns"). None: the source does not say, and no claim of privacy is made."""
     left_out: tuple[tuple[str, int], ...] = ()
     """(reason, count) of columns that may be meant to be used and are not."""
@@ -764,7 +764,7 @@ class PrivacyClaim:
     delta: float | None
     accountant: str | None
     unit: Unit | None
-    """Whose presence is hidden: all of a client's data, or one example."""
+    """Owner of what is hidden: all of a client's data, or one example."""
     relation: Relation | None = None
     """What the hidden contribution is exchanged for: nothing (zero), or any other example's. Or
     whether the example is there at all (add_or_remove), maybe only among declared databases
@@ -772,4 +772,4 @@ class PrivacyClaim:
     reason: str | None
     """Why ε is ∞, if it is."""
     covers: str = ""
-    """Which releases it covers, and under what conditions, in words."""
+    """Releases that the claim covers, and conditions, in words."""

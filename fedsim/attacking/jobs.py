@@ -101,7 +101,7 @@ class Result:
     certificate: scoring.Certificate | None = None
     """What the attack says that it knows of its answer; None if it says nothing."""
     features_by: str | None = None
-    """Which other attack it asked for its features; None if none."""
+    """Other attack that it asked for its features; None if none."""
     stages: int | None = None
     """Number of stages that it cut the body into; None if it cuts none."""
     baseline: dict[str, Any]

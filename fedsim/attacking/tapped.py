@@ -26,9 +26,9 @@ class TappedTraining:
     """One client's local training, as far as it is known."""
 
     examples: int
-    """Different images."""
+    """Number of different images."""
     steps: int
-    """Of all epochs together."""
+    """Steps of all epochs together."""
     per_epoch: int
     """Steps of one epoch."""
     lr: float
@@ -148,7 +148,7 @@ def observe_exchange(
 
 
 def _own_names(tensors: Mapping[str, Tensor], model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """By the model's names: those of the app after `prefix`, or numbers in the model's order."""
+    """Renames what an app sends: names after `prefix`, or numbers in the order of the model."""
     own = model.state_dict()
     if all(name.isdecimal() for name in tensors) and len(tensors) == len(own):
         ordered: Sequence[Tensor] = [tensors[name] for name in sorted(tensors, key=int)]

@@ -88,8 +88,8 @@ class Grant(BaseModel):
             from_truth="others",
         ),
     ] = "none"
-    """Of a closed-form release. `others`: the attacker knows every row that took part but the one
-    that it is after, as the informed adversary of differential privacy does."""
+    """Rows of a closed-form release. `others`: the attacker knows every row that took part but the
+    one that it is after, as the informed adversary of differential privacy does."""
     public: Annotated[
         Literal["none", "test"],
         Meaning(
@@ -178,7 +178,7 @@ class Knowledge:
     """(n, d + 1) float64 of each client that the release is of: the rows that took part, but for
     the target. Set only if `rows` are those of the others."""
     target_client: int = 0
-    """Whose row the target is, counted in `other_rows`."""
+    """Client whose row the target is, counted in `other_rows`."""
     public_images: Tensor | None = None
     """(P, C, H, W) uint8: images of the kind that clients hold, of which none holds any. Set only
     if `public` is the test split."""

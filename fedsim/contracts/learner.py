@@ -48,7 +48,7 @@ class Problem:
     seed: int
     clients: int
     examples: int
-    """Of all clients together."""
+    """Number of training examples of all clients together."""
     model: Named | None = None
     """The network, where the scenario names one."""
     weights: str | None = None
@@ -56,7 +56,7 @@ class Problem:
     plants: bool = False
     """Whether the server plants neurons in what it sends with a probe, and trains without them."""
     projection_radius: float | None = None
-    """Of the ball around the initial weights in which the global model is held."""
+    """Radius of the ball around the initial weights in which the global model is held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class Request:
     training: LocalTraining
     """After the stack's training defenses; of no meaning where nothing is trained."""
     stream: torch.Generator
-    """Of randomness that is the learner's own and not the defense's; `fedsim.rng.normal` draws from
-    it what has to stay secret."""
+    """Randomness of the learner and not of the defense; `fedsim.rng.normal` draws from it what has
+    to stay secret."""
     recorded: bool
     """Whether the round is observed, so that the truth will be asked for."""
 
@@ -80,7 +80,7 @@ class Computed:
     """What a client computed, before the update defenses."""
 
     update: Tensors
-    """On any device, named and shaped like the parameters."""
+    """Update on any device, named and shaped like the parameters."""
     buffers: Tensors
     """New floating-point buffers (batch-norm statistics)."""
     num_examples: int
@@ -103,7 +103,7 @@ class Computation(ABC):
     """A learner at work on one stack's federation."""
 
     spec: ModelSpec | None = None
-    """Of the model, of a learner that trains one."""
+    """Description of the model, of a learner that trains one."""
     model: nn.Module | None = None
     """The network, of a learner that trains one."""
     release: Release | None = None
@@ -197,7 +197,7 @@ class Learner(Plugin):
     """Whether it trains a model over rounds, as `training` says. One that does not releases once
     (`training.rounds: 1`), from all of a client's data, and its server takes the plain mean."""
     reads_features: ClassVar[bool] = False
-    """Of one that trains nothing: whether it computes from the features of a frozen model, if the
+    """Whether a learner that trains nothing computes from the features of a frozen model, if the
     scenario names one (`model`, `training.weights`)."""
 
     def view(self, data: Dataset | Table) -> Dataset | Table:

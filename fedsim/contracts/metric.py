@@ -39,7 +39,7 @@ class ScoredPair:
     """An answer beside the truth, as the functions of metrics get them."""
 
     claimed: Tensor
-    """In the order of the truth, where there is one."""
+    """Answer in the order of the truth, where there is one."""
     truth: Tensor
     """(N, ...)"""
     unordered: Tensor | None = None

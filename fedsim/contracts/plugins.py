@@ -63,9 +63,9 @@ class Parameter:
 
     name: str
     type: str
-    """In the words of JSON Schema, such as `number or null`."""
+    """Type in the words of JSON Schema, such as `number or null`."""
     default: Any
-    """None for a required one, too."""
+    """Default value; None for a required parameter, too."""
     required: bool
     range: str
     """The values allowed, such as `> 0, <= 1`; empty if the type says it all."""
@@ -296,11 +296,11 @@ class Described(GenerateJsonSchema):
 
 def descriptions(cls: type) -> Mapping[str, str]:
     """Returns what stands below the fields of a class and of those that it derives from."""
-    return {name: text for each in reversed(cls.__mro__) for name, text in _own(each).items()}
+    return {name: text for each in reversed(cls.__mro__) for name, text in _texts_of(each).items()}
 
 
 @cache
-def _own(cls: type) -> Mapping[str, str]:
+def _texts_of(cls: type) -> Mapping[str, str]:
     if not issubclass(cls, BaseModel) or cls is BaseModel:
         return {}
     try:

@@ -56,7 +56,7 @@ class Stack:
 
     @property
     def least_clients(self) -> int:
-        """With fewer clients' updates nothing may be combined: their shared noise is too little."""
+        """Least number of clients whose updates may be combined: fewer share too little noise."""
         return self.data_defense.least_clients if self.data_defense and self.aggregation else 1
 
     def sigma(self, release: Release) -> float:

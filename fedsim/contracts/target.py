@@ -45,7 +45,7 @@ class TargetScores:
     values: Mapping[str, MetricValue]
     """Metric -> its values, or why there are none."""
     assignment: list[int] = field(default_factory=list)
-    """Which part of the answer was scored against each truth; -1: none. Empty without a match."""
+    """Index of the answer that was scored against each truth; -1: none. Empty without a match."""
     missing: int = 0
     """Number of truths without an answer or a guess in its place; metrics leave them out."""
     notes: Mapping[str, str] = field(default_factory=dict)

@@ -24,7 +24,7 @@ class WorkQueue:
         """Starts no thread before there is work."""
         self._most = most_bytes
         self._bytes = 0
-        """Of all work that is not done."""
+        """Bytes of all work that is not done."""
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
         # Reentrant: a collected object's finalizer may come to `finish` from inside the lock.
         self._changed = threading.Condition(threading.RLock())
@@ -32,7 +32,7 @@ class WorkQueue:
         self._working = False
         """Whether somebody works off what waits, or is about to."""
         self._thread = 0
-        """Who works, or hands work over: whom `finish` must not hold up."""
+        """Thread that works, or hands work over: `finish` must not hold it up."""
 
     def later(self, job: Callable[[], None], size: int = 0) -> None:
         """Runs `job` after those that came before, and returns at once if there is room.
@@ -146,7 +146,7 @@ def finish(stalled: float | None = None) -> None:
 
 
 def _forget() -> None:
-    """In a forked process the thread is missing, and what waits is the parent's."""
+    """Starts anew in a forked process, where the thread is missing and all work is the parent's."""
     global _behind
     _behind = WorkQueue()
 

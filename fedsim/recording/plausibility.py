@@ -12,7 +12,7 @@ from fedsim.words import number_of
 _CANDIDATES, _STEP = 8, 1 << 14
 """Tensors of images that an attack holds, and bytes of what it notes down of a local step."""
 _MOST = 1_000_000
-"""Of anything else that is counted in a recording."""
+"""Largest number of anything else that is counted in a recording."""
 
 
 def inconsistencies(

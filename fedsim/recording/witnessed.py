@@ -34,7 +34,7 @@ class Witnessed(BaseModel):
     format: Literal[1] = 1
     run_id: int
     round: int = Field(ge=0)
-    """As the order says it; 0 if it does not."""
+    """Round that the order names; 0 if it names none."""
     node_id: int
     message_id: str
     partition: int | None
@@ -44,15 +44,15 @@ class Witnessed(BaseModel):
     left_out: int = Field(ge=0)
     """Images beyond the bound."""
     sizes: list[Annotated[int, Field(ge=1)]]
-    """Images of each step."""
+    """Number of images of each step."""
     optimizer: str | None
     settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
-    """Of the optimizer: `lr`, `momentum` and the like."""
+    """Settings of the optimizer, such as `lr` and `momentum`."""
     training_mode: bool
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Learning rate of each step; none in files before there were any."""
     factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
-    """By what each step's gradient exceeds that of its images' mean loss."""
+    """Factor by which each step's gradient exceeds that of its images' mean loss."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -175,17 +175,17 @@ class ClaimOf(RowPart):
     accountant: str | None = None
     unit: str | None = None
     relation: str | None = None
-    """Which data sets count as neighbours."""
+    """Relation of data sets that count as neighbours."""
     reason: str | None = None
     covers: str | None = None
-    """Which releases it covers, in words."""
+    """Releases that the claim covers, in words."""
 
 
 class PrivacyOf(ClaimOf):
     """States the claim, whose secret its noise is, and what an audit measured."""
 
     noise_key: str | None = None
-    """Whose secret the noise follows from: `scenario` or `node`."""
+    """Owner of the secret that the noise follows from: `scenario` or `node`."""
     audited_epsilon: float | None = None
     run: ClaimOf | None = None
     """The claim for all releases of the run, if this one is for a single release."""
@@ -256,12 +256,12 @@ class ResultRow(RowPart):
     certificate: CertificateOf | None = None
     """None if the attack says nothing of what it knows, and in rows before there were any."""
     features_by: str | None = None
-    """Which other attack was asked for the features; None if none, and in rows before."""
+    """Other attack that was asked for the features; None if none, and in rows before."""
     stages: int | None = None
     """Number of stages that the attack cut the body into; None if it cuts none, and in rows
     before."""
     simulation_error: float | None = None
-    """Of an assessed app: how far the update that attacks simulate is from the recorded one."""
+    """Distance of the update that attacks simulate from the recorded one, of an assessed app."""
     folder: Path = Path()
     """Folder of the run that it was read from."""
     ended: bool = True

@@ -18,7 +18,7 @@ class Accuracy:
     """The share of a test set that a model classified correctly."""
 
     share: float
-    """In [0, 1]."""
+    """Share of the test set, in [0, 1]."""
     examples: int
     """Size of the test set."""
     chance: float

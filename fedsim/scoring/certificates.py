@@ -33,9 +33,9 @@ class Certificate:
     images: int
     """Number of images that it answers with."""
     determined: int | None
-    """Of how many it says that they are determined; None if it says nothing of that."""
+    """Number of images that it calls determined; None if it says nothing of that."""
     certified: int | None
-    """Of how many it says that it knows them to be right."""
+    """Number of images that it certifies to be right; None if it certifies nothing."""
     false: int | None
     """How many of those are not; None if it certifies nothing, or features cannot be compared."""
     per_image: dict[str, list[bool]]

@@ -24,7 +24,7 @@ from fedsim.scoring.guess_pool import CHUNK, Pool
 from fedsim.types import Reconstruction
 
 _POOL, _POOL_VALUES = 10_000, 1 << 26
-"""At most so many public images, and pixels of them, are kept: 64 MiB in every worker."""
+"""Largest number of public images, and of pixels of them, that are kept: 64 MiB a worker."""
 
 _NEEDED = 20
 """A guess is good from so many public images for each of its own. With fewer it falls behind that
@@ -96,7 +96,7 @@ class Guesser:
         return isinstance(other, Guesser) and other._content == self._content
 
     def __hash__(self) -> int:
-        """Of the images and labels."""
+        """Returns a hash of the images and labels."""
         return hash(self._content)
 
     def public(self, max_images: int = _POOL) -> Tensor:

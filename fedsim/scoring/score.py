@@ -18,7 +18,7 @@ OWN_LOSS = "attack_loss"
 """Field of a row's metrics for the attack's own objective, which compares no two attacks."""
 
 NO_AIDS: Aids = MappingProxyType({})
-"""Of who scores without public images: nothing is guessed, and no image filled in."""
+"""Aids of who has no public images: nothing is guessed, and no image filled in."""
 
 NOT_LEARNED = {"public": None, "public_per_image": None, "near_copies": None}
 """Fields of a baseline that no public image has a part in."""

@@ -61,7 +61,7 @@ _MEMBERSHIP = Term(
 
 
 class Membership(Target):
-    """Who took part: a score of each candidate."""
+    """Scores of candidates, the higher the likelier to have taken part."""
 
     part: ClassVar[str] = "membership"
     noun: ClassVar[str] = "members"

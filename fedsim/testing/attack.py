@@ -118,7 +118,7 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
         assert random.getstate() == before[1]
 
     def test_an_update_of_mere_noise_is_survived(self) -> None:
-        """As behind a strong defense, it returns a sound result or states a failure."""
+        """Noise, as behind a strong defense, gives a sound result or a stated failure."""
         observation, knowledge = self.case(self.batch_sizes[-1])
         stream = rng.generator(_SEED, "noise")
         noise = {n: torch.randn(t.shape, generator=stream) for n, t in observation.update.items()}

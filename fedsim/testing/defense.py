@@ -142,7 +142,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
             assert float(global_norm(defended)) <= proven
 
     def test_a_claimed_mechanism_adds_its_noise(self) -> None:
-        """On a zero update, what comes out is the noise: as strong as claimed, around zero."""
+        """A zero update comes out as the noise: as strong as claimed, around zero."""
         defense = self.make()
         mechanism = defense.guarantee(Guarantee(sensitivity=BOUND)).mechanism
         if not isinstance(mechanism, Mechanism):
