@@ -134,8 +134,16 @@ def test_limits_of_control_groups_count(tmp_path: Path) -> None:
     assert memory._control_group_limits(listed, tmp_path / "root") == [5000]
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "nil"])
-@pytest.mark.parametrize("field", ['"batch_size":2', '"lr":0.1'])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ('"batch_size":2', "NaN"),
+        ('"lr":0.1', "Infinity"),
+        ('"lr":0.1', "-Infinity"),
+        ('"lr":0.1', "1e999"),
+        ('"batch_size":2', "nil"),
+    ],
+)
 def test_a_line_with_what_is_no_number_is_refused(
     field: str, value: str, finished: Path, tmp_path: Path
 ) -> None:
@@ -152,30 +160,21 @@ def test_a_line_with_what_is_no_number_is_refused(
     assert "line 1" in refused("leaderboard", out)
 
 
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("results.jsonl", ("metrics", "baseline", "cost")), ("rounds.jsonl", ("bytes_up",))],
+)
 def test_a_line_that_lacks_what_later_stages_read_is_refused(
-    finished: Path, tmp_path: Path
+    name: str, lost: tuple[str, ...], finished: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     subprocess.run(["cp", "-r", finished, out], check=True)
-    path = out / "results.jsonl"
-    row = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-    kept = {name: row[name] for name in ("defense", "attack", "observation")}
-    path.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    row = json.loads((out / name).read_text(encoding="utf-8").splitlines()[0])
+    kept = {key: value for key, value in row.items() if key not in lost}
+    (out / name).write_text(json.dumps(kept) + "\n", encoding="utf-8")
     scenario = finished.parent / "s.yaml"
-    assert "line 1: damaged" in refused("run", scenario, "--out", out, "--resume", "-q")
-
-
-def test_a_line_of_a_round_that_lacks_what_is_summed_up_is_refused(
-    finished: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    subprocess.run(["cp", "-r", finished, out], check=True)
-    path = out / "rounds.jsonl"
-    row = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-    del row["bytes_up"]
-    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    scenario = finished.parent / "s.yaml"
-    assert "rounds.jsonl, line 1" in refused("run", scenario, "--out", out, "--resume", "-q")
+    said = refused("run", scenario, "--out", out, "--resume", "-q")
+    assert f"{name}, line 1: damaged" in said
 
 
 def test_more_attacks_than_anybody_waits_for_are_refused(scenario: Path) -> None:
@@ -212,7 +211,7 @@ def test_a_folder_to_fill_that_is_none_is_refused(kind: str, scenario: Path) -> 
     assert "--out" in said and "Errno" not in said and "name another folder" in said
 
 
-@pytest.mark.parametrize("after", [1, 4, 8])
+@pytest.mark.parametrize("after", [1, 8])
 def test_a_full_disk_names_the_file_and_how_to_go_on(
     after: int, scenario: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,8 +290,15 @@ def test_a_closed_terminal_is_not_written_to(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stderr == b""
 
 
-@pytest.mark.parametrize("noise", ["1e9", "1e-6", "0.01", "1e-300"])
-@pytest.mark.parametrize("sampling", ["without_replacement", "poisson"])
+@pytest.mark.parametrize(
+    ("noise", "sampling"),
+    [
+        ("1e9", "without_replacement"),
+        ("0.01", "poisson"),
+        ("1e-6", "poisson"),
+        ("1e-300", "without_replacement"),
+    ],
+)
 def test_a_run_states_what_extreme_noise_is_worth(
     noise: str, sampling: str, scenario: Path
 ) -> None:
