@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from fedsim.system import memory, paths
-from fedsim.types import MOST_STEPS, ModelSpec, Observation
+from fedsim.types import MOST_STEPS, Observation
 from fedsim.words import number_of
 
 _CANDIDATES, _STEP = 8, 1 << 14
@@ -35,19 +35,20 @@ def inconsistencies(
     for name, value in (("lr", training.lr), ("momentum", training.momentum)):
         if not 0 <= value < math.inf or (name == "lr" and not value):
             yield f"training.{name}: expected a finite number above 0, got {value}"
-    if isinstance(seen.spec, ModelSpec):
-        channels, shape = seen.spec.input_shape[0], seen.spec.input_shape
+    if seen.payload == "update":
+        spec = seen.model
+        channels, shape = spec.input_shape[0], spec.input_shape
         if not (min(shape) >= 1 and max(shape) <= _MOST):
-            yield f"model.input_shape: expected 1 to {_MOST} each, got {seen.spec.input_shape}"
-        if not 1 <= seen.spec.num_classes <= _MOST:
-            yield f"model.num_classes: expected 1 to {_MOST}, got {seen.spec.num_classes}"
-        for name, values in (("mean", seen.spec.mean), ("std", seen.spec.std)):
+            yield f"model.input_shape: expected 1 to {_MOST} each, got {shape}"
+        if not 1 <= spec.num_classes <= _MOST:
+            yield f"model.num_classes: expected 1 to {_MOST}, got {spec.num_classes}"
+        for name, values in (("mean", spec.mean), ("std", spec.std)):
             good = all(map(math.isfinite, values)) and (name == "mean" or min(values) > 0)
             if len(values) != channels or not good:
                 yield f"model.{name}: expected {channels} finite numbers, got {values}"
         # An attack holds its candidates, their gradient, its optimizer's state and what their
         # update is computed of, for each step that it goes through.
-        images = seen.num_images * math.prod(seen.spec.input_shape)
+        images = seen.num_images * math.prod(spec.input_shape)
         weights = sum(tensor.numel() for tensor in seen.parameters.values())
         needed = _CANDIDATES * 4 * images + training.steps * (8 * weights + _STEP)
         if needed > memory.limit():

@@ -1,74 +1,41 @@
 """Scores reconstructions by pure functions of them and the truth. Nothing here needs Flower."""
 
-from fedsim.contracts.matching import MISSING, align
-from fedsim.contracts.metric import Metric, ScoringError, Term, Unavailable
-from fedsim.contracts.target import METRICS
-from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
-from fedsim.scoring.certificates import Certificate, certificate, false_certificates
-from fedsim.scoring.guess import Guesser, RowGuesser, guess_problem, mean_image, near_copies
-from fedsim.scoring.image import check_pixels, psnr
-from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
-from fedsim.scoring.score import (
-    NOT_LEARNED,
-    OWN_LOSS,
-    Scores,
-    baseline,
-    no_metrics,
-    prepare,
-    read_saved,
-    score,
-    score_other,
-    tensors_to_save,
-)
-from fedsim.scoring.statistics import (
-    LEAST,
-    Share,
-    Summary,
-    chance_of,
-    share,
-    student_interval,
-    summarize,
-)
-
-__all__ = [
-    "LEAST",
-    "METRICS",
-    "MISSING",
-    "NOT_LEARNED",
-    "OWN_LOSS",
-    "Accuracy",
-    "Backbone",
-    "Certificate",
-    "Guesser",
-    "LpipsMetric",
-    "Metric",
-    "RowGuesser",
-    "Scores",
-    "ScoringError",
-    "Share",
-    "Summary",
-    "Term",
-    "Unavailable",
-    "accuracy",
-    "align",
-    "baseline",
-    "certificate",
-    "chance_of",
-    "check_pixels",
-    "false_certificates",
-    "guess_problem",
-    "learning_problem",
-    "load_lpips",
-    "mean_image",
-    "near_copies",
-    "no_metrics",
-    "prepare",
-    "psnr",
-    "read_saved",
-    "score",
-    "score_other",
-    "share",
-    "student_interval",
-    "summarize",
-    "tensors_to_save",
-]
+from fedsim.contracts.matching import MISSING as MISSING
+from fedsim.contracts.matching import align as align
+from fedsim.contracts.metric import Metric as Metric
+from fedsim.contracts.metric import ScoringError as ScoringError
+from fedsim.contracts.metric import Term as Term
+from fedsim.contracts.metric import Unavailable as Unavailable
+from fedsim.contracts.target import METRICS as METRICS
+from fedsim.scoring.accuracy import Accuracy as Accuracy
+from fedsim.scoring.accuracy import accuracy as accuracy
+from fedsim.scoring.accuracy import learning_problem as learning_problem
+from fedsim.scoring.certificates import Certificate as Certificate
+from fedsim.scoring.certificates import certificate as certificate
+from fedsim.scoring.certificates import false_certificates as false_certificates
+from fedsim.scoring.guess import Guesser as Guesser
+from fedsim.scoring.guess import RowGuesser as RowGuesser
+from fedsim.scoring.guess import guess_problem as guess_problem
+from fedsim.scoring.guess import mean_image as mean_image
+from fedsim.scoring.guess import near_copies as near_copies
+from fedsim.scoring.image import check_pixels as check_pixels
+from fedsim.scoring.image import psnr as psnr
+from fedsim.scoring.perceptual import Backbone as Backbone
+from fedsim.scoring.perceptual import LpipsMetric as LpipsMetric
+from fedsim.scoring.perceptual import load_lpips as load_lpips
+from fedsim.scoring.score import NOT_LEARNED as NOT_LEARNED
+from fedsim.scoring.score import OWN_LOSS as OWN_LOSS
+from fedsim.scoring.score import Scores as Scores
+from fedsim.scoring.score import baseline as baseline
+from fedsim.scoring.score import no_metrics as no_metrics
+from fedsim.scoring.score import prepare as prepare
+from fedsim.scoring.score import score as score
+from fedsim.scoring.score import score_other as score_other
+from fedsim.scoring.score import tensors_to_save as tensors_to_save
+from fedsim.scoring.statistics import LEAST as LEAST
+from fedsim.scoring.statistics import Share as Share
+from fedsim.scoring.statistics import Summary as Summary
+from fedsim.scoring.statistics import chance_of as chance_of
+from fedsim.scoring.statistics import share as share
+from fedsim.scoring.statistics import student_interval as student_interval
+from fedsim.scoring.statistics import summarize as summarize

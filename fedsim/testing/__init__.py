@@ -1,26 +1,13 @@
 """Contract suites that the author of an attack or a defense inherits. They need pytest."""
 
-from fedsim.testing.attack import AttackContract, RowAttackContract
-from fedsim.testing.cases import make_kernel_release, make_observation, make_release
-from fedsim.testing.defense import (
-    AggregationDefenseContract,
-    DataDefenseContract,
-    ModelDefenseContract,
-    StatisticDefenseContract,
-    TrainingDefenseContract,
-    UpdateDefenseContract,
-)
-
-__all__ = [
-    "AggregationDefenseContract",
-    "AttackContract",
-    "DataDefenseContract",
-    "ModelDefenseContract",
-    "RowAttackContract",
-    "StatisticDefenseContract",
-    "TrainingDefenseContract",
-    "UpdateDefenseContract",
-    "make_kernel_release",
-    "make_observation",
-    "make_release",
-]
+from fedsim.testing.attack import AttackContract as AttackContract
+from fedsim.testing.attack import RowAttackContract as RowAttackContract
+from fedsim.testing.cases import make_kernel_release as make_kernel_release
+from fedsim.testing.cases import make_observation as make_observation
+from fedsim.testing.cases import make_release as make_release
+from fedsim.testing.defense import AggregationDefenseContract as AggregationDefenseContract
+from fedsim.testing.defense import DataDefenseContract as DataDefenseContract
+from fedsim.testing.defense import ModelDefenseContract as ModelDefenseContract
+from fedsim.testing.defense import StatisticDefenseContract as StatisticDefenseContract
+from fedsim.testing.defense import TrainingDefenseContract as TrainingDefenseContract
+from fedsim.testing.defense import UpdateDefenseContract as UpdateDefenseContract

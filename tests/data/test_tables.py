@@ -62,7 +62,7 @@ def test_a_column_of_categories_has_an_entry_for_each(tmp_path: Path) -> None:
     assert everything(table)[:3, 1:4].tolist() == [[1, -1, -1], [-1, 1, -1], [-1, -1, 1]]
     data = table.labelled()
     assert [column.width for column in data.columns] == [1, 3]
-    inputs, labels = data.held(torch.arange(3))
+    inputs, labels = data.examples_at(torch.arange(3))
     assert inputs.dtype == torch.float32 and inputs.shape == (3, 4)
     assert inputs[:, 1:].sum(1).tolist() == [1, 1, 1] and bool((inputs >= 0).all())
     assert labels.tolist() == table.train_labels[:3].tolist()
