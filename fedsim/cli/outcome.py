@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -29,8 +28,9 @@ def show(finished: Run) -> None:
     """Prints the leaderboard, what it lacks, and where the report is."""
     from fedsim.report import load_runs
 
-    typer.echo(outcome(finished.out))
-    say_what_lacks(load_runs([finished.out]))
+    runs = load_runs([finished.out])
+    typer.echo(outcome(runs))
+    say_what_lacks(runs)
     typer.echo(f"report: {finished.report}")
 
 
@@ -42,19 +42,17 @@ def say_what_lacks(runs: Sequence[reading.Run]) -> None:
         typer.echo(line, err=True)
 
 
-def outcome(folder: Path) -> str:
-    """Returns the leaderboard of a run, or what its defenses cost if no attack is scored."""
+def outcome(runs: Sequence[reading.Run]) -> str:
+    """Returns the leaderboard of runs, or what their defenses cost if no attack is scored."""
     from fedsim.report import (
         attacks_nothing,
         awaited,
         describe,
-        load_runs,
         standing_still,
         undeclared,
         utility,
     )
 
-    runs = load_runs([folder])
     shown = (
         describe(utility(runs))
         if attacks_nothing(runs) or awaited(runs)

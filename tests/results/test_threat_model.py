@@ -11,7 +11,6 @@ import pytest
 from fedsim.contracts.grant import Grant, Meaning
 from fedsim.report.threat import HONEST, ThreatModel, threat_model_of
 from fedsim.results.lines import ResultRow
-from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 
 ROW: dict[str, Any] = {
@@ -99,20 +98,6 @@ def test_a_new_field_of_grants_is_beyond_from_its_second_value() -> None:
     assert Wider(clock="rough").beyond_honest() == ["clock=rough"]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "server"),
-    [({"head": {"planted": 64}}, "planted"), ({"imprint": {"bins": 8}}, "modified")],
-)
-def test_the_model_of_a_row_tells_a_malicious_server(
-    parameters: Mapping[str, Any], server: str
-) -> None:
-    row = {key: value for key, value in ROW.items() if key != "server"}
-    row["model"] = {"name": "lenet", "parameters": parameters}
-    model = threat_model_of(ResultRow.model_validate(row))
-    assert (model.server, model.malicious, model.is_honest) == (server, True, False)
-    assert model.title.startswith("malicious server")
-
-
 def test_models_sort_by_how_much_they_take() -> None:
     models = [
         of(server="modified"),
@@ -145,14 +130,6 @@ def test_values_that_read_alike_are_told_apart() -> None:
     assert of(knowledge={"own public": "x"}) != of(
         attack={"name": "a", "label": "a", "brought": ["public=x"]}
     )
-
-
-def test_attacks_say_what_they_bring(tmp_path: Path) -> None:
-    weights = tmp_path / "generator.safetensors"
-    weights.touch()
-    assert GenerativePrior().brings() == ()
-    trained = GenerativePrior(weights=str(weights), public="photos")
-    assert trained.brings() == ("public=photos",)
 
 
 def test_a_file_that_a_parameter_names_is_brought(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,8 +10,6 @@ from fedsim.contracts.target import METRICS, targets
 from fedsim.scoring import LpipsMetric
 from fedsim.targets.images import ImageAid
 from fedsim.targets.rows import Rows
-
-FORMATS = Path(__file__).parents[2] / "docs" / "formats.md"
 
 
 class AbsoluteDifference(torch.nn.Module):
@@ -114,9 +109,3 @@ def test_columns_have_headings_of_their_own_and_say_what_they_hold() -> None:
     assert len({metric.heading for metric in shown}) == len(shown)
     assert all(metric.meaning for metric in shown)
     assert all(metric.narrow == "early" for metric in METRICS.values() if not metric.heading)
-
-
-def test_each_metric_is_described_in_the_formats() -> None:
-    line = re.search(r"^\| `metrics` \|.*$", FORMATS.read_text(), re.MULTILINE)
-    assert line
-    assert [name for name in METRICS if f"`{name}`" not in line[0]] == []
