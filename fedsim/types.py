@@ -41,6 +41,10 @@ AuditMethod = Literal["two_worlds", "one_run"]
 """`two_worlds`: one canary takes part in half of many runs. `one_run`: each of many canaries takes
 part in one run by the toss of a coin."""
 
+Status = Literal["ok", "failed", "unscored", "unseen"]
+"""States of an attack on a recording: scored; failed; its truth is elsewhere, so that nobody
+attacked yet; or its vantage shows no update, so that there is nothing to attack."""
+
 MOST_STEPS = 100_000
 """An update has at most so many local steps."""
 

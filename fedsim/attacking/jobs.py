@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fedsim import rng, scoring
 from fedsim.attacking.question import AttackAnswer, reason_of
@@ -19,13 +19,9 @@ from fedsim.contracts.target import Aids, GuessRequest, Resources
 from fedsim.models.base import Classifier
 from fedsim.recording.files import checked_id, load_observation, write_tensors
 from fedsim.recording.truth import load_truth
-from fedsim.types import Observation, Truth
+from fedsim.types import Observation, Status, Truth
 
 OnProgress = Callable[[Progress], None]
-
-Status = Literal["ok", "failed", "unscored", "unseen"]
-"""State of a job: scored; failed; its truth is elsewhere, so that nobody attacked yet; or its
-vantage shows no update, so that there is nothing to attack."""
 
 
 @dataclass(frozen=True, kw_only=True)

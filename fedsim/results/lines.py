@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.target import Target, main_target
 from fedsim.scoring import METRICS, OWN_LOSS
-from fedsim.types import LARGEST, Server, server_of
+from fedsim.types import LARGEST, Server, Status, server_of
 
 if TYPE_CHECKING:
     from fedsim.attacking.jobs import Job, Result
@@ -241,7 +241,7 @@ class ResultRow(RowPart):
     seed: int
     observation: str | None = None
     """Id of the attacked recording."""
-    status: Literal["ok", "failed", "unscored", "unseen"]
+    status: Status
     reason: str | None = None
     metrics: Metrics | None = None
     victims: list[str] | None = None
