@@ -12,7 +12,6 @@ from typing import Any
 
 from fedsim import rng, scoring
 from fedsim.attacking.question import AttackAnswer, reason_of
-from fedsim.attacking.theory import observed_rate
 from fedsim.contracts.attack import Attack, AttackState, Progress, Solution, create
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.target import Aids, GuessRequest, Resources
@@ -130,8 +129,20 @@ def seed_of(observation: Observation, label: str) -> int:
     return rng.derive(observation.seed, "attack", label, *victim)
 
 
-def score_answer(job: Job, answer: AttackAnswer, setting: Setting, aids: Aids) -> Result:
-    """Scores what was recovered and writes it. A failure is a value, and what it cost is kept."""
+def score_answer(
+    job: Job, answer: AttackAnswer, tensor_rate: float | None, setting: Setting, aids: Aids
+) -> Result:
+    """Scores what was recovered and writes it. A failure is a value, and what it cost is kept.
+
+    No attack is loaded here: who scores need not have its package, and it could look for truth.
+
+    Args:
+        job: The attack, and on what.
+        answer: What became of it.
+        tensor_rate: Rate that theory predicts of it; None if none.
+        setting: What all jobs of a run share.
+        aids: What targets prepared for scores.
+    """
     observation = load_observation(job.observation, setting.device)
     truth = load_truth(setting.root, observation.id, observation.num_clients)
     solution, reason = answer.solution, answer.reason
@@ -164,7 +175,7 @@ def score_answer(job: Job, answer: AttackAnswer, setting: Setting, aids: Aids) -
             aids,
         ),
         victims=_victims(truth),
-        tensor_rate=observed_rate(observation) if job.plugin.follows_tensor_rate else None,
+        tensor_rate=tensor_rate,
         cost=cost(solution) if solution else _cost_of_failure(answer.seconds),
         local_losses=_local_losses(truth),
     )

@@ -41,6 +41,7 @@ from fedsim.attacking.question import (
     unpack_answers,
 )
 from fedsim.attacking.targets import join_solutions, questions
+from fedsim.attacking.theory import observed_rate
 from fedsim.contracts.attack import AttackFailed, Progress
 from fedsim.contracts.target import Aids
 from fedsim.recording.files import load_observation
@@ -85,13 +86,15 @@ def run_jobs(
 
     def settle(asked: _AskedJob) -> None:
         if asked.done:
-            pending[score(asked.job, asked.answer())] = partial(on_result, asked.job)
+            pending[score(asked.job, asked.answer(), asked.tensor_rate)] = partial(
+                on_result, asked.job
+            )
 
     try:
         with ExitStack() as running:
             running.enter_context(threads.fix_within(setting.threads))
             attackers, news = running.enter_context(processes.pool(workers, around))
-            score: Callable[[Job, AttackAnswer], Future[Result]]
+            score: Callable[[Job, AttackAnswer, float | None], Future[Result]]
             if workers > 1:
                 scorers, _ = running.enter_context(processes.pool(workers, setting))
                 score = partial(_score_in_worker, scorers)
@@ -150,8 +153,10 @@ class _AskedJob:
         self.index, self.job = index, job
         observation = load_observation(job.observation)
         truth = load_truth(setting.root, observation.id, observation.num_clients)
+        attack = job.plugin
+        self.tensor_rate = observed_rate(observation) if attack.follows_tensor_rate else None
         self._left = questions(
-            job.plugin,
+            attack,
             observation,
             truth,
             setting.granted,
@@ -217,21 +222,26 @@ def _report_news(
         on_progress(jobs[index], progress)
 
 
-def _score_here(setting: Setting, aids: Aids, job: Job, answer: AttackAnswer) -> Future[Result]:
+def _score_here(
+    setting: Setting, aids: Aids, job: Job, answer: AttackAnswer, tensor_rate: float | None
+) -> Future[Result]:
     done: Future[Result] = Future()
-    done.set_result(score_answer(job, answer, setting, aids))
+    done.set_result(score_answer(job, answer, tensor_rate, setting, aids))
     return done
 
 
-def _score_in_worker(scorers: Executor, job: Job, answer: AttackAnswer) -> Future[Result]:
+def _score_in_worker(
+    scorers: Executor, job: Job, answer: AttackAnswer, tensor_rate: float | None
+) -> Future[Result]:
     # Pickled here, since multiprocessing would send a file per tensor.
     with delay_interrupts():
-        return scorers.submit(_score_packed, job, pickle.dumps(answer))
+        return scorers.submit(_score_packed, job, pickle.dumps(answer), tensor_rate)
 
 
-def _score_packed(job: Job, answer: bytes) -> Result:
+def _score_packed(job: Job, packed: bytes, tensor_rate: float | None) -> Result:
     setting, aids = _shared_setting()
-    return score_answer(job, pickle.loads(answer), setting, aids)  # noqa: S301 - the parent wrote it
+    answer: AttackAnswer = pickle.loads(packed)  # noqa: S301 - the parent wrote it
+    return score_answer(job, answer, tensor_rate, setting, aids)
 
 
 @cache

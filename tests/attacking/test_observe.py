@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import fedsim
 from fedsim.contracts.attack import AttackFailed
-from fedsim.models import live
 from fedsim.models.victim import rebuild
 from fedsim.types import FedsimError, Observation
 
@@ -127,20 +125,6 @@ def test_weights_after_local_steps(batch: tuple[Tensor, Tensor]) -> None:
     )
     _, row = fedsim.attack(observation, "deep_leakage", {"iterations": 300}, truth=(images, labels))
     assert row["metrics"]["psnr"] > 50
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda logits: SimpleNamespace(logits=logits, hidden_states=None),
-        lambda logits: (logits, None),
-    ],
-    ids=["transformers", "tuple"],
-)
-def test_logits_may_be_wrapped(answer: Callable[[Tensor], Any], batch: Any) -> None:
-    plain, wrapped = built(), built(answer)
-    update = gradient(plain, *batch)
-    assert "head.weight" in seen(wrapped, update).update
 
 
 def test_a_classifier_that_is_no_linear_layer_is_all_body(batch: tuple[Tensor, Tensor]) -> None:
@@ -316,11 +300,6 @@ def test_tied_weights_are_refused() -> None:
         seen(model, {})
 
 
-def test_a_model_of_another_process_is_named() -> None:
-    with pytest.raises(FedsimError, match=r"call fedsim\.observe again"):
-        live.again("live:Net-999999")
-
-
 class Plain(nn.Module):
     """A body of two layers and a classifier, of which parts are frozen or exchanged."""
 
@@ -459,17 +438,6 @@ def test_a_branch_that_starts_as_nothing_is_part_of_the_model(
     assert "head.weight" in seen(model, trained(model, *batch)).update
 
 
-def test_low_rank_layers_at_their_start_are_part_of_the_head(batch: tuple[Tensor, Tensor]) -> None:
-    model = plain()
-    assert isinstance(model.classifier, nn.Linear)
-    model.classifier = LowRank(model.classifier)
-    nn.init.zeros_(model.classifier.get_parameter("lora_B.default.weight"))
-    model.hidden.requires_grad_(False)
-    observation = seen(model, trained(model, *batch))
-    assert "head.lora_B.default.weight" in observation.update
-    assert labels_of(observation, batch) == 1.0
-
-
 def test_a_model_may_compute_in_a_precision_of_its_own(batch: tuple[Tensor, Tensor]) -> None:
     class Mixed(Plain):
         def forward(self, images: Tensor) -> Tensor:
@@ -533,15 +501,6 @@ def test_random_layers_are_left_out_or_drawn_once(batch: tuple[Tensor, Tensor]) 
         before = torch.get_rng_state()
         assert torch.equal(copy(batch[0]), copy(batch[0]))
         assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_pass_that_depends_on_the_one_before_is_not_random() -> None:
-    torch.manual_seed(0)
-    model = plain()
-    model.hidden = torch.nn.utils.parametrizations.spectral_norm(model.hidden)
-    update = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    model.train()
-    assert not live.is_random(rebuild(seen(model, update)))
 
 
 def test_the_classifier_may_be_called_before_another_output(batch: tuple[Tensor, Tensor]) -> None:

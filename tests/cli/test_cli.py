@@ -273,33 +273,6 @@ def test_a_folder_without_a_run_is_refused(command: str, tmp_path: Path) -> None
         assert str(wrong) in result.stderr
 
 
-def test_a_sweep_names_the_variant_at_work_and_its_folder(path: Path, tmp_path: Path) -> None:
-    swept = {
-        "seed": [1, 2],
-        "model": [{"name": "mlp", "hidden": [8]}],
-        "description": ["[bold]"],
-    }
-    pinned = ("attacks=[]", "training.rounds=1", f"sweep={json.dumps(swept)}")
-    words = (word for pin in pinned for word in ("--set", pin))
-    result = invoke("run", path, *words, "--out", tmp_path / "o")
-    assert result.exit_code == 0, result.output
-    lines = result.stderr.splitlines()
-    folders = sorted(folder.name for folder in (tmp_path / "o").iterdir() if folder.is_dir())
-    assert [line for line in lines if line.startswith("variant")] == [
-        f"variant {number}/2 in {tmp_path / 'o' / folder}: seed={number}, "
-        'model={"name": "mlp", "hidden": [8]}, description=[bold]'
-        for number, folder in enumerate(folders, start=1)
-    ]
-    others = [line for line in lines if not line.startswith("variant")]
-    assert others[:3] == [f"1/2 {of} of 1 to do" for of in ("train none: 1", "train noise: 1")] + [
-        "1/2 attack: 0 of 0 to do"
-    ]
-    assert all(line.startswith("2/2 ") for line in others[3:])
-    page = (tmp_path / "o" / "report.html").read_text("utf-8")
-    for folder in folders:
-        assert folder in page
-
-
 @pytest.mark.parametrize("words", [["list"], ["privacy"]], ids=" ".join)
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_lists_fit_the_terminal_and_lose_no_word(

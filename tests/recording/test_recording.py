@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedsim.recording.files import (
     load_observation,
-    observation_id,
     read_tensors,
     save_observation,
     write_bytes,
@@ -127,13 +126,6 @@ def test_what_is_not_an_id_never_becomes_a_path(id: str, tmp_path: Path) -> None
     with pytest.raises(FedsimError, match="not the id of an observation"):
         load_truth(tmp_path, id)
     assert not any(tmp_path.rglob("*.safetensors"))
-
-
-def test_ids_are_made_of_checked_parts() -> None:
-    assert observation_id("dp", 3, 12, "b4-t1") == "dp/round-0003/client-0012-b4-t1"
-    assert observation_id("dp", 3, -1, "training") == "dp/round-0003/aggregate-training"
-    with pytest.raises(FedsimError):
-        observation_id("../dp", 3, 1, "training")
 
 
 def test_a_changed_recording_is_refused(tmp_path: Path) -> None:

@@ -169,19 +169,6 @@ def test_it_does_not_depend_on_threads() -> None:
         assert torch.equal(one, other)
 
 
-def test_guessers_of_one_pool_and_two_means_are_not_equal() -> None:
-    places = torch.arange(10_001)
-    images = torch.stack([places % 100, places // 100], 1).to(torch.uint8).view(-1, 1, 1, 2)
-    labels = torch.zeros(len(images)).long()
-    kept = {tuple(image) for image in Guesser(images, labels)._images.flatten(1).tolist()}
-    (left_out,) = (i for i in places.tolist() if (i % 100, i // 100) not in kept)
-    others = images.clone()
-    others[left_out] = 255
-    one, other = Guesser(images, labels), Guesser(others, labels)
-    assert torch.equal(one._images, other._images) and not torch.equal(one.mean, other.mean)
-    assert one != other
-
-
 def test_it_says_what_is_wrong() -> None:
     with pytest.raises(ScoringError, match="needs a public image"):
         Guesser(flat([]), torch.zeros(0).long())

@@ -440,7 +440,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "self._left = questions(...)",
             "first = seed_of(observation, job.label)\nfrom fedsim.attacking.targets "
             "import question\nfrom fedsim import scoring\n"
-            "attack = job.plugin\ntries = {first + k: question(attack, observation, truth, "
+            "tries = {first + k: question(attack, observation, truth, "
             "setting.granted, first + k) for k in range(job.restarts)}\nbest = "
             "max(tries, key=lambda seed: "
             "scoring.score(tries[seed].reconstruction, truth)['psnr'])\nself._left = "
