@@ -218,8 +218,8 @@ def batches_are_full(workload: Workload) -> None:
     """No batch is larger than a client's data, and no trial repeats another's images."""
     observe, parts = workload.scenario.observe, {one.number: one.own for one in workload.clients}
     everyone = list(parts)
-    sizes = []
-    if workload.trains:
+    sizes, trains = [], workload.release is None
+    if trains:
         sizes += [("training.local.batch_size", workload.training.batch_size, everyone)]
     named = everyone if observe.clients == "all" else observe.clients
     seen = everyone if workload.stack.aggregation else [one for one in named if one in parts]
@@ -233,7 +233,7 @@ def batches_are_full(workload: Workload) -> None:
                 "fewer clients, or a more even partition"
             )
     with blaming("observe.trials"):
-        for size in (observe.batch_sizes or []) if workload.trains else []:
+        for size in (observe.batch_sizes or []) if trains else []:
             training = workload.stack.training(workload.declared_of(size))
             for client in seen:
                 workload.client(client).check_victims(training, observe.trials)

@@ -228,7 +228,7 @@ class Server:
     @cached_property
     def reports_loss(self) -> bool:
         """Whether clients report their loss: not if the stack hides or privatizes their update."""
-        return self.trains and self.stack.shows_losses(self.declared)
+        return self.release is None and self.stack.shows_losses(self.declared)
 
     def plant_probe(self, parameters: Tensors, round: int) -> Tensors:
         """Returns the weights at which the probes of `round` are computed."""
