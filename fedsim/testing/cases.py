@@ -300,7 +300,7 @@ def _observe(
     seed: int,
 ) -> Observation:
     """Returns what the server sees of all clients' `updates`."""
-    update = combine_updates(stack, updates, declared, release, seed)
+    update = _combine(stack, updates, declared, release, seed)
     client = -1 if stack.aggregation else 0
     return Observation(
         id=observation_id("example", 1, client, "training"),
@@ -321,22 +321,14 @@ def _observe(
     )
 
 
-def combine_updates(
+def _combine(
     stack: Stack,
     updates: list[Update],
     declared: LocalTraining,
     release: Release | None,
     seed: int,
 ) -> Update:
-    """Returns what the server sees of all `updates` in its first round.
-
-    Args:
-        stack: of the federation.
-        updates: of the clients.
-        declared: local training before any defense changes it.
-        release: of a closed-form learner, else None.
-        seed: draws the server's noise.
-    """
+    """Returns what the server sees of all `updates` in its first round, with noise of `seed`."""
     aggregation = stack.aggregation
     if aggregation is None:
         return updates[0]
