@@ -10,7 +10,7 @@ from fedsim.contracts.attack import Attack, unreadable
 from fedsim.contracts.defense import AggregationDefense, MaskedAggregation
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.learner import Learner
-from fedsim.contracts.plugins import installed
+from fedsim.contracts.plugins import list_installed
 from fedsim.scenario.build import (
     algorithm,
     build_engine,
@@ -172,7 +172,7 @@ def _readable(
 
 
 def _attacks_that_read(released: Payload | None) -> Iterator[str]:
-    for plugin in installed("fedsim.attacks"):
+    for plugin in list_installed("fedsim.attacks"):
         if plugin.cls and issubclass(plugin.cls, Attack) and released in plugin.cls.reads:
             yield plugin.name
 

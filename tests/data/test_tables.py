@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fedsim.acceptance import left_out
+from fedsim.acceptance import describe_left_out
 from fedsim.data import table as table_module
 from fedsim.data.bundled_tables import BreastCancer, Diabetes
 from fedsim.data.partition import partition
@@ -182,11 +182,11 @@ def test_columns_that_may_be_meant_are_named(tmp_path: Path) -> None:
         "split,client," + HEADER + "".join(f"test,{i % 2},{line}" for i, line in enumerate(lines()))
     )
     assert [count for _, count in wanted.load().left_out] == [1, 1]
-    (said,) = left_out(wanted.load())
+    (said,) = describe_left_out(wanted.load())
     assert "2 columns" in said and "`client: client`" in said and "`split`" in said
     used = TableFile.model_validate({**wanted.model_dump(), "client": "client"}).load()
     assert len(used.left_out) == 1 and used.client_of is not None
-    assert left_out(used.without_training()) == left_out(used)
+    assert left_out(used.without_training()) == describe_left_out(used)
 
 
 def test_a_line_has_a_bounded_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
