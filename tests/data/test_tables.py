@@ -186,7 +186,7 @@ def test_columns_that_may_be_meant_are_named(tmp_path: Path) -> None:
     assert "2 columns" in said and "`client: client`" in said and "`split`" in said
     used = TableFile.model_validate({**wanted.model_dump(), "client": "client"}).load()
     assert len(used.left_out) == 1 and used.client_of is not None
-    assert left_out(used.without_training()) == describe_left_out(used)
+    assert describe_left_out(used.without_training()) == describe_left_out(used)
 
 
 def test_a_line_has_a_bounded_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
