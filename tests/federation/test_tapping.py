@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_looked_at_stops_no_app(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("fedsim.recording.exchanges._used", refuse)
+    monkeypatch.setattr("fedsim.recording.exchanges._count_bytes", refuse)
     app = client()
     if side == "client":
         app = ClientApp(mods=[fedsim.client_tap(tmp_path)])
