@@ -19,7 +19,7 @@ from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.contracts.stack import chain
 from fedsim.models.local import gradient, loss_function
 from fedsim.models.mlp import MLP
-from fedsim.testing.cases import local_step, mixed, non_finite, same, stream
+from fedsim.testing.cases import local_step, mixed_update, non_finite, same, stream
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dropout import Dropout
@@ -220,7 +220,7 @@ def test_of_equal_magnitudes_the_first_are_sent() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_update_passes_and_leaves_the_memory_alone(value: float) -> None:
     top = TopK(ratio=0.1)
-    _, memory = top.apply(mixed(), top.init(mixed(), math.inf), stream())
+    _, memory = top.apply(mixed_update(), top.init(mixed_update(), math.inf), stream())
     bad = non_finite(value)
     sent, after = top.apply(bad, memory, stream())
     assert same(sent, bad)
