@@ -442,7 +442,9 @@ class _Execution:
     def _setting(self) -> Setting:
         guesser: scoring.Guesser | scoring.RowGuesser | None = None
         if isinstance(self.described, Dataset):
-            guess = scoring.RowGuesser if self.described.columns else scoring.Guesser
+            guess: type[scoring.Guesser | scoring.RowGuesser] = (
+                scoring.RowGuesser if self.described.columns else scoring.Guesser
+            )
             guesser = guess(self.described.test_images, self.described.test_labels)
         return Setting(
             root=self.out,
