@@ -171,7 +171,9 @@ class Rows(Target):
     ) -> dict[str, Tensor]:
         """Adds to the rows who took part, and which entries are scored."""
         tensors = truth.tensors()
-        kept = {name: tensors[name] for name in ("members", "scored", "classes") if name in tensors}
+        kept: dict[str, Tensor] = {
+            name: tensors[name] for name in ("members", "scored", "classes") if name in tensors
+        }
         return {**kept, **super().tensors_to_save(found, truth, assignments, aids)}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
