@@ -731,6 +731,7 @@ class Table:
             )
         width = len(self.columns) - 1 - self.intercept
         features = self.feature_columns or tuple(InputColumn(name=n) for n in self.columns[:width])
+        # Rows that were scaled down to the bound lie nearer to the middle, and stay so here.
         train, test = (
             ((rows[:, :width] + 1) / 2).float().clamp(0, 1)
             for rows in (self.train_rows, self.test_rows)

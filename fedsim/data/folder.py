@@ -373,6 +373,7 @@ def _in_order(items: Iterable[_Labelled]) -> list[_Labelled]:
 def _draw_split(name: str) -> float:
     """Returns the number in [0, 1) that the digest of a file's name gives."""
     digest = hashlib.sha256(b"fedsim split\0" + name.encode("utf-8", "surrogateescape")).digest()
+    # A float holds 48 bits exactly, so that no processor rounds across the share.
     return int.from_bytes(digest[:6], "big") / 2**48
 
 

@@ -95,6 +95,7 @@ def _factor(matrix: Tensor, ridge: float) -> Tensor:
     """Returns L of `matrix` = L L', unless `ridge` does not make it positive definite."""
     lower: Tensor
     lower, info = torch.linalg.cholesky_ex(matrix)
+    # A tiny pivot is rounding: Cholesky need not fail on a singular matrix.
     pivots = lower.diagonal().square()
     if int(info) or float(pivots.min()) < _SINGULAR * float(matrix.diagonal().max()):
         raise FedsimError(

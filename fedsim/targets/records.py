@@ -99,6 +99,7 @@ class Records(Target):
         answer, true = answer.detach().cpu(), true.detach().cpu()
         assignment = match(answer, true)
         matched = [place for place, k in enumerate(assignment) if k != MISSING]
+        # A record without an answer is missing: values in its place would be an invention.
         claimed = answer[[assignment[place] for place in matched]]
         pair = ScoredPair(claimed=claimed, truth=true[matched], aid=columns)
         missing = len(assignment) - len(matched)

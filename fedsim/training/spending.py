@@ -72,6 +72,7 @@ def calibrate_noise(
             nonlocal reason
             stack, found = _with_noise(written, multiplier), 0.0
             for entry in entries:
+                # With `known`, the ledger may answer for a client that is not worst by a bound.
                 stated = claim(stack, declared, replace(entry, known=found))
                 found, reason = max(found, stated.epsilon), stated.reason
                 if found > target.epsilon:
