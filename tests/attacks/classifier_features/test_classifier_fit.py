@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from ordinary_classifier import classifier_gradient, search, softmax_gradient
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-from torch.func import jacfwd, vmap
 
 from fedsim import rng
 from fedsim.contracts.attack import AttackFailed, solve
@@ -21,15 +20,10 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.classifier_features import _profile, classifier_fit
-from fedsim_attacks.classifier_features._certificates import bound_errors, widen_bounds
-from fedsim_attacks.classifier_features._classifier_gradient import (
-    ClassifierGradient,
-)
+from fedsim_attacks.classifier_features._certificates import bound_errors
 from fedsim_attacks.classifier_features._profile import (
     Consistency,
     Profile,
-    make_normals,
-    minimize,
 )
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
@@ -130,17 +124,6 @@ def test_one_problem_is_searched_where_the_other_fails(
         observation, truth = observe(3, **case)
         errors, _ = compared(fit(observation, exchanges=2), truth)
         assert float(errors.max()) < 1e-3
-
-
-def test_one_image_that_is_open_leaves_the_others_less_certain() -> None:
-    """Bounds of first order hold where none is, and one without a signal costs a bounded factor."""
-    sure = torch.tensor([1e-6, 0.01, 0.9]).double()
-    assert widen_bounds(sure).tolist() == sure.tolist()
-    open_ = torch.tensor([0.01, 10.0]).double()
-    assert widen_bounds(open_).tolist() == pytest.approx([0.1, 100.0])
-    for vanished in (1e90, torch.inf, torch.nan):
-        found = widen_bounds(torch.tensor([1e-6, vanished]).double())
-        assert float(found[0]) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(
@@ -336,23 +319,6 @@ def test_what_holds_no_features_is_refused(case: dict[str, Any], why: str) -> No
         fit(observation)
 
 
-def test_least_squares_end_where_they_should() -> None:
-    """Rosenbrock's function as two residuals, from four starts, one of them broken."""
-
-    def residual(point: Tensor, given: Tensor) -> Tensor:
-        return torch.stack([10 * (point[1] - point[0] ** 2), given - point[0]])
-
-    starts = torch.tensor([[-1.2, 1.0], [3.0, 3.0], [0.0, 0.0], [-2.0, -2.0]]).double()
-    goals = torch.tensor([1.0, 1.0, 2.0, -1.0]).double()
-    normals = make_normals(vmap(jacfwd(residual)))
-    found = minimize(vmap(residual), normals, starts, goals, 100)
-    expected = torch.stack([goals, goals**2], 1)
-    torch.testing.assert_close(found.points, expected)
-    assert float(found.losses.max()) < 1e-20
-    early = minimize(vmap(residual), normals, starts, goals, 100, enough=1.0)
-    assert 1e-20 < float(early.losses.min()) <= 1.0
-
-
 @pytest.mark.parametrize("factors", [0, 1])
 @pytest.mark.parametrize("spread", [None, 2.0])
 def test_the_profile_is_what_the_best_rest_leaves(factors: int, spread: float | None) -> None:
@@ -429,15 +395,3 @@ def test_removed_entries_are_filled_in(scope: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_profile, "_TURNS", 0)
     zeros, _ = compared(fit(observation), truth)
     assert float(zeros.max()) > 4 * float(errors.max())
-
-
-def test_removed_entries_were_smaller_than_those_that_are_left() -> None:
-    defense = [{"name": "gradient_pruning", "ratio": 0.5}]
-    observation, _ = observe(3, defense=defense)
-    kept = torch.cat([tensor.flatten() for tensor in observation.update.values()])
-    below = ClassifierGradient.of(observation).removed_below
-    assert below is not None
-    assert below.tolist() == pytest.approx([float(kept[kept != 0].abs().min())] * 33)
-    noisy, _ = observe(3, defense=[*defense, {"name": "gaussian_noise", "std": 1e-3}])
-    unknown = ClassifierGradient.of(noisy).removed_below
-    assert unknown is not None and bool(unknown.isinf().all())

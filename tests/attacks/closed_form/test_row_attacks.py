@@ -194,7 +194,7 @@ def test_it_is_the_integral(
 ) -> None:
     """Also where it is cut off at a range, and where a longer row is scaled to the bound."""
     case = posterior(seen, std, targets, row_norm)
-    axis = torch.linspace(-1, 1, 801, dtype=torch.float64)
+    axis = torch.linspace(-1, 1, 201, dtype=torch.float64)
     last = torch.tensor(targets, dtype=torch.float64) if targets else axis
     value, target = torch.meshgrid(axis, last, indexing="ij")
     rows = torch.stack([value.flatten(), torch.ones(value.numel()), target.flatten()], 1)

@@ -79,18 +79,6 @@ def test_the_objective_is_zero_at_the_truth(case: dict[str, Any], distance: Dist
     assert objective(observation, truth.images, wrong, distance) > 1e-3
 
 
-def test_soft_labels_are_the_hard_ones_in_the_limit() -> None:
-    observation, truth = observe({})
-    matching = Matching(observation)
-    images = normalize(truth.images, observation.model)
-    logits = 40.0 * F.one_hot(truth.labels, observation.model.num_classes)
-    candidate = matching.candidate(images, None, logits)
-    assert torch.equal(candidate.hard_labels(), truth.labels)
-    loss, (_, slope) = matching.differentiate(candidate, squared_distance)
-    assert abs(float(loss)) < 1e-6
-    assert slope.shape == logits.shape
-
-
 def plain_gradient(
     observation: Observation, images: Tensor, labels: Tensor, distance: Distance
 ) -> Tensor:

@@ -188,13 +188,3 @@ def test_images_come_first_where_the_head_is_blurred(
     assert result.features is not None
     assert result.labels is not None
     assert sorted(result.labels.tolist()) == sorted(truth.labels.tolist())
-
-
-def test_behind_much_noise_the_whole_gradient_is_all_there_is() -> None:
-    observation, _ = observe([{"name": "gaussian_noise", "std": 0.3}])
-    attack = FactoredInversion(iterations=40)
-    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
-    while not attack.terminate(state):
-        state = attack.step(state)
-    assert isinstance(state.phase.misfit, WholeGradient)
-    assert attack.postprocess(state).features is None
