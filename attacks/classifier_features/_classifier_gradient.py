@@ -76,7 +76,7 @@ class ClassifierGradient:
     """Root mean square error of an entry, over that of all, where it is nearly another gradient."""
 
     @staticmethod
-    def of(observation: Observation) -> ClassifierGradient:
+    def read(observation: Observation) -> ClassifierGradient:
         """Reads the gradient off an observation.
 
         An update of several steps is their mean gradient.

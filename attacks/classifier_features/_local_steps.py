@@ -171,8 +171,8 @@ class LocalPath:
         share = middle(self._training, self._shares)
         self.observation = as_one_gradient(observation, share)
         """One gradient, at the middle."""
-        self._classifier = ClassifierGradient.of(self.observation)
-        self._sent = ClassifierGradient.of(as_one_gradient(observation)).weights
+        self._classifier = ClassifierGradient.read(self.observation)
+        self._sent = ClassifierGradient.read(as_one_gradient(observation)).weights
         self._came = self._sent + (self._classifier.weights - self._sent) / share
         self.drift = Drift(observation, share, rng)
 

@@ -260,7 +260,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> ClassifierSolver:
         """Reads labels off the gradient, and draws features of images of noise to start from."""
-        classifier = ClassifierGradient.of(observation)
+        classifier = ClassifierGradient.read(observation)
         classifier.check()
         small = classifier.num_images * len(classifier.weights) <= _MANY
         path = None

@@ -32,7 +32,7 @@ class Geometry(NamedTuple):
     groups: int
 
     @staticmethod
-    def of(module: nn.Conv2d) -> Geometry | None:
+    def read(module: nn.Conv2d) -> Geometry | None:
         """Reads the geometry of `module`; None if its padding is not by a number of zeros."""
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
             return None

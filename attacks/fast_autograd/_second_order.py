@@ -58,7 +58,7 @@ def accelerate(model: nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            if geometry := Geometry.of(module):
+            if geometry := Geometry.read(module):
                 replace_forward(module, _Layer(module, geometry))
         elif isinstance(module, nn.BatchNorm2d) and module.affine:
             replace_forward(module, partial(batch_norm, module))
@@ -97,7 +97,7 @@ def drop_dead_weights(
     windows: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and len(shapes.get(module, ())) == 1:
-            geometry, (size,) = Geometry.of(module), shapes[module]
+            geometry, (size,) = Geometry.read(module), shapes[module]
             found = geometry and geometry.live_window(size, module.weight.shape[2:])
             if found:
                 less, rows, columns = found

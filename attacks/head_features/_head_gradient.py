@@ -85,7 +85,7 @@ class HeadGradient:
     """(n, d), if features here are coordinates in it."""
 
     @staticmethod
-    def of(observation: Observation) -> HeadGradient:
+    def read(observation: Observation) -> HeadGradient:
         """Reads the gradient off an observation.
 
         A fedavg update is taken as the mean gradient of its steps, which is exact for one step and

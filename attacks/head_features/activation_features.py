@@ -205,7 +205,7 @@ class ActivationFeatures(FeatureAttack[Peeling]):
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Peeling:
         """Prepares the first round."""
-        return Peeling.start(HeadGradient.of(observation), self.tolerance, self.consistency)
+        return Peeling.start(HeadGradient.read(observation), self.tolerance, self.consistency)
 
 
 def _feature(share: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class BestFeatures(FeatureAttack[Best]):
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
         """Peels where rows can be exact, and chooses the solver of what is left open."""
-        head = HeadGradient.of(observation)
+        head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss
         if peeling is not None and (float(loss) <= _EXACT or head.dropout):

@@ -601,7 +601,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> OutputSolver:
         """Draws random features around the direction that all have in common."""
-        head = HeadGradient.of(observation)
+        head = HeadGradient.read(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]
         fit = OutputFit.start(head, first)

@@ -41,7 +41,7 @@ class SpectralFeatures(DirectAttack):
         Raises:
             AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂W.
         """
-        head = HeadGradient.of(observation)
+        head = HeadGradient.read(observation)
         if not head.grad_hidden.any():
             raise AttackFailed("nothing is left of ∂L/∂W, whose rows the span is read off")
         basis, outside = span(head.rows, head.rank)

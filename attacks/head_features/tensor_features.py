@@ -222,7 +222,7 @@ class TensorFeatures(DirectAttack):
         Raises:
             AttackFailed: there is no two-layer head, or none of its neurons are planted.
         """
-        head = HeadGradient.of(observation)
+        head = HeadGradient.read(observation)
         estimates, residual = decompose(
             head,
             variance_reduction=self.variance_reduction,

@@ -248,7 +248,7 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> UnrolledSolver:
         """Computes the row space, and draws random starts in it."""
-        head = HeadGradient.of(observation)
+        head = HeadGradient.read(observation)
         return UnrolledSolver.start(head, self.iterations, self.trials, rng)
 
     def total(self) -> int:

@@ -77,8 +77,8 @@ def head_of(observation: Observation) -> Head:
     """
     observation = move_tensors(observation, "cpu")
     if isinstance(rebuild(observation).head, TwoLayerHead):
-        return HeadGradient.of(observation)
-    return ClassifierGradient.of(observation)
+        return HeadGradient.read(observation)
+    return ClassifierGradient.read(observation)
 
 
 def recover(
@@ -103,7 +103,7 @@ def recover(
         return _ask(source["name"], observation, knowledge, seed, attack)
     if isinstance(rebuild(observation).head, TwoLayerHead):
         return _ask("best_features", observation, knowledge, seed)
-    classifier = ClassifierGradient.of(observation)
+    classifier = ClassifierGradient.read(observation)
     if classifier.excess:
         return _read_before(classifier, observation, knowledge, seed)
     return _ask("classifier_fit", observation, knowledge, seed)

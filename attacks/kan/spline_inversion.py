@@ -73,7 +73,7 @@ class SplineGradient:
     """The model with the weights of the observed round."""
 
     @staticmethod
-    def of(observation: Observation) -> SplineGradient:
+    def read(observation: Observation) -> SplineGradient:
         """Reads the gradient off an observation.
 
         The sums over k are the same for all entries j of an image; how they differ is noise.
@@ -222,7 +222,7 @@ class SplinePixels:
     """(d,)."""
 
     @staticmethod
-    def of(spec: ModelSpec, like: Tensor) -> SplinePixels:
+    def read(spec: ModelSpec, like: Tensor) -> SplinePixels:
         """Derives center and scale from the public normalization."""
         repeat = math.prod(spec.input_shape[1:])
         center, scale = (
@@ -300,7 +300,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
             AttackFailed: the model is no KAN, nothing is left of its first layer's gradient, there
                 are more images than hidden units, or its bases cannot be told apart.
         """
-        gradient = SplineGradient.of(observation)
+        gradient = SplineGradient.read(observation)
         count, spec = observation.num_images, observation.model
         hidden, entries, functions = gradient.tensor.shape
         if count > hidden:
@@ -320,7 +320,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
         bases = unmix(rows[:count].view(count, entries, functions), forms, rng)
         knots = abscissae(gradient.degree, gradient.intervals).to(bases)
         u = torch.nan_to_num(bases @ knots).clamp(-1, 1)
-        pixels = SplinePixels.of(spec, u)
+        pixels = SplinePixels.read(spec, u)
         mean = pixels.unsquash(u)
         # What noise makes of a linear form of a row of the pseudo-inverse times the gradient.
         weights = torch.linalg.pinv(

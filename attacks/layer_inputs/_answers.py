@@ -65,7 +65,7 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
     if before is None or before.bias is None:
         return None
     try:
-        space = RowSpace.of(before, count)
+        space = RowSpace.decompose(before, count)
     except AttackFailed:
         return None
     if space.rank < count:
@@ -139,7 +139,7 @@ def build_answer(
     certain = inputs.certain & (inputs.layer.pixels or not inputs_drift(observation))
     missing = features.mean(0, keepdim=True).expand(count - found, -1)
     whole = torch.cat([features.double(), missing.double()])
-    classifier = ClassifierGradient.of(observation)
+    classifier = ClassifierGradient.read(observation)
     implied_labels = derive_signals(classifier, whole)[0]
     wrong, loss = _find_inconsistent(classifier, whole, implied_labels)
     if found == count:
@@ -195,7 +195,7 @@ def certify_inputs(observation: Observation, answer: Reconstruction) -> Tensor:
     gradient to rounding, each with the error signal that it implies itself, are so many equations
     that hold. The gradient has to be declared the client's own, but for factors of clipping.
     """
-    classifier = ClassifierGradient.of(observation)
+    classifier = ClassifierGradient.read(observation)
     assert answer.determined is not None
     assert answer.features is not None
     columns = classifier.gradient.shape[1]

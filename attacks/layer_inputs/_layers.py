@@ -288,7 +288,7 @@ class RowSpace:
     """Whether there is a direction for each image."""
 
     @staticmethod
-    def of(layer: Layer, count: int) -> RowSpace:
+    def decompose(layer: Layer, count: int) -> RowSpace:
         """Decomposes the gradient of a batch of `count` images: r <= count, as far as noise lets.
 
         Raises:

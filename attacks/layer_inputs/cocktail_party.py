@@ -93,7 +93,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
                 "the model has no linear layer from whose inputs all features follow"
             )
         layer = layers[0]
-        space = RowSpace.of(layer, observation.num_images)
+        space = RowSpace.decompose(layer, observation.num_images)
         values = space.rows[:, : layer.weights.shape[1]]
         centered = values - values.mean(1, keepdim=True)
         lengths, directions = torch.linalg.eigh(centered @ centered.T / centered.shape[1])

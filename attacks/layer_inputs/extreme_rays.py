@@ -106,7 +106,7 @@ def _is_eligible(layer: Layer) -> bool:
 
 def _inputs(layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator) -> tuple[Inputs, int]:
     """Finds inputs of `layer` at their scale; also returns how many programs that took."""
-    space = RowSpace.of(layer, count)
+    space = RowSpace.decompose(layer, count)
     entries = _pixel_bounds(space.rows, spec) if layer.pixels else space.rows
     rays = find_rays(entries, space.rows, space.deviation, rng, _signals(layer, space))
     values = rays.combinations @ space.rows

@@ -224,7 +224,7 @@ class Spear(IterativeAttack[Sampling]):
         ]
         if not layers:
             raise AttackFailed("the model has no linear layer with a bias that ReLU follows")
-        space = RowSpace.of(layers[0], observation.num_images)
+        space = RowSpace.decompose(layers[0], observation.num_images)
         return Sampling(
             loss=torch.ones(()),
             observation=observation,

@@ -361,13 +361,13 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     },
     6: {
         "an own attack blind to noise": swap(
-            "attacks/head_features/_head_gradient.py:HeadGradient.of",
+            "attacks/head_features/_head_gradient.py:HeadGradient.read",
             "effect.noisy",
             "False",
             EFFECTS,
         ),
         "an own attack blind to pruning": swap(
-            "attacks/head_features/_head_gradient.py:HeadGradient.of",
+            "attacks/head_features/_head_gradient.py:HeadGradient.read",
             "effect.removed is not None",
             "False",
             EFFECTS,

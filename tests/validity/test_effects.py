@@ -159,13 +159,13 @@ def test_a_stack_composes_effects() -> None:
 
 
 def test_an_undeclared_effect_is_taken_for_noise() -> None:
-    seen = HeadGradient.of(replace(observed(STACKS["pruned"]), effect=UNKNOWN))
+    seen = HeadGradient.read(replace(observed(STACKS["pruned"]), effect=UNKNOWN))
     assert seen.noisy and not seen.exact and not seen.pruned
 
 
 @pytest.mark.parametrize("stack", ["noise", "pruned", "rounded"])
 def test_what_is_declared_changes_what_the_head_is_taken_for(stack: str) -> None:
-    own = HeadGradient.of(observed(STACKS[stack]))
+    own = HeadGradient.read(observed(STACKS[stack]))
     assert not own.exact
     assert (own.noisy, own.pruned) == (stack == "noise", stack == "pruned")
 

@@ -117,7 +117,7 @@ def test_exact_steps_of_one_client_on_one_batch_have_a_path(
     case: dict[str, Any], suits: bool
 ) -> None:
     observation, _ = observe(**case)
-    assert LocalPath.suits(observation, ClassifierGradient.of(observation)) == suits
+    assert LocalPath.suits(observation, ClassifierGradient.read(observation)) == suits
 
 
 def test_features_over_five_steps_come_out_and_none_is_called_certain() -> None:

@@ -113,7 +113,7 @@ def test_a_neuron_at_the_kink_hides_no_feature(name: str) -> None:
     """Whether the client had it active is a matter of its rounding, and not of ours."""
     observation, truth = observe(6, PAPER)
     assert truth.features is not None
-    planted = HeadGradient.of(observation).planted
+    planted = HeadGradient.read(observation).planted
     weights = observation.parameters["head.hidden.weight"][planted].double()
     changed = observation.parameters["head.hidden.bias"].double()
     inputs = weights @ truth.features.double().T + changed[planted, None]
@@ -134,7 +134,7 @@ def test_noise_is_known_at_the_papers_scale() -> None:
     for paper in ({}, PAPER):
         seen, _ = observe(3, paper, defense=[{"name": "gaussian_noise", "std": std}])
         divisor = HEAD["width"] if paper else 1
-        assert HeadGradient.of(seen).noise == pytest.approx((divisor * std) ** 2, rel=0.05)
+        assert HeadGradient.read(seen).noise == pytest.approx((divisor * std) ** 2, rel=0.05)
 
 
 @pytest.mark.parametrize("std", [0.001, 0.01])

@@ -45,7 +45,7 @@ def see(
         defense=defense or [],
     )
     assert truth.features is not None
-    return HeadGradient.of(observation), truth.features
+    return HeadGradient.read(observation), truth.features
 
 
 def worst(found: Tensor, features: Tensor) -> float:
@@ -137,7 +137,7 @@ def see_alike() -> tuple[HeadGradient, Tensor]:
         model_parameters={"hidden": [], "head": HEAD},
     )
     assert truth.features is not None
-    return HeadGradient.of(observation), truth.features
+    return HeadGradient.read(observation), truth.features
 
 
 def fitted(seen: HeadGradient, seed: int, second_starts: list[Tensor]) -> OutputSolver:
@@ -197,7 +197,7 @@ def observe_alike(
 @pytest.mark.parametrize("divided", [False, True])
 def test_it_is_the_squared_distance_of_the_heads_own_gradient(divided: bool) -> None:
     observation, truth = observe_alike(1e-4, divided=divided)
-    seen = HeadGradient.of(observation)
+    seen = HeadGradient.read(observation)
     assert truth.features is not None
     features = truth.features + 0.1 * torch.randn(4, 36, generator=rng.generator(1, "off"))
     head = rebuild(observation).head
@@ -219,13 +219,13 @@ def test_at_the_truth_the_noise_is_left() -> None:
         std = 1e-3 if clip is None else 1e-4
         observation, truth = observe_alike(std, clip)
         assert truth.features is not None
-        value = WholeHead(HeadGradient.of(observation), truth.labels)(truth.features)
+        value = WholeHead(HeadGradient.read(observation), truth.labels)(truth.features)
         assert float(value.detach()) == pytest.approx(1, rel=0.02)
 
 
 def test_it_applies_where_features_stand_out_of_noise() -> None:
     for std, expected in ((0.0, False), (1e-4, True), (1.0, False)):
-        assert _joint_fit.joint_fit_applies(HeadGradient.of(observe_alike(std)[0])) == expected
+        assert _joint_fit.joint_fit_applies(HeadGradient.read(observe_alike(std)[0])) == expected
 
 
 def worst_error(name: str, observation: Observation, truth: GroundTruth) -> float:
@@ -248,7 +248,7 @@ def test_all_of_the_gradient_tells_more_than_its_part() -> None:
 def test_labels_are_what_features_do_not_explain() -> None:
     """Of a confident model D is small at the label, and any other entry may be less by noise."""
     observation, truth = observe_alike(0, planted=0)
-    seen = HeadGradient.of(observation)
+    seen = HeadGradient.read(observation)
     assert truth.features is not None
     hidden = seen.activation(truth.features @ seen.hidden.T + seen.bias)
     sure = F.one_hot(truth.labels, 10).float()

@@ -53,7 +53,7 @@ def see(defense: list[dict[str, Any]]) -> tuple[HeadGradient, Tensor]:
         defense=defense,
     )
     assert truth.features is not None
-    return HeadGradient.of(observation), truth.features
+    return HeadGradient.read(observation), truth.features
 
 
 def error(found: Tensor, features: Tensor) -> float:
@@ -108,7 +108,7 @@ def test_of_one_image_the_length_may_be_in_doubt(std: float, sharp: bool) -> Non
         defense=[{"name": "gaussian_noise", "std": std}],
     )
     assert truth.features is not None
-    assert are_determined(HeadGradient.of(observation), truth.features) == sharp
+    assert are_determined(HeadGradient.read(observation), truth.features) == sharp
 
 
 @pytest.mark.parametrize("defense", [NOISE, ROUNDED], ids=str)
@@ -131,11 +131,11 @@ def body_energy(observation: Observation) -> float:
 def test_the_share_of_noise_is_its_variance_over_the_bodys_energy() -> None:
     for std in (1e-3, 1e-2):
         observation, _ = observe([{"name": "gaussian_noise", "std": std}])
-        share = relative_noise_variance(observation, HeadGradient.of(observation))
+        share = relative_noise_variance(observation, HeadGradient.read(observation))
         assert share == pytest.approx(std**2 / body_energy(observation), rel=0.05)
     for defense in ([], PRUNED, [{"name": "clip", "norm": 1e-3}]):
         observation, _ = observe(defense)
-        assert relative_noise_variance(observation, HeadGradient.of(observation)) == 0
+        assert relative_noise_variance(observation, HeadGradient.read(observation)) == 0
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_share_of_noise_is_its_variance_over_the_bodys_energy() -> None:
 def test_noise_of_any_defense_is_known_as_noise(defense: dict[str, Any]) -> None:
     """Taken for exact, its gradient would be peeled, and an attack fail that should not."""
     observation, _ = observe([defense])
-    seen = HeadGradient.of(observation)
+    seen = HeadGradient.read(observation)
     assert seen.noisy
     assert not seen.exact
     # Of the first round, z_0 alone: C z / B, in units of the head's own divisor.

@@ -142,7 +142,7 @@ def test_the_noise_in_a_part_is_found(std: float) -> None:
     defense = [{"name": "gaussian_noise", "std": std}] if std else []
     clear, _ = observe([])
     observation, _ = observe(defense)
-    seen = HeadGradient.of(observation)
+    seen = HeadGradient.read(observation)
     name = "body.conv1.weight"
     noise = observation.update[name] - clear.update[name]
     share = float(noise.square().sum() / observation.update[name].square().sum())

@@ -112,7 +112,7 @@ def test_no_clipping_step_or_sum_hides_anything(case: dict[str, Any]) -> None:
 
 def test_the_loss_is_zero_at_the_true_images_alone() -> None:
     observation, truth = observe(4)
-    seen = SplineGradient.of(observation)
+    seen = SplineGradient.read(observation)
 
     def loss(images: Tensor) -> float:
         u = normalize(images, observation.model).double().flatten(1).tanh()
@@ -141,8 +141,8 @@ def test_under_noise_images_fade_into_the_mean_of_the_normalization() -> None:
 def test_noise_is_measured_in_the_update_itself(std: float) -> None:
     """In the units of the gradient times √64."""
     observation, _ = observe(8, defense=[{"name": "gaussian_noise", "std": std}])
-    assert SplineGradient.of(observation).noise == pytest.approx(8 * std, rel=0.1)
-    assert SplineGradient.of(observe(8)[0]).noise < 1e-6
+    assert SplineGradient.read(observation).noise == pytest.approx(8 * std, rel=0.1)
+    assert SplineGradient.read(observe(8)[0]).noise < 1e-6
 
 
 def test_what_cannot_be_read_is_a_stated_failure() -> None:
