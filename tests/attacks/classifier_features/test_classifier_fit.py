@@ -187,7 +187,7 @@ def test_noise_beside_features_that_are_few() -> None:
         defense=noise,
         **MLP,
     )
-    assert fit(observation).features is not None
+    assert fit(observation, exchanges=0).features is not None
 
 
 @pytest.mark.parametrize("bits", [4, 5])
@@ -207,7 +207,7 @@ def test_two_rows_that_are_rounded_alike_hide_no_error(bits: int) -> None:
             defense=defense,
             **MLP,
         )
-        found = fit(observation)
+        found = fit(observation, exchanges=2)
         errors, whose = compared(found, truth)
         assert found.determined is not None
         assert not bool((found.determined[whose] & (errors > 0.03)).any())
@@ -366,7 +366,7 @@ def test_noise_hides_no_more_than_it_must() -> None:
         noise = 1e-4
         observation, truth = observe(5, seed, defense=[{"name": "gaussian_noise", "std": noise}])
         assert truth.features is not None
-        found = fit(observation)
+        found = fit(observation, exchanges=2)
         _, whose = compared(found, truth)
         assert found.features is not None
         errors = (found.features[whose] - truth.features).norm(dim=1)
