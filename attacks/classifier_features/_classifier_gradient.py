@@ -45,8 +45,7 @@ class ClassifierGradient:
     """Whether the last feature is the constant 1."""
     num_images: int
     factors: int
-    """How many factors in (0, 1] only the client knows: none, one of the update, or one of each
-    image's gradient (N)."""
+    """Number of factors in (0, 1] that only the client knows: 0, 1, or one for each image (N)."""
     removed: bool
     """Whether entries of it are set to zero."""
     mixed: bool

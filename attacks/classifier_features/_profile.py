@@ -37,8 +37,7 @@ _FLAT = 1e-12
 """Least entry of the diagonal, over the largest: directions that the residual does not see."""
 
 Batched = Callable[[Tensor, Tensor], Tensor]
-"""Function from points (S, n) and their starts' constants to residuals (S, e), or Jacobians
-(S, e, n)."""
+"""Function from points (S, n) and constants to residuals (S, e), or to Jacobians (S, e, n)."""
 Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function from points (S, n), their starts' constants and residuals r (S, e) to J'J (S, n, n) and
 J'r (S, n)."""

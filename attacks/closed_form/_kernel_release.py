@@ -96,8 +96,7 @@ class Matched:
 def read_model(observation: Observation, known: Tensor) -> KernelModel:
     """Reads the model that was released, given (m, d + c) other rows.
 
-    A predictor x'Qx is the same for x and -x: rows of it are those of the two that are more like
-    the others.
+    A predictor x'Qx is the same for x and -x: of the two, the row more like the others is taken.
 
     Raises:
         AttackFailed: the release does not determine it, or a defense is not known here.

@@ -106,8 +106,7 @@ def decompose_form(
 def complete_rows(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     """Completes (n - 1, d) known rows to all n of `form` Q (c, d, d), with coefficients (n, c).
 
-    The known rows come first, as they are; the last one has length 1 and an arbitrary sign.
-    `kernel` is S (d, d).
+    Known rows come first; the last one has length 1 and an arbitrary sign. `kernel` is S (d, d).
 
     Raises:
         AttackFailed: the rows that are known do not leave exactly one, or are too many.

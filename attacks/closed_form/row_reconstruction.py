@@ -162,8 +162,7 @@ class RowPosterior:
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
         """Estimates the mean (d + 1,) of the scaled row, from `samples` draws of each part.
 
-        `maxima` are (d + 1,) rows, the likeliest first; if no draw is within the ranges, that is
-        returned.
+        `maxima` are (d + 1,) rows, the likeliest first: the answer if no draw is within the ranges.
         """
         places = self.free.nonzero().flatten()
         parts: list[_Part] = []

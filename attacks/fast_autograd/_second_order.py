@@ -122,8 +122,7 @@ class _Layer:
         return y
 
     def _weights(self, algorithm: Algorithm, w: Tensor, fixed: bool) -> Tensor:
-        """Brings weights into the algorithm's form, once for those that stay over all
-        iterations."""
+        """Brings weights into the algorithm's form, once if they stay over all iterations."""
         if not fixed:
             return algorithm.weights(w)
         if self._form is not None:

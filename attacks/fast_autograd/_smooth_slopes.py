@@ -28,8 +28,7 @@ from fedsim_attacks.fast_autograd._second_order import replace_forward
 def smooth(model: nn.Module, width: float | Tensor) -> None:
     """Give the ReLUs and max pools of `model` smooth second derivatives of that `width`.
 
-    In units of their inputs, which norm layers before them bring to about 1. A tensor (0-d) may be
-    changed later.
+    In units of their inputs, about 1 behind norm layers. A tensor (0-d) may be changed later.
     """
     for module in model.modules():
         if isinstance(module, nn.ReLU):

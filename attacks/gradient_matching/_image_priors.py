@@ -56,8 +56,7 @@ def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
 def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the mean absolute difference of neighbours, three times as much in color.
 
-    Of `images` (N, 3, H, W), with its gradient in them; of any other number of channels
-    `total_variation`.
+    Also its gradient in `images` (N, 3, H, W). Of other numbers of channels: `total_variation`.
     """
     if images.shape[1] != len(_OPPONENTS):
         return total_variation(images)

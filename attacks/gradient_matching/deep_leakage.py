@@ -50,8 +50,7 @@ class GradientDistance(IterativeAttack[Descent]):
     """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1,
     from where batches take several times as many iterations."""
     tensors: Matched = "all"
-    """Tensors of the update that are matched: all, or those of the body, that is, all but the
-    classifier's head."""
+    """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
     @abstractmethod
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:

@@ -192,8 +192,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     public: str | None = None
     """The public data that `weights` was trained on, as its file has it: what the attacker had."""
     iterations: Annotated[int, Field(ge=1)] = 5500
-    """Steps of Adam, in both stages together; each divides its step size by 10 at 3/8, 5/8 and
-    7/8."""
+    """Steps of Adam in both stages; each divides its step size by 10 at 3/8, 5/8 and 7/8."""
     latent_iterations: Annotated[int, Field(ge=0)] | None = None
     """How many of them search codes, before the others train weights; default: one in eleven with
     `weights`, none without."""
@@ -205,8 +204,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     """Weight of the total variation, the mean absolute difference of neighbouring pixels. Jeon et
     al. have 0.000001 and Zhang et al. 0 in their code, which drew worse photos here."""
     tensors: Matched = "all"
-    """Tensors of the update that are matched: all, or those of the body, that is, all but the
-    classifier's head."""
+    """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
     @model_validator(mode="after")
     def _parameters_fit(self) -> GenerativePrior:

@@ -86,8 +86,7 @@ class GradInversion(IterativeAttack[Group]):
     noise: Annotated[float, Field(ge=0)] = 0.2
     """α_n: standard deviation of the Langevin noise of a step, in units of its step size."""
     tensors: Matched = "all"
-    """Tensors of the update that are matched: all, or those of the body, that is, all but the
-    classifier's head."""
+    """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Group:
         """Draws random images for every seed; labels are known, inferred or soft."""

@@ -42,8 +42,7 @@ _BEYOND = 1.05
 class HeadGradient:
     """The head's weights and the observed mean gradient of its parameters.
 
-    m hidden neurons, the last `config.planted` of them the server's; d features; K classes; N
-    images.
+    m hidden neurons, the last `config.planted` by the server; d features; K classes; N images.
     """
 
     hidden: Tensor

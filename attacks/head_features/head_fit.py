@@ -83,8 +83,7 @@ _ENTRIES = 4
 _REWEIGHTED = 3
 """Rounds of reweighting."""
 _UNSURE = 0.1
-"""Distance from its threshold, in standard deviations over neurons, within which a neuron is not
-used."""
+"""Distance from its threshold, in standard deviations, within which a neuron is not used."""
 _OUTLIER = 2.0
 """Residual, in units of the mean one, at which an entry counts half."""
 _ROW_RIDGE = 1e-5
@@ -141,8 +140,7 @@ def _row_signals(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[
 _HALVES_ALIKE = 0.8
 """Cosine of two columns of D from which two features may be halves of one."""
 _NEAR = 0.3
-"""Share of neurons, those nearest to their threshold, that show whether one feature stands for
-two."""
+"""Share of neurons, nearest to their threshold, that show whether a feature stands for two."""
 _TRIED = 2
 """Features that are tried to split, those that bend most."""
 _DENSE = 32

@@ -94,8 +94,7 @@ _ROUNDS = 100
 _TOLERANCE = 1e-12
 """Change of the relative error from one round to the next at which the rounds end."""
 _RIDGE = 1e-14
-"""Ridge of the least squares for a tensor of norm 1: two equal columns must not make them
-singular."""
+"""Ridge of the least squares for a tensor of norm 1, which equal columns make singular."""
 
 
 def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -190,8 +189,7 @@ class TensorFeatures(DirectAttack):
     """Subtract from g its constant and linear part in W, which have zero expected moments but most
     of the variance. The paper does not."""
     whiten: bool = False
-    """Use W (W'W / m)^(-1/2), whose sample covariance is I as the expected one of W is. The paper
-    does not."""
+    """Use W (W'W / m)^(-1/2), whose sample covariance is I. The paper does not."""
     rows: Literal["combined", "all"] = "combined"
     """What the moments are taken of: one sum g of two rows of ∂L/∂A, as in the paper, in which the
     images of a batch hide one another; or all rows, made orthonormal, where images of

@@ -143,8 +143,7 @@ def doubts(head: Head, features: Tensor) -> Tensor:
 def refit_features(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     """Fits the head's gradient from images' `features` (N, d); returns `other` if that is better.
 
-    In the images' order. None where `features` explain it already, but for noise: fitted ones would
-    be noise.
+    In the images' order. None where `features` explain it but for noise, which a fit would fit.
     """
     found = _fit(head, features.cpu(), other.cpu())
     return None if found is None else found.to(features.device)

@@ -31,8 +31,7 @@ _CHUNK = 256
 _STRENGTHS: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-12, 5))
 """Strengths of the ridge, over the mean variance of a feature."""
 _LEAST_VARIANCE = 1e-3
-"""Least variance of a normalized pixel in any direction: what is smaller is rounding, and
-compression."""
+"""Least variance of a normalized pixel in any direction: rounding and compression."""
 _ROUNDING = 1e-12
 """Share of the targets' energy: a residual below is the rounding of features and pixels (float32),
 and says nothing of a ridge."""
@@ -138,8 +137,7 @@ def _small_sides(height: int, width: int) -> tuple[int, int]:
 def _ridge(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Regresses `targets` (P, p) on centered `inputs` (P, d): weights (d, p) and residuals (P, p).
 
-    Residuals are as large as those of images that were not fitted, by the same
-    cross-validation.
+    Residuals are as large as those of other images, by the same cross-validation.
     """
     left_vectors: Tensor
     values: Tensor

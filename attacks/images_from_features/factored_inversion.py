@@ -330,8 +330,7 @@ class Phases:
     def _plan_first_stage(self, known: Signals, iterations: int, images: Tensor) -> Phase:
         """Makes the phase from the second stage's inputs to images; all stages follow.
 
-        Or, where those inputs are lost, that of all stages from random maps, in all `iterations`
-        left.
+        Or, where those inputs are lost, that of all stages from random maps.
         """
         peeled, settings = self.present, self._settings
         assert isinstance(peeled.misfit, StagePeeling)
@@ -481,8 +480,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
     iterations: Annotated[int, Field(ge=1)] = 1500
     """Steps of Adam."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
-    """Step size in units of normalized pixels, falling as a cosine; twice as much against
-    directions."""
+    """Step size in normalized pixels, falling as a cosine; twice as much against directions."""
     total_variation: Annotated[float, Field(ge=0)] = 0.02
     """Weight of the mean absolute difference of neighbouring pixels, three times that in color;
     it falls to 0.4 of it. More as noise demands; against directions it falls from ten times it."""

@@ -287,8 +287,7 @@ class _Search:
     def _polish(self, start: Tensor) -> _Ray | None:
         """Makes a combination (r,) precise.
 
-        None if entries are negative, one of the zeros does not follow from the rest, or they leave
-        it too vague.
+        None if entries are negative, or its zeros are no more than chance or leave it too vague.
         """
         cone, deviation = self.cone, self.deviation
         surely = len(cone) - 1 + int(_FEWEST * cone.shape[1])

@@ -31,8 +31,7 @@ _NEAR = 1e-3
 _SHARP, _SHARPER = 1e-6, 0.9
 """Width of the weights in the end, and by which factor it shrinks in an iteration."""
 _ZERO = 20.0
-"""Standard deviations of an error, up to which an entry is 0: rounding errs more where entries are
-larger."""
+"""Standard deviations of an error up to which an entry is 0: large entries round more."""
 _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
 """Sine up to which two combinations are the same: when they are precise, and before."""
 

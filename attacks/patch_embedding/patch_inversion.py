@@ -49,8 +49,7 @@ class PatchLayer:
     rows: Tensor
     """(P,) int64: the row of the position embedding of each patch."""
     pixels: Tensor
-    """(P, m) int64: which pixels of a flattened image (C, H, W) each patch has, in the order of the
-    weight's columns."""
+    """(P, m) int64: pixels of a flattened image in each patch, in the weight's order."""
 
 
 def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
@@ -175,8 +174,7 @@ def _candidates(
 _LEAST = -17.0
 _MOST = 3.0
 _STEPS = 201
-"""Powers of ten of the disturbance's variance that are compared, over the gradient's mean
-square."""
+"""Powers of ten of the disturbance's variance, over the gradient's mean square."""
 _REACH = 0.5
 """Distance over which the correlation of pixels falls to 1/e, in sides of an image."""
 
