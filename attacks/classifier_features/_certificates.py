@@ -1,7 +1,7 @@
 """Certificates: of which images an attacker knows that features and labels are right.
 
 A solution is certified where it reproduces the whole gradient to rounding, where its features are
-locally unique (`relative_errors`), and where no other solution does so well. Two things speak for
+locally unique (`bound_errors`), and where no other solution does so well. Two things speak for
 the last. Each equation beyond the unknowns is one more coincidence that a wrong one would need.
 And rivals are sought: from each label changed for another, from features longer and shorter, and
 from features of images of noise. What an image has in all rivals that explain as much is certified.

@@ -2,13 +2,12 @@
 
 Nobody has planted anything, and nothing is granted: the server is honest, the classifier the one
 that is trained. As long as there are more classes than images, the row space of ∂L/∂W is the
-features', and there are more equations than unknowns. All of the gradient is fitted (`profile`) or,
-of large problems, what its row space holds (`consistency`). Several local steps are followed along
-the path of the weights (`local_steps`). Labels are part of what is fitted: where it explains too
-little, some images get other features and labels (`exchange`). Entries that pruning removed are
-filled in (`completion`). How far rounding and noise leave the features open is computed for each
-image (`certainty`).
-"""
+features', and there are more equations than unknowns. All of the gradient is fitted (`Profile`) or,
+of large problems, what its row space holds (`Consistency`). Several local steps are followed along
+the path of the weights (`LocalPath`). Labels are part of what is fitted: where it explains too
+little, some images get other features and labels (`exchange_images`). Entries that pruning removed
+are filled in (`complete_gradient`). How far rounding and noise leave the features open is computed
+for each image (`bound_errors`). """
 
 from __future__ import annotations
 

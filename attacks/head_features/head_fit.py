@@ -5,8 +5,8 @@ teacher-student problem with N hidden units and far more equations (K m) than un
 noise averages out, and a subset of the neurons is enough until the last iterations.
 
 The fit descends by L-BFGS in variables that curve alike. Where it leaves more unexplained than
-noise can account for, it splits features to leave the local minimum (`moves`). What pruning has
-left of ∂L/∂W corrects it (`fit_rows`), given near features.
+noise can account for, it splits features to leave the local minimum (`propose_splits`). What
+pruning has left of ∂L/∂W corrects it (`fit_rows`), given near features.
 
 ∂L/∂w_j = Σ_i s_ij σ'(w_j'x_i + b_j) x_i is linear in the features once the signals s = A'D and the
 neurons that each image activates are known, and near features tell both. Each feature dimension is

@@ -108,7 +108,7 @@ def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tenso
 
     >>> axes = torch.eye(3, dtype=torch.float64)
     >>> cubes = torch.einsum("ci,cj,ck->ijk", axes, axes, axes)
-    >>> found, left = components(cubes, torch.Generator().manual_seed(0))
+    >>> found, left = find_components(cubes, torch.Generator().manual_seed(0))
     >>> bool(torch.allclose(found.abs().sort(0).values[-1], torch.ones(3, dtype=torch.float64)))
     True
     """
