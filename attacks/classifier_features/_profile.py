@@ -9,7 +9,8 @@ long before it hides them from the fit, whose errors are those that the noise al
 
 Many starts are fitted at once by Levenberg's and Marquardt's method (1944, 1963). Entries that
 pruning removed are filled in by what the features imply (`complete_gradient`). A search for labels
-goes on from fits of which some images are exchanged (`exchange_images`). """
+goes on from fits of which some images are exchanged (`exchange_images`).
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ of large problems, what its row space holds (`Consistency`). Several local steps
 the path of the weights (`LocalPath`). Labels are part of what is fitted: where it explains too
 little, some images get other features and labels (`exchange_images`). Entries that pruning removed
 are filled in (`complete_gradient`). How far rounding and noise leave the features open is computed
-for each image (`bound_errors`). """
+for each image (`bound_errors`).
+"""
 
 from __future__ import annotations
 
