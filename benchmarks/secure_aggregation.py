@@ -32,6 +32,7 @@ from fedsim.federation.secure_aggregation.layout import Layout, Ring
 from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.federation.secure_aggregation.server import SumServer
 from fedsim.federation.secure_aggregation.terms import Terms
+from fedsim.federation.serde import size_of
 from fedsim.types import Update
 
 T = TypeVar("T")
@@ -110,11 +111,11 @@ def case(clients: int, parameters: int) -> dict[str, Any]:
     mean = layout.sum_of(total, 0, clients - lost)
     error = float((mean.tensors["w"] - update.tensors["w"]).double().abs().max())
     up = (
-        wire.size(messages.order(messages.table(1, boxes)))
-        + wire.size(messages.order(messages.table(1, {0: directory[0].to_bytes()})))
-        + wire.size(messages.masked_answer(total, bytes(64)))
-        + wire.size(messages.order(messages.table(1, {lost: server.agreed[lost]})))
-        + wire.size(messages.order(messages.table(1, answers[lost])))
+        size_of(messages.order(messages.table(1, boxes)))
+        + size_of(messages.order(messages.table(1, {0: directory[0].to_bytes()})))
+        + size_of(messages.masked_answer(total, bytes(64)))
+        + size_of(messages.order(messages.table(1, {lost: server.agreed[lost]})))
+        + size_of(messages.order(messages.table(1, answers[lost])))
     )
     client = {
         name: statistics.median(clock.seconds[name])
@@ -129,7 +130,7 @@ def case(clients: int, parameters: int) -> dict[str, Any]:
         "server_seconds": sum(clock.seconds["server"]),
         "plain_server_seconds": sum(clock.seconds["plain"]),
         "bytes_up": up,
-        "of_plain": up / wire.size(wire.answer(update, None)),
+        "of_plain": up / size_of(wire.answer(update, None)),
         "error": error,
     }
 

@@ -253,7 +253,7 @@ def test_attacks_cannot_name_the_truth() -> None:
 def test_the_server_side_cannot_name_a_data_set() -> None:
     """What a server holds is built from a description (`Server.described`)."""
     wrong = starts("fedsim.data", "fedsim.training.workload", "fedsim.training.source")
-    for file in ("server_app.py", "tap.py", "averaging.py", "delivery.py", "spool.py"):
+    for file in ("server_app.py", "tap.py", "delivery.py", "spool.py"):
         assert not offenders(CORE / "federation" / file, wrong)
         assert not [name for name in imports(CORE / "federation" / file) if wrong(name)]  # type: ignore[operator]
     assert not [name for name in imports(CORE / "training" / "server.py") if wrong(name)]  # type: ignore[operator]

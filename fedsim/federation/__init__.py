@@ -54,17 +54,18 @@ def federate(
         FedsimError: see `refusals.check_scenario`; or `out` holds results of this stack and
             `resume` is false, or of another scenario; or the strategy failed.
     """
-    from fedsim.federation import client_state, strategies
+    from fedsim.federation import strategies
     from fedsim.federation.checkpoint import Checkpoints
     from fedsim.federation.client_app import FederationJob
     from fedsim.federation.refusals import check_scenario
+    from fedsim.recording import truth
     from fedsim.system import threads
     from fedsim.training.workload import Workload
     from fedsim.types import FedsimError
 
     check_scenario(scenario, [stack])
     checkpoints = Checkpoints(out, scenario, stack, server.census.held if server else None)
-    if not resume and (checkpoints.begun or client_state.has_truth(out, stack)):
+    if not resume and (checkpoints.begun or truth.home(out, stack).exists()):
         raise FedsimError(
             f"{out} holds results of the stack {stack!r}; resume that run, or use another folder"
         )

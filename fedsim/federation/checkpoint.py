@@ -2,7 +2,8 @@
 
     OUT/checkpoints/<stack>.safetensors     global model, the strategy's memory, and which round
 
-One file, replaced as a whole. Nothing is pickled, and a checkpoint of another scenario is refused.
+One file, replaced as a whole. Nothing is pickled. A checkpoint that is damaged, or of another
+scenario or other data, is refused with a `FedsimError`.
 """
 
 from __future__ import annotations
@@ -75,12 +76,10 @@ class Checkpoints:
         """Make the recordings what they were at the last checkpoint; returns its round, or 0.
 
         Later rounds come again.
-
-        Raises:
-            FedsimError: the checkpoint is of another scenario, or of clients with other counts.
         """
         index = self._index()
         done = index.round if index else 0
+        # One recording must never mix what two runs of a round saw.
         remove_rounds(self._recordings, done)
         shutil.rmtree(spool.scratch(self._out, self._stack), ignore_errors=True)
         for folder in (self._recordings, self._path.parent):
@@ -115,11 +114,7 @@ class Checkpoints:
         write_bytes(self._path, content, private=True)
 
     def load(self) -> Checkpoint | None:
-        """The latest checkpoint; None if there is none.
-
-        Raises:
-            FedsimError: it is damaged, or of another scenario.
-        """
+        """The latest checkpoint; None if there is none."""
         index = self._index()
         if index is None:
             return None

@@ -9,7 +9,8 @@ remember between rounds (error feedback, noise).
     OUT/client_state/<stack>/client-0000/opened.jsonl               for whom it agreed to open sums
     OUT/client_state/<stack>/client-0000/sum.json                   what it is to unmask, and when
 
-A file per round lets a resumed run go back to the state that its checkpoint saw.
+A file per round lets a resumed run go back to the state that its checkpoint saw. What a client has
+answered otherwise, and a damaged file, are refused with a `FedsimError`.
 """
 
 from __future__ import annotations
@@ -44,16 +45,6 @@ from fedsim.types import FedsimError, Tensors
 _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 
 
-def has_truth(out: Path, stack: str) -> bool:
-    """Whether clients of `stack` have written truth."""
-    return truth.home(out, stack).exists()
-
-
-def folder(out: Path, stack: str) -> Path:
-    """Where the states of `stack`'s clients lie."""
-    return out / "client_state" / stack
-
-
 @dataclass(frozen=True)
 class ClientState:
     """The memory of one client of one stack. `client` is a checked integer."""
@@ -75,6 +66,7 @@ class ClientState:
         """
         write_tensors(self._path(round), state)
         checkpoint = (round - 1) // checkpoint_every * checkpoint_every
+        # The newest state at or before the checkpoint is what a resumed run goes back to.
         covered = sorted(past for past in self._rounds() if past <= checkpoint)
         for past in covered[:-1]:
             self._path(past).unlink(missing_ok=True)
@@ -116,28 +108,18 @@ class ClientState:
         Args:
             asked: As `noise_use.release_key` says.
             inputs: All that decides the answer beside the client's data: weights, buffers, memory.
-
-        Raises:
-            FedsimError: it has answered at others, or in a later round and not in this one.
         """
         refuse_past(self._notes, asked, f"client {self.client}")
         use_once(self._notes, asked, inputs, f"client {self.client}")
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Note all that the client releases to what it is `asked`, as the last thing before it is.
-
-        Raises:
-            FedsimError: it has released something else.
-        """
+        """Note all that the client releases to what it is `asked`, last of all before it does."""
         note_release(self._notes, asked, release, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
         """Note that the client agrees to a sum of `round` for these clients, and for no others.
 
         Of two sums that differ in who is in them, the difference is what a client sent.
-
-        Raises:
-            FedsimError: it has agreed to that round's for others.
         """
         path = self._path(0).with_name("opened.jsonl")
         members = {"survivors": torch.tensor(sorted(survivors))}
@@ -152,11 +134,7 @@ class ClientState:
         write_bytes(self._path(0).with_name("sum.json"), content, private=True)
 
     def sum_of(self, round: int) -> dict[str, Any]:
-        """What `save_sum` kept; empty if it kept nothing of that round.
-
-        Raises:
-            FedsimError: it is damaged.
-        """
+        """What `save_sum` kept; empty if it kept nothing of that round."""
         path = self._path(0).with_name("sum.json")
         if not path.exists():
             return {}
@@ -180,4 +158,4 @@ class ClientState:
 
     def _path(self, round: int) -> Path:
         name = f"round-{round:04d}.safetensors"
-        return folder(self.out, self.stack) / f"client-{self.client:04d}" / name
+        return self.out / "client_state" / self.stack / f"client-{self.client:04d}" / name

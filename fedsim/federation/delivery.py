@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.supercore.run import Run
 
 from fedsim.federation import wire
 from fedsim.types import FedsimError
@@ -221,3 +223,41 @@ class Nodes:
         messages = [Message(greeting, node, f"query.{wire.IDENTIFY}") for node in nodes]
         for position, reply in exchange(self._grid, messages, timeout, expire_after=timeout):
             yield nodes[position], reply
+
+
+class WrappedGrid(Grid):
+    """Passes every call on to the grid that it wraps; a subclass looks at some of them."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def set_run(self, run: Run) -> None:
+        """See Grid."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """See Grid."""
+        return self._grid.run
+
+    def create_message(self, *arguments: Any, **named: Any) -> Message:
+        """See Grid."""
+        return self._grid.create_message(*arguments, **named)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """See Grid."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """See Grid."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """See Grid."""
+        return self._grid.pull_messages(message_ids)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """See Grid."""
+        return self._grid.send_and_receive(messages, timeout=timeout)

@@ -40,11 +40,7 @@ class Deployed:
 
     @classmethod
     def read(cls, out: Path) -> Deployed:
-        """What `save` wrote.
-
-        Raises:
-            FedsimError: `out` holds no deployed run.
-        """
+        """What `save` wrote."""
         path = out / "census.json"
         if not path.exists():
             raise FedsimError(NO_LINK)
@@ -78,11 +74,7 @@ class Deployed:
                 file.write(self.secret)
 
     def servers(self, scenario: Scenario) -> dict[str, Server]:
-        """What the server of each stack knows.
-
-        Raises:
-            FedsimError: the data cannot be described, or do not fit the learner.
-        """
+        """What the server of each stack knows."""
         described = load_dataset(scenario).without_training()
         return {
             name: Server(scenario, name, described, self.census, self._noise_seed(name))

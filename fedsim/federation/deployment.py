@@ -145,6 +145,7 @@ def most_bytes(server: Server) -> int:
         ]
         asked = max(len(one.sums) * one.length * one.ring_bits // 8 for one in layouts)
     parts = len(parameters) + len(buffers) + server.scenario.data.clients
+    # Twice: no honest answer is refused for a few bytes, and a hostile one is bounded all the same.
     return 2 * asked + parts * _PART_BYTES + _AROUND_BYTES
 
 

@@ -1,7 +1,8 @@
 """What a round's noise was used for: it follows from the seed and the round, and serves once.
 
 Two releases of different values with the same noise have a difference without any. The same value
-with two noises has less noise in the mean, and rounds out of order have the memory of others.
+with two noises has less noise in the mean, and rounds out of order have the memory of others. What
+would need one of these, and a note that is damaged, is refused with a `FedsimError`.
 """
 
 from __future__ import annotations
@@ -39,9 +40,6 @@ def use_once(
         values: What decides the release, or the release itself.
         who: Uses the noise, for the message.
         what: It uses, for the message.
-
-    Raises:
-        FedsimError: it was used for other values, or `path` is damaged.
     """
     at, noted = digest(*values), _read(path)
     before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
@@ -55,20 +53,12 @@ def use_once(
 
 
 def noted_rounds(path: Path) -> list[int]:
-    """The rounds in which noise was used.
-
-    Raises:
-        FedsimError: `path` is damaged.
-    """
+    """The rounds in which noise was used."""
     return [entry["asked"][0] for entry in _read(path)]
 
 
 def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
-    """Refuse what was not answered in its turn: a later round has been.
-
-    Raises:
-        FedsimError: it was not, or `path` is damaged.
-    """
+    """Refuse what was not answered in its turn: a later round has been."""
     noted = _read(path)
     is_released = any("release" in entry for entry in noted if entry["asked"] == list(own))
     last = max(noted_rounds(path), default=0)
@@ -87,9 +77,6 @@ def note_release(path: Path, own: tuple[int, ...], release: Sequence[Tensors], w
         own: As `release_key` says.
         release: All of it.
         who: Releases it, for the message.
-
-    Raises:
-        FedsimError: something else was released, if only by a rounding.
     """
     at, noted = digest(*release), _read(path)
     for entry in noted:

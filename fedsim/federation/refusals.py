@@ -170,23 +170,13 @@ def enough_share_the_noise(server: Server) -> None:
         )
 
 
-def sums_work(server: Server) -> None:
-    """A secure sum needs ranges, and noise that rounding leaves."""
-    plan.check(server)
-
-
-def promise_is_kept(server: Server) -> None:
-    """A stack that asks for an ε gets no larger one by the ledger."""
-    accounting.check_promise(server)
-
-
 OF_STACK: list[Callable[[Server], None]] = [
     neurons_to_plant,
     somebody_is_observed,
     somebody_looks,
     enough_share_the_noise,
-    sums_work,
-    promise_is_kept,
+    plan.check,
+    accounting.check_promise,
 ]
 
 

@@ -101,7 +101,7 @@ class _Training:
             parameters = self._train(round)
         finally:
             buffers = self._tap.end()
-        if parameters is not None:
+        if parameters is not None:  # statistics belong to their weights: both move, or neither
             self._parameters, self._buffers = parameters, buffers
         test_loss, test_accuracy = self._evaluate(round)
         tally = self._tap.tally

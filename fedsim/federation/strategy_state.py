@@ -23,11 +23,7 @@ Plain = Any
 
 
 def save(strategy: Strategy) -> tuple[Plain, dict[str, Tensor]]:
-    """The strategy's memory as (JSON, tensors that it refers to by name).
-
-    Raises:
-        FedsimError: it remembers something that cannot be saved.
-    """
+    """The strategy's memory as (JSON, tensors that it refers to by name)."""
     tensors: dict[str, Tensor] = {}
     return _save_attributes(strategy, type(strategy).__name__, tensors), tensors
 
@@ -52,7 +48,7 @@ def _save_attributes(strategy: Strategy, path: str, tensors: dict[str, Tensor]) 
 def _save(value: object, path: str, tensors: dict[str, Tensor]) -> Plain:
     if value is None or type(value) in (bool, int, str):
         return value
-    if type(value) is float:
+    if type(value) is float:  # as hexadecimal, to the last bit; JSON also has no NaN
         return {"kind": "float", "hex": value.hex()}
     if isinstance(value, np.ndarray | np.generic):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"

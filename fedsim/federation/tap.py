@@ -17,20 +17,26 @@ from pathlib import Path
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 from torch import Tensor
 
 from fedsim.contracts.defense import NoisyAggregation, shapes
 from fedsim.federation import wire
-from fedsim.federation.averaging import Averages, MeanRelease
-from fedsim.federation.delivery import Delivery, exchange
+from fedsim.federation.delivery import Delivery, WrappedGrid, exchange
 from fedsim.federation.noise_use import notes, release_key, use_once
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.secure_aggregation import plan
 from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.rounds import Model, SecureSum
 from fedsim.federation.secure_aggregation.terms import AbortedError
-from fedsim.federation.spool import BUDGET, Spool, lazy_record, scratch
+from fedsim.federation.serde import size_of
+from fedsim.federation.spool import (
+    BUDGET,
+    Averages,
+    MeanRelease,
+    Spool,
+    lazy_record,
+    scratch,
+)
 from fedsim.recording.files import save_observation
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
@@ -47,7 +53,7 @@ class _Ordered:
     probe: Probe | None
 
 
-class TapGrid(Grid):
+class TapGrid(WrappedGrid):
     """Wraps `grid`; a strategy trains through it. `begin` and `end` enclose a round."""
 
     def __init__(
@@ -67,7 +73,7 @@ class TapGrid(Grid):
             out: Recordings go below it.
             delivery: How messages travel.
         """
-        self._grid = grid
+        super().__init__(grid)
         self._server = server
         self._nodes = nodes
         self._clients: dict[int, int] = {}
@@ -132,15 +138,17 @@ class TapGrid(Grid):
         seconds = self._server.scenario.federation.timeout if timeout is None else timeout
         if self._server.protocol:
             return self._securely([self._client_of(message) for message in jobs], seconds)
+        # One content for all, so that a grid serializes it once.
         content = self._order(arrays, None)
         for message in jobs:
             message.content = content
-        self.tally.bytes_down = wire.size(content) * len(jobs)
+        self.tally.bytes_down = size_of(content) * len(jobs)
         probes = self._plan.probes
         observed = self._plan.observed
         orders = [_Ordered(message, self._client_of(message), None) for message in jobs]
         record = bool(observed) and not probes
         spools: dict[Probe | None, Spool] = {None: self._spool}
+        # Where probes are recorded, the round's own training is not.
         accepted = self._collect(orders, observed if record else [], seconds, spools)
         replies = self._replies(accepted[None], record=record)
         if self._plan.lookers:
@@ -303,7 +311,7 @@ class TapGrid(Grid):
         for position, reply in exchange(self._grid, messages, timeout, expire_after=expire):
             client, probe = orders[position].client, orders[position].probe
             if reply is not None and reply.has_content() and probe is None:
-                self.tally.bytes_up += wire.size(reply.content)
+                self.tally.bytes_up += size_of(reply.content)
             verdict = judge(reply, self._expected_of(client, probe))
             if verdict.answer and client in observed and not combines:
                 self._record(client, verdict.answer.update, probe)
@@ -424,36 +432,6 @@ class TapGrid(Grid):
 
     def _order(self, arrays: ArrayRecord, probe: Probe | None) -> RecordDict:
         return wire.order(self._round, arrays, wire.encode(self._buffers), probe)
-
-    # What a grid must also offer is passed through.
-
-    def set_run(self, run: Run) -> None:
-        """See Grid."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """See Grid."""
-        return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """See Grid."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """See Grid. What is sent this way is not recorded."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """See Grid. What is received this way is not recorded."""
-        return self._grid.pull_messages(message_ids)
 
 
 def _result(arrays: ArrayRecord, examples: int, loss: float | None) -> RecordDict:

@@ -19,21 +19,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from flwr.supercore.run import Run
 
 from fedsim.federation import wire
+from fedsim.federation.delivery import WrappedGrid
 from fedsim.recording import behind
 from fedsim.recording.exchanges import MOST_ROUNDS, Recorder, Side, Told
 from fedsim.system import paths
 from fedsim.types import FedsimError
 
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
-S = TypeVar("S", bound=Strategy)
+T = TypeVar("T", bound=Grid | Strategy)
 
 SECAGG = "secaggplus_configs"
 """Record of the stages of Flower's SecAgg+, whose masked answers have an empty record of arrays."""
@@ -48,36 +48,14 @@ _STALLED = 10.0
 _PENDING = 100_000
 
 
-@overload
 def tap(
-    target: S,
-    out: str | Path,
-    *,
-    rounds: Collection[int] | None = ...,
-    clients: int | None = ...,
-    max_gib: float = ...,
-) -> S: ...
-
-
-@overload
-def tap(
-    target: Grid,
-    out: str | Path,
-    *,
-    rounds: Collection[int] | None = ...,
-    clients: int | None = ...,
-    max_gib: float = ...,
-) -> Grid: ...
-
-
-def tap(
-    target: Grid | Strategy,
+    target: T,
     out: str | Path,
     *,
     rounds: Collection[int] | None = None,
     clients: int | None = None,
     max_gib: float = 8.0,
-) -> Grid | Strategy:
+) -> T:
     """Records what the server of a Flower app sees, below `out`; returns what to use instead.
 
     Of a grid that is a grid around it. Of a strategy it is the strategy itself, whose `start` from
@@ -93,20 +71,20 @@ def tap(
     Raises:
         FedsimError: `target` is neither, or a value is out of range.
     """
-    plan = _Plan.of(out, rounds, clients, max_gib)
+    recorder_of = _recorders(out, rounds, clients, max_gib)
     if isinstance(target, Strategy):
         start = target.start
 
         def tapped_start(grid: Grid, *arguments: Any, **named: Any) -> Any:
             try:
-                return start(_TappedGrid(grid, plan), *arguments, **named)
+                return start(_TappedGrid(grid, recorder_of), *arguments, **named)
             finally:
                 behind.finish()
 
         target.start = tapped_start  # type: ignore[method-assign]
         return target
     if isinstance(target, Grid):
-        return _TappedGrid(target, plan)
+        return cast("T", _TappedGrid(target, recorder_of))
     raise FedsimError(
         f"fedsim.tap: expected a Grid or a Strategy of flwr.serverapp, got {type(target).__name__}"
     )
@@ -127,12 +105,12 @@ def client_tap(
     Raises:
         FedsimError: a value is out of range.
     """
-    plan = _Plan.of(out, rounds, None, max_gib)
+    recorder_of = _recorders(out, rounds, None, max_gib)
 
     def mod(
         message: Message, context: Context, call_next: Callable[[Message, Context], Message]
     ) -> Message:
-        tape = _client_tape(plan, context) if trains(message) else None
+        tape = _client_tape(recorder_of, context) if trains(message) else None
         sent = None
         if tape:
             tape.begin([message])
@@ -147,10 +125,10 @@ def client_tap(
     return mod
 
 
-def _client_tape(plan: _Plan, context: Context) -> _Tape | None:
+def _client_tape(recorder_of: _Recorders, context: Context) -> _Tape | None:
     """Returns the tape of this client's run; None if its folder cannot be looked at."""
     try:
-        recorder = plan.recorder(context.run_id, "client")
+        recorder = recorder_of(context.run_id, "client")
         # Of messages that do not say which round they are of, those before this one are on disk.
         return _Tape(recorder, counted=recorder.count_recorded(context.node_id))
     except OSError as error:
@@ -158,43 +136,29 @@ def _client_tape(plan: _Plan, context: Context) -> _Tape | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What is to be recorded, and where."""
+_Recorders = Callable[[int, Side], Recorder]
 
-    out: Path
-    rounds: frozenset[int] | None
-    clients: int | None
-    max_bytes: int
 
-    @classmethod
-    def of(
-        cls,
-        out: str | Path,
-        rounds: Collection[int] | None,
-        clients: int | None,
-        max_gib: float,
-    ) -> _Plan:
-        chosen = None if rounds is None else frozenset(rounds)
-        if chosen is not None and not all(1 <= round <= MOST_ROUNDS for round in chosen):
-            raise FedsimError(f"rounds: expected 1 to {MOST_ROUNDS}, got {sorted(chosen)}")
-        if clients is not None and clients < 1:
-            raise FedsimError(f"clients: expected at least 1, got {clients}")
-        if not 0 < max_gib < math.inf:
-            raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
-        folder = Path(out).absolute()  # an app may change its folder
-        paths.writable_folder(folder, "out")
-        return cls(out=folder, rounds=chosen, clients=clients, max_bytes=int(max_gib * paths.GIB))
+def _recorders(
+    out: str | Path, rounds: Collection[int] | None, clients: int | None, max_gib: float
+) -> _Recorders:
+    """Returns what makes the recorder of a run, by its number and the side that records."""
+    chosen = None if rounds is None else frozenset(rounds)
+    if chosen is not None and not all(1 <= round <= MOST_ROUNDS for round in chosen):
+        raise FedsimError(f"rounds: expected 1 to {MOST_ROUNDS}, got {sorted(chosen)}")
+    if clients is not None and clients < 1:
+        raise FedsimError(f"clients: expected at least 1, got {clients}")
+    folder, max_bytes = folder_with_room(out, max_gib)
+    return partial(Recorder, folder, rounds=chosen, clients=clients, max_bytes=max_bytes)
 
-    def recorder(self, run_id: int, side: Side) -> Recorder:
-        return Recorder(
-            self.out,
-            run_id,
-            side,
-            rounds=self.rounds,
-            clients=self.clients,
-            max_bytes=self.max_bytes,
-        )
+
+def folder_with_room(out: str | Path, max_gib: float) -> tuple[Path, int]:
+    """Returns the folder of a tap or a witness, and the bytes that a run may take in it."""
+    if not 0 < max_gib < math.inf:
+        raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
+    folder = Path(out).absolute()  # an app may change its folder
+    paths.writable_folder(folder, "out")
+    return folder, int(max_gib * paths.GIB)
 
 
 @dataclass(kw_only=True)
@@ -321,12 +285,12 @@ class _Tape:
             _log.warning("fedsim.tap: an exchange is not recorded: %s", error)
 
 
-class _TappedGrid(Grid):
+class _TappedGrid(WrappedGrid):
     """A grid that records what passes through it."""
 
-    def __init__(self, grid: Grid, plan: _Plan) -> None:
-        self._grid = grid
-        self._plan = plan
+    def __init__(self, grid: Grid, recorder_of: _Recorders) -> None:
+        super().__init__(grid)
+        self._recorder_of = recorder_of
         self._tapes: dict[int, _Tape] = {}
         self._pending: dict[str, _Sent] = {}
         """Message id -> order that was pushed."""
@@ -339,23 +303,6 @@ class _TappedGrid(Grid):
         if "_grid" not in self.__dict__:  # in a copy that is being made
             raise AttributeError(name)
         return getattr(self._grid, name)
-
-    def set_run(self, run: Run) -> None:
-        """See Grid."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """See Grid."""
-        return self._grid.run
-
-    def create_message(self, *arguments: Any, **named: Any) -> Message:
-        """See Grid."""
-        return self._grid.create_message(*arguments, **named)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """See Grid."""
-        return self._grid.get_node_ids()
 
     def get_nodes(self) -> Any:
         """See Grid."""
@@ -426,7 +373,7 @@ class _TappedGrid(Grid):
     def _tape(self) -> _Tape:
         run_id = self._grid.run.run_id
         if run_id not in self._tapes:
-            self._tapes[run_id] = _Tape(self._plan.recorder(run_id, "server"))
+            self._tapes[run_id] = _Tape(self._recorder_of(run_id, "server"))
         return self._tapes[run_id]
 
 
@@ -446,11 +393,7 @@ def round_of(content: RecordDict) -> int | None:
 
 
 def _model(content: RecordDict, key: str | None) -> tuple[str, ArrayRecord]:
-    """Returns the record of arrays called `key`, or the only one, with its name.
-
-    Raises:
-        FedsimError: there is none, or there are several of other names.
-    """
+    """Returns the record of arrays called `key`, or the only one, with its name."""
     records = {n: r for n, r in content.items() if isinstance(r, ArrayRecord)}
     if key in records:
         return str(key), records[str(key)]

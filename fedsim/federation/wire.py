@@ -5,6 +5,8 @@
 
 The update is what the defense stack released, in its own units (a gradient, or a weight delta) and
 not the new weights: float32 weights cannot carry an update that is 1e-8 of their size.
+
+Whatever reads a message raises a `MalformedError` if a part is missing or of another form.
 """
 
 from __future__ import annotations
@@ -19,8 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.common.serde import config_record_to_proto, metric_record_to_proto
-from flwr.proto.recorddict_pb2 import Array as ProtoArray
 from torch import Tensor
 
 from fedsim.training.schedule import Probe
@@ -112,11 +112,7 @@ def decode(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
-    """Flower arrays -> contiguous NumPy arrays, which share the bytes of the message if they can.
-
-    Raises:
-        MalformedError: one of them is no array.
-    """
+    """Flower arrays -> contiguous NumPy arrays that share the message's bytes if they can."""
     return {name: np.asarray(_values(name, array), order="C") for name, array in record.items()}
 
 
@@ -138,9 +134,6 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
         content: Of the message.
         form: Parameters and buffers whose names, shapes and types those of the order have to have,
             and in whose order they are returned: noise is drawn in it.
-
-    Raises:
-        MalformedError: a part is missing or of another type.
     """
     parameters, buffers = arrays_of(content, ARRAYS), arrays_of(content, BUFFERS)
     config = config_of(content)
@@ -170,11 +163,7 @@ def answer(update: Update, loss: float | None) -> RecordDict:
 
 
 def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
-    """What a client answered, checked against what it must look like. Values are not judged.
-
-    Raises:
-        MalformedError: names, shapes, dtypes or counts are wrong.
-    """
+    """What a client answered, checked against what it must look like. Values are not judged."""
     if set(content) != {ARRAYS, BUFFERS, METRICS}:
         raise MalformedError(f"the answer holds {_list_names(content)}")
     metrics = content[METRICS]
@@ -207,11 +196,7 @@ def greeting(done: int) -> RecordDict:
 
 
 def read_done(content: RecordDict) -> int:
-    """After how many rounds a node is greeted.
-
-    Raises:
-        MalformedError: the greeting does not say.
-    """
+    """After how many rounds a node is greeted."""
     return integer(config_of(content), ROUND, 0)
 
 
@@ -221,55 +206,12 @@ def identity(client: int) -> RecordDict:
 
 
 def read_client(content: RecordDict) -> int:
-    """Reads the client that a node says it is.
-
-    Raises:
-        MalformedError: it does not say.
-    """
+    """Reads the client that a node says it is."""
     return integer(config_of(content), CLIENT, 0)
 
 
-def size(content: RecordDict) -> int:
-    """Bytes of `content` in Flower's serialization; the envelope of a message adds about 150.
-
-    Reckoned from the wire format of protocol buffers, since serializing again would copy every
-    array.
-    """
-    total = 0
-    for key, record in content.items():
-        if isinstance(record, ArrayRecord):
-            body = sum(
-                _field_size(_entry(name, _array_size(array))) for name, array in record.items()
-            )
-        elif isinstance(record, MetricRecord):
-            body = metric_record_to_proto(record).ByteSize()
-        else:
-            body = config_record_to_proto(record).ByteSize()
-        total += _field_size(_entry(key, body))
-    return total
-
-
-def _array_size(array: Array) -> int:
-    header = ProtoArray(dtype=array.dtype, shape=array.shape, stype=array.stype)
-    return int(header.ByteSize()) + _field_size(len(array.data))
-
-
-def _entry(key: str, body: int) -> int:
-    """A key and a message of `body` bytes."""
-    return _field_size(len(key.encode())) + _field_size(body)
-
-
-def _field_size(length: int) -> int:
-    """A field of `length` bytes: its tag, its length as a varint, and itself."""
-    return 1 + max(1, (length.bit_length() + 6) // 7) + length
-
-
 def decode_like(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
-    """Decode arrays that have the names, types and shapes of `like`.
-
-    Raises:
-        MalformedError: they have others.
-    """
+    """Decode arrays that have the names, types and shapes of `like`."""
     if set(record) != set(like):
         odd = sorted(set(record) ^ set(like))
         raise MalformedError(f"wrong names: {_list_names(odd)} (missing, or not of the model)")
@@ -280,6 +222,7 @@ def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
     """Decode one array."""
     values = _values(name, array)
     try:
+        # A copy: the bytes of a message are read-only, and gone with it.
         tensor = torch.from_numpy(values.copy(order="C"))
     except (TypeError, ValueError) as error:
         told = f"{values.dtype} of shape {values.shape} is no tensor: {error}"
@@ -298,6 +241,7 @@ def _values(name: str, array: Array) -> np.ndarray[Any, Any]:
         raise MalformedError(f"{name}: serialized as {array.stype[:40]!r}, expected numpy.ndarray")
     shape, fortran, dtype, start = _header(name, array.data)
     payload = len(array.data) - start
+    # Before anything of that size is made: a header may claim any shape.
     if math.prod(shape) * dtype.itemsize != payload:
         raise MalformedError(f"{name}: {payload} bytes do not make an array of shape {shape}")
     flat = np.frombuffer(array.data, dtype, offset=start)
@@ -309,6 +253,7 @@ def _values(name: str, array: Array) -> np.ndarray[Any, Any]:
 
 def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """(shape, whether in Fortran's order, dtype, where the values start) of a NumPy file."""
+    # Version 1.0: 6 bytes of magic, 2 of version, 2 that say how long the header is.
     start = 10 + int.from_bytes(data[8:10], "little")
     try:
         shape, fortran, dtype = _parse_header(data[:start])
@@ -329,11 +274,7 @@ def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
-    """The arrays of a message under `key`.
-
-    Raises:
-        MalformedError: there are none.
-    """
+    """The arrays of a message under `key`."""
     record = content.get(key)
     if not isinstance(record, ArrayRecord):
         raise MalformedError(f"{key!r} is not an array record")
@@ -341,11 +282,7 @@ def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
 
 
 def config_of(content: RecordDict) -> ConfigRecord:
-    """The numbers and texts of a message.
-
-    Raises:
-        MalformedError: there are none.
-    """
+    """The numbers and texts of a message."""
     record = content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise MalformedError(f"the message has no {CONFIG!r}")
@@ -353,11 +290,7 @@ def config_of(content: RecordDict) -> ConfigRecord:
 
 
 def integer(record: Mapping[str, object], key: str, least: int) -> int:
-    """An integer of a record, from `least` on.
-
-    Raises:
-        MalformedError: it is not there, or something else.
-    """
+    """An integer of a record, from `least` on."""
     value = record.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MAX_EXAMPLES:
         raise MalformedError(f"{key} is {str(value)[:40]!r}, expected an integer from {least}")

@@ -8,16 +8,14 @@ What it keeps stays on the client's own disk. No message says that it is there, 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 from flwr.app import Context, Message
 
-from fedsim.federation.tapping import Mod, round_of, trains
+from fedsim.federation.tapping import Mod, folder_with_room, round_of, trains
 from fedsim.recording.witnessed import Witnessed, run_of, save_unseen, save_witnessed
-from fedsim.system import paths
 from fedsim.training.watching import Steps, watch_training
 from fedsim.types import FedsimError
 
@@ -47,10 +45,7 @@ def witness(
     """
     if max_images < 1:
         raise FedsimError(f"max_images: expected at least 1, got {max_images}")
-    if not 0 < max_gib < math.inf:
-        raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
-    folder = Path(out).absolute()
-    paths.writable_folder(folder, "out")
+    folder, max_bytes = folder_with_room(out, max_gib)
     wanted = None if rounds is None else frozenset(rounds)
 
     def mod(
@@ -64,7 +59,7 @@ def witness(
         with watch_training(max_images) as steps:
             reply = call_next(message, context)
         try:
-            _keep(folder, steps, message, context, round, int(max_gib * paths.GIB))
+            _keep(folder, steps, message, context, round, max_bytes)
         except Exception as error:  # the app goes on without a witness
             _log.warning("fedsim.witness: what was trained on is not kept: %s", error)
         return reply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.recording.witnessed import Witnessed, read_witnessed, save_witnessed
 from fedsim.report import leaderboard_rows
 from fedsim.types import FedsimError
+
+pytestmark = pytest.mark.usefixtures("attacks_here")
 
 State = dict[str, Tensor]
 RUN, NODE, ORDER = 1, 2, "order"
@@ -103,6 +106,11 @@ def test_what_is_not_hostile_is_assessed(tmp_path: Path) -> None:
     assert row["metrics"]["label_accuracy"] == 1.0
     assert row["scenario"] == "x-script"
     assert "</script>" not in (run.out / "results.jsonl").read_text()
+    # No other client was witnessed: the guess is of the victim's own images, and no public one.
+    notes = json.loads((run.out / "record.json").read_text())["notes"].values()
+    assert any("learned from the victims' own images" in note for note in notes)
+    assert row["baseline"]["public"] is None
+    assert "one can guess better than that" not in run.report.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,32 +64,22 @@ def ask(
         return client_app.build(job, plan)(message, context)
 
 
-@pytest.mark.parametrize("client", [-1, 4, "0", "../../etc", True, None, 1.0])
-def test_a_node_that_is_no_client_of_the_scenario_is_refused(
-    client: object, tmp_path: Path
-) -> None:
-    with pytest.raises(FedsimError, match="partition-id"):
-        ask(tmp_path, client=client)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_round_past_the_last_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FedsimError, match="round 4 is past"):
-        ask(tmp_path, round=4)
-
-
 @pytest.mark.parametrize(
-    ("round", "probe"),
+    ("order", "said"),
     [
-        (1, Probe(batch_size=3, trial=0)),
-        (1, Probe(batch_size=2, trial=1)),
-        (2, Probe(batch_size=2, trial=0)),
+        *(({"client": who}, "partition-id") for who in (-1, 4, "0", "../../etc", True, None, 1.0)),
+        ({"round": 4}, "round 4 is past"),
+        ({"probe": Probe(batch_size=3, trial=0)}, "no such probe is planned"),
+        ({"probe": Probe(batch_size=2, trial=1)}, "no such probe is planned"),
+        ({"round": 2, "probe": Probe(batch_size=2, trial=0)}, "no such probe is planned"),
     ],
 )
-def test_only_planned_probes_are_answered(round: int, probe: Probe, tmp_path: Path) -> None:
-    """A server cannot make a client compute, or write, what the scenario does not say."""
-    with pytest.raises(FedsimError, match="no such probe is planned"):
-        ask(tmp_path, round=round, probe=probe)
+def test_what_the_scenario_does_not_say_is_refused(
+    order: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """A server cannot make a client compute, or write, what is not planned of it."""
+    with pytest.raises(FedsimError, match=said):
+        ask(tmp_path, **order)
     assert not list(tmp_path.iterdir())
 
 

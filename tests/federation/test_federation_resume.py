@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federation_support import STRATEGIES, contents, results, scenario, train, workload
+import torch
+from federation_support import (
+    STRATEGIES,
+    contents,
+    final_model,
+    observation,
+    results,
+    same,
+    scenario,
+    train,
+    workload,
+)
 
 from fedsim.federation import federate, strategies
 from fedsim.federation.checkpoint import Checkpoints
@@ -63,7 +74,7 @@ def test_a_kill_before_any_write_changes_nothing(tmp_path: Path) -> None:
         expected = {r["round"]: r for r in results(train(wanted, tmp_path / "whole", "topk"))}
     whole = contents(tmp_path / "whole")
     assert writes[0] > 20
-    for moment in range(1, writes[0], 4):
+    for moment in range(1, writes[0], 9):
         out = tmp_path / f"killed-{moment}"
         with pytest.MonkeyPatch.context() as patch:
             count_writes(patch, moment)
@@ -92,6 +103,7 @@ federate(Scenario.model_validate_json(sys.argv[1]), "topk", Path(sys.argv[2]), r
 """
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume(tmp_path: Path) -> None:
     wanted = demanding()
     wanted = wanted.model_copy(
@@ -143,12 +155,22 @@ def stop_after(wanted: Scenario, out: Path, last: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", strategies.names())
-def test_every_strategy_resumes(name: str, tmp_path: Path) -> None:
+def test_every_strategy_trains_and_resumes(name: str, tmp_path: Path) -> None:
+    """And does not change what the tap has seen: the client's own update."""
     wanted = scenario(
         federation={"strategy": name, "strategy_parameters": STRATEGIES.get(name, {})},
         training__rounds=3,
     )
-    expected = results(train(wanted, tmp_path / "whole"))
+    records = train(wanted, tmp_path / "whole")
+    assert [record.aggregated for record in records] == [4, 4, 4], records[0].details
+    assert not any(record.details for record in records)
+    after, plan = final_model(tmp_path / "whole", wanted), workload(wanted)
+    assert all(bool(torch.isfinite(value).all()) for value in after.values())
+    assert not same(after, dict(plan.initial()[0]))
+    seen = observation(tmp_path / "whole", "none/round-0001/client-0000-training")
+    honest = plan.client_update(0, 1, *plan.initial(), {})
+    assert same(dict(seen.update), dict(honest.update.tensors))
+
     with pytest.MonkeyPatch.context() as patch:
         save = Checkpoints.save
 
@@ -160,7 +182,8 @@ def test_every_strategy_resumes(name: str, tmp_path: Path) -> None:
         patch.setattr(Checkpoints, "save", save_once)
         with pytest.raises(Killed):
             train(wanted, tmp_path / "killed")
-    assert results(train(wanted, tmp_path / "killed", resume=True)) == expected[1:]
+    resumed = results(train(wanted, tmp_path / "killed", resume=True))
+    assert resumed == results(records)[1:]
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
@@ -195,30 +218,25 @@ def test_memory_of_no_checkpoint_is_forgotten(tmp_path: Path) -> None:
     assert contents(tmp_path / "used") == contents(tmp_path / "new")
 
 
-def test_a_complete_run_trains_nothing(tmp_path: Path) -> None:
+def test_a_complete_run_is_left_alone(tmp_path: Path) -> None:
+    """It trains nothing more, nor another scenario; what changes no result may change."""
     wanted = scenario()
     assert len(train(wanted, tmp_path)) == 3
     before = contents(tmp_path)
-    assert train(wanted, tmp_path, resume=True) == []
-    assert contents(tmp_path) == before
-
-
-def test_a_used_folder_is_refused_without_resume(tmp_path: Path) -> None:
-    wanted = scenario()
-    train(wanted, tmp_path)
+    changed = scenario(federation={"timeout": 5.0, "checkpoint_every": 2}, description="other")
+    for same_run in (wanted, changed):
+        assert train(same_run, tmp_path, resume=True) == []
     with pytest.raises(FedsimError, match="holds results of the stack 'none'; resume"):
         train(wanted, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change", [{"seed": 4}, {"training__rounds": 4}, {"federation": {"strategy": "FedAvgM"}}]
-)
-def test_a_checkpoint_of_another_scenario_is_refused(
-    change: dict[str, Any], tmp_path: Path
-) -> None:
-    train(scenario(), tmp_path)
-    with pytest.raises(FedsimError, match="a checkpoint of another scenario"):
-        train(scenario(**change), tmp_path, resume=True)
+    changes: list[dict[str, Any]] = [
+        {"seed": 4},
+        {"training__rounds": 4},
+        {"federation": {"strategy": "FedAvgM"}},
+    ]
+    for change in changes:
+        with pytest.raises(FedsimError, match="a checkpoint of another scenario"):
+            train(scenario(**change), tmp_path, resume=True)
+    assert contents(tmp_path) == before
 
 
 def test_a_checkpoint_of_more_data_is_refused(tmp_path: Path) -> None:
@@ -241,12 +259,6 @@ def test_a_checkpoint_of_more_data_is_refused(tmp_path: Path) -> None:
         go(800, resume=True)
     go(400, resume=True)
     assert len(told) == wanted.training.rounds
-
-
-def test_what_does_not_change_the_results_may_change(tmp_path: Path) -> None:
-    train(scenario(), tmp_path)
-    changed = scenario(federation={"timeout": 5.0, "checkpoint_every": 2}, description="other")
-    assert train(changed, tmp_path, resume=True) == []
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from federation_support import contents, results, scenario, train
@@ -18,10 +18,8 @@ from fedsim.federation.client_state import ClientState
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.refusals import check_scenario
 from fedsim.scenario import Scenario
-from fedsim.scenario.model import Federation
 from fedsim.types import FedsimError
 
-ENGINES = get_args(Federation.model_fields["engine"].annotation)
 STACKS = {
     "topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}],
     "secure": [{"name": "aggregate"}],
@@ -39,12 +37,6 @@ def demanding(engine: str, **changes: Any) -> Scenario:
     )
 
 
-def test_every_engine_is_in_the_page_of_scenarios() -> None:
-    page = Path(__file__).parents[2] / "docs" / "scenarios.md"
-    section = page.read_text(encoding="utf-8").partition("## Engines")[2].partition("\n## ")[0]
-    assert [name for name in ENGINES if f"engine: {name}" not in section] == []
-
-
 def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FedsimError, match=r"pip install 'fedsim\[simulation\]'"):
@@ -53,18 +45,16 @@ def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"local"}))
 @pytest.mark.parametrize("stack", STACKS)
-def test_each_engine_leaves_the_same_bytes(stack: str, engine: str, tmp_path: Path) -> None:
+def test_each_engine_leaves_the_same_bytes(stack: str, tmp_path: Path) -> None:
     rounds: dict[str, list[dict[str, Any]]] = {}
-    for name in ("local", engine):
+    for name in ("local", "simulation"):
         rounds[name] = results(train(demanding(name), tmp_path / name, stack))
-    assert rounds[engine] == rounds["local"]
-    assert contents(tmp_path / engine) == contents(tmp_path / "local")
+    assert rounds["simulation"] == rounds["local"]
+    assert contents(tmp_path / "simulation") == contents(tmp_path / "local")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["local", pytest.param("simulation", marks=pytest.mark.slow)])
 def test_a_client_that_fails_is_counted_and_the_others_go_on(engine: str, tmp_path: Path) -> None:
     """Its memory on disk is damaged after the first round."""
     wanted = demanding(engine, participation=1.0)

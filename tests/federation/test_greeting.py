@@ -88,14 +88,3 @@ def test_too_few_nodes_are_waited_for_only_so_long() -> None:
     with pytest.raises(FedsimError, match="1 node of 2 came in 0 s, and 0 answered"):
         list(roll_call(answers.grid, 2, RecordDict(), "identify", 0.2, told.append))
     assert told == [1]  # once, and not at every look
-
-
-def test_a_node_that_was_away_for_a_round_is_the_same_client() -> None:
-    answers = Answers(client, [10, 11])
-    nodes = Nodes(answers.grid, 2)
-    nodes.gather(0)
-    answers.nodes = [10]
-    assert nodes.refresh(1) == []
-    answers.nodes = [10, 11]
-    assert nodes.refresh(2) == []
-    assert nodes.by_client == {0: 10, 1: 11}

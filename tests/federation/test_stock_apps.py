@@ -61,7 +61,9 @@ def retrained(model: nn.Module, exchange: Exchange, testimony: Testimony) -> dic
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("name", ["quickstart", "advanced", "embedded", "resnet"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "advanced", "embedded", pytest.param("resnet", marks=pytest.mark.slow)]
+)
 def test_training_on_what_was_witnessed_gives_what_was_tapped(name: str, ran: Any) -> None:
     """Tap and witness together hold the whole truth: the same steps lead to the same answer."""
     folder = ran(name)
@@ -107,6 +109,7 @@ def test_a_tapped_app_computes_what_the_untapped_does(tmp_path: Path) -> None:
         assert torch.equal(value, weights[1][name])
 
 
+@pytest.mark.usefixtures("attacks_here")
 def test_a_report_of_the_quickstart_app(ran: Any) -> None:
     folder = ran("quickstart")
     app = APP["quickstart"]
@@ -137,24 +140,3 @@ def test_a_report_of_the_quickstart_app(ran: Any) -> None:
     notes = json.loads((finished.out / "record.json").read_text())["notes"].values()
     assert not any(note.startswith("guess:") for note in notes)
     assert all(row["baseline"]["public"] for row in rows)
-
-
-def test_a_guess_of_the_victims_own_images_is_not_called_public(ran: Any) -> None:
-    folder = ran("resnet")
-    app = APP["resnet"]
-    with imported(folder):
-        finished = assess(
-            folder / "tapped",
-            app.model,
-            truth=folder / "witnessed",
-            out=folder / "report",
-            mean=app.mean,
-            std=app.std,
-            attacks={"label_inference": {}},
-            clients=4,
-            workers=1,
-        )
-    notes = json.loads((finished.out / "record.json").read_text())["notes"].values()
-    assert any("learned from the victims' own images" in note for note in notes)
-    assert all(row["baseline"]["public"] is None for row in finished.rows())
-    assert "one can guess better than that" not in finished.report.read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 Flower signs no more of a request than its time, and accepts a signature for five minutes: whoever
 saw one can use it for any request of that node. It reads a whole body before it asks who sent it,
 and believes a node that says that its message comes from another node, or from the server. None of
-this passes here.
+this passes here: it raises a `Refusal`.
 """
 
 from __future__ import annotations
@@ -77,11 +77,7 @@ class Signature:
 
 
 def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
-    """Returns the headers of a request that passes, each once, among them its content-length.
-
-    Raises:
-        Refusal: it does not pass.
-    """
+    """Returns the headers of a request that passes, each once, among them its content-length."""
     headers = dict(request.headers)
     if not _FLEET.fullmatch(request.target):
         raise Refusal(404, "not the Fleet API")
@@ -117,9 +113,6 @@ def check_replies(body: bytes) -> None:
     """Refuses an announcement of anything but the node's own replies to the server.
 
     The SuperLink has checked that the node is the one whose key signed, and looks no further.
-
-    Raises:
-        Refusal: a message comes from another node, goes to one, or answers nothing.
     """
     try:
         request = PushMessagesRequest.FromString(body)
@@ -147,12 +140,7 @@ class Signatures:
         self._held: Counter[bytes] = Counter()  # bytes of announcements, by key
 
     def claim(self, headers: Mapping[bytes, bytes]) -> Signature:
-        """Returns the signature among vetted `headers`, which from now on is used.
-
-        Raises:
-            Refusal: there is none, it is invalid, too old or too new, it was used, or its key is
-                new and the body large.
-        """
+        """Returns the signature among vetted `headers`, which from now on is used."""
         signature, signed_at = _verify(headers)
         now = time.time()
         if not -_NEWEST_SECONDS < now - signed_at < _OLDEST_SECONDS:
@@ -176,11 +164,7 @@ class Signatures:
 
     @contextmanager
     def holding(self, key: bytes, size: int) -> Iterator[None]:
-        """Counts an announcement of replies of `size` bytes as held for `key`, inside the block.
-
-        Raises:
-            Refusal: so much is held for this key already, or for all together.
-        """
+        """Counts an announcement of replies of `size` bytes as held for `key`, inside the block."""
         is_small = size <= _STRANGER_BYTES
         if self._held[key] + size > _REPLIES_BYTES or (
             not is_small and self._held.total() + size > _HELD_BYTES
@@ -191,7 +175,7 @@ class Signatures:
             yield
         finally:
             self._held[key] -= size
-            self._held += Counter()  # without keys of which nothing is held
+            self._held += Counter()  # drops keys of which nothing is held, so that none pile up
 
     def settle(self, signature: Signature, *, is_accepted: bool) -> None:
         """Takes in whether the SuperLink accepted the request.

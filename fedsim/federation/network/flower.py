@@ -300,7 +300,7 @@ def server_app(
     runtime = RuntimeHttpClient.from_server_address(
         link.superlink, insecure, roots, interceptors, retry_invoker=_retry_for(patience)
     )
-    before = vars(TaskIdentity).copy()
+    before = vars(TaskIdentity).copy()  # Flower keeps it by process, and another run may be there
     grid = None
     try:
         try:
@@ -398,11 +398,7 @@ def _execute(runtime: str, token: str, answer: Callable[[Message, Context], Mess
 def _start_run(
     control: ControlHttpClient, runtime: RuntimeHttpClient, config: Mapping[str, str]
 ) -> str:
-    """Start a run, and return the token of its ServerApp's task.
-
-    Raises:
-        FedsimError: the SuperLink refuses, or another executor takes the task.
-    """
+    """Start a run, and return the token of its ServerApp's task."""
     for _ in range(_STARTS):
         if token := _claim(runtime, _request_run(control, config)):
             return token
@@ -502,6 +498,7 @@ def _reporting(grid: HttpGrid) -> Iterator[Context]:
         why = f"{type(error).__name__}: {error}"[:_REASON]
         raise
     finally:
+        # The run is over: a SuperLink that is away is not waited for to be told so.
         grid._retry_invoker.max_tries = 1
         with suppress(Exception):
             client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=why))

@@ -76,7 +76,7 @@ class Gate:
         self._listen, self._settings, self._log = listen, settings, log
         self._stack = ExitStack()
 
-    def __enter__(self) -> Gate:
+    def start(self) -> Gate:
         """Listens, then starts the process; clients may connect from here on.
 
         Raises:
@@ -99,13 +99,20 @@ class Gate:
             self._process = self._stack.enter_context(processes.child(_in_child, *arguments))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Ends the process, if it has not ended."""
         self._stack.close()
 
+    def __enter__(self) -> Gate:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     @property
-    def is_running(self) -> bool:
-        """Whether its process is still there."""
-        return self._process.is_alive()
+    def status(self) -> int | None:
+        """What its process ended with; None while it runs."""
+        return self._process.exitcode
 
     @property
     def pid(self) -> int:
@@ -164,9 +171,6 @@ class _Server:
         """Takes in that a connection is of the node with this `key`.
 
         Nodes leave a share of the connections to strangers: each of them was one.
-
-        Raises:
-            Refusal: it has too many.
         """
         if party.of == key:
             return

@@ -7,6 +7,8 @@ HOME/runs/<run>/census             how many examples each client has in it
 HOME/runs/<run>/data               a digest of the node's own
 HOME/runs/<run>/truth/...          what it really used, to be collected by its owner
 HOME/runs/<run>/client_state/...   what it remembers between rounds
+
+What is damaged, or not for its owner alone, is refused with a `FedsimError`.
 """
 
 from __future__ import annotations
@@ -27,11 +29,7 @@ _RUN = re.compile(r"[0-9a-f]{16,64}")
 
 
 def run_folder(home: Path, run: str) -> Path:
-    """Where `home` keeps what belongs to `run`.
-
-    Raises:
-        FedsimError: the server calls the run what no run is called.
-    """
+    """Where `home` keeps what belongs to `run`."""
     if not _RUN.fullmatch(run):
         raise FedsimError(f"run: expected 16 to 64 hexadecimal digits, got {run[:40]!r}")
     return home / "runs" / run
@@ -49,9 +47,6 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
         fingerprint: Of all that decides the results of the stack's training.
         held: How many examples each client has, as this node writes it.
         data: A digest of the node's examples.
-
-    Raises:
-        FedsimError: the run was of something else, whose truth would be lost.
     """
     pins = {
         Path("scenarios", stack): (fingerprint, "the run of another scenario"),
@@ -71,11 +66,7 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
 
 
 def make_private(home: Path) -> None:
-    """Make `home`, or close it, so that its owner alone can look into it.
-
-    Raises:
-        FedsimError: others may, and it is not known for a node's folder, or cannot be closed.
-    """
+    """Make `home`, or close it, so that its owner alone can look into it."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not home.stat().st_mode & 0o077:
         return
@@ -94,9 +85,6 @@ def secret_seed(home: Path, run: str, use: str = "") -> int:
     """Return a 256-bit seed of `run` that only who has the secret of `home` can derive.
 
     The secret is made when it is not there. Seeds of another `use` tell nothing of this one.
-
-    Raises:
-        FedsimError: the secret is damaged, or others may read it.
     """
     path = home / _SECRET
     if not path.exists():
@@ -104,6 +92,7 @@ def secret_seed(home: Path, run: str, use: str = "") -> int:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_bytes(_SECRET_BYTES))
+            # A secret lost in a power cut would come back as another, with other noise.
             file.flush()
             os.fsync(file.fileno())
     content = paths.content(path, paths.TEXT)

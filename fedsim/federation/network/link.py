@@ -46,27 +46,28 @@ class Link:
         return None if self.roots is None else paths.content(self.roots, paths.TEXT)
 
 
-def check(address: str, roots: Path | None, option: str = "--superlink") -> None:
+def check(address: str, roots: Path | None) -> None:
     """Refuse a SuperLink that cannot be reached, or not as safely as off loopback it has to be.
 
     Raises:
         FedsimError: it is off loopback and `roots` are missing; nobody answers; it speaks TLS and
             `roots` are missing, or the other way round; its certificate has expired or is not
-            vouched for. The message starts with `option`.
+            vouched for.
     """
     if reason := addresses.unfit(address, has_roots=roots is not None):
-        raise FedsimError(f"{option}: {reason}")
+        raise FedsimError(f"--superlink: {reason}")
     host, port = addresses.split(address)
     context = None if roots is None else _trusting(roots)
     try:
         with socket.create_connection((host, port), timeout=_REACH_SECONDS) as plain:
             if context is None:
-                _refuse_tls(plain, address, option)
+                _refuse_tls(plain, address)
             else:
-                _refuse_certificate(plain, host, context, address, option)
+                _refuse_certificate(plain, host, context, address)
     except OSError as error:
         raise FedsimError(
-            f"{option}: nobody answers at {address}: {error}; start it first, or check the address"
+            f"--superlink: nobody answers at {address}: {error}; start it first, or check the "
+            "address"
         ) from error
 
 
@@ -83,6 +84,7 @@ def clock_error(address: str, roots: Path | None) -> str:
                 tls = _trusting(roots).wrap_socket(stream, server_hostname=host)
                 stream = stack.enter_context(tls)
             stream.sendall(_HELLO)
+            # Any answer will do: every HTTP server dates its answers.
             head = http.client.parse_headers(BytesIO(_head_of(stream)))
             ahead = time.time() - parsedate_to_datetime(head["date"] or "").timestamp()
     except (OSError, ValueError, TypeError, FedsimError, http.client.HTTPException):
@@ -106,7 +108,7 @@ def _head_of(stream: socket.socket) -> bytes:
     return answer.partition(b"\r\n")[2]
 
 
-def _refuse_tls(plain: socket.socket, address: str, option: str) -> None:
+def _refuse_tls(plain: socket.socket, address: str) -> None:
     try:
         plain.sendall(_HELLO)
         answered = plain.recv(5)
@@ -114,7 +116,7 @@ def _refuse_tls(plain: socket.socket, address: str, option: str) -> None:
         answered = b""
     if not answered.startswith(b"HTTP"):
         raise FedsimError(
-            f"{option}: {address} speaks TLS; give the certificate of its authority with "
+            f"--superlink: {address} speaks TLS; give the certificate of its authority with "
             "--root-certificates"
         )
 
@@ -127,14 +129,14 @@ def _trusting(roots: Path) -> ssl.SSLContext:
 
 
 def _refuse_certificate(
-    plain: socket.socket, host: str, context: ssl.SSLContext, address: str, option: str
+    plain: socket.socket, host: str, context: ssl.SSLContext, address: str
 ) -> None:
     try:
         with context.wrap_socket(plain, server_hostname=host):
             pass
     except ssl.SSLCertVerificationError as error:
         raise FedsimError(
-            f"{option}: {address} has a certificate that is not accepted: {error.verify_message}"
+            f"--superlink: {address} has a certificate that is not accepted: {error.verify_message}"
         ) from error
     except ssl.SSLError as error:
-        raise FedsimError(f"{option}: {address} does not speak TLS: {error.reason}") from error
+        raise FedsimError(f"--superlink: {address} does not speak TLS: {error.reason}") from error

@@ -1,4 +1,7 @@
-"""A log of bounded size. Imports the standard library alone, as the gate does."""
+"""A log of bounded size, whose writer hears of a full disk by an `OSError`.
+
+Imports the standard library alone, as the gate does.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,12 @@ class Log:
     """Text appended to a file, which with the one before it never has more than 2 LOG_BYTES."""
 
     def __init__(self, path: Path) -> None:
-        """Goes on with the file at `path`, or begins it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Goes on with the file at `path`, or begins it."""
         self._path = path
         self._file = path.open("ab")
 
     def write(self, text: str) -> None:
-        """Appends `text` at once.
-
-        Raises:
-            OSError: the disk is full, say.
-        """
+        """Appends `text` at once."""
         content = text.encode()
         if self._file.tell() + len(content) > LOG_BYTES:
             self._file.close()

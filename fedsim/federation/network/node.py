@@ -90,7 +90,7 @@ def _take_part(
         joined, why = _session(app, member, say, stop)
         if stop.is_set():
             return
-        if joined:
+        if joined:  # only time without a link counts against the limit
             out_since = time.monotonic()
         if time.monotonic() - out_since > _JOIN_SECONDS:
             raise RunFailed(

@@ -67,11 +67,7 @@ class NodeApp:
         self._dataset = lru_cache(maxsize=1)(self._load)
 
     def refuse_other_identity(self) -> None:
-        """Refuse a signing key that its peers do not know as this client's.
-
-        Raises:
-            FedsimError: the file of peers has another key for this client, or none.
-        """
+        """Refuse a signing key that its peers do not know as this client's."""
         if self._identity and self._identity.peers.get(self._number) != self._identity.public:
             raise FedsimError(
                 f"--peers: client {self._number} has another key there than --signing-key, or "
@@ -79,11 +75,7 @@ class NodeApp:
             )
 
     def refuse_missing_data(self) -> None:
-        """Refuse data that are not there: the node would join, and fail once it is asked.
-
-        Raises:
-            FedsimError: there is no such file or folder.
-        """
+        """Refuse data that are not there: the node would join, and fail once it is asked."""
         if self._data != SCENARIO and not Path(self._data).exists():
             raise FedsimError(
                 f"--data: {self._data}: no such file or folder; `{SCENARIO}` takes the client's "
@@ -95,9 +87,6 @@ class NodeApp:
 
         What it raises is sent to the server, so that it says nothing that depends on the data but
         how many there are, and of which shape. All else is for the node's own log, on stderr.
-
-        Raises:
-            FedsimError: the policy does not allow it, or it is no message of fedsim.
         """
         try:
             return self._answer(message, context)
@@ -133,6 +122,7 @@ class NodeApp:
             self._check(scenario, stack)
         client = self._make_client(scenario, scenario.seed)
         reasons = self._reasons(scenario, client)
+        # A node knows no other's count; with its own alone it can still ask what would refuse it.
         counts = [0] * scenario.data.clients
         counts[self._number] = len(client.own)
         own = Census(held=counts, private_statistics=reasons)
@@ -167,11 +157,7 @@ class NodeApp:
         return client_app.build(job, workload, party, on_release=self._releases.count)
 
     def _check(self, scenario: Scenario, stack: str) -> None:
-        """Refuse what the policy does not allow, and what no scenario of fedsim may be.
-
-        Raises:
-            FedsimError: it is one of these: a server need not have checked what it sends.
-        """
+        """Refuse what the policy does not allow, and what no scenario of fedsim may be."""
         self._policy.check(scenario, stack)
         own = {"attacks": [], "defenses": {stack: scenario.defenses[stack]}}
         resolve(scenario.model_copy(update=own))
@@ -179,11 +165,7 @@ class NodeApp:
     def _workload(
         self, scenario: Scenario, stack: str, client: Client, counts: Census
     ) -> OneClient:
-        """What `client` computes behind `stack`.
-
-        Raises:
-            FedsimError: it cannot work, its claim would not hold, or the policy refuses it.
-        """
+        """What `client` computes behind `stack`."""
         workload = OneClient(scenario, stack, client, counts)
         self._policy.check_release(workload)
         self._party(workload)

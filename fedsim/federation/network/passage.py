@@ -1,7 +1,8 @@
 """Requests of one client on their way to the SuperLink, and the answers on their way back.
 
 Each is made anew from what was read, so that both ends agree on where it begins and ends. Bodies
-stream; whoever keeps the gate waiting is cut off.
+stream; whoever keeps the gate waiting is cut off. What does not pass, or cannot be answered, raises
+a `Refusal`.
 """
 
 from __future__ import annotations
@@ -97,11 +98,7 @@ class SuperLink:
     context: ssl.SSLContext
 
     async def connect(self) -> Side:
-        """Connects to it.
-
-        Raises:
-            Refusal: it cannot be reached, or is not the one that the authority vouches for.
-        """
+        """Connects to it."""
         host, port = addresses.split(self.address)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
@@ -155,11 +152,7 @@ class Passage:
         self._idle_since = 0.0
 
     async def exchange(self) -> bool:
-        """Serves one request. Returns whether there can be another.
-
-        Raises:
-            Refusal: it does not pass, or cannot be answered.
-        """
+        """Serves one request. Returns whether there can be another."""
         self.request, self.is_answered = "", False
         try:
             async with asyncio.timeout(_HEAD_SECONDS):

@@ -1,4 +1,7 @@
-"""What a node lets a server ask of its data: decided by whoever owns them, before any answer."""
+"""What a node lets a server ask of its data: decided by whoever owns them, before any answer.
+
+A refusal is a `FedsimError` that says what is refused, and by which key of the policy.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +77,7 @@ class Policy(BaseModel):
 
     @classmethod
     def read(cls, path: Path | None) -> Policy:
-        """Read it from YAML; without a file, all but files is allowed.
-
-        Raises:
-            FedsimError: the file cannot be read or is no policy, with the key that is wrong.
-        """
+        """Read it from YAML; without a file, all but files is allowed."""
         if path is None:
             return cls()
         try:
@@ -97,11 +96,7 @@ class Policy(BaseModel):
         return policy
 
     def check(self, scenario: Scenario, stack: str) -> None:
-        """Refuse what is not allowed of `stack` of `scenario`.
-
-        Raises:
-            FedsimError: something is not; the message says what, and which key would allow it.
-        """
+        """Refuse what is not allowed of `stack` of `scenario`."""
         wanted = build_stack(scenario.defenses[stack])
         if self.stacks is not None and wanted not in map(_stack, self.stacks):
             raise FedsimError(
@@ -128,11 +123,7 @@ class Policy(BaseModel):
             )
 
     def check_release(self, workload: Workload) -> None:
-        """Refuse what would pass by a stack that the policy lists, and sums of too few or of none.
-
-        Raises:
-            FedsimError: something would, or an update is added to fewer than it has to be.
-        """
+        """Refuse what would pass by a stack that the policy lists, and sums of too few."""
         if not workload.protocol and self.minimum_cohort > 1:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
@@ -157,11 +148,7 @@ class Policy(BaseModel):
             )
 
     def check_path(self, path: str) -> None:
-        """Refuse to open a file that a server names.
-
-        Raises:
-            FedsimError: it is not among those allowed.
-        """
+        """Refuse to open a file that a server names."""
         if not any(_within(path, allowed) for allowed in self.paths):
             raise FedsimError(f"{path}: this node's policy lets no scenario name this file (paths)")
 
@@ -170,11 +157,7 @@ class Releases:
     """Counts, on disk, what a node has answered."""
 
     def __init__(self, path: Path, most: int | None) -> None:
-        """Go on from what `path` holds.
-
-        Raises:
-            FedsimError: it is damaged.
-        """
+        """Go on from what `path` holds."""
         self._path, self._most = path, most
         self._count = 0
         if path.exists():
@@ -186,11 +169,7 @@ class Releases:
                 ) from error
 
     def count(self) -> None:
-        """Note one more, before it is computed.
-
-        Raises:
-            FedsimError: it would be one too many.
-        """
+        """Note one more, before it is computed."""
         if self._most is not None and self._count >= self._most:
             raise FedsimError(
                 f"this node has answered {self._count} times, which is all that its policy allows "

@@ -1,4 +1,7 @@
-"""Flower's SuperLink and SuperNode as child processes that end with their parent."""
+"""Flower's SuperLink and SuperNode as child processes that end with their parent.
+
+One that is not installed, ends early or does not start in time raises a `FedsimError`.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,7 @@ def free_port() -> int:
 
 
 def program(name: str) -> str:
-    """Return the path of a program that is installed beside this Python.
-
-    Raises:
-        FedsimError: it is not.
-    """
+    """Return the path of a program that is installed beside this Python."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise FedsimError(f"{name} is not installed beside {sys.executable}; pip install fedsim")
@@ -87,11 +86,7 @@ class Child:
         self._begin = min(self._begin, self._log.stat().st_size)
 
     def await_port(self, port: int) -> None:
-        """Wait until it listens on `port` of loopback.
-
-        Raises:
-            FedsimError: it ends, or takes longer than a minute.
-        """
+        """Wait until it listens on `port` of loopback."""
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and self.status is None:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
@@ -101,11 +96,7 @@ class Child:
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
 
     def await_words(self, words: str, who: str) -> None:
-        """Wait until it has said `words`.
-
-        Raises:
-            FedsimError: it ends, or takes longer than two minutes; the message starts with `who`.
-        """
+        """Wait until it has said `words`."""
         end = time.monotonic() + 2 * _START_SECONDS
         while words not in self.words():
             if self.status is not None or time.monotonic() > end:
@@ -115,7 +106,7 @@ class Child:
     def stop(self) -> None:
         """End it and all that it has started: in order, or after a few seconds at once."""
         with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGTERM)  # first alone, so that it ends its own
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_SECONDS)
         with suppress(ProcessLookupError, PermissionError):

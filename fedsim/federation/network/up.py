@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from fedsim.federation.network import flower
 from fedsim.federation.network.gate import Gate, GateSettings
@@ -103,7 +103,7 @@ def federation(
             roots=authority.certificate,
         )
         gate = f"{_HOST}:{free_port()}"
-        keeper = watched.add(partial(_Gate, gate, settings, logs / "gate.log"))
+        keeper = watched.add(Gate(gate, settings, log=logs / "gate.log").start)
         policy = folder / "policy.yaml"
         policy.write_text(json.dumps({"paths": paths}))
         signing, peers = make_signing_keys(nodes)
@@ -136,44 +136,15 @@ def federation(
         )
 
 
-class _Program(Protocol):
-    """What can be watched."""
-
-    @property
-    def status(self) -> int | None:
-        """What it ended with; None while it runs."""
-
-    def stop(self) -> None:
-        """End it, if it has not ended."""
-
-
-P = TypeVar("P", bound=_Program)
-
-
-class _Gate:
-    """A gate, watched like a program."""
-
-    def __init__(self, listen: str, settings: GateSettings, log: Path) -> None:
-        self._gate = Gate(listen, settings, log=log).__enter__()
-
-    @property
-    def pid(self) -> int:
-        return self._gate.pid
-
-    @property
-    def status(self) -> int | None:
-        return None if self._gate.is_running else 1
-
-    def stop(self) -> None:
-        self._gate.__exit__()
+P = TypeVar("P", Child, Gate)
 
 
 class _Watched:
     """Programs that are started again when they end."""
 
     def __init__(self) -> None:
-        self._starts: list[Callable[[], _Program]] = []
-        self._children: list[_Program] = []
+        self._starts: list[Callable[[], Child | Gate]] = []
+        self._children: list[Child | Gate] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="network", daemon=True)
 

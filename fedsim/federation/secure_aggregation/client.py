@@ -4,6 +4,8 @@ Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Lea
 Figure 4, with the neighbours of Bell et al., CCS 2020. Clients sign twice what they were shown: in
 `masked` the keys and the model, which `agree` checks, and in `agree` who is in the sum, which
 `unmask` checks. So a server that tells clients different things opens nothing.
+
+Each stage raises an `AbortedError` out of its turn, or if what it is handed breaks the protocol.
 """
 
 from __future__ import annotations
@@ -71,9 +73,6 @@ class SumClient:
             identity: Its key, and the others'.
             memory: What it was after its stage before; by default none has been.
             keep: Called as soon as a stage counts as answered, before it is.
-
-        Raises:
-            AbortedError: it is no participant.
         """
         if number not in terms.participants:
             raise AbortedError(f"client {number} does not take part in this sum")
@@ -81,11 +80,7 @@ class SumClient:
         self.memory = memory or Memory()
 
     def keys(self, secret: Callable[[str], bytes]) -> Published:
-        """Publish keys. `secret` returns 32 bytes that nobody knows, for each purpose.
-
-        Raises:
-            AbortedError: this is not the stage.
-        """
+        """Publish keys. `secret` returns 32 bytes that nobody knows, for each purpose."""
         with self._stage("keys"):
             own = {purpose: secret(purpose) for purpose in ("sealing", "masking", "seed")}
             self.memory.secrets = {purpose: value.hex() for purpose, value in own.items()}
@@ -100,11 +95,7 @@ class SumClient:
             return Published(**{**vars(unsigned), "signature": signature})
 
     def shares(self, directory: Directory) -> dict[int, bytes]:
-        """Split both secrets among the neighbours; returns a sealed box for each.
-
-        Raises:
-            AbortedError: the directory is not one that it may be, or this is not the stage.
-        """
+        """Split both secrets among the neighbours; returns a sealed box for each."""
         with self._stage("shares"):
             self._check(directory)
             self.memory.directory = {str(c): one.to_bytes().hex() for c, one in directory.items()}
@@ -137,10 +128,6 @@ class SumClient:
             boxes: From each neighbour that has shared its secrets.
             compute: Returns what is to be added up; masks are added to it in place.
             model: A digest of what the vector is computed from, which has to be everyone's.
-
-        Raises:
-            AbortedError: too few have shared theirs, a box is not for this client, or this is not
-                the stage.
         """
         with self._stage("masked"):
             directory = self._directory()
@@ -163,7 +150,7 @@ class SumClient:
             for other in boxes:
                 key = self._agree_key(directory, other, "masking", "mask")
                 secrets.add_mask(vector, key, +1 if self._me < other else -1)
-            self.memory.secrets = {}
+            self.memory.secrets = {}  # nobody can make this client mask another vector with them
             return vector, self._sign(
                 digest(b"masked", session, directory_digest(directory), model)
             )
@@ -182,11 +169,6 @@ class SumClient:
             lost: Who shared secrets and sent no vector.
             signatures: Of all survivors, of the directory and the model.
             note: Called before it signs; may refuse.
-
-        Raises:
-            AbortedError: the lists overlap, are too short, or not of those whose shares it holds,
-                or name a neighbour in the sum whose shares it does not hold;
-                not all survivors have signed what this client has; or this is not the stage.
         """
         with self._stage("agree"):
             in_sum, out = set(survivors), set(lost)
@@ -226,9 +208,6 @@ class SumClient:
 
         Args:
             signatures: Of those who agreed, of who is in the sum.
-
-        Raises:
-            AbortedError: too few have agreed to what this client has; or this is not the stage.
         """
         with self._stage("unmask"):
             in_sum = set(self.memory.survivors)

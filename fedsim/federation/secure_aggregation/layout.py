@@ -63,11 +63,7 @@ class FixedPoint:
     """L2 bound of a client's vector; finite if noise is made for it."""
 
     def __post_init__(self) -> None:
-        """Refuse noise that rounding would eat.
-
-        Raises:
-            FedsimError: it is less than `LEAST_NOISE` steps wide.
-        """
+        """Refuse noise that rounding would eat."""
         if self.std and self.std < LEAST_NOISE * self.step:
             raise FedsimError(
                 f"secure_aggregation.noise_multiplier: a client's noise of {self.std:.3g} is lost "
@@ -78,6 +74,7 @@ class FixedPoint:
     @property
     def bits(self) -> int:
         """Bits of one client's number, with its sign."""
+        # The sum over all clients must not wrap around the ring.
         return min(self.ring_bits - math.ceil(math.log2(self.clients)), _MOST_BITS)
 
     @property
@@ -94,9 +91,6 @@ class FixedPoint:
             values: (n,) finite numbers.
             share: In (0, 1], what the client counts.
             stream: Of the client's roundings and noise.
-
-        Raises:
-            FedsimError: a value is not finite.
         """
         if not np.isfinite(values).all():
             raise FedsimError("the update holds NaN or infinity, which cannot be added under masks")
@@ -132,6 +126,7 @@ def _round_vector(
     length = float(np.linalg.norm(scaled))
     if length > norm:
         scaled = scaled * (norm / length)
+    # Rounding may lengthen a vector beyond its norm; drawing again keeps the mean nearly unbiased.
     for _ in range(_TRIES):
         found = np.empty(len(scaled), np.int64)
         for at in range(0, len(scaled), _CHUNK):
@@ -167,9 +162,6 @@ class Layout:
         Args:
             updates: Of each part, in order.
             streams: The client's randomness for a part.
-
-        Raises:
-            FedsimError: an update is not finite.
         """
         found = to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
         count = 0
@@ -186,9 +178,6 @@ class Layout:
         """The mean that a part of an opened sum over so many `clients` is.
 
         With noise it is the sum over the number of clients that were asked.
-
-        Raises:
-            AbortedError: the clients count nothing, or more than they can.
         """
         numbers = from_ring(total[part * self.length :][: self.length])
         terms, count = self.sums[part], int(numbers[-1])
@@ -205,11 +194,7 @@ class Layout:
         return self._decode(part, from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1)
 
     def fixed_point(self, part: int) -> FixedPoint:
-        """How the entries of a part's update are written.
-
-        Raises:
-            FedsimError: its noise would be lost in rounding.
-        """
+        """How the entries of a part's update are written."""
         terms = self.sums[part]
         return FixedPoint(
             clients=self.clients,

@@ -5,6 +5,8 @@ shares   order: everybody's public keys                answer: a sealed box for 
 masked   order: the model, the neighbours' boxes       answer: the masked vector, a signature
 agree    order: who is in the sum, all signatures      answer: a signature of that
 unmask   order: these signatures                       answer: shares
+
+What reads a record raises a `MalformedError` if it holds anything else.
 """
 
 from __future__ import annotations
@@ -44,11 +46,7 @@ def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) ->
 
 
 def read_table(record: ConfigRecord) -> dict[int, bytes]:
-    """Bytes by client.
-
-    Raises:
-        MalformedError: there are none, or a client stands twice.
-    """
+    """Bytes by client."""
     clients, contents = read_list(record, _CLIENTS), record.get(_CONTENTS)
     if (
         not isinstance(contents, list)
@@ -64,11 +62,7 @@ def read_table(record: ConfigRecord) -> dict[int, bytes]:
 
 
 def read_list(record: ConfigRecord, name: str) -> list[int]:
-    """Clients, as they stand there.
-
-    Raises:
-        MalformedError: it is no list of clients.
-    """
+    """Clients, as they stand there."""
     members = record.get(name)
     if (
         not isinstance(members, list)
@@ -80,11 +74,7 @@ def read_list(record: ConfigRecord, name: str) -> list[int]:
 
 
 def read_round(record: ConfigRecord) -> int:
-    """Reads the round of an order.
-
-    Raises:
-        MalformedError: it does not say.
-    """
+    """Reads the round of an order."""
     return wire.integer(record, wire.ROUND, 1)
 
 
@@ -104,11 +94,7 @@ def model_order(
 
 
 def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | None:
-    """The weights at which probes are computed, if they are others than the model's `parameters`.
-
-    Raises:
-        MalformedError: they are no arrays, or of another form than `parameters`.
-    """
+    """The weights at which probes are computed; None if they are the model's `parameters`."""
     if PLANTED not in content:
         return None
     return wire.decode_like(wire.arrays_of(content, PLANTED), parameters)
@@ -126,11 +112,7 @@ def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
 
 
 def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
-    """A masked vector of `length` numbers, and its sender's signature.
-
-    Raises:
-        MalformedError: the answer holds anything else.
-    """
+    """A masked vector of `length` numbers, and its sender's signature."""
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")
     dtype = torch.int32 if ring_bits == 32 else torch.int64
@@ -149,9 +131,5 @@ def agree_order(round: int, signatures: Mapping[int, bytes], lost: Collection[in
 
 
 def read_agree(record: ConfigRecord) -> tuple[dict[int, bytes], list[int]]:
-    """The signatures of those in the sum, and who is lost.
-
-    Raises:
-        MalformedError: the order does not say.
-    """
+    """The signatures of those in the sum, and who is lost."""
     return read_table(record), read_list(record, _LOST)

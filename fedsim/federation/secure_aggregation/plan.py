@@ -27,11 +27,7 @@ def parts(server: Server, round: int) -> list[Probe | None]:
 
 
 def terms(server: Server, round: int, run: str = "") -> Terms:
-    """Returns the terms of the sum of `round`; nodes know the run by the name of `run`.
-
-    Raises:
-        FedsimError: fewer than two clients take part.
-    """
+    """Returns the terms of the sum of `round`; nodes know the run by the name of `run`."""
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
     # All that decides what clients add: shown another scenario, a client is in another session.
@@ -47,12 +43,7 @@ def terms(server: Server, round: int, run: str = "") -> Terms:
 
 
 def check(server: Server) -> None:
-    """Refuse secure sums that cannot work; a stack without any passes.
-
-    Raises:
-        FedsimError: fewer than two clients take part, something that is added up has no range, or
-            rounding would eat the clients' noise.
-    """
+    """Refuse secure sums that cannot work; a stack without any passes."""
     if server.protocol is None:
         return
     with blaming(f"defenses.{server.stack_name}"):
@@ -71,11 +62,7 @@ def check(server: Server) -> None:
 
 
 def layout(server: Server, round: int) -> Layout:
-    """Returns the layout of the vectors of `round`.
-
-    Raises:
-        FedsimError: nothing bounds what a client adds.
-    """
+    """Returns the layout of the vectors of `round`."""
     parameters, buffers = server.initial()
     return Layout(
         sums=tuple(server.sum_terms(part) for part in parts(server, round)),

@@ -21,6 +21,7 @@ from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import Published
 from fedsim.federation.secure_aggregation.server import SumServer
 from fedsim.federation.secure_aggregation.terms import AbortedError
+from fedsim.federation.serde import size_of
 from fedsim.training.server import Server
 
 
@@ -178,13 +179,13 @@ class SecureSum:
         """
         clients = sorted(orders)
         sent = [Message(orders[one], self._nodes[one], f"train.{action}") for one in clients]
-        sizes = {id(content): wire.size(content) for content in orders.values()}
+        sizes = {id(content): size_of(content) for content in orders.values()}
         self._tally.bytes_down += sum(sizes[id(orders[one])] for one in clients)
         until = self._timeout * answers if self._expire else None
         for position, reply in exchange(self._grid, sent, self._timeout, expire_after=until):
             client = clients[position]
             if reply is not None and reply.has_content():
-                self._tally.bytes_up += wire.size(reply.content)
+                self._tally.bytes_up += size_of(reply.content)
                 yield client, reply
             else:
                 self._lose(client, explain_missing(reply), is_lost=is_lost)

@@ -2,7 +2,8 @@
 by which keys clients sign, and what each publishes at the beginning of a secure sum.
 
 Every primitive is a library's: X25519, HKDF-SHA256, AES-256 in counter mode, ChaCha20-Poly1305 and
-Ed25519 of `cryptography`, Shamir's sharing over GF(2^128) of `pycryptodome`.
+Ed25519 of `cryptography`, Shamir's sharing over GF(2^128) of `pycryptodome`. What is no key, share
+or box raises an `AbortedError`.
 """
 
 from __future__ import annotations
@@ -101,9 +102,6 @@ def check_public(key: bytes) -> None:
 
     X25519 takes 2^255 bits for another spelling of the same point, and a few points make every
     secret the same.
-
-    Raises:
-        AbortedError: it is one of these.
     """
     number = int.from_bytes(key, "little")
     if len(key) != SECRET or number >= _PRIME or number in _LOW_ORDER:
@@ -125,9 +123,6 @@ def agree_key(
         keys: The public keys of both.
         purpose: Of what is agreed on.
         session: Of the sum.
-
-    Raises:
-        AbortedError: the public key is none.
     """
     try:
         shared = X25519PrivateKey.from_private_bytes(secret).exchange(
@@ -152,6 +147,7 @@ def commit(seed: bytes, session: bytes) -> bytes:
 
 def add_mask(vector: Ring, key: bytes, sign: int) -> None:
     """Add (`sign` 1) or take off (-1) the stream of `key`, in place. A key serves one vector."""
+    # A counter that begins at 0 is safe, as no key masks a second vector.
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     buffer = bytearray(_CHUNK + 15)
     numbers = _CHUNK // vector.itemsize
@@ -165,6 +161,7 @@ def add_mask(vector: Ring, key: bytes, sign: int) -> None:
 
 def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
     """Shares of a secret of 32 bytes, of which `needed` reveal it and fewer tell nothing."""
+    # Shamir's field has 128 bits: each half of the secret is shared by itself.
     halves = [
         Shamir.split(needed, holders, secret[at : at + _HALF], ssss=False) for at in (0, _HALF)
     ]
@@ -175,11 +172,7 @@ def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
 
 
 def join_shares(shares: Sequence[bytes]) -> bytes:
-    """The secret of as many shares as it needs.
-
-    Raises:
-        AbortedError: two are the same one's, or one is malformed.
-    """
+    """The secret of as many shares as it needs."""
     numbered = {int.from_bytes(share[:_INDEX], "big"): share for share in shares}
     if len(numbered) < len(shares) or any(len(share) != SHARE for share in shares):
         raise AbortedError("shares are repeated or malformed")
@@ -193,15 +186,12 @@ def join_shares(shares: Sequence[bytes]) -> bytes:
 
 def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
     """Encrypt shares under a key that serves one message, of one `way`."""
+    # One nonce for all is safe for the same reason: the key is of this message alone.
     return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)
 
 
 def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
-    """Decrypt what `seal` returned.
-
-    Raises:
-        AbortedError: it was changed, or is of another sender, receiver or session.
-    """
+    """Decrypt what `seal` returned."""
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), box, way)
     except InvalidTag as error:
@@ -240,11 +230,7 @@ class Published:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Published:
-        """Read what `to_bytes` returned.
-
-        Raises:
-            AbortedError: it has another length, or a key is none.
-        """
+        """Read what `to_bytes` returned."""
         if len(content) != _LENGTH:
             raise AbortedError(f"published keys are {len(content)} bytes, expected {_LENGTH}")
         for at in (0, KEY):
@@ -267,11 +253,7 @@ def directory_digest(directory: Directory) -> bytes:
 
 
 def check_keys(directory: Directory) -> None:
-    """Refuse a directory in which a key is none or stands twice: then one client would be two.
-
-    Raises:
-        AbortedError: one is or does.
-    """
+    """Refuse a directory in which a key is none or stands twice: then one client would be two."""
     keys = [key for one in directory.values() for key in (one.sealing, one.masking)]
     for key in keys:
         check_public(key)

@@ -1,6 +1,7 @@
 """The server's side of a secure sum: it passes on what is published, adds up, takes off masks.
 
-It holds public keys, sealed boxes, one running sum and shares; never a client's vector.
+It holds public keys, sealed boxes, one running sum and shares; never a client's vector. Too few
+clients, and what is malformed, raise an `AbortedError`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,7 @@ class SumServer:
         self._total: Ring | None = None
 
     def publish(self, directory: Directory) -> None:
-        """Take what clients published.
-
-        Raises:
-            AbortedError: they are too few, a key is none, or two have one.
-        """
+        """Take what clients published."""
         self._enough(len(directory), "published keys")
         check_keys(directory)
         self._directory = directory
@@ -50,22 +47,14 @@ class SumServer:
         return self._terms.neighbours(client, self._directory, directory_digest(self._directory))
 
     def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
-        """Take the boxes of `client`, one for each of its neighbours.
-
-        Raises:
-            AbortedError: they are for others, or malformed.
-        """
+        """Take the boxes of `client`, one for each of its neighbours."""
         sizes = {len(box) for box in boxes.values()}
         if set(boxes) != set(self.neighbours(client)) or sizes != {BOX}:
             raise AbortedError("expected a sealed box for each of its neighbours")
         self._boxes[client] = boxes
 
     def boxes_for(self, client: int) -> dict[int, bytes]:
-        """What its neighbours have sealed for `client`.
-
-        Raises:
-            AbortedError: too few have shared their secrets.
-        """
+        """What its neighbours have sealed for `client`."""
         self._enough(len(self._boxes), "shared their secrets")
         return {
             sender: self._boxes[sender][client]
@@ -79,12 +68,7 @@ class SumServer:
         return sorted(self._boxes)
 
     def add(self, client: int, vector: Ring, signature: bytes) -> None:
-        """Add a masked vector, which is not kept.
-
-        Raises:
-            AbortedError: the client shared no secrets or has been added, or the vector has another
-                type or length than the first one.
-        """
+        """Add a masked vector, which is not kept."""
         if client not in self._boxes or client in self._signatures:
             raise AbortedError(f"client {client} has no vector to add, or has added it")
         if self._total is None:
@@ -102,11 +86,7 @@ class SumServer:
 
     @property
     def survivors(self) -> list[int]:
-        """Clients whose vectors are in the sum, ascending.
-
-        Raises:
-            AbortedError: they are too few.
-        """
+        """Clients whose vectors are in the sum, ascending."""
         self._enough(len(self._signatures), "sent a masked vector")
         return sorted(self._signatures)
 
@@ -121,26 +101,19 @@ class SumServer:
 
     @property
     def agreed(self) -> Mapping[int, bytes]:
-        """Signatures by those who agreed.
-
-        Raises:
-            AbortedError: they are too few.
-        """
+        """Signatures by those who agreed."""
         self._enough(len(self._agreed), "agreed to who is in the sum")
         return self._agreed
 
     def reveal(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
-        """Take all masks off the sum, by the shares that each client has given.
-
-        Raises:
-            AbortedError: too few have answered, or what they gave is not what was committed to.
-        """
+        """Take all masks off the sum, by the shares that each client has given."""
         self._enough(len(answers), "gave shares")
         survivors = self.survivors
         assert self._total is not None
         total, session = self._total, self._terms.session
         for client in survivors:
             seed = self._secret(client, answers)
+            # Wrong shares give some other seed: without this, they would move the sum unnoticed.
             if not hmac.compare_digest(
                 secrets.commit(seed, session), self._directory[client].commitment
             ):
@@ -154,6 +127,7 @@ class SumServer:
                 if other in self._signatures:
                     pair = {one: self._directory[one].masking for one in (client, other)}
                     key = secrets.agree_key(masking, other, pair, "mask", session)
+                    # `other` added the mask if its number is the lower one, else it took it off.
                     secrets.add_mask(total, key, -1 if other < client else +1)
         self._total = None
         return total

@@ -64,6 +64,7 @@ def degree(clients: int, threshold: float, colluding: float) -> int:
         return clients - 1
     from scipy.stats import hypergeom
 
+    # The server may leave out honest clients until a quorum is left: all that collude are in it.
     bad, gone = math.floor(colluding * clients), math.floor(_DROPOUTS * clients)
     others, fewest = clients - 1, least(clients, threshold) - 1
     for neighbours in range(_LEAST, fewest, 2):
@@ -98,11 +99,7 @@ class Terms:
     """Least number of clients whose shared noise is enough for a sum."""
 
     def __post_init__(self) -> None:
-        """Refuse terms under which a sum would not hide its parts.
-
-        Raises:
-            FedsimError: there are fewer than two participants.
-        """
+        """Refuse terms under which a sum would not hide its parts."""
         if len(self.participants) < 2:
             raise FedsimError(
                 "secure_aggregation: a sum over "

@@ -48,23 +48,21 @@ def test_the_authority_vouches_for_the_named_hosts(tmp_path: Path, host: str) ->
     assert handshake(authority, authority.certificate, host) == "TLSv1.3"
 
 
-def test_it_vouches_for_no_other_host(tmp_path: Path) -> None:
-    authority = make_authority(tmp_path / "keys", ["superlink"])
-    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
-        handshake(authority, authority.certificate, "elsewhere")
-
-
-def test_another_authority_does_not_vouch(tmp_path: Path) -> None:
-    authority = make_authority(tmp_path / "keys", ["superlink"])
-    other = make_authority(tmp_path / "other", ["superlink"])
-    with pytest.raises(ssl.SSLCertVerificationError, match="verify failed"):
-        handshake(authority, other.certificate, "superlink")
-
-
-def test_certificates_end(tmp_path: Path) -> None:
-    authority = make_authority(tmp_path / "keys", ["superlink"], days=0)
-    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
-        handshake(authority, authority.certificate, "superlink")
+@pytest.mark.parametrize(
+    ("host", "other", "days", "said"),
+    [
+        ("elsewhere", False, 1, "mismatch"),
+        ("superlink", True, 1, "verify failed"),
+        ("superlink", False, 0, "expired"),
+    ],
+)
+def test_it_vouches_for_nobody_else(
+    host: str, other: bool, days: int, said: str, tmp_path: Path
+) -> None:
+    authority = make_authority(tmp_path / "keys", ["superlink"], days=days)
+    trusted = make_authority(tmp_path / "other", ["superlink"]) if other else authority
+    with pytest.raises(ssl.SSLCertVerificationError, match=said):
+        handshake(authority, trusted.certificate, host)
 
 
 def test_files_are_of_their_owner_alone_and_stay(tmp_path: Path) -> None:
@@ -87,15 +85,11 @@ def test_keys_are_not_put_where_others_may_write(tmp_path: Path) -> None:
         make_node_key(tmp_path / "node0")
 
 
-def test_flower_reads_a_node_s_key(tmp_path: Path) -> None:
+def test_flower_and_openssh_read_a_node_s_key(tmp_path: Path) -> None:
     public = make_node_key(tmp_path / "node0")
     key = node_key(tmp_path / "node0")
     assert key.curve.name == "secp384r1"
     assert try_load_public_key(public) == public_key_to_bytes(key.public_key())
-
-
-def test_openssh_reads_a_node_s_key(tmp_path: Path) -> None:
-    public = make_node_key(tmp_path / "node0")
     try:
         derived = subprocess.run(
             ["ssh-keygen", "-y", "-f", str(tmp_path / "node0")], capture_output=True, check=True

@@ -12,10 +12,9 @@ import pytest
 import torch
 from nodes_support import LINK, SMALL, TINY, connect, nodes
 
-from fedsim import pipeline, rng
+from fedsim import pipeline
 from fedsim.federation.deployed import run_name
 from fedsim.federation.deployment import Deployment
-from fedsim.federation.network.link import Link
 from fedsim.federation.network.policy import Policy
 from fedsim.recording.files import GLOBAL, load_observation, write_bytes, write_tensors
 from fedsim.recording.truth import load_truth
@@ -68,6 +67,8 @@ def test_with_a_shared_seed_all_bytes_are_those_of_the_local_engine(
     unscored = rows(out)
     assert [row["status"] for row in unscored] == ["unscored"] * len(rows(local))
     assert all(row["metrics"]["psnr"] is None and row["reason"] for row in unscored)
+    page = (out / "report.html").read_text()
+    assert "fedsim up scenario.yaml --shared-seed" in page and "figures will differ" not in page
 
     pipeline.collect(out, homes=sorted((tmp_path / "homes").iterdir()), workers=1)
     assert rows(out) == rows(local)
@@ -159,32 +160,23 @@ def test_what_is_collected_are_regular_files(tmp_path: Path) -> None:
         Deployment().join(out, [home])
 
 
-def test_what_is_unscored_counts_in_no_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fedsim.report import leaderboard_rows, load_runs, unfinished
-
-    connect(monkeypatch, nodes(tmp_path / "homes"))
-    out = tmp_path / "out"
-    pipeline.run(deployed(SMALL), out=out, workers=1, link=LINK)
-    assert leaderboard_rows([out]) == []
-    (line,) = unfinished(load_runs([out]))
-    assert "UNSCORED" in line and f"fedsim collect {out} --from HOME" in line
-
-
 def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from fedsim.cli.outcome import TableFormat, leaderboard, outcome
-    from fedsim.report import load_runs
+    from fedsim.report import leaderboard_rows, load_runs, unfinished
 
     homes, out = tmp_path / "homes", tmp_path / "out"
     connect(monkeypatch, nodes(homes))
     pipeline.run(deployed(SMALL), out=out, workers=1, link=LINK, quiet=False)
     assert "still with the nodes" in capsys.readouterr().err
+    assert leaderboard_rows([out]) == []
+    (line,) = unfinished(load_runs([out]))
+    assert "UNSCORED" in line and f"fedsim collect {out} --from HOME" in line
     page = (out / "report.html").read_text()
     assert "INVALID" not in page and "<strong>UNSCORED</strong>" in page
     assert f"fedsim collect {out}" in page and "What each defense costs" in page
+    assert "&amp;&amp; fedsim collect again" in page and "figures will differ" in page
     shown = outcome(load_runs([out]))
     assert "INVALID" not in shown and "accuracy" in shown
     assert leaderboard(load_runs([out]), TableFormat.table) == "UNSCORED: no attack is scored yet\n"
@@ -194,20 +186,6 @@ def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
     pipeline.collect(out, homes=sorted(homes.iterdir()), workers=1)
     page = (out / "report.html").read_text()
     assert "UNSCORED" not in page and "All attacks in figures" in page
-
-
-@pytest.mark.parametrize(
-    ("link", "command"),
-    [(SHARED, "fedsim up scenario.yaml --shared-seed"), (LINK, "&amp;&amp; fedsim collect again")],
-)
-def test_the_report_says_how_a_deployed_run_is_repeated(
-    link: Link, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connect(monkeypatch, nodes(tmp_path / "homes", shared_seed=link.shared_seed))
-    out = tmp_path / "out"
-    pipeline.run(deployed(SMALL), out=out, workers=1, link=link)
-    page = (out / "report.html").read_text()
-    assert command in page and ("figures will differ" in page) != link.shared_seed
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -262,31 +240,22 @@ def _flat(tensors: Any) -> torch.Tensor:
 def test_each_run_draws_noise_of_its_own_and_resumes_with_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect(monkeypatch, nodes(tmp_path / "homes"))
-    found = []
+    homes = tmp_path / "homes"
+    connect(monkeypatch, nodes(homes))
+    found, kept = [], {}
     for name in ("first", "second"):
         pipeline.run(deployed(SMALL), out=tmp_path / name, workers=1, link=LINK)
         found.append(contents(tmp_path / name, "observations/noise"))
+        kept[name] = contents(homes, *(path.name for path in homes.iterdir()))
     assert not set(found[0].values()) & set(found[1].values())
+    truth = {name for name in kept["first"] if "truth" in name}
+    assert truth and all(kept["first"][name] == kept["second"][name] for name in truth)
     (tmp_path / "first" / "results.jsonl").unlink()
     for path in (tmp_path / "first" / "checkpoints").iterdir():
         path.unlink()
-    connect(monkeypatch, nodes(tmp_path / "homes"))  # they have been restarted
+    connect(monkeypatch, nodes(homes))  # they have been restarted
     pipeline.run(deployed(SMALL), out=tmp_path / "first", resume=True, workers=1, link=LINK)
     assert contents(tmp_path / "first", "observations/noise") == found[0]
-
-
-def test_a_second_run_leaves_the_truth_of_the_first_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    homes = tmp_path / "homes"
-    connect(monkeypatch, nodes(homes))
-    pipeline.run(deployed(SMALL), out=tmp_path / "first", workers=1, link=LINK)
-    kept = contents(homes, *(path.name for path in homes.iterdir()))
-    pipeline.run(deployed(SMALL), out=tmp_path / "second", workers=1, link=LINK)
-    after = contents(homes, *(path.name for path in homes.iterdir()))
-    truth = {name for name in kept if "truth" in name}
-    assert truth and {name: kept[name] for name in truth} == {name: after[name] for name in truth}
 
 
 def test_a_node_that_refuses_ends_the_run_before_it_began(
@@ -323,8 +292,3 @@ def test_the_noise_of_the_server_is_its_secret(
     pipeline.run(deployed(plain), out=out, workers=1, link=LINK)
     secret = out / "server.secret"
     assert len(secret.read_bytes()) == 32 and secret.stat().st_mode & 0o077 == 0
-
-
-def test_links_are_compared_by_what_they_say() -> None:
-    assert Link(superlink="a:1") != Link(superlink="a:1", shared_seed=True)
-    assert rng.derive(2**255, "noise") != rng.derive(2**255 + 1, "noise")

@@ -1,22 +1,23 @@
-"""What somebody on the wire sees: of plaintext the update bit for bit, of TLS sizes and times."""
+"""A plaintext SuperLink: the wire shows updates bit for bit, and answers are read to a limit."""
 
 from __future__ import annotations
 
-import socket
-import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.supercore.runtime import RuntimeHttpClient
 from network_support import Node, SuperLink, superlink, until
 from torch import Tensor
-from wire_support import Eavesdropper, passages, stored, updates
+from wire_support import eavesdropper, updates
 
 from fedsim.federation import wire
-from fedsim.federation.network.keys import make_authority, make_node_key
-from fedsim.types import FedsimError, Update
+from fedsim.federation.network.flower import BoundedGrid
+from fedsim.types import Update
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,7 @@ def parameters() -> dict[str, Tensor]:
         "conv.weight": torch.randn(16, 3, 3, 3),
         "scale": torch.tensor(2.0),
         "half": torch.randn(7).half(),
-        "double": torch.randn(2, 5, dtype=torch.float64),
-        "empty": torch.empty(0, 4),
-        "large": torch.randn(600, 1000),
+        "large": torch.randn(60, 100),
     }
 
 
@@ -75,19 +74,15 @@ def test_plaintext_gives_the_update_bit_for_bit(plain: SuperLink, tmp_path: Path
     orders = [
         wire.order(1, *order, None),
         wire.order(2, *order, probe),
-        *[wire.order(3, *order, None)] * 3,
+        *[wire.order(3, *order, None)] * 2,
     ]
     answers: list[object] = [
         wire.answer(released[0], 0.5),
         wire.answer(released[1], None),
-        wire.identity(7),
         Error(code=2, reason="broken"),
         wire.answer(Update(tensors={"other": torch.ones(2)}, num_examples=1), None),
     ]
-    with (
-        Eavesdropper("127.0.0.1:0", plain.address, capture, keep_bytes=True) as eavesdropper,
-        plain.node(None, eavesdropper.address) as node,
-    ):
+    with eavesdropper(plain.address, capture) as address, plain.node(None, address) as node:
         exchange(plain, node, orders, answers)
     first, second = updates(capture)
     assert {first.node, second.node} == {node.identifier}
@@ -99,81 +94,36 @@ def test_plaintext_gives_the_update_bit_for_bit(plain: SuperLink, tmp_path: Path
     assert (first.answer.loss, second.answer.loss) == (0.5, None)
     assert (first.order.round, second.order.round) == (1, 2)
     assert (first.order.probe, second.order.probe) == (None, probe)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in capture.iterdir()} == {0o600}
 
 
-def test_a_capture_that_was_cut_off_gives_what_is_whole(plain: SuperLink, tmp_path: Path) -> None:
-    capture = tmp_path / "capture"
-    model = {"w": torch.randn(100, 100)}
-    update = Update(tensors={"w": torch.randn(100, 100)}, num_examples=1)
-    order = wire.order(1, wire.encode(model), wire.encode({}), None)
-    with (
-        Eavesdropper("127.0.0.1:0", plain.address, capture, keep_bytes=True) as eavesdropper,
-        plain.node(None, eavesdropper.address) as node,
-    ):
-        exchange(plain, node, [order] * 2, [wire.answer(update, None)] * 2)
-    assert len(list(updates(capture))) == 2
-    (longest,) = sorted(capture.glob("*.to_server"), key=lambda path: path.stat().st_size)[-1:]
-    content = longest.read_bytes()
-    for size in range(0, len(content), 1009):
-        longest.write_bytes(content[:size])
-        assert len(list(updates(capture))) <= 2
+def test_no_more_of_an_answer_is_read_than_was_asked_for(
+    plain: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    pull = RuntimeHttpClient.PullObject
 
+    def watched(self: RuntimeHttpClient, request: Any) -> Any:
+        answer = pull(self, request)
+        read.append(len(answer.object_content))
+        return answer
 
-def test_tls_gives_sizes_and_times_alone(tmp_path: Path) -> None:
-    authority = make_authority(tmp_path / "keys", ["127.0.0.1"])
-    public = make_node_key(tmp_path / "keys" / "node")
-    capture = tmp_path / "capture"
-    model = {"w": torch.randn(300, 1000)}
-    update = Update(tensors={"w": torch.randn(300, 1000)}, num_examples=1)
-    with superlink(tmp_path, authority) as link:
-        link.register(public)
-        with (
-            Eavesdropper("127.0.0.1:0", link.address, capture, keep_bytes=True) as eavesdropper,
-            link.node(tmp_path / "keys" / "node", eavesdropper.address) as node,
-        ):
-            order = wire.order(1, wire.encode(model), wire.encode({}), None)
-            exchange(link, node, [order], [wire.answer(update, None)])
-    seen = passages(capture)
-    assert all(passage.tls for passage in seen)
-    sent = sum(passage.size for passage in seen if passage.direction == "to_server")
-    assert 1_200_000 < sent < 1_300_000
-    assert [passage.time for passage in seen] == sorted(passage.time for passage in seen)
-    with pytest.raises(FedsimError, match="sizes and times alone"):
-        updates(capture)
-    some = update.tensors["w"].numpy().tobytes()[:16]
-    assert not any(some in path.read_bytes() for path in capture.iterdir())
+    monkeypatch.setattr(RuntimeHttpClient, "PullObject", watched)
+    with plain.run(BoundedGrid) as grid, plain.node(None) as node:
+        assert isinstance(grid, BoundedGrid)
+        grid.most_bytes = 100_000
 
+        def answered(count: int, size: int) -> Message:
+            read.clear()
+            order = RecordDict({"order": ConfigRecord({"count": count})})
+            sent = list(grid.push_messages([Message(order, node.identifier, "train")]))
+            arrays = [np.full(size, number, np.uint8) for number in range(count)]
+            content = RecordDict({"arrays": ArrayRecord(arrays)})
+            node.push(Message(content, reply_to=node.pull()))
+            (reply,) = until(lambda: list(grid.pull_messages(sent)), "an answer")
+            assert isinstance(reply, Message)
+            return reply
 
-def test_bytes_are_kept_only_if_asked_for(tmp_path: Path) -> None:
-    capture = tmp_path / "capture"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        target = f"127.0.0.1:{server.getsockname()[1]}"
-        with Eavesdropper("127.0.0.1:0", target, capture) as eavesdropper:
-            host, port = eavesdropper.address.split(":")
-            with socket.create_connection((host, int(port))) as client:
-                inside, _ = server.accept()
-                client.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                client.shutdown(socket.SHUT_WR)
-                with inside:
-                    assert inside.makefile("rb").read() == b"GET / HTTP/1.1\r\n\r\n"
-                    inside.sendall(b"answer")
-                assert client.makefile("rb").read() == b"answer"
-    assert [(p.connection, p.direction, p.size, p.tls) for p in passages(capture)] == [
-        (1, "to_server", 18, False),
-        (1, "to_client", 6, False),
-    ]
-    assert not stored(capture, 1, "to_server").exists()
-    with pytest.raises(FedsimError, match="keep_bytes"):
-        updates(capture)
-
-
-def test_it_listens_on_loopback_alone_and_replaces_no_capture(tmp_path: Path) -> None:
-    with pytest.raises(FedsimError, match="loopback"), Eavesdropper("0.0.0.0:0", "a:1", tmp_path):
-        pass
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(FedsimError, match="not empty"),
-        Eavesdropper("127.0.0.1:0", "a:1", tmp_path),
-    ):
-        pass
+        for count, size, is_read in ((3, 10_000, True), (9, 50_000, False), (1, 3_000_000, False)):
+            assert answered(count, size).has_content() == is_read
+            assert sum(read) < 100_000
+            assert answered(2, 100).has_content(), "the next one counts for itself"

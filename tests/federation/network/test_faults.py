@@ -66,6 +66,7 @@ def without_network(written: Mapping[str, Any], out: Path) -> str:
     return checkpoint(out)
 
 
+@slow
 def test_a_killed_superlink_costs_no_answer(tmp_path: Path) -> None:
     """The database has all that the SuperLink knew; the model is that of a run without a fault."""
     written = soak.scenario(rounds=3, nodes=2, timeout=120)

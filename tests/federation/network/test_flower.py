@@ -1,4 +1,4 @@
-"""Flower's insides are those that were tried, and another version is refused."""
+"""Flower's insides are those that were tried, and what a run asks of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import zipfile
 from io import BytesIO
 
 import pytest
+from nodes_support import TINY
 
 from fedsim.federation import deployment
+from fedsim.federation.deployment import most_bytes
 from fedsim.federation.network import flower
+from fedsim.federation.secure_aggregation import plan
+from fedsim.scenario import resolve
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 
 
@@ -32,3 +37,14 @@ def test_a_bundle_holds_no_code() -> None:
     assert "import" not in text
     declared = set(settings["tool"]["flwr"]["app"]["config"])
     assert declared == {"version", "scenario", "stack", "run", "held"}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_an_answer_may_have_what_is_asked_for(secure: bool) -> None:
+    stack = [{"name": "clip", "norm": 1.0}, "secure_aggregation"] if secure else []
+    workload = Workload(resolve({**TINY, "defenses": {"one": stack}}), "one")
+    parameters, _ = workload.initial()
+    model = sum(tensor.nbytes for tensor in parameters.values())
+    layout = plan.layout(workload, TINY["training"]["rounds"]) if secure else None
+    asked = len(layout.sums) * layout.length * 4 if layout else model
+    assert asked < most_bytes(workload) < 2 * asked + 2 * 2**20

@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import os
-import signal
 import socket
 import ssl
 import subprocess
@@ -17,7 +16,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -63,7 +62,7 @@ class Inside(BaseHTTPRequestHandler):
         headers = [list(pair) for pair in self.headers.items()]
         answer = json.dumps({"path": self.path, "size": size, "headers": headers}).encode()
         if self.path.endswith("/large"):
-            answer = bytes(64 * MEGABYTE)
+            answer = bytes(32 * MEGABYTE)
         self.send_response(401 if self.path.endswith("/stranger") else 200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(answer)))
@@ -199,11 +198,7 @@ def test_a_signed_request_passes_with_few_of_its_headers(client: httpx.Client, i
     names = [name.lower() for name, _ in got["headers"]]
     assert sorted(names) == sorted(["host", "content-length", "accept", *sign()])
     assert dict(got["headers"])["Host" if "Host" in dict(got["headers"]) else "host"] == inside
-
-
-def test_one_connection_serves_many_requests(client: httpx.Client) -> None:
-    for _ in range(20):
-        assert client.post(PATH, content=b"abc", headers=sign()).status_code == 200
+    assert client.post(PATH, content=b"abc", headers=sign()).status_code == 200
     assert len(client._transport._pool.connections) == 1  # type: ignore[attr-defined]
 
 
@@ -358,12 +353,12 @@ def test_plaintext_does_not_pass(gate: Gate, log: Path) -> None:
 def test_large_bodies_stream_both_ways(client: httpx.Client, gate: Gate) -> None:
     assert client.post(PATH, content=b"abc", headers=sign()).status_code == 200
     before = memory(gate.pid)
-    size = 300 * MEGABYTE
-    body = (bytes(MEGABYTE) for _ in range(300))
+    size = 60 * MEGABYTE
+    body = (bytes(MEGABYTE) for _ in range(60))
     headers = sign() | {"content-length": str(size)}
     assert client.post(PATH, content=body, headers=headers).json()["size"] == size
     large = client.post("/v1/fleet/large", content=b"", headers=sign())
-    assert large.content == bytes(64 * MEGABYTE)
+    assert large.content == bytes(32 * MEGABYTE)
     assert memory(gate.pid) - before < 20 * MEGABYTE
 
 
@@ -440,7 +435,7 @@ def test_nobody_washes_the_log_away(
     server = gate_module._Server(settings(authority, inside), 0, log)
     node, other = (gate_module._Party("1.2.3.4:5", key) for key in (b"key", b"other"))
     server._log_refusal(node, refusal, "first")
-    for number in range(100_000):
+    for number in range(20_000):
         address = f"10.0.{number % 7_000 // 200}.{number % 200}"
         stranger = gate_module._Party(f"{address}:1", gate_module._network(address))
         server._log_refusal(stranger, refusal, "noise")
@@ -458,7 +453,7 @@ def test_nobody_washes_the_log_away(
     now = time.monotonic() + gate_module._LINES_SECONDS
     monkeypatch.setattr(gate_module.time, "monotonic", lambda: now)
     server._log_refusal(node, refusal, "later")
-    assert str(101_000 + 3 - len(lines)) in log.getvalue().splitlines()[-2]
+    assert str(21_000 + 3 - len(lines)) in log.getvalue().splitlines()[-2]
 
 
 def test_a_machine_with_ipv6_is_one_party() -> None:
@@ -466,30 +461,22 @@ def test_a_machine_with_ipv6_is_one_party() -> None:
     assert one == same != other
 
 
-def test_a_superlink_that_is_gone_is_worth_another_try(authority: Authority) -> None:
-    context = ssl.create_default_context(cafile=authority.certificate)
-    nobody = f"127.0.0.1:{free_port()}"
-    with Gate("127.0.0.1:0", settings(authority, nobody)) as gate:
-        address = f"https://{gate.address}{PATH}"
-        assert httpx.post(address, headers=sign(), verify=context, timeout=NEVER).status_code == 502
-
-
-def test_a_superlink_of_another_authority_gets_nothing(
-    authority: Authority, inside: str, tmp_path: Path
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_superlink_that_is_gone_or_anothers_gets_nothing(
+    is_there: bool, authority: Authority, inside: str, tmp_path: Path
 ) -> None:
+    """The node may try again: the answer is 502."""
+    superlink = inside if is_there else f"127.0.0.1:{free_port()}"
     other = make_authority(tmp_path / "other", ["127.0.0.1"])
-    context = ssl.create_default_context(cafile=authority.certificate)
-    asked = len(Inside.asked)
-    trusting = GateSettings(
-        superlink=inside,
-        certificate=authority.server_certificate,
-        key=authority.server_key,
-        roots=other.certificate,
-    )
+    trusting = replace(settings(authority, superlink), roots=other.certificate)
+    context, asked = ssl.create_default_context(cafile=authority.certificate), len(Inside.asked)
     with Gate("127.0.0.1:0", trusting) as gate:
         address = f"https://{gate.address}{PATH}"
         assert httpx.post(address, headers=sign(), verify=context, timeout=NEVER).status_code == 502
+        assert gate.status is None
+        pid = gate.pid
     assert len(Inside.asked) == asked
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_many_clients_at_once(client: httpx.Client, authority: Authority, gate: Gate) -> None:
@@ -504,36 +491,8 @@ def test_many_clients_at_once(client: httpx.Client, authority: Authority, gate: 
                 for body in bodies
             )
 
-    with ThreadPoolExecutor(16) as threads:
-        assert list(threads.map(push, range(16))) == [5] * 16
-
-
-def test_the_process_ends_with_the_block(authority: Authority, inside: str) -> None:
-    with Gate("127.0.0.1:0", settings(authority, inside)) as gate:
-        assert gate.is_running
-        pid = gate.pid
-    assert not Path(f"/proc/{pid}").exists()
-
-
-def test_the_process_ends_with_its_parent(authority: Authority, inside: str) -> None:
-    script = f"""\
-from pathlib import PosixPath
-from fedsim.federation.network.gate import Gate, GateSettings
-with Gate("127.0.0.1:0", {settings(authority, inside)!r}) as gate:
-    print(gate.pid, flush=True)
-    input()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE
-    ) as parent:
-        assert parent.stdout
-        pid = int(parent.stdout.readline())
-        parent.send_signal(signal.SIGKILL)
-    until(lambda: not Path(f"/proc/{pid}").exists() or zombie(pid), "the end of the gate")
-
-
-def zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(push, range(8))) == [5] * 8
 
 
 def test_what_cannot_start_says_why(authority: Authority, inside: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A real SuperLink behind the gate: nodes work, and others get nowhere."""
+"""A SuperLink with the keys of `fedsim keys`, behind the gate: nodes work, others get nowhere."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import typer
+from click.testing import Result
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.common.serde import message_to_proto
-from flwr.proto.control_pb2 import ListNodesRequest
+from flwr.proto.control_pb2 import ListNodesRequest, UnregisterNodeRequest
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
     PullMessagesRequest,
@@ -30,9 +32,12 @@ from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.primitives.asymmetric import sign_message
 from network_support import SuperLink, free_port, node_key, process, superlink, until
+from typer.testing import CliRunner
+from wire_support import eavesdropper
 
+from fedsim.cli.network import add_to
 from fedsim.federation.network.gate import Gate, GateSettings
-from fedsim.federation.network.keys import make_authority, make_node_key
+from fedsim.federation.network.keys import Authority
 
 
 @dataclass
@@ -47,18 +52,27 @@ class Federation:
     stranger: Path
 
 
+def command(*words: str) -> Result:
+    app = typer.Typer()
+    add_to(app)
+    return CliRunner().invoke(app, list(words))
+
+
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     folder = tmp_path_factory.mktemp("federation")
-    authority = make_authority(folder / "keys", ["127.0.0.1"])
-    keys = [folder / "keys" / f"node{number}" for number in range(3)]
-    stranger = folder / "keys" / "stranger"
-    publics = [make_node_key(path) for path in keys]
-    make_node_key(stranger)
-    secret = folder / "keys" / "secret"
-    secret.write_text("s" * 64)
-    with superlink(folder, authority, secret) as link:
-        nodes = {key: link.register(public) for key, public in zip(keys, publics, strict=True)}
+    made = command("keys", str(folder / "keys"), "-n", "5", "--host", "::1", "--host", "127.0.0.1")
+    assert made.exit_code == 0, made.output
+    server = folder / "keys" / "superlink"
+    authority = Authority(
+        certificate=server / "ca.crt",
+        key=server / "nowhere",
+        server_certificate=server / "server.crt",
+        server_key=server / "server.key",
+    )
+    *keys, _, stranger = (folder / "keys" / f"node-{number}" / "key" for number in range(5))
+    with superlink(folder, authority, server / "superexec.secret") as link:
+        nodes = {key: link.register(public_of(folder, key)) for key in keys}
         settings = GateSettings(
             superlink=link.address,
             certificate=authority.server_certificate,
@@ -68,6 +82,10 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         log = folder / "gate.log"
         with Gate("127.0.0.1:0", settings, log=log) as gate:
             yield Federation(folder, link, gate.address, log, nodes, stranger)
+
+
+def public_of(folder: Path, key: Path) -> Path:
+    return folder / "keys" / "runner" / f"{key.parent.name}.pub"
 
 
 class Catcher:
@@ -93,8 +111,8 @@ def order(to: int) -> Message:
     return Message(RecordDict({"a": ArrayRecord([np.arange(5.0)])}), to, "train", group_id="1")
 
 
-def reply(to: Message, value: float) -> Message:
-    message = Message(RecordDict({"a": ArrayRecord([np.full(3, value)])}), reply_to=to)
+def reply(to: Message, value: np.ndarray[Any, Any]) -> Message:
+    message = Message(RecordDict({"a": ArrayRecord([value])}), reply_to=to)
     message.metadata.__dict__["_message_id"] = message.object_id
     return message
 
@@ -129,6 +147,7 @@ def test_a_supernode_registers_heartbeats_and_pulls(federation: Federation) -> N
     assert not federation.log.read_text()
 
 
+@pytest.mark.slow  # `test_a_stranger_is_no_node` asks the same without a process
 def test_a_supernode_with_another_key_is_refused(federation: Federation) -> None:
     assert federation.link.authority
     command = ["flower-supernode", "--superlink", federation.gate, "--isolation", "process"]
@@ -140,23 +159,31 @@ def test_a_supernode_with_another_key_is_refused(federation: Federation) -> None
     assert "305" in (federation.folder / "stranger.log").read_text()
 
 
-def test_an_order_and_its_reply_pass(federation: Federation) -> None:
+def test_an_order_and_its_reply_pass_unread(federation: Federation, tmp_path: Path) -> None:
+    """Who listens on the way sees TLS, and no byte of the update."""
     key, identifier = list(federation.nodes.items())[1]
-    with federation.link.run() as grid, federation.link.node(key, federation.gate) as node:
+    update, capture = np.random.default_rng(0).random((300, 500)), tmp_path / "capture"
+    with (
+        eavesdropper(federation.gate, capture) as address,
+        federation.link.run() as grid,
+        federation.link.node(key, address) as node,
+    ):
         (sent,) = grid.push_messages([order(identifier)])
         pulled = node.pull()
         assert np.array_equal(pulled.content["a"].to_numpy_ndarrays()[0], np.arange(5.0))
-        node.push(reply(pulled, 7.0))
+        node.push(reply(pulled, update))
         (answer,) = until(lambda: list(grid.pull_messages([sent])), "a reply")
-    assert np.array_equal(answer.content["a"].to_numpy_ndarrays()[0], np.full(3, 7.0))
+    assert np.array_equal(answer.content["a"].to_numpy_ndarrays()[0], update)
     assert answer.metadata.src_node_id == identifier
+    passed = b"".join(path.read_bytes() for path in capture.iterdir())
+    assert len(passed) > update.nbytes and update.tobytes()[:16] not in passed
 
 
 def test_a_stranger_is_no_node(federation: Federation) -> None:
     """Neither with a key of its own nor under a node's identifier or public key."""
     key, identifier = next(iter(federation.nodes.items()))
-    own = try_load_public_key(federation.stranger.with_suffix(".pub"))
-    theirs = try_load_public_key(key.with_suffix(".pub"))
+    own = try_load_public_key(public_of(federation.folder, federation.stranger))
+    theirs = try_load_public_key(public_of(federation.folder, key))
     pull = PullMessagesRequest(node=NodeIdentity(node_id=identifier))
     read = PullObjectRequest(node=NodeIdentity(node_id=identifier), run_id=1, object_id="0" * 64)
     with federation.link.fleet(federation.stranger, federation.gate) as fleet:
@@ -180,7 +207,7 @@ def test_what_somebody_read_cannot_be_sent_again(federation: Federation, way: st
         (caught,) = catcher.caught
         other = {n: v for n, v in caught.headers.items() if n != "content-length"}
         activation = ActivateNodeRequest(
-            public_key=try_load_public_key(key.with_suffix(".pub")), heartbeat_interval=30
+            public_key=try_load_public_key(public_of(federation.folder, key)), heartbeat_interval=30
         )
         address = f"https://{address}/v1/fleet"
         again = fleet._client.post(
@@ -236,3 +263,19 @@ def test_a_node_cannot_speak_for_another_or_for_the_server(
 
 def pull_of(node: int) -> PullMessagesRequest:
     return PullMessagesRequest(node=NodeIdentity(node_id=node))
+
+
+def test_a_superlink_registers_each_key_once(federation: Federation) -> None:
+    runner, link = federation.folder / "keys" / "runner", federation.link
+    words = ["register", str(runner / "node-3.pub"), "--superlink", link.address]
+    words += ["--root-certificates", str(runner / "ca.crt")]
+    first, second = (command(*words) for _ in range(2))
+    assert (first.exit_code, first.output) == (0, "node-3.pub: registered\n")
+    assert (second.exit_code, second.output) == (0, "node-3.pub: was registered already\n")
+    with link.node(federation.folder / "keys" / "node-3" / "key") as node:
+        assert node.identifier
+    with link.connect(ControlHttpClient) as control:
+        control.UnregisterNode(UnregisterNodeRequest(node_id=node.identifier))
+    third = command(*words)
+    assert third.exit_code == 2, "Flower lets in no node with this key again"
+    assert "another key" in third.output

@@ -16,10 +16,7 @@ from fedsim.types import FedsimError
 
 SECURE = {
     **TINY,
-    "defenses": {
-        "none": [],
-        "secure": [{"name": "clip", "norm": 1.0}, "secure_aggregation"],
-    },
+    "defenses": {"secure": [{"name": "clip", "norm": 1.0}, "secure_aggregation"]},
     "federation": {"engine": "deployment"},
 }
 
@@ -61,8 +58,7 @@ def test_nodes_with_secrets_of_their_own_add_up(
         connect(monkeypatch, _nodes(tmp_path / run / "homes", files))
         pipeline.run(SECURE, out=tmp_path / run / "out", workers=1, link=LINK)
         rounds = (tmp_path / run / "out" / "rounds.jsonl").read_text().splitlines()
-        secure = [json.loads(line) for line in rounds if json.loads(line)["defense"] == "secure"]
-        assert [row["aggregated"] for row in secure] == [3, 3]
+        assert [json.loads(row)["aggregated"] for row in rounds] == [3, 3]
         masked = tmp_path / run / "out" / "observations" / "secure" / "round-0002"
         seen.append((masked / "client-0000-b1-t0.safetensors").read_bytes())
         assert not (tmp_path / run / "out" / "truth").exists()
@@ -110,6 +106,8 @@ def test_a_node_that_cannot_know_its_peers_takes_no_part(
         ('{"0": "xyz"}', "expected JSON of each client"),
         ('{"zero": "00"}', "expected JSON of each client"),
         ('{"0": "00"}', "the key of client 0 is not 32 bytes"),
+        (json.dumps({"0": "11" * 32, "1": "11" * 32}), "two clients have one key"),
+        (json.dumps({"0": "11" * 32, "00": "22" * 32}), "two clients have one key"),
     ],
 )
 def test_peers_that_are_none(content: str, message: str, tmp_path: Path) -> None:

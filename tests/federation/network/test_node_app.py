@@ -19,7 +19,7 @@ from nodes_support import TINY, nodes
 from fedsim.federation import wire
 from fedsim.federation.local import identity
 from fedsim.federation.network import keys, link
-from fedsim.federation.network.home import run_folder, secret_seed
+from fedsim.federation.network.home import secret_seed
 from fedsim.federation.network.keys import make_authority
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy, Releases
@@ -192,16 +192,6 @@ def _start(scenario: Scenario) -> Any:
     return parameters, wire.floating(buffers)
 
 
-@pytest.mark.parametrize("run", ["", "..", "../../etc", "ABC", "0" * 65, "0123456789abcde/"])
-def test_a_run_is_no_path(run: str, tmp_path: Path) -> None:
-    with pytest.raises(FedsimError, match="hexadecimal"):
-        run_folder(tmp_path, run)
-    scenario = resolved()
-    (app, *_) = nodes(tmp_path)
-    with pytest.raises(FedsimError, match="hexadecimal"):
-        ask(app, "train", settings(scenario, run=run), RecordDict())
-
-
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
@@ -211,6 +201,7 @@ def test_a_run_is_no_path(run: str, tmp_path: Path) -> None:
         ("held", "[1, 2]", "count no examples"),
         ("held", "{", "count no examples"),
         ("held", "[1, 1, 1]", r"client 0 holds \d+ examples, and the server counts 1"),
+        *(("run", run, "hexadecimal") for run in ("", "..", "../../etc", "ABC", "0" * 65)),
     ],
 )
 def test_settings_of_a_run_that_are_none(key: str, value: str, said: str, tmp_path: Path) -> None:

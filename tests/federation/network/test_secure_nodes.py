@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from nodes_support import nodes
 from test_node_app import ask, resolved, settings
 
 from fedsim.federation import wire
-from fedsim.federation.network.keys import make_signing_keys, read_identity
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
 from fedsim.federation.secure_aggregation import messages
@@ -110,18 +108,3 @@ def test_a_policy_holds_of_sums(
         with pytest.raises(FedsimError, match=said):
             config = settings(secure(**changes), stack, held=HELD)
             ask(app, kind, config, RecordDict())
-
-
-def test_two_peers_have_two_keys(tmp_path: Path) -> None:
-    keys, public = make_signing_keys(2)
-    key, peers = tmp_path / "signing.key", tmp_path / "peers.json"
-    key.write_bytes(keys[0])
-    key.chmod(0o600)
-    peers.write_bytes(public)
-    found = read_identity(key, peers)
-    assert found is not None and found.peers[0] == found.public
-    written = json.loads(public)
-    for twice in ({"0": written["0"], "1": written["0"]}, {**written, "01": written["1"]}):
-        peers.write_text(json.dumps(twice))
-        with pytest.raises(FedsimError, match="two clients have one key"):
-            read_identity(key, peers)

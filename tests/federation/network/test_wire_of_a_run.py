@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from network_support import superlink, until
-from wire_support import Eavesdropper, updates
+from wire_support import eavesdropper, updates
 
 import fedsim
 from fedsim import pipeline
@@ -71,11 +71,9 @@ def test_the_wire_carries_what_the_server_records_bit_for_bit(tmp_path: Path) ->
     homes = [tmp_path / f"node-{client}" for client in (0, 1)]
     with ExitStack() as stack:
         there = stack.enter_context(superlink(tmp_path))
-        spy = stack.enter_context(
-            Eavesdropper("127.0.0.1:0", there.address, capture, keep_bytes=True)
-        )
+        spy = stack.enter_context(eavesdropper(there.address, capture))
         for client, home in enumerate(homes):
-            stack.enter_context(node(client, spy.address, home))
+            stack.enter_context(node(client, spy, home))
         until(lambda: all(map(joined, homes)), "both nodes join")
         link = Link(superlink=there.address)
         encrypted = {**SCENARIO, "federation": {"engine": "deployment"}}

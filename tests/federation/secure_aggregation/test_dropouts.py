@@ -28,20 +28,36 @@ def _outcome(terms: Terms, gone: list[set[int]], length: int = 8) -> bool:
     return True
 
 
-def test_every_set_of_five_that_drops_out_at_any_stage() -> None:
-    """At n = 5, t = 3: 5 stages, 32 sets each; 2 may be gone, so that 5 x 16 open."""
-    terms, opened = of(5, 3 / 5), 0
+def test_every_set_of_four_that_drops_out_at_any_stage() -> None:
+    """At n = 4, t = 3: 5 stages, 16 sets each; 1 may be gone, so that 5 x 5 open."""
+    terms, opened = of(4, 3 / 4), 0
     for stage in range(_STAGES):
-        for size in range(6):
-            for away in combinations(range(5), size):
+        for size in range(5):
+            for away in combinations(range(4), size):
                 gone = [set(away) if at == stage else set() for at in range(_STAGES)]
                 is_open = _outcome(terms, gone, length=3)
-                assert is_open == (size <= 2), (stage, away)
+                assert is_open == (size <= 1), (stage, away)
                 opened += is_open
-    assert opened == 80
+    assert opened == 25
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize(("gone", "is_open"), [(1, True), (8, False)])
+def test_drops_from_a_ring(gone: int, is_open: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 clients, each has 8 neighbours, of whom a few may be gone."""
+    monkeypatch.setattr(Terms, "_degree", 8)
+    assert not of(20).complete
+    assert _outcome(of(20), [set(), set(), set(range(gone)), set(), {19}]) == is_open
+
+
+@pytest.mark.slow
+def test_drops_from_the_ring_of_a_hundred() -> None:
+    away = np.random.default_rng(100).permutation(100)[:5]
+    gone = [set(part.tolist()) for part in np.array_split(away, _STAGES)]
+    assert _outcome(of(100), gone)
+    assert not _outcome(of(100), [set(), set(), set(range(40)), set()])
+
+
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 9), st.data())
 def test_drops_at_several_stages(count: int, data: st.DataObject) -> None:
     """The sum opens if and only if a quorum is left at the end."""
@@ -50,24 +66,3 @@ def test_drops_at_several_stages(count: int, data: st.DataObject) -> None:
     terms = of(count, data.draw(st.sampled_from([0.51, 2 / 3, 1.0])))
     left = count - sum(map(len, gone))
     assert _outcome(terms, gone) == (left >= terms.quorum)
-
-
-@pytest.mark.parametrize(("count", "trials"), [(20, 4), (100, 1)])
-def test_random_drops_among_many(count: int, trials: int) -> None:
-    """With 100 clients, each has 14 neighbours: a few of whom may be gone."""
-    stream = np.random.default_rng(count)
-    for _ in range(trials):
-        away = stream.permutation(count)[: count // 20]
-        gone = [set(part.tolist()) for part in np.array_split(away, _STAGES)]
-        assert _outcome(of(count), gone)
-
-
-def test_with_100_clients_too_many_drops_fail_closed() -> None:
-    assert not _outcome(of(100), [set(), set(), set(range(40)), set()])
-
-
-@pytest.mark.parametrize("last", [[{4}], [(), {4}]])
-def test_who_is_gone_after_its_vector_has_come_is_in_the_sum(last: list[set[int]]) -> None:
-    inputs = vectors(5, 4)
-    total = Sum(of(5), inputs).run((), (), (), *last)
-    assert np.array_equal(total, added(inputs, range(5)))

@@ -30,7 +30,7 @@ def _terms(**changes: float) -> SumTerms:
     return SumTerms(**{**given, **changes})  # type: ignore[arg-type]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(2, 1000),
     st.sampled_from([32, 64]),
@@ -52,9 +52,9 @@ def test_a_number_is_exact_to_a_step_and_has_room_for_all_clients(
     assert np.array_equal(from_ring(to_ring(total, bits)), total)
 
 
-@pytest.mark.parametrize(("clients", "error"), [(5, 1e-8), (20, 1e-8), (100, 1e-7), (1000, 1e-6)])
+@pytest.mark.parametrize(("clients", "error"), [(5, 1e-8), (100, 1e-7)])
 def test_the_mean_is_exact_to_a_millionth_of_the_range(clients: int, error: float) -> None:
-    """29, 27, 25 and 22 bits a client."""
+    """29 and 25 bits a client."""
     like = {"w": torch.zeros(40, 50)}
     layout = Layout(sums=(_terms(),), clients=clients, ring_bits=32, update=like, buffers={})
     updates = [
@@ -111,7 +111,7 @@ def test_rounding_is_right_on_average_and_never_the_same_way() -> None:
     assert found.mean() == pytest.approx(0.3, abs=0.0075)  # five standard deviations
 
 
-@pytest.mark.parametrize("length", [1, 3, 1000, 100_000])
+@pytest.mark.parametrize("length", [1, 3, 1000, 20_000])
 def test_no_rounded_vector_is_longer_than_what_noise_is_made_for(length: int) -> None:
     """Also one that has just that length, of which about every second rounding would be longer."""
     norm = 0.7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from scipy.stats import hypergeom
 from sum_support import of
@@ -11,7 +12,7 @@ from sum_support import of
 from fedsim.federation.secure_aggregation.terms import Terms, degree, least
 
 
-@pytest.mark.parametrize("count", [*range(2, 12), 50, 99])
+@pytest.mark.parametrize("count", [2, 5, 99])
 def test_of_few_clients_all_are_neighbours(count: int) -> None:
     terms, everyone = of(count), set(range(count))
     for one in range(count):
@@ -19,7 +20,7 @@ def test_of_few_clients_all_are_neighbours(count: int) -> None:
     assert terms.complete and terms.shares == terms.quorum
 
 
-@pytest.mark.parametrize("count", [100, 101, 300])
+@pytest.mark.parametrize("count", [100, 301])
 def test_of_many_it_is_a_ring_that_both_ends_know(count: int) -> None:
     terms, everyone = of(count), range(count)
     found = {one: terms.neighbours(one, everyone, b"keys") for one in everyone}
@@ -30,8 +31,9 @@ def test_of_many_it_is_a_ring_that_both_ends_know(count: int) -> None:
     assert found != {one: terms.neighbours(one, everyone, b"other keys") for one in everyone}
 
 
-@pytest.mark.parametrize("colluding", [0.0, 0.05, 0.1])
-@pytest.mark.parametrize("count", [100, 300, 1000])
+@pytest.mark.parametrize(
+    ("count", "colluding"), [(100, 0.0), (100, 0.05), (100, 0.1), (300, 0.1), (1000, 0.05)]
+)
 def test_the_degree_is_the_least_with_the_stated_chances(count: int, colluding: float) -> None:
     """Reckoned anew from the hypergeometric distribution's own terms."""
 
@@ -42,8 +44,8 @@ def test_the_degree_is_the_least_with_the_stated_chances(count: int, colluding: 
         needed = least(size + 1, 2 / 3)
         bad, gone = math.floor(colluding * count), math.floor(0.05 * count)
         many, lost = needed - 1 - size // 2, size + 2 - needed
-        seen = sum(hypergeom.pmf(k, fewest, bad, size) for k in range(many, size + 1))
-        late = sum(hypergeom.pmf(k, count - 1, gone, size) for k in range(lost, size + 1))
+        seen = hypergeom.pmf(np.arange(many, size + 1), fewest, bad, size).sum()
+        late = hypergeom.pmf(np.arange(lost, size + 1), count - 1, gone, size).sum()
         return count * seen if many >= 1 else 1.0, count * late
 
     size = degree(count, 2 / 3, colluding)
@@ -57,7 +59,7 @@ def test_the_degree_is_the_least_with_the_stated_chances(count: int, colluding: 
         assert seen > 2.0**-80 or late > 2.0**-20
 
 
-@pytest.mark.parametrize(("count", "threshold"), [(100, 0.75), (1000, 0.75), (400, 0.6)])
+@pytest.mark.parametrize(("count", "threshold"), [(100, 0.75), (400, 0.6)])
 def test_no_client_has_fewer_neighbours_because_others_published_no_keys(
     count: int, threshold: float
 ) -> None:

@@ -143,17 +143,6 @@ def test_masked_bytes_are_uniform() -> None:
     assert _uniform(biased.tobytes())[1] > 4.6 or _uniform(biased.tobytes())[0] < 1e-5
 
 
-def test_two_masked_vectors_of_one_input_have_nothing_in_common() -> None:
-    inputs = {client: np.full(1000, 7, np.uint32) for client in range(3)}
-    first, second = Sum(of(3), inputs), Sum(of(3, session=b"another"), inputs)
-    for sum in (first, second):
-        sum.keys()
-        sum.shares()
-        sum.mask()
-    assert (first.sent[0] == second.sent[0]).mean() < 0.01
-    assert (first.sent[0] == first.sent[1]).mean() < 0.01
-
-
 def test_what_two_agree_on_is_of_one_session_and_one_purpose() -> None:
     one, other = bytes(range(32)), bytes(range(1, 33))
     keys = {0: secrets.public_of(one), 1: secrets.public_of(other)}
