@@ -113,11 +113,13 @@ class Target(Plugin):
     """What ranks attacks: the part of the gain over the guess that is due to the attacked update,
     all of that gain, or the mean, where guesses are compared by their means alone."""
     leaks: ClassVar[float]
-    """Gain in the first metric from which a trial leaks, over the guess and another update."""
+    """Gain in the first metric from which a trial leaks, over the guess and another update. Where
+    it `ranks_by` the mean, an error: the share of the guess's from which down it leaks."""
     exposes: ClassVar[float | None] = None
     """Gain that no attack has by chance, so that one such trial is a leak; None: there is none."""
     works: ClassVar[float | None] = None
-    """Gain of an undefended attack from which the positive control passes; None: as `leaks`."""
+    """Gain of an undefended attack from which the positive control passes. None: the main target
+    passes as it `leaks`, another alone shows nothing of it."""
 
     @property
     def ranking(self) -> Metric:

@@ -212,7 +212,7 @@ def terms_of(
         "audit": any(row.audited_epsilon is not None for row in rows),
         "server": any(row.server != "honest" for row in rows),
         "masked": any(row.masked for row in rows),
-        "other": any(row.other_update for row in rows),
+        "other": any("psnr" in row.others for row in rows),
         "invalid": invalid,
         "unscored": unscored,
         "matching": any(row.main.itemwise for row in rows),

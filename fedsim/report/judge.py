@@ -17,14 +17,13 @@ from fedsim.report.facts import round_seconds, runs_of, unfinished
 from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.row import (
-    EXPOSED_GAIN,
     LIKENESS_GAIN,
     RECOGNIZABLE_LPIPS,
     RECOGNIZABLE_PSNR,
     RECOGNIZABLE_SSIM,
-    REQUIRED_GAIN,
     Comparison,
     LeaderboardRow,
+    by_comparison,
 )
 from fedsim.results.reading import Run, measurements
 from fedsim.scoring import LEAST, Accuracy, Share, Summary, chance_of
@@ -37,9 +36,9 @@ something, and no control tells whether it read that off the update or knew it."
 Finding = str
 """What an attacker gets, the worst that the attacks on a defense achieved: `recognizable`, `colors
 only`, `features`, the part of another target (`labels`), `some trials`, `undecided`, `nothing`,
-`failed`, `unknown` or `no answer`. `some trials`: nothing that is certain, but `REQUIRED_GAIN` or
-more in a few, or labels or members on average. `undecided`: something that nothing tells from what
-the attack knew. `no answer`: the rows are INVALID, or some of them are still to come."""
+`failed`, `unknown` or `no answer`. `some trials`: nothing is certain, but a few trials leak, or
+labels or members on average. `undecided`: something that nothing tells from what the attack knew.
+`no answer`: the rows are INVALID, or some of them are still to come."""
 
 Reliance = Literal["rely", "do not rely", "not shown"]
 
@@ -48,14 +47,8 @@ Status = Literal["passed", "failed", "broken", "absent"]
 can do."""
 
 Leaking = str
-"""What an attack may work on: `pictures` (images, or rows of a table), or the part of another
-target."""
-
-REQUIRED_SPAN = 0.5
-"""Features leak, and the control passes, at this share of the guess's span error."""
-
-REQUIRED_AUC = 0.75
-"""Where only membership is attacked, the control passes from this area under the curve."""
+"""What an attack may work on: `pictures` (the main target: images, or rows of a table), or the part
+of another target."""
 
 WEAK_EPSILON = 10.0
 """From this ε on a finite guarantee promises next to nothing."""
@@ -71,8 +64,8 @@ LEAST_LEARNED = 0.1
 """A model has learned if the lower end of its accuracy's interval lies this share of the way from
 chance to certainty. Behind a defense of a model that has not, nothing is relied on."""
 
-_COSINE = 0.999
-"""Guessed features of this mean cosine are as good as certified ones, which then say nothing."""
+_CERTIFIED, _COSINE = "feature_cosine", 0.999
+"""A guess of this mean in this metric is as good as certified features, which then say nothing."""
 
 _FALSE = 0.05
 """A certificate says nothing if more than this share of them is false: luck makes some right."""
@@ -119,9 +112,9 @@ class Control:
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
     metric: str | None = None
-    """Metric that decides: `psnr`, `subspace_error` or `membership_auc`."""
+    """Metric that decides: that of the main target, or of another that tells more."""
     value: float | None = None
-    """What the attack reached: gain in dB, span error, or area."""
+    """What the attack reached: its gain in the main target's metric, else the metric's mean."""
     required: float | None = None
     due: float | None = None
     """Part of a gain that is due to the update, dB."""
@@ -205,7 +198,7 @@ class Verdict:
     is_bounded: bool
     """Whether the interval of the gain excludes a leak."""
     leaking: Share | None
-    """Trials that gained `REQUIRED_GAIN` or more from their update, of the attack with most."""
+    """Trials that gained `Target.leaks` or more from their update, of the attack with most."""
     times: Times | None
     """In how many trials pictures are recognizable that are not on average."""
     is_rare: bool
@@ -281,11 +274,7 @@ def judge(rows: Sequence[LeaderboardRow], runs: Sequence[Run] = ()) -> Judgement
 
 def judgements(rows: Sequence[LeaderboardRow], runs: Sequence[Run] = ()) -> list[Judgement]:
     """Judges every comparison among `rows`, in their order."""
-    members = [
-        [row for row in rows if row.comparison == key]
-        for key in dict.fromkeys(row.comparison for row in rows)
-    ]
-    return [judge(own, runs_of(own, runs)) for own in members]
+    return [judge(own, runs_of(own, runs)) for own in by_comparison(rows).values()]
 
 
 def judge_runs(runs: Sequence[Run], *, confidence: float = 0.95) -> list[Judgement]:
@@ -295,10 +284,7 @@ def judge_runs(runs: Sequence[Run], *, confidence: float = 0.95) -> list[Judgeme
 
 def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
     """Returns one control per comparison among `rows`."""
-    return [
-        _control([row for row in rows if row.comparison == key])
-        for key in dict.fromkeys(row.comparison for row in rows)
-    ]
+    return [_control(own) for own in by_comparison(rows).values()]
 
 
 # How badly one row leaks.
@@ -330,11 +316,11 @@ def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
     pictures = _level_of_pictures(row, rows)
     if pictures in ("leak", "partial"):
         return pictures
-    if leaks_features(row, rows):
-        return "features"
-    if pictures is None and row.metrics["subspace_error"] is None:
-        return "unknown"
-    return pictures or "unseen"
+    for what, target in targets_by_mean().items():
+        if leaks_by_mean(row, rows, what):
+            return what
+        pictures = pictures or ("unseen" if row.metrics[target.ranking.name] else None)
+    return pictures or "unknown"
 
 
 def _level_of_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level | None:
@@ -361,7 +347,8 @@ def _level_by_gains(
     gain = best_of_several(row, rows, lambda r: r.gain)
     assert gain is not None
     own = row.own_gain if controlled else row.gain
-    if own is not None and own.min >= EXPOSED_GAIN:
+    exposes = row.main.exposes
+    if own is not None and exposes is not None and own.min >= exposes:
         return "leak"  # in every trial
     if any(_is_alike_for_certain(row, rows, name, controlled) for name in row.likeness):
         return "leak"
@@ -370,7 +357,7 @@ def _level_by_gains(
     # Of too few trials for an interval, half of all attacks that see nothing gain something, and
     # nothing allows for the choice of the best.
     several = min(gain.n, gain.n if over is None else over.n) >= LEAST
-    if certain >= REQUIRED_GAIN and (several or gain.compared == 1):
+    if certain >= row.main.leaks and (several or gain.compared == 1):
         return "leak"
     return "partial" if (certain > 0 and several) or row.exposed else "unseen"
 
@@ -419,19 +406,30 @@ def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool
     return level == "leak" and _is_alike_on_average(row)
 
 
-def leaks_features(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
+def targets_by_mean() -> dict[Leaking, Target]:
+    """Returns the targets that are judged by the mean of an error, beside the guess's: features.
+
+    They leak where the error is at most the share `Target.leaks` of what the guess leaves.
+    """
+    found = ranking_targets().values()
+    return {target.part: target for target in found if target.ranks_by == "mean"}
+
+
+def leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
     """Whether features were read off the update, or are known to be right by a certificate."""
-    if row.n_ok == 0 or row.ignores_update or row.knowledge.features == "known":
+    target = targets_by_mean()[what]
+    name = target.ranking.name
+    if row.n_ok == 0 or _is_given(row, what):
         return False
-    if _is_certified(row) and row.metrics["feature_cosine"] is not None:
+    if target.itemwise and _is_certified(row) and any(row.metrics[m.name] for m in target.metrics):
         return True
-    span = best_of_several(row, rows, lambda r: r.metrics["subspace_error"])
-    if span is None:
+    error = best_of_several(row, rows, lambda r: r.metrics[name])
+    if error is None:
         return False
-    upper = span.mean if span.high is None else span.high
-    over = best_of_several(row, rows, lambda r: r.span_over_other)
-    blind = over is not None and over.certain <= 0 and row.control != "batch"
-    return upper <= REQUIRED_SPAN * row.guessed_span and not blind
+    upper = error.mean if error.high is None else error.high
+    over = best_of_several(row, rows, lambda r: r.above_other(name))
+    blind = _does_no_better(over) and row.control != "batch"
+    return upper <= target.leaks * row.guess_of(name) and not blind
 
 
 def _is_certified(row: LeaderboardRow) -> bool:
@@ -439,23 +437,20 @@ def _is_certified(row: LeaderboardRow) -> bool:
     stated = row.certificates
     if stated is None or not stated.certified or stated.false is None:
         return False
-    guessed = row.baseline["feature_cosine"]
+    guessed = row.baseline[_CERTIFIED]
     holds = stated.false <= _FALSE * stated.certified
     return holds and (guessed is None or guessed < _COSINE)
 
 
 def told_targets() -> dict[Leaking, Target]:
-    """Returns the targets of which values are told, by their parts: all but pictures and features.
+    """Returns the targets of which values are told, by their parts: no main ones, no features.
 
     They leak from `Target.leaks` above guessing, and above what another update gives. Without a
     control they do only where the guess is known beforehand, such as a coin: who answers one class
     beats a guess learned from public images where a client's classes differ from theirs.
     """
-    return {
-        target.part: target
-        for name, target in ranking_targets().items()
-        if target.ranks_by != "mean" and name != "psnr"
-    }
+    found = [target for target in ranking_targets().values() if not target.payloads]
+    return {target.part: target for target in found if target.ranks_by != "mean"}
 
 
 def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
@@ -464,7 +459,7 @@ def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leakin
     gain = best_of_several(row, rows, lambda r: r.above_guess(told.ranking.name))
     if gain is None or _is_given(row, what):
         return False
-    if what == "labels" and _is_certified(row) and gain.mean >= told.leaks:
+    if told.itemwise and _is_certified(row) and gain.mean >= told.leaks:
         return True
     if told.ranking.uninformed is None and gain.n < LEAST:
         return False
@@ -473,7 +468,11 @@ def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leakin
 
 def _is_given(row: LeaderboardRow, what: Leaking) -> bool:
     """Whether the attacker was given what it tells, or tells it without looking."""
-    return row.ignores_update or (what == "labels" and row.knowledge.labels == "known")
+    return row.ignores_update or _is_known(row, what)
+
+
+def _is_known(row: LeaderboardRow, what: Leaking) -> bool:
+    return getattr(row.knowledge, what, None) == "known"
 
 
 def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
@@ -498,12 +497,17 @@ def leaks(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) ->
     """Whether an attack works for certain on pictures, on features or on what is told."""
     if what == "pictures":
         return level_of(row, rows) in ("leak", "partial")
-    return leaks_features(row, rows) if what == "features" else leaks_told(row, rows, what)
+    judged = leaks_by_mean if what in targets_by_mean() else leaks_told
+    return judged(row, rows, what)
+
+
+def _leakable() -> tuple[Leaking, ...]:
+    return ("pictures", *targets_by_mean(), *told_targets())
 
 
 def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
     """Whether something leaks for certain to the attack of `row`, chosen among `rows`."""
-    return any(leaks(row, rows, what) for what in ("pictures", "features", *told_targets()))
+    return any(leaks(row, rows, what) for what in _leakable())
 
 
 # The positive control.
@@ -549,19 +553,21 @@ def _control(rows: Sequence[LeaderboardRow]) -> Control:
         return control
     # A crash, or a refusal, is no attack that does not work.
     shown = [row for row in undefended if row.batch_size == size and row.n_ok]
-    ran = any(row.gain or row.metrics["subspace_error"] or row.membership_gain for row in shown)
+    names = [target.ranking.name for target in _deciding()]
+    ran = any(row.gain or any(row.metrics[name] for name in names) for row in shown)
     return replace(control, failures=failures, status="failed" if ran else "broken")
 
 
 def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
     """Judges by gains, and by features or members where these show what gains do not."""
-    others = [each for each in (_by_members(basis, rows), _by_features(basis, rows)) if each]
+    others = [each for target in _deciding() if (each := _control_by(basis, rows, target))]
     attacked = [row for row in rows if row.gain]
     if not attacked:
         return others[-1] if others else basis
     best = max(attacked, key=lambda row: row.standing)
-    blind = best.blind
-    passed = best.strength_by("psnr") >= REQUIRED_GAIN and not blind
+    blind, main = best.blind, best.main
+    due = best.strength_by(main.ranking.name)
+    passed = due >= main.leaks and not blind
     for other in others:
         # A release that is random by itself may tell who is in it and no more; a head of many
         # images, its features.
@@ -572,11 +578,11 @@ def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
         basis,
         status="passed" if passed else "failed",
         best=best,
-        metric="psnr",
+        metric=main.ranking.name,
         value=gain,
-        required=REQUIRED_GAIN,
-        due=None if passed or blind or gain < REQUIRED_GAIN else best.strength_by("psnr"),
-        is_blind=blind and gain >= REQUIRED_GAIN,
+        required=main.leaks,
+        due=None if passed or blind or gain < main.leaks else due,
+        is_blind=blind and gain >= main.leaks,
     )
 
 
@@ -585,50 +591,42 @@ def _does_no_better(over_other: Summary | None) -> bool:
     return over_other is not None and over_other.certain <= 0
 
 
-def _by_features(basis: Control, rows: Sequence[LeaderboardRow]) -> Control | None:
-    spans = [
-        (_does_no_better(row.span_over_other) and row.is_decided, span.mean / row.guessed_span, row)
-        for row in rows
-        if (span := row.metrics["subspace_error"])
-    ]
-    if not spans:
-        return None
-    blind, share, best = min(spans, key=lambda entry: entry[:2])
-    enough = share <= REQUIRED_SPAN
-    return replace(
-        basis,
-        status="passed" if enough and not blind else "failed",
-        best=best,
-        metric="subspace_error",
-        value=share * best.guessed_span,
-        required=REQUIRED_SPAN * best.guessed_span,
-        is_blind=enough and blind,
-    )
+def _deciding() -> list[Target]:
+    """Returns the targets besides the main one that can show that attacks work."""
+    told = [target for target in told_targets().values() if target.works is not None]
+    return [*told, *targets_by_mean().values()]
 
 
-def _by_members(basis: Control, rows: Sequence[LeaderboardRow]) -> Control | None:
-    areas = [
-        (area.mean, row)
-        for row in rows
-        if (area := row.metrics["membership_auc"])
-        and not _does_no_better(row.membership_over_other)
-    ]
-    if not areas:
+def _control_by(basis: Control, rows: Sequence[LeaderboardRow], target: Target) -> Control | None:
+    """Judges by the mean of a target's metric, beside the guess's; None if nobody answered it."""
+    metric, by_mean = target.ranking, target.ranks_by == "mean"
+    name = metric.name
+    entries = []
+    for row in rows:
+        if (mean := row.metrics[name]) is None:
+            continue
+        guess = row.guess_of(name)
+        reached = 1 - mean.mean / guess if by_mean else metric.gain(mean.mean, guess)
+        told = _does_no_better(row.above_other(name)) and (row.is_decided or not by_mean)
+        entries.append((not told, reached, mean.mean, guess, row))
+    if not entries:
         return None
-    mean, best = max(areas, key=lambda entry: entry[0])
+    informed, reached, value, guess, best = max(entries, key=lambda entry: entry[:2])
+    required = target.works or 0.0
+    at_least = guess + required if metric.larger_leaks else guess - required
+    enough = reached >= (1 - target.leaks if by_mean else required)
     return replace(
         basis,
-        status="passed" if mean >= REQUIRED_AUC else "failed",
+        status="passed" if enough and informed else "failed",
         best=best,
-        metric="membership_auc",
-        value=mean,
-        required=REQUIRED_AUC,
+        metric=name,
+        value=value,
+        required=target.leaks * guess if by_mean else at_least,
+        is_blind=enough and not informed,
     )
 
 
 # The verdict on a defense.
-
-_ORDER: tuple[Level, ...] = ("undecided", "features", "partial", "leak")
 
 
 def _strongest(rows: Sequence[LeaderboardRow]) -> LeaderboardRow:
@@ -641,8 +639,9 @@ def _strongest(rows: Sequence[LeaderboardRow]) -> LeaderboardRow:
     first = max(rows, key=lambda row: row.standing)
     if level_of(first, rows) not in ("undecided", "unseen", "unknown"):
         return first
+    order: tuple[Level, ...] = ("undecided", *targets_by_mean(), "partial", "leak")
     levels = [(level_of(row, rows), row) for row in rows]
-    leaks = [(_ORDER.index(level), row) for level, row in levels if level in _ORDER]
+    leaks = [(order.index(level), row) for level, row in levels if level in order]
     if leaks:
         return max(leaks, key=lambda entry: (entry[0], entry[1].standing))[1]
     tried = [row for row in rows if row.n_ok and row.gain]
@@ -688,7 +687,7 @@ def _verdict(
         gain=gain,
         trials=sum(row.n for row in rows),
         attacks=len({row.attack for row in rows if row.n_ok and row.gain}),
-        is_bounded=gain is not None and gain.high is not None and gain.high < REQUIRED_GAIN,
+        is_bounded=gain is not None and gain.high is not None and gain.high < strongest.main.leaks,
         leaking=leaking,
         times=_recognizable_times(rows) if _is_seldom(rows, finding) else None,
         is_rare=any(row.may_expose and not row.ignores_update for row in rows),
@@ -761,7 +760,7 @@ _OF_LEVEL: Mapping[Level, Finding] = {
 
 def is_leak(finding: Finding) -> bool:
     """Whether a finding is of something that leaks for certain."""
-    return finding in ("recognizable", "colors only", "features", *told_targets())
+    return finding in ("recognizable", "colors only", *_leakable())
 
 
 def _finding(rows: Sequence[LeaderboardRow], level: Level, leaking: Share | None) -> Finding:
@@ -786,9 +785,10 @@ def _besides(rows: Sequence[LeaderboardRow], finding: Finding) -> tuple[Leaking,
     """Returns what leaks for certain besides `finding`."""
     if not is_leak(finding):
         return ()
-    others = ("features", *told_targets())
     return tuple(
-        what for what in others if what != finding and any(leaks(row, rows, what) for row in rows)
+        what
+        for what in _leakable()[1:]
+        if what != finding and any(leaks(row, rows, what) for row in rows)
     )
 
 
@@ -813,24 +813,31 @@ def _recognizable_times(rows: Sequence[LeaderboardRow]) -> Times:
 
 
 def _shown_features(rows: Sequence[LeaderboardRow]) -> Shown | None:
-    leaking = [row for row in rows if row.gain and row.metrics["subspace_error"]]
-    leaking = [row for row in leaking if leaks_features(row, rows)]
-    best = max(leaking, key=lambda row: row.strength_by("subspace_error"), default=None)
-    return Shown(row=best, metric="subspace_error") if best else None
+    """Returns the attack with the least error of what leaks by its mean, beside pictures."""
+    leaking = [
+        (row.strength_by(target.ranking.name), row, target.ranking.name)
+        for what, target in targets_by_mean().items()
+        for row in rows
+        if row.gain and row.metrics[target.ranking.name] and leaks_by_mean(row, rows, what)
+    ]
+    if not leaking:
+        return None
+    _, row, name = max(leaking, key=lambda entry: entry[0])
+    return Shown(row=row, metric=name)
 
 
 def _shown_told(rows: Sequence[LeaderboardRow], what: Leaking) -> Shown | None:
-    metric = told_targets()[what].ranking.name
+    metric = told_targets()[what].ranking
     entries = []
     for row in rows:
-        value, gain = row.metrics[metric], row.above_guess(metric)
-        if value and row.n_ok and not (what == "labels" and row.knowledge.labels == "known"):
-            above = gain.mean if gain else value.mean
-            entries.append((not fits_any_update(row, what), above, value.mean, row))
+        value, gain = row.metrics[metric.name], row.above_guess(metric.name)
+        if value and row.n_ok and not _is_known(row, what):
+            mean = metric.gain(value.mean, 0.0)
+            entries.append((not fits_any_update(row, what), gain.mean if gain else mean, mean, row))
     if not entries:
         return None
     informed, *_, best = max(entries, key=lambda entry: entry[:3])
-    return Shown(row=best, metric=metric, is_informed=informed)
+    return Shown(row=best, metric=metric.name, is_informed=informed)
 
 
 def _shown_certificates(rows: Sequence[LeaderboardRow]) -> Shown | None:
@@ -839,12 +846,12 @@ def _shown_certificates(rows: Sequence[LeaderboardRow]) -> Shown | None:
     def rank(row: LeaderboardRow) -> tuple[bool, float, int]:
         stated = row.certificates
         certified = (stated and stated.certified) or 0
-        features = certified > 0 and row.metrics["feature_cosine"] is not None
+        features = certified > 0 and row.metrics[_CERTIFIED] is not None
         return features, certified / max(1, stated.images if stated else 1), certified
 
     stating = [r for r in rows if r.certificates and r.certificates.certified is not None]
     best = max(stating, key=rank, default=None)
-    return Shown(row=best, metric="feature_cosine") if best else None
+    return Shown(row=best, metric=_CERTIFIED) if best else None
 
 
 def _costs(
@@ -883,12 +890,13 @@ def _untried(rows: Sequence[LeaderboardRow], trained: Collection[int]) -> tuple[
     """
     measured = {name for row in rows for name, value in row.metrics.items() if value is not None}
     main = rows[0].main
-    pictures = "untried images" if main.pictured else "untried rows"
+    told = [each for each in told_targets().values() if main.itemwise or not each.itemwise]
     smallest, rounds = min(row.batch_size for row in rows), sorted({row.round for row in rows})
     kinds: list[tuple[bool, Statement]] = [
-        ("psnr" not in measured, _state(pictures)),
-        (main.itemwise and "label_accuracy" not in measured, _state("untried labels")),
-        ("membership_auc" not in measured, _state("untried membership")),
+        *(
+            (each.ranking.name not in measured, _state(f"untried {each.part}"))
+            for each in (main, *told)
+        ),
         (main.itemwise and smallest > 1, _state("untried smaller batches", smallest=smallest)),
         (bool(set(trained) - set(rounds)), _state("untried rounds", rounds=rounds)),
         (all(row.server == "honest" for row in rows), _state("untried malicious server")),
@@ -988,12 +996,7 @@ def _untested(
 ) -> Statement | None:
     """Returns which attack that works was not carried out on the defense; None if all were."""
     sound = [row for row in undefended if not row.diverged]
-    working = [
-        (what, row)
-        for what in ("pictures", "features", *told_targets())
-        for row in sound
-        if leaks(row, undefended, what)
-    ]
+    working = [(what, row) for what in _leakable() for row in sound if leaks(row, undefended, what)]
     if not working:
         return _state("nothing works")
     summed = any(row.vantage == "aggregate" for row in rows)
@@ -1029,16 +1032,17 @@ def _is_told_apart(
         counts = [(s.count, s.n - s.count) for s in (plain.leaking, defended.leaking)]
         if chance_of(*counts[0], *counts[1]) <= _CHANCE:
             return True
-    if what == "features":
-        before, after = plain.metrics["subspace_error"], defended.metrics["subspace_error"]
+    if target := targets_by_mean().get(what):
+        name = target.ranking.name
+        before, after = plain.metrics[name], defended.metrics[name]
         if before is None or after is None:  # a certificate says so by itself
             return True
         return _end(before, low=False) < _end(after.best_of(compared), low=True)
     if what == "pictures":
         before, after = plain.due, defended.due
     else:
-        metric = told_targets()[what].ranking.name
-        before, after = plain.above_guess(metric), defended.above_guess(metric)
+        name = told_targets()[what].ranking.name
+        before, after = plain.above_guess(name), defended.above_guess(name)
     if before is None or after is None:
         return False
     return _end(after.best_of(compared), low=False) < _end(before, low=True)
@@ -1077,7 +1081,8 @@ def _scatter(rows: Sequence[LeaderboardRow]) -> Statement | None:
     highs = [gain.high for gain in gains if gain and gain.high is not None]
     if len(highs) < len(gains):
         return _state("equal trials")
-    return _state("interval reaches", high=max(highs)) if max(highs) >= REQUIRED_GAIN else None
+    reached, leaks = max(highs), rows[0].main.leaks
+    return _state("interval reaches", high=reached) if reached >= leaks else None
 
 
 def _model_problem(

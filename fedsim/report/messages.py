@@ -35,9 +35,12 @@ from fedsim.report.judge import (
     is_leak,
     missing_terms,
     positive_controls,
+    targets_by_mean,
 )
-from fedsim.report.row import OTHERS, REQUIRED_GAIN, Comparison, LeaderboardRow
+from fedsim.report.measured import heading_of
+from fedsim.report.row import OTHERS, Comparison, LeaderboardRow, by_comparison
 from fedsim.report.threat import describe_attacker, describe_comparison
+from fedsim.scoring import Summary
 from fedsim.words import in_trials, number_of
 
 _BROKEN = (
@@ -89,8 +92,6 @@ STATEMENTS: Mapping[str, str] = {
     "attacks broken": f"INVALID, for {_BROKEN}",
     "nothing undefended": "INVALID, for nothing was attacked without a defense",
     "untried images": "pictures",
-    "untried rows": "rows",
-    "untried labels": "labels",
     "untried membership": "who took part (membership)",
     "untried smaller batches": "batches of fewer than {smallest:count image}",
     "untried rounds": "rounds other than {rounds:rounds}",
@@ -99,7 +100,7 @@ STATEMENTS: Mapping[str, str] = {
     "untried server": "the server",
 }
 """Why a defense is relied on or not, what to know before that is believed, what was not tried: each
-kind of statement, and what it says."""
+kind of statement, and what it says. Other targets that were not tried are called by their noun."""
 
 GETS: Mapping[Finding, str] = {
     "recognizable": "recognizable {pictures}",
@@ -145,6 +146,12 @@ CONTROLS: Mapping[str | None, tuple[str, str]] = {
     ),
 }
 """Metric that decides a positive control -> what was measured, and what is required."""
+
+_OTHER_CONTROL = (
+    "undefended, at batch size {size}, {attack} reaches {heading} {value:number 3}{uncontrolled}",
+    "{required:number 3} is required",
+)
+"""Likewise, of another target's metric."""
 
 ABSENT = (
     "no positive control: no undefended stack was attacked; add `none: []` to defenses, for an "
@@ -210,7 +217,9 @@ def fill(message: str, **values: Any) -> str:
 
 def describe_statement(statement: Statement) -> str:
     """Words one statement, as a clause."""
-    return fill(STATEMENTS[statement.kind], **statement.values)
+    kind = statement.kind
+    message = STATEMENTS.get(kind) or targets()[kind.removeprefix("untried ")].noun
+    return fill(message, **statement.values)
 
 
 # One sentence on a defense, and its parts.
@@ -351,9 +360,10 @@ def describe_evidence(verdict: Verdict) -> str:
     if finding in ("failed", "unknown", "no answer"):
         return ""
     others = [text for text in _other_evidence(verdict) if text]
-    if verdict.gain is None and row.metrics["subspace_error"] is None:
+    errors = _describe_errors(row)
+    if verdict.gain is None and not errors:
         return ", ".join(others)
-    figure = _describe_gain(verdict) if verdict.gain else _describe_span(row)
+    figure = _describe_gain(verdict) if verdict.gain else errors[0]
     trials = f"n = {number_of(row.n, 'trial')}"
     parts = [
         f"{figure} by {row.attack_on} at batch size {row.batch_size}",
@@ -362,7 +372,7 @@ def describe_evidence(verdict: Verdict) -> str:
     ]
     if leaking and leaking.count and (finding == "some trials" or verdict.times):
         parts.append(
-            f"{leaking.count} of {leaking.n} with {REQUIRED_GAIN:g} dB or more (interval of that "
+            f"{leaking.count} of {leaking.n} with {row.main.leaks:g} dB or more (interval of that "
             f"share {100 * leaking.low:.0f} to {leaking.high:.0%} {row.population})"
         )
     if verdict.exposed_image and verdict.times:
@@ -379,10 +389,10 @@ def describe_evidence(verdict: Verdict) -> str:
 def _other_evidence(verdict: Verdict) -> list[str]:
     """Words features, labels and members, where they are what leaks, or may leak."""
     finding, shown = verdict.finding, []
-    if finding == "features" and verdict.features:
-        row = verdict.features.row
-        shown = [f"{_describe_span(row)} by {row.attack_on}"]
-    if finding == "features":
+    if finding in targets_by_mean():
+        if verdict.features:
+            row = verdict.features.row
+            shown = [f"{text} by {row.attack_on}" for text in _describe_errors(row)]
         shown.append(describe_certificates(verdict.certificates))
     chosen = [what for what in verdict.may_leak if finding in (what, "some trials")]
     return [*shown, *(describe_shown(verdict.told[what]) for what in chosen)]
@@ -393,20 +403,30 @@ def _describe_gain(verdict: Verdict) -> str:
     assert gain is not None
     what = f"over guessing and {row.other}" if row.blind else "over guessing"
     text = f"{format_signed(gain.mean)} dB {what}"
-    if gain.low is None or gain.high is None:
-        return f"{text} (no interval)"
-    ends = f"{format_signed(gain.low)} to {format_signed(gain.high)} dB"
-    return f"{text}, {gain.confidence:.0%} interval {ends} {row.population}"
+    return text + _describe_interval(gain, "{} to {} dB", format_signed, row)
 
 
-def _describe_span(row: LeaderboardRow) -> str:
-    span = row.metrics["subspace_error"]
-    assert span is not None
-    text = f"span error {span.mean:.2f} (guess {row.guessed_span:.2f})"
-    if span.low is None or span.high is None:
-        return f"{text} (no interval)"
-    ends = f"{max(0.0, span.low):.2f} to {span.high:.2f}"
-    return f"{text}, {span.confidence:.0%} interval {ends} {row.population}"
+def _describe_errors(row: LeaderboardRow) -> list[str]:
+    """Words the errors that are judged by their means, beside the guess's."""
+    texts = []
+    for target in targets_by_mean().values():
+        if error := row.metrics[target.ranking.name]:
+            text = f"{heading_of(target.ranking)} error {error.mean:.2f}"
+            text += f" (guess {row.guess_of(target.ranking.name):.2f})"
+            texts.append(
+                text
+                + _describe_interval(error, "{} to {}", lambda end: f"{max(0.0, end):.2f}", row)
+            )
+    return texts
+
+
+def _describe_interval(
+    summary: Summary, form: str, write: Callable[[float], str], row: LeaderboardRow
+) -> str:
+    if summary.low is None or summary.high is None:
+        return " (no interval)"
+    ends = form.format(write(summary.low), write(summary.high))
+    return f", {summary.confidence:.0%} interval {ends} {row.population}"
 
 
 def _describe_likeness(row: LeaderboardRow) -> list[str]:
@@ -561,7 +581,10 @@ def describe_control(control: Control) -> str:
         "due": due,
         "subject": targets()[control.subject].noun,
     }
-    measured, required = (fill(text, **values) for text in CONTROLS[control.metric])
+    if control.metric:
+        values["heading"] = heading_of(METRICS[control.metric])
+    texts = CONTROLS.get(control.metric, _OTHER_CONTROL)
+    measured, required = (fill(text, **values) for text in texts)
     if control.status == "passed":
         return measured
     failed = f"{measured}, where {required}: {_LESSONS[control.is_alone]}{_TRY}"
@@ -620,11 +643,10 @@ def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
     Problems are models that do not show what a defense costs, poor guesses, attacks that failed,
     and attacks that were run on no other update.
     """
-    shown = list(dict.fromkeys(row.comparison for row in rows))
+    groups = by_comparison(rows)
     lines: dict[str, None] = {}
-    for comparison in shown:
-        members = [row for row in rows if row.comparison == comparison]
-        where = f"{describe_comparison(comparison, shown)}, " if len(shown) > 1 else ""
+    for comparison, members in groups.items():
+        where = f"{describe_comparison(comparison, groups)}, " if len(groups) > 1 else ""
         lines |= dict.fromkeys(f"{where}{line}" for line in _warnings_of(members))
     return list(lines)
 

@@ -131,7 +131,7 @@ _RANKING = {"psnr": "", "subspace_error": "span_", "label_accuracy": "label_"}
 def _summaries(row: LeaderboardRow) -> dict[str, Summary | None]:
     """Returns what is told of each metric that ranks attacks, by the names of the formats."""
     told: dict[str, Summary | None] = {
-        "other_update": row.other_update,
+        "other_update": row.others.get("psnr"),
         "own_gain": row.own_gain,
     }
     for name in ranking_targets():

@@ -11,7 +11,7 @@ from fedsim.contracts.target import Target, ranking_targets, targets
 from fedsim.report.threat import Comparison as Comparison
 from fedsim.report.threat import ThreatModel
 from fedsim.results.lines import ControlKind
-from fedsim.scoring import Accuracy, Share, Summary, guess_problem, learning_problem
+from fedsim.scoring import METRICS, Accuracy, Share, Summary, guess_problem, learning_problem
 from fedsim.targets.images import EXPOSED_IMAGE as EXPOSED_IMAGE
 from fedsim.targets.images import LIKENESS_GAIN as LIKENESS_GAIN
 from fedsim.targets.images import RECOGNIZABLE_LPIPS as RECOGNIZABLE_LPIPS
@@ -31,7 +31,7 @@ EXPOSED_GAIN = Images.exposes
 leak, even if the interval of all trials reaches below 0."""
 
 _ROUNDING = 1e-9
-"""A guess's span error counts as at least this, so that shares of it stay finite."""
+"""A guess counts as at least this, so that shares of it stay finite."""
 
 
 OTHERS: Mapping[ControlKind | None, str] = {
@@ -300,7 +300,7 @@ class LeaderboardRow:
     @property
     def due(self) -> Summary | None:
         """The gain in dB that counts: the part due to this update, where a control can tell it."""
-        return self.due_by("psnr")
+        return self.due_by(self.main.ranking.name)
 
     def due_by(self, name: str) -> Summary | None:
         """Returns the gain in metric `name` that counts; None where none was measured."""
@@ -311,11 +311,14 @@ class LeaderboardRow:
         """Words what the attack is compared with besides the guess."""
         return OTHERS.get(self.control, "another update")
 
-    @property
-    def guessed_span(self) -> float:
-        """Mean span error of the guess of features, in (0, 1]; 1 if no guess was made."""
-        guessed = self.baseline["subspace_error"]
-        return 1.0 if guessed is None else max(guessed, _ROUNDING)
+    def guess_of(self, name: str) -> float:
+        """Returns the mean guess of metric `name`, or the value of an answer without knowledge.
+
+        It is never 0, so that shares of it stay finite.
+        """
+        guess, metric = self.baseline[name], METRICS[name]
+        guess = (metric.uninformed or 0.0) if guess is None else guess
+        return max(guess, _ROUNDING)
 
     @property
     def guess_problem(self) -> str | None:
@@ -359,53 +362,18 @@ class LeaderboardRow:
 
     @property
     def gain(self) -> Summary | None:
-        """PSNR above the zero-information guess, dB."""
-        return self.gains.get("psnr")
+        """Gain of the main target over the zero-information guess: of pictures PSNR, in dB."""
+        return self.gains.get(self.main.ranking.name)
 
     @property
     def own_gain(self) -> Summary | None:
-        """The lesser of `gain` and `over_other`, trial by trial, dB."""
-        return self.own_gains.get("psnr")
+        """The lesser of `gain` and `over_other`, trial by trial."""
+        return self.own_gains.get(self.main.ranking.name)
 
     @property
     def over_other(self) -> Summary | None:
-        """PSNR above that of another update, dB: the part of the gain due to this update."""
-        return self.over_others.get("psnr")
-
-    @property
-    def other_update(self) -> Summary | None:
-        """PSNR against this truth of what the same attack reconstructs from another update."""
-        return self.others.get("psnr")
-
-    @property
-    def membership_auc_limit(self) -> float | None:
-        """The largest area that the privacy claim allows; None if it does not bound membership."""
-        return self.limits.get("membership_auc")
-
-    @property
-    def label_gain(self) -> Summary | None:
-        """Label accuracy above guessing the majority label."""
-        return self.gains.get("label_accuracy")
-
-    @property
-    def membership_gain(self) -> Summary | None:
-        """Area under the membership curve above 0.5, a coin's."""
-        return self.gains.get("membership_auc")
-
-    @property
-    def span_over_other(self) -> Summary | None:
-        """By how much the span error is below that of another update's features."""
-        return self.over_others.get("subspace_error")
-
-    @property
-    def label_over_other(self) -> Summary | None:
-        """By how much label accuracy is above that of another update's labels."""
-        return self.over_others.get("label_accuracy")
-
-    @property
-    def membership_over_other(self) -> Summary | None:
-        """By how much the membership area is above that of another update's scores."""
-        return self.over_others.get("membership_auc")
+        """Gain over another update: the part of `gain` that is due to this one."""
+        return self.over_others.get(self.main.ranking.name)
 
     @property
     def likeness(self) -> Mapping[str, Likeness]:
@@ -421,3 +389,11 @@ def population_of(rows: Sequence[LeaderboardRow]) -> str:
     """Says of what the intervals of `rows` are, of all lines at once where these agree."""
     populations = {row.population for row in rows}
     return min(populations) if len(populations) == 1 else "of the networks and clients of each line"
+
+
+def by_comparison(rows: Sequence[LeaderboardRow]) -> dict[Comparison, list[LeaderboardRow]]:
+    """Groups rows that may be ranked together, in their order."""
+    groups: dict[Comparison, list[LeaderboardRow]] = {}
+    for row in rows:
+        groups.setdefault(row.comparison, []).append(row)
+    return groups

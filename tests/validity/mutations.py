@@ -842,9 +842,9 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             BOARD,
         ),
         "features of any update as a leak": swap(
-            "fedsim/report/judge.py:leaks_features",
-            "upper <= REQUIRED_SPAN * row.guessed_span and (not blind)",
-            "upper <= REQUIRED_SPAN * row.guessed_span",
+            "fedsim/report/judge.py:leaks_by_mean",
+            "upper <= target.leaks * row.guess_of(name) and (not blind)",
+            "upper <= target.leaks * row.guess_of(name)",
             BOARD,
         ),
         "a prior as the positive control": swap(
@@ -954,16 +954,16 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "the best of many by one trial": swap(
             "fedsim/report/judge.py:_level_by_gains",
-            "certain >= REQUIRED_GAIN and (several or gain.compared == 1)",
-            "certain >= REQUIRED_GAIN",
+            "certain >= row.main.leaks and (several or gain.compared == 1)",
+            "certain >= row.main.leaks",
             BOARD,
         ),
         "a poor guess without a warning": swap(
             "fedsim/scoring/guess.py:guess_problem", "public_per_image >= _NEEDED", "True", BOARD
         ),
         "features held against no guess": swap(
-            "fedsim/report/row.py:LeaderboardRow.guessed_span",
-            "self.baseline['subspace_error']",
+            "fedsim/report/row.py:LeaderboardRow.guess_of",
+            "self.baseline[name]",
             "None",
             BOARD,
         ),
@@ -977,7 +977,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/targets/features.py:Features.guess", "public is None", "True", ROAD
         ),
         "a prior in the picture of what leaks": swap(
-            "fedsim/report/lineup.py:strongest",
+            "fedsim/report/overview.py:strongest",
             "lambda rows: (_is_informed(rows), _mean_psnr(rows))",
             "_mean_psnr",
             "tests/report/test_overview.py",

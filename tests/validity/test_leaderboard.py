@@ -151,8 +151,7 @@ def test_a_trial_without_images_counts_as_guessing(tmp_path: Path) -> None:
     (row,) = board(tmp_path, [*lines, without])
     assert row.gain is not None
     assert row.gain.mean == pytest.approx(5 * 18 / 6)
-    assert row.label_gain is not None
-    assert row.label_gain.mean == pytest.approx(0.8)
+    assert row.gains["label_accuracy"].mean == pytest.approx(0.8)
 
 
 def test_exact_pictures_are_no_protection_though_a_trial_was_lost(tmp_path: Path) -> None:
@@ -177,8 +176,7 @@ def test_every_line_carries_the_guess_and_the_other_update(tmp_path: Path) -> No
     assert row.baseline["psnr"] == pytest.approx(10.0)
     assert row.gain is not None
     assert (row.gain.mean, row.gain.std) == (5.0, 0.0)  # paired: every trial gained exactly 5 dB
-    assert row.other_update is not None
-    assert row.other_update.mean == pytest.approx(14.25)
+    assert row.others["psnr"].mean == pytest.approx(14.25)
     assert row.over_other is not None
     assert row.over_other.mean == pytest.approx(0.75)
     for text in (render([row], "json"), render([row], "csv")):
