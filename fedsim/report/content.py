@@ -1,7 +1,7 @@
 """Gathers what runs show: one object, from which report, leaderboard, server and dossier are set.
 
-A comparison becomes a `Section`: a matrix of attacks and defenses, an answer for each defense, and
-charts. Everything else belongs to the page as a whole.
+A comparison becomes a `ComparisonSection`: a matrix of attacks and defenses, an answer for each
+defense, and charts. Everything else belongs to the page as a whole.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from markupsafe import Markup
 
 from fedsim.report import facts
 from fedsim.report.charts import Series, chart
 from fedsim.report.figures import (
-    describe_variant,
     format_accuracy,
     format_bound,
     format_claim,
@@ -27,19 +26,10 @@ from fedsim.report.glossary import terms_of
 from fedsim.report.judge import Control, Judgement, Verdict, judgements, level_of
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.measured import ABSENT, Measured, measured, metrics_of
-from fedsim.report.messages import (
-    brief,
-    describe_cautions,
-    describe_control,
-    describe_told,
-    describe_untried,
-    grounds,
-    invalid_reasons,
-    warnings,
-)
+from fedsim.report.messages import invalid_reasons, warnings
 from fedsim.report.pictures import Plate, plates_of
 from fedsim.report.recovered import accused, clouds
-from fedsim.report.row import LeaderboardRow, population_of
+from fedsim.report.row import LeaderboardRow, by_comparison, population_of
 from fedsim.report.threat import describe_comparison, threat_model
 from fedsim.report.utility import UtilityRow, attacks_nothing, utility
 from fedsim.results.lines import ResultRow
@@ -72,7 +62,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class MatrixColumn:
     """An attack at one batch size and round: a column of the matrix."""
 
     attack: str
@@ -83,7 +73,7 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class MatrixCell:
     """One attack on one defense: a cell of the matrix, and a row of the table."""
 
     id: str
@@ -155,73 +145,28 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DefenseRow:
-    """A defense of a comparison: its verdict, and a cell for each column."""
+class DefenseLine:
+    """A defense of a comparison: its verdict, and the attacks of each column."""
 
     number: int
-    judged: Verdict
-    cells: list[list[Line]]
+    verdict: Verdict
+    cells: list[list[MatrixCell]]
     color: int
-
-    @property
-    def name(self) -> str:
-        """Name of the defense."""
-        return self.judged.defense
-
-    @property
-    def stack(self) -> str:
-        """Its members in words."""
-        return self.judged.stack or "no defense"
-
-    @property
-    def verdict(self) -> str:
-        """Whether to rely on it."""
-        return self.judged.reliance
 
     @property
     def tint(self) -> Tint:
         """Class of the verdict."""
         tints: dict[str, Tint] = {"rely": "good", "do not rely": "bad"}
-        return tints.get(self.verdict, "some")
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether anything can be said of it."""
-        return self.judged.finding != "no answer"
+        return tints.get(self.verdict.reliance, "some")
 
     @property
     def gain(self) -> Summary | None:
-        """What the strongest attack gains over guessing, dB; None without an answer."""
-        return self.judged.gain if self.is_answered else None
-
-    @property
-    def brief(self) -> str:
-        """The answer in one sentence."""
-        return brief(self.judged)
-
-    @property
-    def grounds(self) -> Sequence[tuple[str, str]]:
-        """Names and words of what the answer rests on."""
-        return grounds(self.judged)
-
-    @property
-    def remarks(self) -> list[str]:
-        """What else is known of it, in sentences."""
-        return describe_told(self.judged)
-
-    @property
-    def cautions(self) -> list[str]:
-        """What to know before the answer is believed."""
-        return describe_cautions(self.judged)
-
-    @property
-    def untried(self) -> list[str]:
-        """What no attack on it has tried."""
-        return describe_untried(self.judged)
+        """What the strongest attack gains over guessing; None without an answer."""
+        return self.verdict.gain if self.verdict.finding != "no answer" else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class ChartGroup:
     """Charts below one heading."""
 
     title: str
@@ -233,34 +178,28 @@ class Figure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class ComparisonSection:
     """Holds one comparison: what may be ranked together."""
 
     id: str
     title: str
     folders: list[str]
     """Names of the folders of a variant's runs; empty for a run that is no variant."""
-    control: Control
-    reason: str
-    """What the control shows, in words."""
-    lines: list[Line]
-    columns: list[Column]
+    judged: Judgement
+    lines: list[MatrixCell]
+    columns: list[MatrixColumn]
     shared: str
     """Batch size and round, where all columns share them."""
-    defenses: list[DefenseRow]
+    defenses: list[DefenseLine]
     threats: list[tuple[str, str]]
-    untried: list[str]
-    """What no attack on any defense tried."""
-    cautions: list[str]
-    """Cautions that apply to every verdict."""
     warnings: list[str]
-    figures: list[Figure]
+    figures: list[ChartGroup]
     population: str
     """Says of what the intervals are."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario:
+class ScenarioSummary:
     """Holds the runs of one scenario: what was run, what it cost, how to repeat it."""
 
     name: str
@@ -298,11 +237,6 @@ class Content:
     def judgements(self) -> list[Judgement]:
         """The judgement of each comparison."""
         return judgements(self.rows, self.runs)
-
-    @property
-    def valid(self) -> list[Judgement]:
-        """Judgements of the comparisons from which something follows."""
-        return [judged for judged in self.judgements if judged.control.status == "passed"]
 
     @cached_property
     def awaited(self) -> facts.Awaited | None:
@@ -391,13 +325,13 @@ class Content:
         return self._album[1]
 
     @cached_property
-    def scenarios(self) -> list[Scenario]:
+    def scenarios(self) -> list[ScenarioSummary]:
         """The runs by the name of their scenario."""
         by_name: dict[str, list[Run]] = {}
         for run in self.runs:
             by_name.setdefault(run.name, []).append(run)
         return [
-            Scenario(
+            ScenarioSummary(
                 name=name,
                 runs=runs,
                 summary=_summary(runs),
@@ -408,7 +342,7 @@ class Content:
         ]
 
     @cached_property
-    def sections(self) -> list[Section]:
+    def sections(self) -> list[ComparisonSection]:
         """The comparisons, in the order of the leaderboard."""
         order = sorted(range(len(self.rows)), key=lambda at: not self.rows[at].strongest)
         detailed = {self.rows[at].cell for at in order[:_DETAILED]}
@@ -418,19 +352,10 @@ class Content:
             for number, judged in enumerate(self.judgements, start=1)
         ]
 
-    def of(self, judged: Judgement) -> list[LeaderboardRow]:
-        """Returns the rows of the comparison that is `judged`."""
-        return [row for row in self.rows if row.comparison == judged.comparison]
-
-    def title_of(self, judged: Judgement) -> str:
-        """Names the comparison that is `judged`, beside the others here."""
-        shown = [each.comparison for each in self.judgements]
-        return describe_comparison(judged.comparison, shown)
-
     def _section(
         self, id: str, judged: Judgement, ids: Mapping[str, str], detailed: set[str]
-    ) -> Section:
-        control, rows = judged.control, self.of(judged)
+    ) -> ComparisonSection:
+        control, rows = judged.control, by_comparison(self.rows)[judged.comparison]
         runs = facts.runs_of(rows, self.runs)
         colors = _colors(rows)
         varying = [name for name in _PLACES if len({getattr(row, name) for row in rows}) > 1]
@@ -442,13 +367,13 @@ class Content:
         lines = [
             self._line(ids[row.cell], row, rows, control, row.cell in detailed) for row in rows
         ]
-        cells: dict[tuple[str, Column], list[Line]] = {}
+        cells: dict[tuple[str, MatrixColumn], list[MatrixCell]] = {}
         for line in lines:
             cells.setdefault((line.row.defense, _column(line.row, varying)), []).append(line)
         defenses = [
-            DefenseRow(
+            DefenseLine(
                 number=number,
-                judged=verdict,
+                verdict=verdict,
                 cells=[cells.get((verdict.defense, column), []) for column in columns],
                 color=colors[verdict.defense],
             )
@@ -456,12 +381,11 @@ class Content:
         ]
         seen = {row.cell for row in rows}
         results = [row for row in self.results if row.cell in seen]
-        return Section(
+        return ComparisonSection(
             id=id,
-            title=self.title_of(judged),
+            title=describe_comparison(judged.comparison, by_comparison(self.rows)),
             folders=[run.folder.name for run in runs] if rows[0].variant else [],
-            control=control,
-            reason=describe_control(control),
+            judged=judged,
             lines=lines,
             columns=columns,
             shared=", ".join(
@@ -471,8 +395,6 @@ class Content:
             ),
             defenses=defenses,
             threats=threat_model(results),
-            untried=describe_untried(judged),
-            cautions=describe_cautions(judged),
             warnings=warnings(rows),
             figures=_figures(rows, runs, defenses, colors, self.confidence),
             population=population_of(rows),
@@ -485,9 +407,9 @@ class Content:
         rows: Sequence[LeaderboardRow],
         control: Control,
         detailed: bool,
-    ) -> Line:
+    ) -> MatrixCell:
         state = "failed" if not row.n_ok else "blind" if row.blind else ""
-        return Line(
+        return MatrixCell(
             id=id,
             row=row,
             best=measured(row, row.ranked_by),
@@ -510,9 +432,9 @@ def _summary(runs: Sequence[Run]) -> str:
 _PLACES = {"batch_size": "batch size", "round": "round"}
 
 
-def _column(row: LeaderboardRow, varying: Sequence[str]) -> Column:
+def _column(row: LeaderboardRow, varying: Sequence[str]) -> MatrixColumn:
     words = [f"{words} {getattr(row, name)}" for name, words in _PLACES.items() if name in varying]
-    return Column(
+    return MatrixColumn(
         attack=row.attack,
         batch_size=row.batch_size,
         round=row.round,
@@ -543,10 +465,10 @@ def _colors(rows: Sequence[LeaderboardRow]) -> dict[str, int]:
 def _figures(
     rows: Sequence[LeaderboardRow],
     runs: Sequence[Run],
-    defenses: Sequence[DefenseRow],
+    defenses: Sequence[DefenseLine],
     colors: Mapping[str, int],
     confidence: float,
-) -> list[Figure]:
+) -> list[ChartGroup]:
     """Returns the charts of one comparison, those that have something to show."""
     figures = [
         _leakage(rows, defenses, confidence),
@@ -558,11 +480,11 @@ def _figures(
 
 
 def _leakage(
-    rows: Sequence[LeaderboardRow], defenses: Sequence[DefenseRow], confidence: float
-) -> Figure | None:
+    rows: Sequence[LeaderboardRow], defenses: Sequence[DefenseLine], confidence: float
+) -> ChartGroup | None:
     series = []
     for defense in defenses:
-        gain, row = defense.gain, defense.judged.strongest
+        gain, row = defense.gain, defense.verdict.strongest
         if not gain or row.test_accuracy is None:
             continue
         accuracy = row.accuracy
@@ -594,14 +516,16 @@ def _leakage(
     )
     if any(one.hollow for one in series):
         note += " A ring is an attack that does no better than on another update."
-    legend = [(f"{d.number} {d.name}", d.color) for d in defenses]
-    return Figure(title="Leakage against accuracy", note=note, charts=[("", drawn)], legend=legend)
+    legend = [(f"{d.number} {d.verdict.defense}", d.color) for d in defenses]
+    return ChartGroup(
+        title="Leakage against accuracy", note=note, charts=[("", drawn)], legend=legend
+    )
 
 
-def _recovered(panels: Sequence[Series]) -> Figure | None:
+def _recovered(panels: Sequence[Series]) -> ChartGroup | None:
     if not panels:
         return None
-    return Figure(
+    return ChartGroup(
         title="Recovered rows",
         note="Each dot is an entry of a row: across what the client has, up what the attack made "
         "of it. On the dashed diagonal it is exact. A level band is what somebody answers who saw "
@@ -625,7 +549,7 @@ def _recovered(panels: Sequence[Series]) -> Figure | None:
     )
 
 
-def _membership(lines: Sequence[Series]) -> Figure | None:
+def _membership(lines: Sequence[Series]) -> ChartGroup | None:
     if not lines:
         return None
     drawn = chart(
@@ -640,7 +564,7 @@ def _membership(lines: Sequence[Series]) -> Figure | None:
         y_range=(0, 1),
         diagonal=True,
     )
-    return Figure(
+    return ChartGroup(
         title="Who took part",
         note="The strongest attack on membership accuses rows one after the other, over all "
         "trials. A line shows which share of the members it has found by then. Dashed is a coin. A "
@@ -651,7 +575,7 @@ def _membership(lines: Sequence[Series]) -> Figure | None:
     )
 
 
-def _training(runs: Sequence[Run], colors: Mapping[str, int]) -> Figure | None:
+def _training(runs: Sequence[Run], colors: Mapping[str, int]) -> ChartGroup | None:
     """Returns the curves of each defense, from the first run of its stack; a point is no curve."""
     curves: dict[str, dict[str, Series]] = {"test_accuracy": {}, "train_loss": {}}
     for run in runs:
@@ -670,7 +594,7 @@ def _training(runs: Sequence[Run], colors: Mapping[str, int]) -> Figure | None:
     if all(len(curve.points) < 2 for curve in curves["test_accuracy"].values()):
         return None
     captions = {"test_accuracy": "test accuracy", "train_loss": "training loss"}
-    return Figure(
+    return ChartGroup(
         title="Training",
         note="Test accuracy and training loss by round, of the first run of each defense.",
         charts=[
@@ -691,8 +615,3 @@ def _training(runs: Sequence[Run], colors: Mapping[str, int]) -> Figure | None:
             ((name, colors[name]) for name in curves["test_accuracy"]), key=lambda entry: entry[1]
         ),
     )
-
-
-def described(run: Run) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Returns the folder's name of a run, its variant in words, and what it was made with."""
-    return run.folder.name, describe_variant(run.variant), facts.made_with(run.record)

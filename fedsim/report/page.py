@@ -16,15 +16,24 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from fedsim.recording.files import write_text
-from fedsim.report.content import Content, described
+from fedsim.report.content import Content
 from fedsim.report.facts import made_with
 from fedsim.report.figures import (
+    describe_variant,
     format_accuracy,
     format_bound,
     format_claim,
     format_number,
     format_signed,
     format_summary,
+)
+from fedsim.report.messages import (
+    brief,
+    describe_cautions,
+    describe_control,
+    describe_told,
+    describe_untried,
+    grounds,
 )
 from fedsim.report.wording import (
     command_lines,
@@ -137,9 +146,15 @@ def _environment() -> Environment:
     environment.filters |= {
         "accuracy": lambda row: format_accuracy(row.test_accuracy, row.accuracy),
         "bound": format_bound,
+        "brief": brief,
+        "cautions": describe_cautions,
+        "control": describe_control,
+        "grounds": grounds,
+        "told": describe_told,
+        "untried": describe_untried,
+        "variant": describe_variant,
         "command": lambda words: "\n".join(command_lines(words)),
         "claim": lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
-        "described": described,
         "made_with": made_with,
         "number": format_number,
         "number_of": number_of,

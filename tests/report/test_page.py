@@ -129,7 +129,7 @@ def test_every_cell_opens_its_details_and_every_button_has_a_target(
         page.values("id")
     )
     (section,) = content.sections
-    assert [row.judged.defense for row in section.defenses] == ["none", "pruning", "dp"]
+    assert [row.verdict.defense for row in section.defenses] == ["none", "pruning", "dp"]
     cells = [line for row in section.defenses for lines in row.cells for line in lines]
     assert sorted(line.row.cell for line in cells) == sorted(row.cell for row in content.rows)
     assert all(len(row.cells) == len(section.columns) == 6 for row in section.defenses)
@@ -270,7 +270,7 @@ def test_a_failed_positive_control_marks_the_page(
         )
     content = Content(load_runs([tmp_path]))
     assert content.mark == content.invalid_mark == mark
-    failed = [section for section in content.sections if section.control.mark]
+    failed = [section for section in content.sections if section.judged.control.mark]
     assert len(failed) == sum(gain < 1 for gain in gains)
     for section in failed:
         assert not any(line.tint for line in section.lines)
