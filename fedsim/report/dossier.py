@@ -31,6 +31,7 @@ from fedsim.report.figures import (
     format_bound,
     format_delta,
     format_epsilon,
+    read_texts,
 )
 from fedsim.report.judge import WEAK_EPSILON
 from fedsim.report.page import read_style, render
@@ -188,68 +189,15 @@ SOURCE = (
 
 
 class Attacker(NamedTuple):
-    """Describes one numbered attacker. A to E are passive, F to H active."""
+    """Describes one numbered attacker."""
 
     letter: str
     name: str
     has: str
     exceeded_by: str
     """Letters of those who can do all that it can."""
-    unmeasured: str = "no update of a model was attacked"
+    unmeasured: str
     """Why a run does not measure it."""
-
-
-_OTHER_DATA = "other data of the same kind"
-ATTACKERS = (
-    Attacker("A", "Eavesdropper", "the model’s architecture and the updates", "BCDEFGH"),
-    Attacker(
-        "B",
-        "Informed eavesdropper",
-        "A, and general knowledge such as that pictures are smooth",
-        "CDEFGH",
-    ),
-    Attacker(
-        "C",
-        "Parameter-aware eavesdropper",
-        "B, and how clients train: steps, batch size, learning rate",
-        "DEFGH",
-    ),
-    Attacker(
-        "D",
-        "Data-enhanced eavesdropper",
-        f"C, and {_OTHER_DATA}",
-        "EGH",
-        f"no attacker was granted {_OTHER_DATA} (knowledge.public)",
-    ),
-    Attacker(
-        "E",
-        "Statistical-informed eavesdropper",
-        "D, and statistics of the client’s own data, as batch norm shows them",
-        "",
-        "no attacker was granted statistics of a client’s data (knowledge.bn)",
-    ),
-    Attacker(
-        "F",
-        "Active manipulator",
-        "C, and it changes the model that clients train",
-        "GH",
-        "the server changed nothing in the model (model.imprint, model.head.planted)",
-    ),
-    Attacker(
-        "G",
-        "Data-enhanced manipulator",
-        f"F, and {_OTHER_DATA}",
-        "H",
-        "no server that changes the model was granted other data (knowledge.public)",
-    ),
-    Attacker(
-        "H",
-        "Active client manipulator",
-        "G, and it chooses who takes part, or adds clients of its own",
-        "",
-        "no server here chooses who takes part, or adds clients of its own",
-    ),
-)
 
 
 class Coverage(NamedTuple):
@@ -283,7 +231,7 @@ def _has_surrogate(row: ResultRow) -> bool:
 
 def coverage(rows: Sequence[ResultRow]) -> list[Coverage]:
     """Returns what the scored `rows` cover of each numbered attacker, in their order."""
-    return [_cover(attacker, rows) for attacker in ATTACKERS]
+    return [_cover(Attacker(**stated), rows) for stated in read_texts()["attackers"]]
 
 
 def _cover(attacker: Attacker, rows: Sequence[ResultRow]) -> Coverage:
@@ -291,7 +239,7 @@ def _cover(attacker: Attacker, rows: Sequence[ResultRow]) -> Coverage:
     if own:
         reason = number_of(len(own), "attack run")
         if attacker.letter == "E" and not any(map(_has_surrogate, own)):
-            reason += f", none of them with {_OTHER_DATA}"
+            reason += ", none of them with other data of the same kind"
         return Coverage(attacker, "measured", reason)
     if stronger := sorted({_letter_of(row) for row in rows} & set(attacker.exceeded_by)):
         reason = (
@@ -431,16 +379,6 @@ def _unobserved(rows: Sequence[ResultRow], runs: Sequence[Run]) -> list[str]:
 _LARGEST = 700.0
 """exp of more is beyond the largest double."""
 
-_RELATIONS = {
-    "zero_out": "what one {unit} contributes is there, or is exchanged for nothing",
-    "replace_one": "what one {unit} contributes is exchanged for anything else",
-    "add_or_remove": "one {unit} is added or removed",
-    "close": "one {unit} is exchanged for another that lies close by, so that it does not hide "
-    "whether a {unit} took part",
-    "relative": "one of several declared data sets was used, so that it does not hide whether a "
-    "{unit} took part",
-}
-
 
 def guarantees(runs: Sequence[Run]) -> tuple[list[str], list[str]] | None:
     """Returns a sentence for each guarantee and one on audits, and the assumptions of all.
@@ -474,7 +412,8 @@ def _promise(row: UtilityRow) -> str:
             "may find."
         )
     unit = row.unit or "unit that is not stated"
-    relation = _RELATIONS.get(row.relation or "", "a relation that is not stated")
+    relations = read_texts()["relations"]
+    relation = relations.get(row.relation, "a relation that is not stated")
     factor = format_epsilon(math.exp(min(row.epsilon, _LARGEST)))
     delta = f"but for a chance of {format_delta(row.delta)}" if row.delta else "and δ is not stated"
     text = (

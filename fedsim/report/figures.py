@@ -6,9 +6,22 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fedsim.scoring import Accuracy, Metric, Summary
+from fedsim.system import paths
+
+
+@cache
+def read_texts() -> dict[str, Any]:
+    """Returns every sentence that outputs print, by the sections of `texts.yaml`."""
+    text = paths.text(Path(__file__).with_name("texts.yaml"), paths.TEXT)
+    sections: dict[str, Any] = yaml.safe_load(text)
+    return sections
 
 
 def format_summary(summary: Summary | None, digits: int = 1) -> str:

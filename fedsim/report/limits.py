@@ -12,12 +12,13 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedsim.contracts.target import ranking_targets
 from fedsim.report.facts import unfinished
 from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY, describe_variant, format_metric
 from fedsim.report.judge import LARGEST_DELTA, attempt, level_of, works
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.messages import invalid_reasons
-from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
+from fedsim.report.row import LeaderboardRow, by_comparison
 from fedsim.report.threat import describe_comparison
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.reading import ReportError, Run, load_runs, measurements, name_by_place
@@ -76,9 +77,11 @@ def broken_limits(
         unattacked = sorted(names - {row.defense for row in chosen})
         lines += [f"{name}: no attack on it was measured" for name in unattacked]
         lines += [f"INVALID: {reason}" for reason in invalid_reasons(rows, unended=False)]
-        for members in _by_stack(row for row in chosen if row.ended):
-            lines += _unmeasured(members, max_psnr is not None, max_gain is not None)
-            lines += _untried(members, rows)
+        for own in by_comparison([row for row in chosen if row.ended]).values():
+            for name in dict.fromkeys(row.defense for row in own):
+                members = [row for row in own if row.defense == name]
+                lines += _unmeasured(members, max_psnr is not None, max_gain is not None)
+                lines += _untried(members, rows)
     for row in chosen:
         lines += _leaks(row, max_psnr, max_gain)
     if max_epsilon is not None:
@@ -88,14 +91,6 @@ def broken_limits(
                 lines += [f"{_named(row)}: {broken}" for broken in _unkept(row, max_epsilon)]
         lines += [line for run in runs for line in _unproven(run, names, max_epsilon)]
     return list(dict.fromkeys(lines))
-
-
-def _by_stack(rows: Iterable[LeaderboardRow]) -> list[list[LeaderboardRow]]:
-    """Returns the rows of each defense of each comparison."""
-    stacks: dict[tuple[Comparison, str], list[LeaderboardRow]] = {}
-    for row in rows:
-        stacks.setdefault((row.comparison, row.defense), []).append(row)
-    return list(stacks.values())
 
 
 def grown(before: Path | str, after: Path | str) -> list[str]:
@@ -117,12 +112,13 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     )
     rows, later_rows = (aggregate(measurements(each)) for each in (runs, later))
     pairs = _partners({*map(_member, rows)}, {*map(_member, later_rows)})
-    named: dict[tuple[object, ...], list[LeaderboardRow]] = {}
-    for new in later_rows:
-        named.setdefault(_names(new), []).append(new)
     matched = []
     for old in rows:
-        alike = [n for n in named.get(_names(old), []) if (_member(old), _member(n)) in pairs]
+        alike = [
+            new
+            for new in later_rows
+            if _names(new) == _names(old) and (_member(old), _member(new)) in pairs
+        ]
         # Two attacks of one label are each compared with themselves, where that is there.
         same = [new for new in alike if attempt(new, summed=False) == attempt(old, summed=False)]
         matched += [(old, new) for new in same or alike]
@@ -141,9 +137,9 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     gone = "not measured yet" if late else "not measured any more"
     measured = [old for old, _ in matched]
     lines += [f"{_named(old)}: {gone}" for old in rows if old not in measured]
-    of_runs = _partners({*map(_member_of, runs)}, {*map(_member_of, later)})
+    of_runs = _partners({*map(_member, runs)}, {*map(_member, later)})
     for run, other in ((r, o) for r in runs for o in later):
-        if (_member_of(run), _member_of(other)) in of_runs:
+        if (_member(run), _member(other)) in of_runs:
             lines += _other_setting(run, other)
     for old, new in matched:
         lines += _other_attack(old, new) + _more(old, new, gone)
@@ -159,12 +155,11 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     return list(dict.fromkeys([*lines, *_weaker_claims(runs, later, of_runs)]))
 
 
-def _member(row: LeaderboardRow) -> str:
-    return f"{row.scenario} {row.variant}"
-
-
-def _member_of(run: Run) -> str:
-    return f"{run.name} {describe_variant(run.variant)}"
+def _member(of: LeaderboardRow | Run) -> str:
+    """Names the scenario and the variant of a row, or of a run."""
+    if isinstance(of, Run):
+        return f"{of.name} {describe_variant(of.variant)}"
+    return f"{of.scenario} {of.variant}"
 
 
 def _partners(old: Collection[str], new: Collection[str]) -> set[tuple[str, str]]:
@@ -244,7 +239,7 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
     gain, before = _limited(new), _limited(old)
     if before and gain and new.n_ok:
         was, is_ = before.mean, gain.mean
-        if is_ > _upper(old) + _UNSEEN or is_ - was >= REQUIRED_GAIN:
+        if is_ > _upper(old) + _UNSEEN or is_ - was >= new.main.leaks:
             lines.append(f"{named}: gain {is_:+.1f} dB, before {was:+.1f} ({_reach(old)})")
         elif new.exposed and not old.exposed:
             lines.append(
@@ -263,7 +258,7 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
         best = earlier.max if metric.larger_leaks else earlier.min
         beyond = metric.gain(value.mean, best if end is None else end)
         unseen = 0.5 * 10.0 ** -(2 if metric.shown_as == "percent" else metric.digits)
-        if (beyond > 0 and growth > unseen) or growth >= _MARGINS.get(name, _MARGIN):
+        if (beyond > 0 and growth > unseen) or growth >= _margin_of(name):
             lines.append(
                 f"{named}: {metric.heading} {format_metric(value, metric)}, before "
                 f"{format_metric(earlier, metric)}"
@@ -277,9 +272,16 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
     return lines + _more_certain(old, new)
 
 
-_MARGINS = {"psnr": REQUIRED_GAIN, "membership_auc": 0.05}
 _MARGIN = 0.1
-"""A mean leaks more if it grew by as much, however wide the earlier interval: of shares."""
+"""A mean leaks more if it grew by as much, however wide the earlier interval: where no target says
+otherwise."""
+
+
+def _margin_of(name: str) -> float:
+    target = ranking_targets().get(name)
+    return target.leaks if target and target.ranks_by != "mean" else _MARGIN
+
+
 _UNSEEN = 0.05
 """Decibels that no table shows."""
 
@@ -349,7 +351,7 @@ def _claims(runs: Sequence[Run]) -> dict[str, dict[str, list[UtilityRow]]]:
     """Maps members to the claims of their runs, by defense."""
     claims: dict[str, dict[str, list[UtilityRow]]] = {}
     for run in runs:
-        own = claims.setdefault(_member_of(run), {})
+        own = claims.setdefault(_member(run), {})
         for row in utility([run]):
             own.setdefault(row.defense, []).append(row)
     return claims

@@ -18,12 +18,12 @@ from fedsim.report.figures import (
     format_epsilon,
     format_number,
     format_signed,
+    read_texts,
 )
 from fedsim.report.judge import (
     LARGEST_DELTA,
     Control,
     Failure,
-    Finding,
     Judgement,
     Leaking,
     Reliance,
@@ -43,132 +43,11 @@ from fedsim.report.threat import describe_attacker, describe_comparison
 from fedsim.scoring import Summary
 from fedsim.words import in_trials, number_of
 
-_BROKEN = (
-    "an attack on the undefended stack crashed or refused, and no other one ran, so that nothing "
-    "shows what attacks can do: {failures:failures}"
-)
+_TEXTS = read_texts()
+STATEMENTS: Mapping[str, str] = _TEXTS["statements"]
+RELIANCES: Mapping[Reliance, str] = _TEXTS["reliances"]
+_NOUNS: Mapping[Leaking, str] = _TEXTS["nouns"]
 
-STATEMENTS: Mapping[str, str] = {
-    "promised": "for what its ε promises, and no more",
-    "attack works": "the attack works",
-    "audit refutes": "the audit refutes its ε",
-    "training audit refutes": "the audit refutes the ε that its training claims",
-    "no defense": "there is no defense to rely on",
-    "all failed": "no attack was measured: {failures:failures}",
-    "not attacked": "no attack on {subject} was measured",
-    "uncontrolled": "{why}, so that nothing tells what it read off the update",
-    "control as good": "{control:other} gives as much, so that nothing tells what it read off the "
-    "update",
-    "more than guessed": "what it gets is more than guessing gives",
-    "no guarantee": "only these attacks failed here, and no guarantee says that others will",
-    "terms unstated": "its guarantee does not state {terms:terms}",
-    "no differential privacy": "its guarantee is no differential privacy",
-    "weak epsilon": "an ε of {epsilon:epsilon} promises next to nothing: the odds of any "
-    "conclusion may change by a factor of exp(ε)",
-    "large delta": f"its δ of {{delta:delta}} is above {LARGEST_DELTA:g}",
-    "some failed": "{failed} of {total:count attack run} failed, which is no protection",
-    "nothing works": "no attack works for certain without a defense",
-    "not tried": "{attack} at batch size {batch_size} in round {round} works without a defense and "
-    "was not tried here in the same way",
-    "not told apart": "{attack} at batch size {batch_size} in round {round} does on {what} what it "
-    "does without a defense, as far as so few trials tell",
-    "few trials": "too few trials for an interval",
-    "equal trials": "all trials gained the same, which says nothing of what is rare",
-    "shared images": "of {n:count trial} some share images: they count as "
-    "{independent:count independent trial}",
-    "interval reaches": "the interval reaches {high:signed} dB, so more trials are needed",
-    "diverges": "local training diverges in {count} of {n:count recording}, so that its updates "
-    "say little; lower the learning rate, or plant smaller weights",
-    "learned nothing": "the model learned nothing, so that its updates may hold nothing",
-    "not tested": "whether the model learned was not measured",
-    "undefended learned nothing": "the model without a defense is not shown to learn: the interval "
-    "of its accuracy has to begin {least:percent} of the way from chance to 100%",
-    "learns little": "the model learns little behind it ({share:percent} of its test set, chance "
-    "{chance:percent})",
-    "not ended": "the run has not ended, or is not scored to its end",
-    "attacks fail": "INVALID, for the attacks do not work without a defense either",
-    "attacks fail here": "INVALID, for the attacks do not work here, which is no proof that others "
-    "do not",
-    "attacks broken": f"INVALID, for {_BROKEN}",
-    "nothing undefended": "INVALID, for nothing was attacked without a defense",
-    "untried images": "pictures",
-    "untried membership": "who took part (membership)",
-    "untried smaller batches": "batches of fewer than {smallest:count image}",
-    "untried rounds": "rounds other than {rounds:rounds}",
-    "untried malicious server": "a server that alters the model",
-    "untried participants": "other participants",
-    "untried server": "the server",
-}
-"""Why a defense is relied on or not, what to know before that is believed, what was not tried: each
-kind of statement, and what it says. Other targets that were not tried are called by their noun."""
-
-GETS: Mapping[Finding, str] = {
-    "recognizable": "recognizable {pictures}",
-    "colors only": "{colors}",
-    "features": "features of the {pictures}",
-    "some trials": "something {times}, and nothing for certain",
-    "undecided": "something that it may have known beforehand",
-    "nothing": "nothing {certain}beyond the guess",
-    "failed": "no attack measured: all of {total:count attack run} failed, which is no protection",
-    "unknown": "no attack on {subject} measured",
-    "no answer": "nothing can be said",
-}
-"""What an attacker gets."""
-
-_NOUNS: Mapping[Leaking, str] = {"membership": "who took part"}
-"""Targets that are called otherwise than by their noun -> what an attacker gets."""
-
-RELIANCES: Mapping[Reliance, str] = {
-    "rely": "rely on it {reason}",
-    "do not rely": "do not rely on it: {reason}",
-    "not shown": "not shown: {reason}",
-}
-
-CONTROLS: Mapping[str | None, tuple[str, str]] = {
-    "psnr": (
-        "undefended, at batch size {size}, {attack} gains {value:number 1} dB over guessing"
-        "{uncontrolled}{due}",
-        "{required:g} dB are required",
-    ),
-    "subspace_error": (
-        "undefended, at batch size {size}, {attack} leaves a span error of {value:number 3}"
-        "{uncontrolled}",
-        "at most {required:.3g} is required, half of what the guess leaves",
-    ),
-    "membership_auc": (
-        "undefended, at batch size {size}, {attack} tells members from others with an AUC of "
-        "{value:number 2}",
-        "{required:g} is required",
-    ),
-    None: (
-        "no attack recovered {subject} of the undefended stack at batch size {size}",
-        "a gain over guessing is required to show that the attacks work",
-    ),
-}
-"""Metric that decides a positive control -> what was measured, and what is required."""
-
-_OTHER_CONTROL = (
-    "undefended, at batch size {size}, {attack} reaches {heading} {value:number 3}{uncontrolled}",
-    "{required:number 3} is required",
-)
-"""Likewise, of another target's metric."""
-
-ABSENT = (
-    "no positive control: no undefended stack was attacked; add `none: []` to defenses, for an "
-    "attack that fails without a defense says nothing about defenses"
-)
-_TRY = "; try more iterations or restarts, batch size 1, or another attack (`fedsim list attacks`)"
-_BLIND = (
-    ", and does as well with another update: what an attack knew beforehand does not show that "
-    "attacks work"
-)
-_LESSONS = {
-    False: "attacks that fail without a defense say nothing about defenses",
-    True: "that these attacks fail is no proof that others do",
-}
-"""Whether nothing was defended -> what follows from attacks that fail."""
-
-_TERMS = {"delta": "δ", "unit": "its unit", "relation": "its neighbours"}
 _FEW = 3
 """At most so many rounds are listed by number."""
 
@@ -203,7 +82,7 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "delta": format_delta,
     "other": lambda kind: OTHERS.get(kind, "another update"),
     "failures": _words_of_failures,
-    "terms": lambda terms: _listed(_TERMS[term] for term in terms),
+    "terms": lambda terms: _listed(_TEXTS["claim_terms"][term] for term in terms),
     "rounds": lambda values: _listed(values) if len(values) <= _FEW else "those attacked",
 }
 
@@ -219,7 +98,7 @@ def describe_statement(statement: Statement) -> str:
     """Words one statement, as a clause."""
     kind = statement.kind
     message = STATEMENTS.get(kind) or targets()[kind.removeprefix("untried ")].noun
-    return fill(message, **statement.values)
+    return fill(message, **statement.values, LARGEST_DELTA=LARGEST_DELTA)
 
 
 # One sentence on a defense, and its parts.
@@ -296,7 +175,7 @@ def describe_gets(verdict: Verdict) -> str:
     if verdict.leaking and verdict.leaking.count:
         times = in_trials(verdict.leaking.count, verdict.leaking.n)
     gets = fill(
-        GETS.get(finding) or _noun(finding),
+        _TEXTS["gets"].get(finding) or _noun(finding),
         pictures=_pictures(verdict),
         colors="colors" if row.main.pictured else "coarse values",
         certain="" if verdict.is_bounded else "certain ",
@@ -440,13 +319,6 @@ def _describe_likeness(row: LeaderboardRow) -> list[str]:
     return parts
 
 
-_SHOWN = {
-    "label_accuracy": "{value} of labels recovered{beside}",
-    "membership_auc": "members told from others with an AUC of {value}{beside}",
-}
-"""Metric -> what was told by it; others are named by their headings."""
-
-
 def describe_shown(shown: Shown) -> str:
     """Words what one attack told, beside the guess."""
     row, metric, summary = shown.row, METRICS[shown.metric], shown.row.metrics[shown.metric]
@@ -461,7 +333,7 @@ def describe_shown(shown: Shown) -> str:
         ends = f"{form.format(low)} to {form.format(high)}"
         terms.append(f"{summary.confidence:.0%} interval {ends} {row.population}")
     text = fill(
-        _SHOWN.get(metric.name, f"{metric.heading or metric.name} {{value}}{{beside}}"),
+        _TEXTS["told"].get(metric.name, f"{metric.heading or metric.name} {{value}}{{beside}}"),
         value=form.format(summary.mean),
         beside=f" ({', '.join(terms)})" if terms else "",
     )
@@ -566,9 +438,10 @@ def describe_control(control: Control) -> str:
     if not control.ended and control.status != "passed":
         return STATEMENTS["not ended"]
     if control.status == "absent":
-        return ABSENT
+        return str(_TEXTS["absent"])
     if control.status == "broken":
-        return fill(_BROKEN, failures=control.failures)
+        broken = STATEMENTS["attacks broken"].removeprefix("INVALID, for ")
+        return fill(broken, failures=control.failures)
     row, due = control.best, ""
     if row and control.due is not None:
         due = f", of which {format_number(control.due, 1)} dB over {row.other}"
@@ -583,13 +456,14 @@ def describe_control(control: Control) -> str:
     }
     if control.metric:
         values["heading"] = heading_of(METRICS[control.metric])
-    texts = CONTROLS.get(control.metric, _OTHER_CONTROL)
+    texts = _TEXTS["controls"].get(control.metric or "nothing", _TEXTS["controls"]["other"])
     measured, required = (fill(text, **values) for text in texts)
     if control.status == "passed":
         return measured
-    failed = f"{measured}, where {required}: {_LESSONS[control.is_alone]}{_TRY}"
+    lesson = _TEXTS["lessons"]["alone" if control.is_alone else "defended"]
+    failed = f"{measured}, where {required}: {lesson}{_TEXTS['try']}"
     if control.is_blind:
-        failed = f"{measured}{_BLIND}{_TRY}"
+        failed = f"{measured}{_TEXTS['blind']}{_TEXTS['try']}"
     besides = _words_of_failures(control.failures)
     return f"{failed}; besides, {besides}" if besides else failed
 
@@ -631,12 +505,6 @@ def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> 
     ]
 
 
-_NO_CONTROL = (
-    ", so that nothing tells what an attack knew beforehand from what it read off the update; "
-    "attack two trials or more of different images (`observe.trials`)"
-)
-
-
 def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
     """Returns a line for each problem that weakens the figures, with its remedy.
 
@@ -662,5 +530,5 @@ def _warnings_of(rows: Sequence[LeaderboardRow]) -> list[str]:
         lines.append(f"batch size {sizes}, at worst: {worst.guess_problem}")
     for reason in dict.fromkeys(row.no_control for row in rows if row.ended and row.no_control):
         attacks = dict.fromkeys(row.attack for row in rows if row.no_control == reason)
-        lines.append(f"{', '.join(attacks)}: {reason}{_NO_CONTROL}")
+        lines.append(f"{', '.join(attacks)}: {reason}{_TEXTS['no_control']}")
     return lines

@@ -106,9 +106,10 @@ def _fields(row: LeaderboardRow) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in asdict(row).items():
         if name == "threat":
-            fields |= _threat(row)
+            fields |= {"threat_model": row.threat.title, "server": row.server}
         elif name == "knowledge":
-            fields |= _granted(row)
+            # Grants that this version does not know are named by the threat model.
+            fields |= {grant: getattr(row.knowledge, grant) for grant in Grant.model_fields}
         elif name not in _BY_METRIC:
             fields[name] = value
     for name, summary in _summaries(row).items():
@@ -116,7 +117,7 @@ def _fields(row: LeaderboardRow) -> dict[str, Any]:
     fields["likeness"] = {name: asdict(likeness) for name, likeness in row.likeness.items()}
     fields |= {f"{name}_limit": row.limits.get(name) for name in _BOUNDED}
     del fields["cell"]  # repeats the others
-    return {**fields, "epsilon": _epsilon(row.epsilon)}
+    return {**fields, "epsilon": "inf" if row.epsilon == math.inf else row.epsilon}
 
 
 _BY_METRIC = ("gains", "own_gains", "others", "over_others", "limits")
@@ -140,16 +141,6 @@ def _summaries(row: LeaderboardRow) -> dict[str, Summary | None]:
         if name != "subspace_error":
             told[f"{begin}gain"] = row.gains.get(name)
     return told
-
-
-def _threat(row: LeaderboardRow) -> dict[str, Any]:
-    """Returns the threat model, in one field, and what of it the server has done."""
-    return {"threat_model": row.threat.title, "server": row.server}
-
-
-def _granted(row: LeaderboardRow) -> dict[str, Any]:
-    """Returns the grants that this version knows: what others there are, the threat model names."""
-    return {name: getattr(row.knowledge, name) for name in Grant.model_fields}
 
 
 def _validity(row: LeaderboardRow, invalid: Mapping[Any, str]) -> dict[str, Any]:
@@ -181,28 +172,32 @@ def _inert(value: Any) -> Any:
     return ("'" if value.startswith(_FORMULA) else "") + value.replace("\r", " ")
 
 
+_FIRST = (
+    *("scenario", "variant", "folders", "dataset", "model", "defense", "stack", "attack"),
+    *("strongest", "vantage", "masked", "threat_model", "server", *Grant.model_fields),
+    *("batch_size", "round", "n_ok", "n", "images", "independent"),
+)
+_LAST = (
+    *("no_control", "guess_public", "guess_public_per_image"),
+    *("train_loss", "test_loss", "test_accuracy"),
+    *("test_accuracy_low", "test_accuracy_high", "test_examples", "test_chance"),
+    *("epsilon", "delta", "accountant", "unit", "relation", "privacy_reason", "privacy_covers"),
+    *("audited_epsilon", "seconds"),
+)
+"""Columns before and behind those of metrics."""
+
+
 def _flat(row: LeaderboardRow) -> dict[str, Any]:
-    flat: dict[str, Any] = {
-        "scenario": row.scenario,
-        "variant": row.variant,
+    """Returns the fields of a row, each summary as several columns."""
+    fields, tested = _fields(row), row.accuracy
+    fields |= {
         "folders": " | ".join(row.folders),
-        "dataset": row.dataset,
-        "model": row.model,
-        "defense": row.defense,
-        "stack": row.stack,
-        "attack": row.attack,
-        "strongest": row.strongest,
-        "vantage": row.vantage,
-        "masked": row.masked,
-        **_threat(row),
-        **_granted(row),
-        "batch_size": row.batch_size,
-        "round": row.round,
-        "n_ok": row.n_ok,
-        "n": row.n,
-        "images": row.images,
-        "independent": row.independent,
+        "test_accuracy_low": tested and tested.low,
+        "test_accuracy_high": tested and tested.high,
+        "test_examples": tested and tested.examples,
+        "test_chance": tested and tested.chance,
     }
+    flat = {name: fields[name] for name in _FIRST}
     for name in METRICS:
         flat |= _columns(name, row.metrics[name])
         flat[f"{name}_worst"] = row.worst[name]
@@ -210,39 +205,18 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
     for name, summary in _summaries(row).items():
         flat |= _columns("other_update_psnr" if name == "other_update" else name, summary)
     flat |= {f"{name}_limit": row.limits.get(name) for name in _BOUNDED}
-    for part in ("count", "n", "low", "high"):
-        flat[f"leaking_{part}"] = row.leaking and getattr(row.leaking, part)
-    for part in ("images", "determined", "certified", "false"):
-        flat[f"certificates_{part}"] = row.certificates and getattr(row.certificates, part)
-    flat |= {
-        "no_control": row.no_control,
-        "guess_public": row.guess_public,
-        "guess_public_per_image": row.guess_public_per_image,
-    }
-    return flat | {
-        "train_loss": row.train_loss,
-        "test_loss": row.test_loss,
-        "test_accuracy": row.test_accuracy,
-        "test_accuracy_low": row.accuracy and row.accuracy.low,
-        "test_accuracy_high": row.accuracy and row.accuracy.high,
-        "test_examples": row.accuracy and row.accuracy.examples,
-        "test_chance": row.accuracy and row.accuracy.chance,
-        "epsilon": _epsilon(row.epsilon),
-        "delta": row.delta,
-        "accountant": row.accountant,
-        "unit": row.unit,
-        "relation": row.relation,
-        "privacy_reason": row.privacy_reason,
-        "privacy_covers": row.privacy_covers,
-        "audited_epsilon": row.audited_epsilon,
-        "seconds": row.seconds,
-    }
+    for name, parts in _PARTS.items():
+        value = getattr(row, name)
+        flat |= {f"{name}_{part}": value and getattr(value, part) for part in parts}
+    return flat | {name: fields[name] for name in _LAST}
+
+
+_PARTS = {
+    "leaking": ("count", "n", "low", "high"),
+    "certificates": ("images", "determined", "certified", "false"),
+}
 
 
 def _columns(name: str, summary: Summary | None) -> dict[str, float | None]:
     parts = ("mean", "low", "high", "median", "std", "min", "max")
     return {f"{name}_{part}": getattr(summary, part) if summary else None for part in parts}
-
-
-def _epsilon(epsilon: float | None) -> float | str | None:
-    return "inf" if epsilon is not None and math.isinf(epsilon) else epsilon

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from fedsim.contracts.grant import Grant
+from fedsim.report.figures import read_texts
 from fedsim.results.lines import ResultRow
 from fedsim.types import Server
 from fedsim.words import number_of
@@ -182,51 +183,15 @@ def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = (
 
 # What the rows themselves state of their attackers, in whole sentences.
 
-VANTAGES = {
-    "server": "each client’s update on its own, after that client’s defenses: the attacker is the "
-    "server, or whoever reads its traffic",
-    "masked": "each client’s masked part of a secure sum: the attacker is the server, or whoever "
-    "reads its traffic",
-    "aggregate": "only the combined update of a round, never one client’s: the attacker is the "
-    "server behind secure aggregation",
-    "client": "two consecutive global models, from whose difference it takes its own update off: "
-    "what is left is the mean update of the others; the attacker is a participant",
-    "eavesdropper": "each client’s update on its own, as it crosses the wire in plaintext, after "
-    "that client’s defenses: the attacker is on the wire",
-}
-_TRAINING = {
-    "fedsgd": "an update is the gradient of one batch (FedSGD)",
-    "fedavg": "an update is the change of the weights over local training (FedAvg)",
-}
-_MODE = {
-    "train": "clients compute it in training mode",
-    "eval": "clients compute it in evaluation mode, which real clients seldom do and which makes "
-    "attacks easier",
-}
-_KERNEL = (
-    "of a kernel regression of the client’s images; of who took part it is asked if this row did, "
-    "or another in its place"
-)
-_RELEASES = {
-    "sketch": "a release is the product of the client’s rows with a random matrix that nobody else "
-    "knows",
-    "coefficients": "a release is the coefficients of a regression on the client’s rows",
-    "sketched_coefficients": "a release is the coefficients of a regression on a random sketch of "
-    "the client’s rows",
-    "normal_coefficients": "a release is the coefficients of a regression on the client’s rows, "
-    "with the normal randomness of a sketch",
-    "kernel_regression": f"a release is the predictor {_KERNEL}",
-    "kernel_model": f"a release is the features and coefficients {_KERNEL}",
-}
-
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     """Returns what the attacker sees, knows, is granted and is refused: (verb, plain words)."""
     if not rows:
         return []
-    views = [_phrase(rows, VANTAGES, _view(rows))]
+    texts = read_texts()
+    views = [_phrase(rows, texts["vantages"], _view(rows))]
     if rows[0].main.asked_singly:
-        views.append(_phrase(rows, _RELEASES, _kind_of_release))
+        views.append(_phrase(rows, texts["releases"], _kind_of_release))
         kernel = all(str(_kind_of_release(row)).startswith("kernel_") for row in rows)
         known = "the columns with their declared ranges, the bound on the norm of a row"
         hidden = "how many rows took part; the clients’ random matrices"
@@ -241,8 +206,8 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
             f"The row that it is after, unless it is asked whether that row took part; {hidden}."
         )
     else:
-        views.append(_phrase(rows, _TRAINING, lambda row: row.training.get("algorithm")))
-        views.append(_phrase(rows, _MODE, lambda row: row.training.get("mode")))
+        views.append(_phrase(rows, texts["training"], lambda row: row.training.get("algorithm")))
+        views.append(_phrase(rows, texts["mode"], lambda row: row.training.get("mode")))
         knows = (
             "The model’s code, the global weights that the client started from, the declared "
             f"training settings, the batch size, and the declared defenses. {_conduct(rows)}"

@@ -275,7 +275,7 @@ def test_a_failed_positive_control_marks_the_page(
     for section in failed:
         assert not any(line.tint for line in section.lines)
         assert not [f for f in section.figures if f.title == "Leakage against accuracy"]
-        assert {row.judged.finding for row in section.defenses} == {"no answer"}
+        assert {row.verdict.finding for row in section.defenses} == {"no answer"}
     page = page_of(tmp_path)
     title = page.html[page.html.index("<title>") :]
     assert title.startswith(f"<title>{mark}: " if mark else "<title>photos-demo")
