@@ -8,7 +8,7 @@ leaks, and what it is called. Scores, rows, leaderboard, page and glossary follo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -117,6 +117,15 @@ class Target(Plugin):
     it `ranks_by` the mean, an error: the share of the guess's from which down it leaks."""
     exposes: ClassVar[float | None] = None
     """Gain that no attack has by chance, so that one such trial is a leak; None: there is none."""
+    likeness: ClassVar[Mapping[str, float]] = {}
+    """Metric of likeness -> its value from which an answer that leaks is recognizable. An answer
+    may leak by these, whatever the first metric says. The first of them judges means."""
+    likeness_gain: ClassVar[float] = 0.0
+    """Gain in a metric of likeness from which an answer leaks, over the guess and another
+    update."""
+    recognizable_from: ClassVar[float | None] = None
+    """Value of the first metric from which an answer that leaks is recognizable, where its likeness
+    was not measured."""
     works: ClassVar[float | None] = None
     """Gain of an undefended attack from which the positive control passes. None: the main target
     passes as it `leaks`, another alone shows nothing of it."""
@@ -125,6 +134,22 @@ class Target(Plugin):
     def ranking(self) -> Metric:
         """The metric that ranks attacks."""
         return self.metrics[0]
+
+    def is_alike(self, values: Mapping[str, float | None], by: Iterable[str]) -> bool:
+        """Whether an answer of these `values` is recognizable by any of these metrics."""
+        gain = {metric.name: metric.gain for metric in self.metrics}
+        return any(
+            (value := values.get(name)) is not None and gain[name](value, self.likeness[name]) >= 0
+            for name in by
+        )
+
+    def is_recognizable(self, values: Mapping[str, float | None]) -> bool:
+        """Whether an answer that leaks is recognizable: by its likeness, else its first metric."""
+        first, value = next(iter(self.likeness), ""), values.get(self.ranking.name)
+        if values.get(first) is not None:
+            return self.is_alike(values, [first])
+        least = self.recognizable_from
+        return value is not None and least is not None and self.ranking.gain(value, least) >= 0
 
     def leave(self, batch: Truth, held: Callable[[], tuple[Tensor, Tensor]]) -> Tensor | None:
         """Returns what a client leaves for the score beside its batch; None if that is enough.

@@ -9,26 +9,25 @@ from collections.abc import Mapping, Sequence
 
 from fedsim.report.figures import read_texts
 from fedsim.report.judge import LARGEST_DELTA, WEAK_EPSILON
-from fedsim.report.row import (
-    EXPOSED_GAIN,
+from fedsim.report.row import LeaderboardRow
+from fedsim.scoring import LEAST, METRICS, Term
+from fedsim.targets.images import (
     EXPOSED_IMAGE,
     LIKENESS_GAIN,
     RECOGNIZABLE_PSNR,
     RECOGNIZABLE_SSIM,
-    REQUIRED_GAIN,
-    LeaderboardRow,
+    Images,
 )
-from fedsim.scoring import LEAST, METRICS, Term
 
 _VALUES = {
-    "EXPOSED_GAIN": EXPOSED_GAIN,
+    "EXPOSED_GAIN": Images.exposes,
     "EXPOSED_IMAGE": EXPOSED_IMAGE,
     "LARGEST_DELTA": LARGEST_DELTA,
     "LEAST": LEAST,
     "LIKENESS_GAIN": LIKENESS_GAIN,
     "RECOGNIZABLE_PSNR": RECOGNIZABLE_PSNR,
     "RECOGNIZABLE_SSIM": RECOGNIZABLE_SSIM,
-    "REQUIRED_GAIN": REQUIRED_GAIN,
+    "REQUIRED_GAIN": Images.leaks,
     "WEAK_EPSILON": WEAK_EPSILON,
 }
 """Thresholds that the terms name."""

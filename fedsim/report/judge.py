@@ -16,15 +16,7 @@ from fedsim.contracts.target import Target, ranking_targets
 from fedsim.report.facts import round_seconds, runs_of, unfinished
 from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY
 from fedsim.report.leaderboard import aggregate
-from fedsim.report.row import (
-    LIKENESS_GAIN,
-    RECOGNIZABLE_LPIPS,
-    RECOGNIZABLE_PSNR,
-    RECOGNIZABLE_SSIM,
-    Comparison,
-    LeaderboardRow,
-    by_comparison,
-)
+from fedsim.report.row import Comparison, LeaderboardRow, by_comparison
 from fedsim.results.reading import Run, measurements
 from fedsim.scoring import LEAST, Accuracy, Share, Summary, chance_of
 
@@ -373,26 +365,15 @@ def _is_alike_for_certain(
             return None
         return likeness.own if controlled else likeness.over_guess
 
-    gain = best_of_several(row, rows, measure)
-    certain = gain is not None and gain.n >= LEAST and gain.certain >= LIKENESS_GAIN
-    return certain and _is_alike_by(row, name)
-
-
-def _is_alike_by(row: LeaderboardRow, name: str) -> bool:
-    mean = row.metrics[name]
-    if mean is None:
-        return False
-    return mean.mean <= RECOGNIZABLE_LPIPS if name == "lpips" else mean.mean >= RECOGNIZABLE_SSIM
+    gain, main = best_of_several(row, rows, measure), row.main
+    certain = gain is not None and gain.n >= LEAST and gain.certain >= main.likeness_gain
+    return certain and main.is_alike(row.means, [name])
 
 
 def _is_alike_on_average(row: LeaderboardRow) -> bool:
-    """Whether the mean likeness is that of recognizable pictures; of rows there is no SSIM."""
-    structure, pixels = row.metrics["ssim"], row.metrics["psnr"]
-    if any(_is_alike_by(row, name) for name in row.likeness):
-        return True
-    if structure is not None:
-        return structure.mean >= RECOGNIZABLE_SSIM
-    return pixels is not None and pixels.mean >= RECOGNIZABLE_PSNR
+    """Whether the mean likeness is that of recognizable pictures."""
+    main, means = row.main, row.means
+    return main.is_alike(means, row.likeness) or main.is_recognizable(means)
 
 
 def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:

@@ -15,12 +15,7 @@ from typing import Any
 
 from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.paired import due_gains, gains, image_gains, over_other, own_gains, value_of
-from fedsim.report.row import (
-    EXPOSED_GAIN,
-    REQUIRED_GAIN,
-    Certificates,
-    LeaderboardRow,
-)
+from fedsim.report.row import Certificates, LeaderboardRow
 from fedsim.report.threat import threat_model_of
 from fedsim.report.victims import images, units
 from fedsim.results.lines import ClaimOf, ControlKind, ResultRow, RoundRow, UtilityOf
@@ -28,19 +23,12 @@ from fedsim.results.reading import load_runs, measurements
 from fedsim.scoring import (
     METRICS,
     Accuracy,
-    Share,
     Summary,
     accuracy,
     share,
     summarize,
 )
-from fedsim.targets.images import (
-    EXPOSED_IMAGE,
-    LIKENESS_GAIN,
-    RECOGNIZABLE_LPIPS,
-    RECOGNIZABLE_PSNR,
-    RECOGNIZABLE_SSIM,
-)
+from fedsim.targets.images import EXPOSED_IMAGE
 
 
 def leaderboard_rows(
@@ -153,9 +141,11 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
 
     values = {name: _counted(rows, name) if name in yielded else None for name in METRICS}
     ok = [row for row in rows if row.ok]
-    due = due_gains(rows) if "psnr" in yielded else None
+    main = first.main
+    due = due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
+    counted = measured(due)
+    leaks = sum(gain >= main.leaks for gain in counted)
     baselines = [row.baseline for row in rows if row.baseline]
-    claim = _pooled_claim(rows)
     return LeaderboardRow(
         cell=first.cell,
         scenario=first.scenario,
@@ -163,7 +153,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         folders=tuple(sorted({str(row.folder) for row in rows})),
         dataset=first.dataset,
         model=first.computed,
-        subject=first.main.part,
+        subject=main.part,
         defense=first.defense.name,
         stack=describe_stack(first.defense.stack),
         undefended=not first.defense.stack,
@@ -179,8 +169,9 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         independent=len(trials),
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
         metrics={name: summary(values[name]) for name in METRICS},
-        worst={name: _worst(rows, name, values[name]) for name in yielded}
-        | {name: None for name in METRICS if name not in yielded},
+        worst={
+            name: _worst(rows, name, values[name]) if name in yielded else None for name in METRICS
+        },
         baseline={name: _guess(rows, name) for name in METRICS},
         gains=measured_by(lambda name: gains(rows, name) if name in yielded else None),
         own_gains=measured_by(lambda name: own_gains(rows, name) if name in yielded else None),
@@ -192,9 +183,9 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
             (psnr for row in rows for psnr, gain in image_gains(row) if gain >= EXPOSED_IMAGE),
             default=None,
         ),
-        may_expose="psnr" in yielded and any(_may_expose(row) for row in rows),
+        may_expose=main.ranking.name in yielded and any(_may_expose(row) for row in rows),
         ignores_update=first.attack.ignores_update,
-        leaking=_leaking(measured(due), confidence),
+        leaking=share(leaks, len(counted), confidence=confidence) if counted else None,
         no_control=_no_control(rows),
         ended=all(row.ended for row in rows),
         guess_public=min((b.public for b in baselines if b.public is not None), default=None),
@@ -206,17 +197,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
         accuracy=accuracy_of([r.utility for r in rows if r.utility], confidence=confidence),
         diverged=sum(bool(row.utility and row.utility.diverged) for row in rows),
-        epsilon=math.inf if claim.epsilon == "inf" else claim.epsilon,
-        delta=claim.delta,
-        accountant=claim.accountant,
-        unit=claim.unit,
-        relation=claim.relation,
-        privacy_reason=claim.reason,
-        privacy_covers=claim.covers,
-        audited_epsilon=max(
-            _present(rows, lambda row: row.privacy.audited_epsilon if row.privacy else None),
-            default=None,
-        ),
+        **_claimed(rows),
         tensor_rate=_mean(rows, lambda row: row.theory.tensor_rate if row.theory else None),
         limits=_limits(rows),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
@@ -252,25 +233,28 @@ def _uncontrolled(ok: Sequence[ResultRow]) -> int:
 
 
 def _may_expose(row: ResultRow) -> bool:
-    """Whether one trial shows what its mean PSNR hides, for all that is known."""
-    if any(gain >= EXPOSED_GAIN for _, gain in image_gains(row)):
+    """Whether one trial shows what its mean hides, for all that is known."""
+    main = row.main
+    if main.exposes is not None and any(gain >= main.exposes for _, gain in image_gains(row)):
         return True
     decided = row.other_update and not (row.control and row.control.of == "batch")
-    gain = gains([row], "psnr") if row.ok and not decided else None
-    if gain and gain[0] >= REQUIRED_GAIN:  # nothing tells whether it was read off the update
+    gain = gains([row], main.ranking.name) if row.ok and not decided else None
+    if gain and gain[0] >= main.leaks:  # nothing tells whether it was read off the update
         return True
     return is_alike(row) and any(
-        value is not None and value >= LIKENESS_GAIN
-        for name in ("ssim", "lpips")
+        value is not None and value >= main.likeness_gain
+        for name in main.likeness
         for value in due_gains([row], name) or []
     )
 
 
 def is_alike(row: ResultRow) -> bool:
     """Whether the pictures of a trial are recognizable by structure or as perceived."""
-    structure, distance = value_of(row.metrics, "ssim"), value_of(row.metrics, "lpips")
-    alike = structure is not None and structure >= RECOGNIZABLE_SSIM
-    return row.ok and (alike or (distance is not None and distance <= RECOGNIZABLE_LPIPS))
+    return row.ok and row.main.is_alike(_values_of(row), row.main.likeness)
+
+
+def _values_of(row: ResultRow) -> dict[str, float | None]:
+    return {name: value_of(row.metrics, name) for name in METRICS}
 
 
 def _certificates(rows: Sequence[ResultRow]) -> Certificates | None:
@@ -289,6 +273,22 @@ def _certificates(rows: Sequence[ResultRow]) -> Certificates | None:
         certified=total("certified"),
         false=total("false"),
     )
+
+
+def _claimed(rows: Sequence[ResultRow]) -> dict[str, Any]:
+    """Returns the fields of a line that state what is claimed, and what audits found."""
+    claim = _pooled_claim(rows)
+    audited = [row.privacy.audited_epsilon for row in rows if row.privacy]
+    return {
+        "epsilon": math.inf if claim.epsilon == "inf" else claim.epsilon,
+        "delta": claim.delta,
+        "accountant": claim.accountant,
+        "unit": claim.unit,
+        "relation": claim.relation,
+        "privacy_reason": claim.reason,
+        "privacy_covers": claim.covers,
+        "audited_epsilon": max((each for each in audited if each is not None), default=None),
+    }
 
 
 def _pooled_claim(rows: Sequence[ResultRow]) -> ClaimOf:
@@ -312,24 +312,14 @@ def _pooled_claim(rows: Sequence[ResultRow]) -> ClaimOf:
 
 
 def _recognizable(rows: Sequence[ResultRow], due: Sequence[float | None] | None) -> int:
-    """Returns how many trials leak by their gains in dB, `due` to their update, and are alike."""
-
-    def alike(row: ResultRow) -> bool:
-        likeness, pixels = value_of(row.metrics, "ssim"), value_of(row.metrics, "psnr")
-        if likeness is not None:
-            return likeness >= RECOGNIZABLE_SSIM
-        return pixels is not None and pixels >= RECOGNIZABLE_PSNR
-
-    leaks = zip(rows, due or (), strict=False)
+    """Returns how many trials leak by their gains `due` to their update, and are recognizable."""
     return sum(
-        row.ok and gain is not None and gain >= REQUIRED_GAIN and alike(row) for row, gain in leaks
+        row.ok
+        and gain is not None
+        and gain >= row.main.leaks
+        and row.main.is_recognizable(_values_of(row))
+        for row, gain in zip(rows, due or (), strict=False)
     )
-
-
-def _leaking(gains: Sequence[float], confidence: float) -> Share | None:
-    """Returns the share of trials that leak by their gains in dB; None without trials."""
-    leaks = sum(gain >= REQUIRED_GAIN for gain in gains)
-    return share(leaks, len(gains), confidence=confidence) if gains else None
 
 
 def _no_control(rows: list[ResultRow]) -> str | None:
@@ -398,10 +388,6 @@ def accuracy_of(
     return accuracy(share, *min(sizes), confidence=confidence)
 
 
-def _present(rows: list[ResultRow], get: Callable[[ResultRow], float | None]) -> list[float]:
-    return [value for row in rows if (value := get(row)) is not None]
-
-
 def _mean(rows: list[ResultRow], get: Callable[[ResultRow], float | None]) -> float | None:
-    values = _present(rows, get)
+    values = [value for row in rows if (value := get(row)) is not None]
     return sum(values) / len(values) if values else None

@@ -311,9 +311,9 @@ def _describe_interval(
 def _describe_likeness(row: LeaderboardRow) -> list[str]:
     """Words the likeness by which pictures are judged, beside the guess's."""
     parts = []
-    for name in ("ssim", "lpips"):
+    for place, name in enumerate(row.main.likeness):
         mean, guess = row.metrics[name], row.baseline[name]
-        if mean and (name == "ssim" or name in row.likeness):
+        if mean and (place == 0 or name in row.likeness):
             beside = "" if guess is None else f" (guess {guess:.2f})"
             parts.append(f"{name.upper()} {mean.mean:.2f}{beside}")
     return parts

@@ -12,23 +12,8 @@ from fedsim.report.threat import Comparison as Comparison
 from fedsim.report.threat import ThreatModel
 from fedsim.results.lines import ControlKind
 from fedsim.scoring import METRICS, Accuracy, Share, Summary, guess_problem, learning_problem
-from fedsim.targets.images import EXPOSED_IMAGE as EXPOSED_IMAGE
-from fedsim.targets.images import LIKENESS_GAIN as LIKENESS_GAIN
-from fedsim.targets.images import RECOGNIZABLE_LPIPS as RECOGNIZABLE_LPIPS
-from fedsim.targets.images import RECOGNIZABLE_PSNR as RECOGNIZABLE_PSNR
-from fedsim.targets.images import RECOGNIZABLE_SSIM as RECOGNIZABLE_SSIM
-from fedsim.targets.images import Images
 from fedsim.types import Server, watcher_of
 from fedsim.words import number_of
-
-REQUIRED_GAIN = Images.leaks
-"""A trial leaks if it gains at least so many dB over the zero-information guess and over another
-update."""
-
-assert Images.exposes is not None
-EXPOSED_GAIN = Images.exposes
-"""No attack gains so many dB over guessing and over another update by chance. One such trial is a
-leak, even if the interval of all trials reaches below 0."""
 
 _ROUNDING = 1e-9
 """A guess counts as at least this, so that shares of it stay finite."""
@@ -116,7 +101,7 @@ class LeaderboardRow:
     over_others: Mapping[str, Summary]
     """Metric -> how much more leaks of the own update than of another."""
     leaking: Share | None
-    """Share of trials whose gain that is `due` is `REQUIRED_GAIN` or more."""
+    """Share of trials whose gain that is `due` is `Target.leaks` or more."""
     no_control: str | None
     """Why the attack was not run on another update; None if it was, or if every trial failed."""
     control: ControlKind | None = None
@@ -125,7 +110,7 @@ class LeaderboardRow:
     uncontrolled: int = 0
     """Number of trials with an answer and no control, where others have one."""
     exposed_image: float | None = None
-    """PSNR of the best image that is a leak by itself, dB (see `EXPOSED_IMAGE`)."""
+    """PSNR of the best image that is a leak by itself, dB."""
     may_expose: bool = False
     """Whether a trial, or an image of one, is so good that chance does not explain it away, though
     it makes nothing certain."""
@@ -361,6 +346,11 @@ class LeaderboardRow:
         return gain.mean if gain else -math.inf
 
     @property
+    def means(self) -> dict[str, float | None]:
+        """Metric -> its mean; None where it was not measured."""
+        return {name: each.mean if each else None for name, each in self.metrics.items()}
+
+    @property
     def gain(self) -> Summary | None:
         """Gain of the main target over the zero-information guess: of pictures PSNR, in dB."""
         return self.gains.get(self.main.ranking.name)
@@ -377,10 +367,10 @@ class LeaderboardRow:
 
     @property
     def likeness(self) -> Mapping[str, Likeness]:
-        """SSIM and LPIPS, where they were measured beside a guess."""
+        """Metrics of likeness, where they were measured beside a guess."""
         return {
             name: Likeness(over_guess=self.gains[name], own=self.own_gains[name])
-            for name in ("ssim", "lpips")
+            for name in self.main.likeness
             if name in self.gains and name in self.own_gains
         }
 

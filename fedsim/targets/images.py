@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -87,6 +88,12 @@ class Images(Target):
     keeps_truth: ClassVar[bool] = True
     leaks: ClassVar[float] = 3.0
     exposes: ClassVar[float | None] = 10.0
+    likeness: ClassVar[Mapping[str, float]] = {
+        "ssim": RECOGNIZABLE_SSIM,
+        "lpips": RECOGNIZABLE_LPIPS,
+    }
+    likeness_gain: ClassVar[float] = LIKENESS_GAIN
+    recognizable_from: ClassVar[float | None] = RECOGNIZABLE_PSNR
     metrics: ClassVar[tuple[Metric, ...]] = (
         PSNR,
         RMSE,

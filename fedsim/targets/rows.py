@@ -26,7 +26,7 @@ from fedsim.contracts.metric import (
 )
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
 from fedsim.scoring import image
-from fedsim.targets.images import PSNR, RMSE
+from fedsim.targets.images import PSNR, RECOGNIZABLE_PSNR, RMSE
 from fedsim.targets.labels import LABEL_ACCURACY
 from fedsim.types import Payload, Reconstruction, ReleaseKind, Tensors, Truth
 
@@ -86,6 +86,7 @@ class Rows(Target):
     asked_singly: ClassVar[bool] = True
     leaks: ClassVar[float] = 3.0
     exposes: ClassVar[float | None] = 10.0
+    recognizable_from: ClassVar[float | None] = RECOGNIZABLE_PSNR
     metrics: ClassVar[tuple[Metric, ...]] = (
         replace(PSNR, compute=_as_pixels(image.psnr)),
         replace(RMSE, compute=_as_pixels(image.rmse)),

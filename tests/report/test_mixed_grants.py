@@ -155,12 +155,6 @@ def test_who_attacks_names_all_that_was_had(case: dict[str, Any], tmp_path: Path
     assert ("It follows the protocol." in said) is ("server" not in case)
 
 
-def test_who_attacks_counts_rows_of_a_malicious_server(tmp_path: Path) -> None:
-    judged(tmp_path / "run", [*granted({"server": "planted"}), *WORKS])
-    knows = dict(threat_model(measurements(load_runs([tmp_path / "run"]))))["Knows"]
-    assert "In 5 of 11 runs it follows the protocol" in knows
-
-
 @pytest.mark.parametrize("case", GRANTS, ids=str)
 def test_a_dossier_says_beside_each_figure_what_was_had(
     case: dict[str, Any], tmp_path: Path
@@ -189,19 +183,6 @@ def test_a_trial_without_a_score_hides_no_leak_of_another(tmp_path: Path) -> Non
     judged(tmp_path / "run", [*WORKS, *trials(WEAK), leaks, nothing])
     (line,) = broken_limits([tmp_path / "run"], max_psnr=20.0)
     assert line.startswith("dp, strong") and "40.0 dB, above 20" in line
-
-
-def test_a_failure_without_a_guess_hides_no_leak_of_another(tmp_path: Path) -> None:
-    leaks, failed = trials([40.0, None], attack="strong")
-    failed["baseline"] = None
-    judged(tmp_path / "run", [*WORKS, *trials(WEAK), leaks, failed])
-    (line,) = broken_limits([tmp_path / "run"], max_psnr=20.0)
-    assert line.startswith("dp, strong") and "40.0 dB, above 20" in line
-
-
-def test_one_threat_model_alone_is_named_if_it_is_another(tmp_path: Path) -> None:
-    judged(tmp_path / "run", WORKS)
-    assert "honest server" not in render(leaderboard_rows([tmp_path / "run"]), width=160)
 
 
 def test_a_dossier_mixes_no_threat_models_unsaid(tmp_path: Path) -> None:

@@ -135,11 +135,9 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/report/leaderboard.py:_pooled_claim", "max(deltas)", "min(deltas)", BESIDE
         ),
         "the least bound of an audit stands for all": swap(
-            "fedsim/report/leaderboard.py:_aggregate",
-            "max(_present(rows, lambda row: row.privacy.audited_epsilon if row.privacy "
-            "else None), default=None)",
-            "min(_present(rows, lambda row: row.privacy.audited_epsilon if row.privacy "
-            "else None), default=None)",
+            "fedsim/report/leaderboard.py:_claimed",
+            "max((each for each in audited if each is not None), default=None)",
+            "min((each for each in audited if each is not None), default=None)",
             BESIDE,
         ),
         "a limit of membership where presence is not claimed": swap(
@@ -598,7 +596,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "compare passes what grows within a wide interval": swap(
             "fedsim/report/limits.py:_more",
-            "is_ > _upper(old) + _UNSEEN or is_ - was >= REQUIRED_GAIN",
+            "is_ > _upper(old) + _UNSEEN or is_ - was >= new.main.leaks",
             "is_ > _upper(old) + _UNSEEN",
             LIMITS,
         ),
