@@ -68,8 +68,8 @@ def chart(
     bars = [bar for one in series for bar in one.bars]
     xs = [x for x, _ in points] + [end for bar, _ in bars for end in bar or ()]
     ys = [y for _, y in points] + [end for _, bar in bars for end in bar or ()]
-    x_low, x_high = x_range or _padded(xs, least[0])
-    y_low, y_high = y_range or _padded(ys, least[1])
+    x_low, x_high = x_range or _pad(xs, least[0])
+    y_low, y_high = y_range or _pad(ys, least[1])
 
     def x(value: float) -> float:
         share = (value - x_low) / (x_high - x_low)
@@ -93,14 +93,14 @@ def chart(
     labels = []
     for one in series:
         drawn = [(x(a), y(b)) for a, b in one.points]
-        parts.append(_drawn(one, drawn, [(x(a), y(b)) for a, b in one.rings]))
+        parts.append(_draw_marks(one, drawn, [(x(a), y(b)) for a, b in one.rings]))
         for (a, b), (wide, high) in zip(drawn, one.bars, strict=False):
             color = f"s{_color(one.color)}"
             parts.append(_line(x(wide[0]), b, x(wide[1]), b, color) if wide else Markup(""))
             parts.append(_line(a, y(high[0]), a, y(high[1]), color) if high else Markup(""))
         if one.label and drawn:
             labels.append((*drawn[-1], one.label))
-    parts += [_text(a + 8, b, label, "start", "label") for a, b, label in _apart(labels)]
+    parts += [_text(a + 8, b, label, "start", "label") for a, b, label in _move_apart(labels)]
     parts.append(_text((_LEFT + right) / 2, _HEIGHT - 6, across, "middle"))
     middle = (_TOP + base) / 2
     parts.append(
@@ -117,7 +117,7 @@ def _color(number: int) -> int:
     return number if number < COLORS else 1 + (number - 1) % (COLORS - 1)
 
 
-def _drawn(one: Series, points: Sequence[Point], rings: Sequence[Point]) -> Markup:
+def _draw_marks(one: Series, points: Sequence[Point], rings: Sequence[Point]) -> Markup:
     """Returns the marks of one series at positions in the chart."""
     marks = []
     if one.shape == "dots":
@@ -149,7 +149,7 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "axis") -> Mar
     )
 
 
-def _padded(values: Sequence[float], least: float) -> Span:
+def _pad(values: Sequence[float], least: float) -> Span:
     """Returns a span around `values`, at least as long as `least` and never empty."""
     low, high = min(values), max(values)
     missing = max(0.0, (least or 1e-9) - (high - low)) / 2
@@ -166,7 +166,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(number * step, 10) + 0.0 for number in range(first, last + 1)]
 
 
-def _apart(labels: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+def _move_apart(labels: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
     """Returns labels (x, y, text) moved down until none covers another, from the top on."""
     placed: list[tuple[float, float, str]] = []
     for x, y, text in sorted(labels, key=lambda label: label[1]):

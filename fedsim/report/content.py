@@ -6,16 +6,13 @@ defense, and charts. Everything else belongs to the page as a whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from markupsafe import Markup
-
 from fedsim.report import facts
-from fedsim.report.charts import Series, chart
+from fedsim.report.comparison_charts import ChartGroup, draw_charts
 from fedsim.report.figures import (
     format_accuracy,
     format_bound,
@@ -25,10 +22,9 @@ from fedsim.report.figures import (
 from fedsim.report.glossary import terms_of
 from fedsim.report.judge import Control, Judgement, Verdict, judgements, level_of
 from fedsim.report.leaderboard import aggregate
-from fedsim.report.measured import ABSENT, Measured, measured, metrics_of
+from fedsim.report.measured import ABSENT, Measured, measure_row, metrics_of
 from fedsim.report.messages import invalid_reasons, warnings
 from fedsim.report.pictures import Plate, plates_of
-from fedsim.report.recovered import accused, clouds
 from fedsim.report.row import LeaderboardRow, by_comparison, population_of
 from fedsim.report.threat import describe_comparison, threat_model
 from fedsim.report.utility import UtilityRow, attacks_nothing, utility
@@ -39,10 +35,10 @@ from fedsim.scoring import Summary, Term
 _QUESTION = "What do the clients’ updates show of their data, and which defense is worth its price?"
 
 _DETAILED = 1000
-"""At most so many attacks on a defense open their details: a page has to stay quick."""
+"""Largest number of attacks on a defense that open their details: a page has to stay quick."""
 
 _NAMED = 3
-"""At most so many scenarios are named in a title."""
+"""Largest number of scenarios that a title names."""
 
 Tint = Literal["", "bad", "some", "good"]
 """Class of what is colored: a leak, a part of one or a doubt, and what may be relied on."""
@@ -163,18 +159,6 @@ class DefenseLine:
     def gain(self) -> Summary | None:
         """What the strongest attack gains over guessing; None without an answer."""
         return self.verdict.gain if self.verdict.finding != "no answer" else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChartGroup:
-    """Charts below one heading."""
-
-    title: str
-    note: str
-    charts: list[tuple[str, Markup]]
-    """(caption, SVG)."""
-    legend: list[tuple[str, int]]
-    """(defense, number of its color)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,7 +380,7 @@ class Content:
             defenses=defenses,
             threats=threat_model(results),
             warnings=warnings(rows),
-            figures=_figures(rows, runs, defenses, colors, self.confidence),
+            figures=draw_charts(rows, runs, judged.verdicts, colors, self.confidence),
             population=population_of(rows),
         )
 
@@ -412,7 +396,7 @@ class Content:
         return MatrixCell(
             id=id,
             row=row,
-            best=measured(row, row.ranked_by),
+            best=measure_row(row, row.ranked_by),
             tint="" if control.mark else _tint(row, rows),
             state=_STATES.get(state, ""),
             plate=self.plates.get(row.cell),
@@ -460,158 +444,3 @@ def _colors(rows: Sequence[LeaderboardRow]) -> dict[str, int]:
     undefended = {row.defense for row in rows if row.undefended}
     others = [name for name in dict.fromkeys(row.defense for row in rows) if name not in undefended]
     return dict.fromkeys(undefended, 0) | {name: i for i, name in enumerate(others, start=1)}
-
-
-def _figures(
-    rows: Sequence[LeaderboardRow],
-    runs: Sequence[Run],
-    defenses: Sequence[DefenseLine],
-    colors: Mapping[str, int],
-    confidence: float,
-) -> list[ChartGroup]:
-    """Returns the charts of one comparison, those that have something to show."""
-    figures = [
-        _leakage(rows, defenses, confidence),
-        _recovered(clouds(rows, runs, colors)),
-        _membership(accused(rows, runs, colors)),
-        _training(runs, colors),
-    ]
-    return [figure for figure in figures if figure is not None]
-
-
-def _leakage(
-    rows: Sequence[LeaderboardRow], defenses: Sequence[DefenseLine], confidence: float
-) -> ChartGroup | None:
-    series = []
-    for defense in defenses:
-        gain, row = defense.gain, defense.verdict.strongest
-        if not gain or row.test_accuracy is None:
-            continue
-        accuracy = row.accuracy
-        wide = (100 * accuracy.low, 100 * accuracy.high) if accuracy else None
-        high = None if gain.low is None or gain.high is None else (gain.low, gain.high)
-        series.append(
-            Series(
-                label=str(defense.number),
-                color=defense.color,
-                points=[(100 * row.test_accuracy, gain.mean)],
-                bars=[(wide, high)],
-                hollow=row.blind,
-            )
-        )
-    if not series:
-        return None
-    drawn = chart(
-        series,
-        across="test accuracy, % → better model",
-        up="gain over guessing, dB → worse",
-        description="Leakage against accuracy, a dot for each defense",
-        least=(4.0, 2.0),
-    )
-    note = (
-        "Each dot is a defense, by its number in the matrix: what its strongest attack gains over "
-        "guessing, against the accuracy of the model. Right and low is better. A bar up or down is "
-        f"the {confidence:.0%} interval of the mean gain, {population_of(rows)}. A bar across is "
-        "the interval of the accuracy, of the test examples."
-    )
-    if any(one.hollow for one in series):
-        note += " A ring is an attack that does no better than on another update."
-    legend = [(f"{d.number} {d.verdict.defense}", d.color) for d in defenses]
-    return ChartGroup(
-        title="Leakage against accuracy", note=note, charts=[("", drawn)], legend=legend
-    )
-
-
-def _recovered(panels: Sequence[Series]) -> ChartGroup | None:
-    if not panels:
-        return None
-    return ChartGroup(
-        title="Recovered rows",
-        note="Each dot is an entry of a row: across what the client has, up what the attack made "
-        "of it. On the dashed diagonal it is exact. A level band is what somebody answers who saw "
-        "nothing. The constant feature is left out. The median trial is shown.",
-        charts=[
-            (
-                panel.label,
-                chart(
-                    [Series(color=panel.color, points=panel.points)],
-                    across="true value",
-                    up="recovered value",
-                    description=f"Recovered against true values, {panel.label}",
-                    x_range=(-1.08, 1.08),
-                    y_range=(-1.08, 1.08),
-                    diagonal=True,
-                ),
-            )
-            for panel in panels
-        ],
-        legend=[],
-    )
-
-
-def _membership(lines: Sequence[Series]) -> ChartGroup | None:
-    if not lines:
-        return None
-    drawn = chart(
-        [
-            Series(color=line.color, points=line.points, shape=line.shape, rings=line.rings)
-            for line in lines
-        ],
-        across="share of other rows that are accused",
-        up="share of members found → worse",
-        description="True against false positive rate, a line for each defense",
-        x_range=(0, 1),
-        y_range=(0, 1),
-        diagonal=True,
-    )
-    return ChartGroup(
-        title="Who took part",
-        note="The strongest attack on membership accuses rows one after the other, over all "
-        "trials. A line shows which share of the members it has found by then. Dashed is a coin. A "
-        "ring is the most that ε and δ of that defense allow at 5% false accusations. The line of "
-        "a few trials may exceed it by chance.",
-        charts=[("", drawn)],
-        legend=[(line.label, line.color) for line in lines],
-    )
-
-
-def _training(runs: Sequence[Run], colors: Mapping[str, int]) -> ChartGroup | None:
-    """Returns the curves of each defense, from the first run of its stack; a point is no curve."""
-    curves: dict[str, dict[str, Series]] = {"test_accuracy": {}, "train_loss": {}}
-    for run in runs:
-        for name in dict.fromkeys(row.defense for row in run.rounds):
-            for field, of_field in curves.items():
-                if name in of_field or name not in colors:
-                    continue
-                rounds = [row for row in run.rounds if row.defense == name]
-                values = [(row.round, getattr(row, field)) for row in rounds]
-                points = [
-                    (float(at), float(value))
-                    for at, value in values
-                    if value is not None and math.isfinite(value)
-                ]
-                of_field[name] = Series(color=colors[name], points=points, shape="line")
-    if all(len(curve.points) < 2 for curve in curves["test_accuracy"].values()):
-        return None
-    captions = {"test_accuracy": "test accuracy", "train_loss": "training loss"}
-    return ChartGroup(
-        title="Training",
-        note="Test accuracy and training loss by round, of the first run of each defense.",
-        charts=[
-            (
-                captions[field],
-                chart(
-                    list(of_field.values()),
-                    across="round",
-                    up=captions[field],
-                    description=f"{captions[field]} by round, a line for each defense",
-                    counts=True,
-                ),
-            )
-            for field, of_field in curves.items()
-            if any(curve.points for curve in of_field.values())
-        ],
-        legend=sorted(
-            ((name, colors[name]) for name in curves["test_accuracy"]), key=lambda entry: entry[1]
-        ),
-    )

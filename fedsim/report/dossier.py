@@ -36,7 +36,7 @@ from fedsim.report.figures import (
 from fedsim.report.judge import WEAK_EPSILON
 from fedsim.report.page import read_style, render
 from fedsim.report.row import LeaderboardRow
-from fedsim.report.threat import WATCHERS, is_own, threat_model_of, unworded
+from fedsim.report.threat import WATCHERS, is_own, threat_model_of, unknown_grants
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.lines import ResultRow, nested
 from fedsim.results.reading import RESULTS, Run, load_runs
@@ -106,11 +106,11 @@ def dossier_of(runs: Sequence[Run], root: Path) -> str:
         coverage=coverage(results),
         secrets=sorted({secret for row in rows for secret in row.knowledge.from_truth()}),
         unknown=sorted(
-            {entry for each in threats for entry in unworded(each) if not is_own(entry)}
+            {entry for each in threats for entry in unknown_grants(each) if not is_own(entry)}
         ),
-        tried=tried(results),
-        untried=untried(results, runs),
-        unobserved=_unobserved(results, runs),
+        tried=list_tried(results),
+        untried=list_untried(results, runs),
+        unobserved=_list_unobserved(results, runs),
         guarantees=guarantees(runs),
         measured=criteria(content),
         whole=_whole_commands(runs, root),
@@ -266,14 +266,17 @@ class Tried(NamedTuple):
     """Mean of a trial."""
 
 
-def tried(rows: Sequence[ResultRow]) -> list[Tried]:
+def list_tried(rows: Sequence[ResultRow]) -> list[Tried]:
     """Returns the attacks of `rows`, each once, in their order."""
     known = {plugin.name: plugin.summary for plugin in plugins.list_installed("fedsim.attacks")}
     attacks = []
     for label in dict.fromkeys(row.attack.label for row in rows):
         trials = [row for row in rows if row.attack.label == label]
         attack = trials[0].attack
-        own = {"name": attack.name, **_given("fedsim.attacks", attack.name, attack.parameters)}
+        own = {
+            "name": attack.name,
+            **_non_defaults("fedsim.attacks", attack.name, attack.parameters),
+        }
         restarts = f", {attack.restarts} restarts" * (attack.restarts > 1)
         seconds = [row.cost.seconds for row in trials if row.cost and row.cost.seconds is not None]
         attacks.append(
@@ -289,7 +292,7 @@ def tried(rows: Sequence[ResultRow]) -> list[Tried]:
     return attacks
 
 
-def _given(group: str, name: str, parameters: dict[str, object]) -> dict[str, object]:
+def _non_defaults(group: str, name: str, parameters: dict[str, object]) -> dict[str, object]:
     """Returns the parameters of a plugin that are not at their defaults.
 
     All are returned if the plugin is not installed here, and so its defaults are not known.
@@ -305,7 +308,7 @@ def _given(group: str, name: str, parameters: dict[str, object]) -> dict[str, ob
     }
 
 
-def untried(rows: Sequence[ResultRow], runs: Sequence[Run] = ()) -> list[tuple[str, str, str]]:
+def list_untried(rows: Sequence[ResultRow], runs: Sequence[Run] = ()) -> list[tuple[str, str, str]]:
     """Returns (name, summary, reason) of the installed attacks that none of `rows` is of."""
     names = {row.attack.name for row in rows}
     due = {
@@ -349,7 +352,7 @@ def _reason(plugin: plugins.Installed, rows: Sequence[ResultRow]) -> str:
     return "the scenario does not name it; whether it fits this system was not checked"
 
 
-def _unobserved(rows: Sequence[ResultRow], runs: Sequence[Run]) -> list[str]:
+def _list_unobserved(rows: Sequence[ResultRow], runs: Sequence[Run]) -> list[str]:
     """Words which vantages, clients and rounds nobody looked at."""
     views = {"client": "another participant", "eavesdropper": "somebody on the wire"}
     vantages = {row.vantage for row in rows}
@@ -462,7 +465,7 @@ def criteria(content: Content) -> dict[str, str]:
     is insignificantly likely that personal data are extracted from it, directly or by queries.
     """
     rows, runs = content.rows, content.runs
-    attacks, left_out = tried(content.results), untried(content.results, runs)
+    attacks, left_out = list_tried(content.results), list_untried(content.results, runs)
     not_tried = f" {number_of(len(left_out), 'installed attack')} not tried." if left_out else ""
     watchers = dict.fromkeys(WATCHERS.get(watcher_of(row.vantage), row.vantage) for row in rows)
     seconds = [attack.seconds for attack in attacks if attack.seconds is not None]
@@ -541,7 +544,7 @@ _RECORDED = (".json", ".safetensors")
 _CHUNK = 1 << 20
 
 Command = tuple[str, ...]
-"""Words of a command, or parts that stay together."""
+"""Parts of a command, one a line."""
 
 
 def numbered_commands(
@@ -574,7 +577,7 @@ def _command(row: LeaderboardRow, run: Run, root: Path) -> Command | None:
     defenses = {row.defense: [_shorten_entry("fedsim.defenses", member) for member in stack]}
     attacks = [_shorten_entry("fedsim.attacks", entry) for entry in entries]
     return (
-        *_with_scenario("fedsim run scenario.yaml --out again", run, root),
+        _with_scenario("fedsim run scenario.yaml --out again", run, root),
         f"--set {shlex.quote(f'defenses={_as_yaml(defenses)}')}",
         f"--set {shlex.quote(f'attacks={_as_yaml(attacks)}')}",
     )
@@ -588,14 +591,13 @@ def _whole_commands(runs: Sequence[Run], root: Path) -> list[tuple[str, Command]
             command = again([run]).command
             command += "" if "--out" in command else " --out again"
             title = _name(run, root) if len(runs) > 1 else "Everything in this dossier"
-            commands.append((title, _with_scenario(command, run, root)))
+            commands.append((title, (_with_scenario(command, run, root),)))
     return commands
 
 
-def _with_scenario(command: str, run: Run, root: Path) -> Command:
-    """Splits a command into words, its scenario being that of `run`."""
-    scenario = shlex.quote(f"{_name(run, root)}/scenario.yaml")
-    return tuple(scenario if word == "scenario.yaml" else word for word in command.split(" "))
+def _with_scenario(command: str, run: Run, root: Path) -> str:
+    """Returns a command whose scenario is that of `run`."""
+    return command.replace("scenario.yaml", shlex.quote(f"{_name(run, root)}/scenario.yaml"))
 
 
 def _name(run: Run, root: Path) -> str:
@@ -609,7 +611,7 @@ def _shorten_entry(group: str, entry: dict[str, Any]) -> dict[str, Any]:
     usual = {"label": entry["name"], "restarts": 1}
     stated = {k: v for k, v in entry.items() if k in usual and v != usual[k]}
     own = {k: v for k, v in entry.items() if k not in ("name", *usual)}
-    return {"name": str(entry["name"]), **stated, **_given(group, str(entry["name"]), own)}
+    return {"name": str(entry["name"]), **stated, **_non_defaults(group, str(entry["name"]), own)}
 
 
 def _as_yaml(value: object) -> str:
@@ -643,11 +645,8 @@ def hashes(run: Run) -> list[tuple[str, str]]:
 def check_command(name: str) -> Command:
     """Returns the command that prints the digest of a run's recordings, in parts."""
     return (
-        f"cd {shlex.quote(name)} &&",
-        "find observations -name '*.json' -o -name '*.safetensors' |",
-        "LC_ALL=C sort |",
-        "xargs -d '\\n' sha256sum |",
-        "sha256sum",
+        f"cd {shlex.quote(name)} && find observations -name '*.json' -o -name '*.safetensors' |",
+        "LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum",
     )
 
 

@@ -40,7 +40,7 @@ def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     failed = sum(not row.ok for row in rows)
     sizes = sorted({row.batch_size for row in rows})
     updates = {(row.scenario, canonical(row.variant), row.observation) for row in rows}
-    data = _listed(row.dataset for row in rows)
+    data = _join(row.dataset for row in rows)
     computation = f"{_was(row.computed for row in rows)} trained on {data}{by}{over}"
     recordings = f"{number_of(len(updates), 'recorded update')}, in batches of"
     if rows[0].main.asked_singly:
@@ -49,8 +49,8 @@ def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     return (
         f"{computation}, "
         f"{' and '.join(part for part in (undefended, defended) if part)}; then "
-        f"{_listed(row.attack.label for row in rows)} tried to recover the clients’ data from "
-        f"{recordings} {_listed(sizes)}{_images(rows[0], sizes)}: "
+        f"{_join(row.attack.label for row in rows)} tried to recover the clients’ data from "
+        f"{recordings} {_join(sizes)}{_images(rows[0], sizes)}: "
         f"{number_of(len(rows), 'attack run')}{' so far' if late else ''}, {failed or 'none'} of "
         "which failed."
     )
@@ -140,7 +140,7 @@ def awaited(runs: Sequence[Run]) -> Awaited | None:
         return None
     if not waiting:
         begun = [run for run in runs if not run.ended and run.plan and run.plan.attack_runs]
-        reason = f"no attack is scored yet: {'; '.join(map(_extent, begun))}"
+        reason = f"no attack is scored yet: {'; '.join(map(_describe_extent, begun))}"
         return Awaited("UNFINISHED", reason) if begun else None
     count = number_of(sum(run.unscored for run in waiting), "attack run")
     commands = " and ".join(map(_collect, waiting))
@@ -165,10 +165,10 @@ def unfinished(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if run.unscored
     ]
-    return waiting + [f"UNFINISHED: {_extent(run)}" for run in runs if not run.ended]
+    return waiting + [f"UNFINISHED: {_describe_extent(run)}" for run in runs if not run.ended]
 
 
-def _extent(run: Run) -> str:
+def _describe_extent(run: Run) -> str:
     """Words how far a run is that has not ended, and how it goes on."""
     has = f"{number_of(run.attack_runs, 'attack run')} so far"
     if plan := run.plan:
@@ -251,7 +251,7 @@ def _megabytes(count: int | None) -> str | None:
     return None if count is None else f"{count / 1e6:,.0f} MB"
 
 
-def _listed(values: Iterable[object]) -> str:
+def _join(values: Iterable[object]) -> str:
     """Joins the different values: `a`, `a and b`, `a, b and c`."""
     *head, last = dict.fromkeys(map(str, values))
     return f"{', '.join(head)} and {last}" if head else last
@@ -260,7 +260,7 @@ def _listed(values: Iterable[object]) -> str:
 def _was(values: Iterable[object]) -> str:
     """Joins the different values with a verb: `a was`, or `a and b were`."""
     different = dict.fromkeys(values)
-    return f"{_listed(different)} {'was' if len(different) == 1 else 'were'}"
+    return f"{_join(different)} {'was' if len(different) == 1 else 'were'}"
 
 
 def _same(values: Iterable[object]) -> object | None:

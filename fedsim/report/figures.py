@@ -48,17 +48,17 @@ def format_epsilon(epsilon: float | None) -> str:
     """Formats as `3.2` or `∞`, never below the claim; a dash if it was not accounted."""
     if epsilon is None:
         return "–"
-    return "∞" if math.isinf(epsilon) else _rounded(epsilon, 3, ROUND_CEILING)
+    return "∞" if math.isinf(epsilon) else _round_to(epsilon, 3, ROUND_CEILING)
 
 
 def format_delta(delta: float) -> str:
     """Formats as `1e-05`, never below the claim."""
-    return _rounded(delta, 6, ROUND_CEILING)
+    return _round_to(delta, 6, ROUND_CEILING)
 
 
 def format_bound(epsilon: float) -> str:
     """Formats the lower bound that an audit found for ε, never above it."""
-    return _rounded(epsilon, 3, ROUND_FLOOR)
+    return _round_to(epsilon, 3, ROUND_FLOOR)
 
 
 _SEARCH_ERROR = Decimal("1e-6")
@@ -66,7 +66,7 @@ _SEARCH_ERROR = Decimal("1e-6")
 it."""
 
 
-def _rounded(value: float, digits: int, rounding: str) -> str:
+def _round_to(value: float, digits: int, rounding: str) -> str:
     """Formats `value` with so many significant digits."""
     exact = Decimal(value)
     for mode in (ROUND_HALF_EVEN, rounding):

@@ -35,15 +35,15 @@ labels or members on average. `undecided`: something that nothing tells from wha
 Reliance = Literal["rely", "do not rely", "not shown"]
 
 Status = Literal["passed", "failed", "broken", "absent"]
-"""Of a positive control. `broken`: an attack crashed or refused, and no other shows what attacks
-can do."""
+"""State of a positive control. `broken`: an attack crashed or refused, and no other shows what
+attacks can do."""
 
 Leaking = str
 """What an attack may work on: `pictures` (the main target: images, or rows of a table), or the part
 of another target."""
 
 WEAK_EPSILON = 10.0
-"""From this ε on a finite guarantee promises next to nothing."""
+"""A finite guarantee promises next to nothing from this ε on."""
 
 LARGEST_DELTA = 1e-3
 """Above this δ a guarantee may fail for one person in a thousand, and nothing rests on it."""
@@ -58,6 +58,9 @@ chance to certainty. Behind a defense of a model that has not, nothing is relied
 
 _CERTIFIED, _COSINE = "feature_cosine", 0.999
 """A guess of this mean in this metric is as good as certified features, which then say nothing."""
+
+_ALWAYS_ASKED = ("labels", "membership")
+"""Targets besides the main one that are called untried where no attack was after them."""
 
 _FALSE = 0.05
 """A certificate says nothing if more than this share of them is false: luck makes some right."""
@@ -141,7 +144,7 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """In how many trials of one attack something happened."""
+    """Number of trials of one attack in which something happened."""
 
     count: int
     n: int
@@ -159,9 +162,9 @@ class Costs:
     is_measured: bool = True
     """Whether the model without a defense learned something to compare with."""
     seconds: float | None = None
-    """Of a round."""
+    """Mean seconds of a round."""
     usual_seconds: float | None = None
-    """Of a round without a defense."""
+    """Mean seconds of a round without a defense."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +195,7 @@ class Verdict:
     leaking: Share | None
     """Trials that gained `Target.leaks` or more from their update, of the attack with most."""
     times: Times | None
-    """In how many trials pictures are recognizable that are not on average."""
+    """Number of trials in which pictures are recognizable that are not on average."""
     is_rare: bool
     """Whether no interval, but a trial shows that something leaks."""
     exposed_image: float | None
@@ -200,9 +203,9 @@ class Verdict:
     features: Shown | None
     """The least span error of features that leak beside pictures."""
     told: Mapping[Leaking, Shown]
-    """Of labels, members and others: what an attack told best beyond guessing, if any tried."""
+    """What an attack told best of labels, members and others beyond guessing, if any tried."""
     certificates: Shown | None
-    """Who knows of most answers that they are right; None if no attack says."""
+    """The attack that knows of most answers that they are right; None if no attack says."""
     may_leak: tuple[Leaking, ...]
     """What is told better than by guessing on average, for all that is known."""
     labels_stand: bool
@@ -588,8 +591,8 @@ def _control_by(basis: Control, rows: Sequence[LeaderboardRow], target: Target) 
             continue
         guess = row.guess_of(name)
         reached = 1 - mean.mean / guess if by_mean else metric.gain(mean.mean, guess)
-        told = _does_no_better(row.above_other(name)) and (row.is_decided or not by_mean)
-        entries.append((not told, reached, mean.mean, guess, row))
+        blind = _does_no_better(row.above_other(name)) and (row.is_decided or not by_mean)
+        entries.append((not blind, reached, mean.mean, guess, row))
     if not entries:
         return None
     informed, reached, value, guess, best = max(entries, key=lambda entry: entry[:2])
@@ -683,7 +686,7 @@ def _verdict(
         reliance="not shown",
         reason=unanswerable or _state("no defense"),
         cautions=(),
-        untried=() if is_late else _untried(rows, trained),
+        untried=() if is_late else _list_untried(rows, trained),
     )
     doubts = _doubts(verdict, rows, undefended, is_refuted)
     cautions = (each for each in doubts if each.kind in _CAUTIONS)
@@ -859,19 +862,23 @@ def missing_terms(row: LeaderboardRow) -> tuple[str, ...]:
     return tuple(name for name, value in terms.items() if value is None)
 
 
-def _failed(rows: Sequence[LeaderboardRow]) -> Statement | None:
+def _state_failures(rows: Sequence[LeaderboardRow]) -> Statement | None:
     failed, total = sum(row.n - row.n_ok for row in rows), sum(row.n for row in rows)
     return _state("some failed", failed=failed, total=total) if failed else None
 
 
-def _untried(rows: Sequence[LeaderboardRow], trained: Collection[int]) -> tuple[Statement, ...]:
+def _list_untried(
+    rows: Sequence[LeaderboardRow], trained: Collection[int]
+) -> tuple[Statement, ...]:
     """Lists kinds of attack and attacker that occur in none of the rows of one defense.
 
     `trained` are the rounds that were trained.
     """
     measured = {name for row in rows for name, value in row.metrics.items() if value is not None}
     main = rows[0].main
-    told = [each for each in told_targets().values() if main.itemwise or not each.itemwise]
+    # Labels and members can be asked of any update, another target only where data have it.
+    asked = [each for each in told_targets().values() if each.part in _ALWAYS_ASKED]
+    told = [each for each in asked if main.itemwise or not each.itemwise]
     smallest, rounds = min(row.batch_size for row in rows), sorted({row.round for row in rows})
     kinds: list[tuple[bool, Statement]] = [
         *(
@@ -927,17 +934,17 @@ def _doubts(
         _state("audit refutes") if any(map(_is_refuted, rows)) else None,
         _state("training audit refutes") if is_refuted else None,
         _state("no defense") if row.undefended else None,
-        _unmeasured(verdict, rows),
+        _why_unmeasured(verdict, rows),
         _weakness(row),
-        _failed(rows),
-        None if row.undefended else _untested(rows, undefended),
+        _state_failures(rows),
+        None if row.undefended else _why_untested(rows, undefended),
         _scatter(rows),
         _model_problem(rows, undefended),
     )
     return [doubt for doubt in doubts if doubt]
 
 
-def _unmeasured(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> Statement | None:
+def _why_unmeasured(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> Statement | None:
     """Returns why the finding shows nothing; None if it shows that nothing was gained."""
     row = verdict.strongest
     if verdict.finding == "failed":
@@ -972,7 +979,7 @@ def _weakness(row: LeaderboardRow) -> Statement | None:
     return None
 
 
-def _untested(
+def _why_untested(
     rows: Sequence[LeaderboardRow], undefended: Sequence[LeaderboardRow]
 ) -> Statement | None:
     """Returns which attack that works was not carried out on the defense; None if all were."""

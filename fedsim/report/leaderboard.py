@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.paired import due_gains, gains, image_gains, over_other, own_gains, value_of
@@ -47,15 +47,15 @@ def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[Le
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(row.cell, []).append(row)
-    yielded = _yielded(rows)
+    yielded = _find_yields(rows)
     lines = [
         _aggregate(group, confidence, yielded.get(group[0].attack.name, tuple(METRICS)))
         for group in groups.values()
     ]
-    return _mark_strongest(_sorted(_mark_masked(lines)))
+    return _mark_strongest(_sort_lines(_mark_masked(lines)))
 
 
-def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
+def _sort_lines(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     """Sorts undefended rows first, then the leakiest defense first, and its strongest attack first.
 
     Comparisons come in the order of their threat models, the honest server first, of these what the
@@ -112,7 +112,7 @@ def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     return marked
 
 
-def _yielded(rows: Sequence[ResultRow]) -> dict[str, tuple[str, ...]]:
+def _find_yields(rows: Sequence[ResultRow]) -> dict[str, tuple[str, ...]]:
     """Maps each attack to the metrics of which any of its trials has a value."""
     yields: dict[str, tuple[str, ...]] = {}
     for row in rows:
@@ -139,7 +139,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         found = {name: summary(values(name)) for name in METRICS}
         return {name: each for name, each in found.items() if each is not None}
 
-    values = {name: _counted(rows, name) if name in yielded else None for name in METRICS}
+    values = {name: _count_failures(rows, name) if name in yielded else None for name in METRICS}
     ok = [row for row in rows if row.ok]
     main = first.main
     due = due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
@@ -169,16 +169,14 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         independent=len(trials),
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
         metrics={name: summary(values[name]) for name in METRICS},
-        worst={
-            name: _worst(rows, name, values[name]) if name in yielded else None for name in METRICS
-        },
+        worst={name: _worst(rows, name, values[name]) for name in METRICS},
         baseline={name: _guess(rows, name) for name in METRICS},
         gains=measured_by(lambda name: gains(rows, name) if name in yielded else None),
         own_gains=measured_by(lambda name: own_gains(rows, name) if name in yielded else None),
         others=measured_by(lambda name: [value_of(row.other_update, name) for row in rows]),
         over_others=measured_by(lambda name: over_other(rows, name)),
         control=_control_of(rows),
-        uncontrolled=_uncontrolled(ok),
+        uncontrolled=_count_uncontrolled(ok),
         exposed_image=max(
             (psnr for row in rows for psnr, gain in image_gains(row) if gain >= EXPOSED_IMAGE),
             default=None,
@@ -188,10 +186,8 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         leaking=share(leaks, len(counted), confidence=confidence) if counted else None,
         no_control=_no_control(rows),
         ended=all(row.ended for row in rows),
-        guess_public=min((b.public for b in baselines if b.public is not None), default=None),
-        guess_public_per_image=min(
-            (b.public_per_image for b in baselines if b.public_per_image is not None), default=None
-        ),
+        guess_public=_least([b.public for b in baselines]),
+        guess_public_per_image=_least([b.public_per_image for b in baselines]),
         train_loss=_mean(rows, lambda row: row.utility.train_loss if row.utility else None),
         test_loss=_mean(rows, lambda row: row.utility.test_loss if row.utility else None),
         test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
@@ -226,7 +222,7 @@ def _control_of(rows: Sequence[ResultRow]) -> ControlKind | None:
     return next((kind for kind in weakest if kind in kinds), None)
 
 
-def _uncontrolled(ok: Sequence[ResultRow]) -> int:
+def _count_uncontrolled(ok: Sequence[ResultRow]) -> int:
     """Returns how many trials have no control, where others have one."""
     count = sum(row.other_update is None for row in ok)
     return count if count < len(ok) else 0
@@ -334,7 +330,7 @@ def _no_control(rows: list[ResultRow]) -> str | None:
     return "no control: one trial worked" if len(ok) == 1 else "no control: no other images"
 
 
-def _counted(rows: list[ResultRow], name: str) -> list[float] | None:
+def _count_failures(rows: list[ResultRow], name: str) -> list[float] | None:
     """Returns one value of the metric per row; a failed row counts as its zero-information guess.
 
     None if the attack does not yield this metric, or if a failed row has no guess to count as: no
@@ -386,6 +382,13 @@ def accuracy_of(
         return None
     share = sum(u.test_accuracy or 0.0 for u in measured) / len(measured)
     return accuracy(share, *min(sizes), confidence=confidence)
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _least(values: Sequence[_Number | None]) -> _Number | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 def _mean(rows: list[ResultRow], get: Callable[[ResultRow], float | None]) -> float | None:

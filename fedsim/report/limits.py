@@ -80,15 +80,17 @@ def broken_limits(
         for own in by_comparison([row for row in chosen if row.ended]).values():
             for name in dict.fromkeys(row.defense for row in own):
                 members = [row for row in own if row.defense == name]
-                lines += _unmeasured(members, max_psnr is not None, max_gain is not None)
-                lines += _untried(members, rows)
+                lines += _list_unmeasured(members, max_psnr is not None, max_gain is not None)
+                lines += _list_untried(members, rows)
     for row in chosen:
         lines += _leaks(row, max_psnr, max_gain)
     if max_epsilon is not None:
         for row in chosen:
             lines += _refuted_by_attack(row)
             if row.vantage == "client" and row.epsilon is not None:
-                lines += [f"{_named(row)}: {broken}" for broken in _unkept(row, max_epsilon)]
+                lines += [
+                    f"{_name_row(row)}: {broken}" for broken in _why_not_kept(row, max_epsilon)
+                ]
         lines += [line for run in runs for line in _unproven(run, names, max_epsilon)]
     return list(dict.fromkeys(lines))
 
@@ -136,7 +138,7 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     ]
     gone = "not measured yet" if late else "not measured any more"
     measured = [old for old, _ in matched]
-    lines += [f"{_named(old)}: {gone}" for old in rows if old not in measured]
+    lines += [f"{_name_row(old)}: {gone}" for old in rows if old not in measured]
     of_runs = _partners({*map(_member, runs)}, {*map(_member, later)})
     for run, other in ((r, o) for r in runs for o in later):
         if (_member(run), _member(other)) in of_runs:
@@ -145,10 +147,10 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
         lines += _other_attack(old, new) + _more(old, new, gone)
         if old.vantage == "client" and old.epsilon is not None:
             # What a participant learns has an ε of its own, which no line of rounds states.
-            lines += _weaker(_named(new), [old], [new])
+            lines += _weaker(_name_row(new), [old], [new])
     fresh = [new for new in later_rows if all(new is not each or not o.n_ok for o, each in matched)]
     lines += [
-        f"{_named(new)}: leaks, and was not measured before"
+        f"{_name_row(new)}: leaks, and was not measured before"
         for new in fresh
         if _shows(new, later_rows)
     ]
@@ -234,9 +236,9 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
     if not old.n_ok:
         return []
     lines = []
-    named = _named(new)
+    named = _name_row(new)
     missing = not new.n_ok
-    gain, before = _limited(new), _limited(old)
+    gain, before = _limited_gain(new), _limited_gain(old)
     if before and gain and new.n_ok:
         was, is_ = before.mean, gain.mean
         if is_ > _upper(old) + _UNSEEN or is_ - was >= new.main.leaks:
@@ -297,7 +299,7 @@ def _more_certain(old: LeaderboardRow, new: LeaderboardRow) -> list[str]:
         total = was.images if was else 1
         if count * total > earlier * is_.images:
             lines.append(
-                f"{_named(new)}: certificates, {what}: {count} of "
+                f"{_name_row(new)}: certificates, {what}: {count} of "
                 f"{number_of(is_.images, 'image')}, before {earlier} of {total if was else 0}"
             )
     return lines
@@ -357,28 +359,28 @@ def _claims(runs: Sequence[Run]) -> dict[str, dict[str, list[UtilityRow]]]:
     return claims
 
 
-def _named(row: LeaderboardRow) -> str:
+def _name_row(row: LeaderboardRow) -> str:
     seen = "" if row.vantage == "server" else f", {row.vantage}"
     seen += f", {row.variant}" if row.variant else ""
     seen += "" if row.threat.is_default else f", {row.threat.title}"
     return f"{row.defense}, {row.attack}, batch size {row.batch_size}, round {row.round}{seen}"
 
 
-def _limited(row: LeaderboardRow) -> Summary | None:
+def _limited_gain(row: LeaderboardRow) -> Summary | None:
     """Returns the gain that is limited: all of it where no control tells which part is due."""
     return row.gain if row.uncontrolled else row.due
 
 
 def _upper(row: LeaderboardRow) -> float:
     """The most that the mean gain may be, as far as the trials tell."""
-    gain = _limited(row)
+    gain = _limited_gain(row)
     assert gain is not None
     return gain.max if gain.high is None else gain.high
 
 
 def _reach(row: LeaderboardRow) -> str:
     """Words `_upper`: the end of the interval, or the trials where there is none."""
-    gain = _limited(row)
+    gain = _limited_gain(row)
     assert gain is not None
     if gain.high is not None:
         return f"up to {gain.high:+.1f}"
@@ -390,19 +392,19 @@ def _reach(row: LeaderboardRow) -> str:
 def _leaks(row: LeaderboardRow, max_psnr: float | None, max_gain: float | None) -> list[str]:
     lines, best = [], row.worst.get("psnr")
     if max_psnr is not None and best is not None and best > max_psnr:
-        lines.append(f"{_named(row)}: an image has {best:.1f} dB, above {max_psnr:g}")
-    gain = _limited(row)
+        lines.append(f"{_name_row(row)}: an image has {best:.1f} dB, above {max_psnr:g}")
+    gain = _limited_gain(row)
     if max_gain is not None and gain:
         # Failed trials count as gains of 0, so that without them the mean is more.
         most = max(_upper(row), gain.max if row.n_ok < row.n else -math.inf)
         if most > max_gain:
             gains = f"gains {gain.mean:+.1f} dB ({_reach(row)})"
             one = f", at best {gain.max:+.1f}" if most > _upper(row) else ""
-            lines.append(f"{_named(row)}: {gains}{one}, above {max_gain:g}")
+            lines.append(f"{_name_row(row)}: {gains}{one}, above {max_gain:g}")
     return lines
 
 
-def _untried(members: Sequence[LeaderboardRow], rows: Sequence[LeaderboardRow]) -> list[str]:
+def _list_untried(members: Sequence[LeaderboardRow], rows: Sequence[LeaderboardRow]) -> list[str]:
     """Returns a line for each attack that works undefended and was not measured on a defense.
 
     It was left out, or most of its trials failed. Defenses without any measured attack have a line
@@ -422,7 +424,7 @@ def _untried(members: Sequence[LeaderboardRow], rows: Sequence[LeaderboardRow]) 
         if 2 * ok < max(trials, 1):
             failed = f"failed in {trials - ok} of {number_of(trials, 'trial')}"
             lines.append(
-                f"{_named_stack(members)}: {row.attack}, batch size {row.batch_size}, round "
+                f"{_name_stack(members)}: {row.attack}, batch size {row.batch_size}, round "
                 f"{row.round}, works undefended and {failed if same else 'was left out'}, and "
                 f"{_KEEPS_NOTHING}"
             )
@@ -432,11 +434,11 @@ def _untried(members: Sequence[LeaderboardRow], rows: Sequence[LeaderboardRow]) 
 _KEEPS_NOTHING = "what is not measured keeps to no limit"
 
 
-def _named_stack(members: Sequence[LeaderboardRow]) -> str:
+def _name_stack(members: Sequence[LeaderboardRow]) -> str:
     return f"{members[0].defense} ({describe_comparison(members[0].comparison)})"
 
 
-def _unmeasured(members: Sequence[LeaderboardRow], psnr: bool, gain: bool) -> list[str]:
+def _list_unmeasured(members: Sequence[LeaderboardRow], psnr: bool, gain: bool) -> list[str]:
     """Returns a line for each limited figure that no attack on a defense yields."""
     ended = [row for row in members if row.n_ok]
     missing = {
@@ -445,7 +447,7 @@ def _unmeasured(members: Sequence[LeaderboardRow], psnr: bool, gain: bool) -> li
         and all(row.own_gain is None for row in ended),
     }
     return [
-        f"{_named_stack(members)}: no attack on it has a {what}, and {_KEEPS_NOTHING}; "
+        f"{_name_stack(members)}: no attack on it has a {what}, and {_KEEPS_NOTHING}; "
         "results.jsonl says what failed"
         for what, is_missing in missing.items()
         if is_missing
@@ -470,7 +472,7 @@ def _refuted_by_attack(row: LeaderboardRow) -> list[str]:
         least = found.min if found.low is None else found.low
         if least > most:
             lines.append(
-                f"{_named(row)}: {name} of {least:.3g} or more refutes the ε of the release, "
+                f"{_name_row(row)}: {name} of {least:.3g} or more refutes the ε of the release, "
                 f"which allows {most:.3g}"
             )
     return lines
@@ -486,7 +488,7 @@ def _unproven(run: Run, names: Collection[str], limit: float) -> list[str]:
         claim = claims.get(name)
         if claim is None:
             lines.append(f"{name}: no line of rounds.jsonl states its ε ({run.folder})")
-        elif broken := _unkept(claim, limit):
+        elif broken := _why_not_kept(claim, limit):
             lines += [f"{name}: {words}" for words in broken]
         elif claim.audited_epsilon is not None and claim.audited_epsilon > _epsilon(claim):
             lines.append(
@@ -496,7 +498,7 @@ def _unproven(run: Run, names: Collection[str], limit: float) -> list[str]:
     return lines
 
 
-def _unkept(claim: _Claim, limit: float) -> list[str]:
+def _why_not_kept(claim: _Claim, limit: float) -> list[str]:
     """Words why a claim keeps to no limit of ε, or not to this one; empty if it does."""
     epsilon = f"ε is {_epsilon(claim):.4g}"
     if _epsilon(claim) > limit:

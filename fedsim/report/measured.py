@@ -48,10 +48,10 @@ def metrics_of(row: LeaderboardRow) -> list[Measured]:
     """Returns the figures of all metrics that `row` has, the one that ranks it first."""
     names = [name for name, summary in row.metrics.items() if summary]
     names.sort(key=lambda name: name != row.ranked_by)
-    return [measured(row, name) for name in names]
+    return [measure_row(row, name) for name in names]
 
 
-def measured(row: LeaderboardRow, name: str) -> Measured:
+def measure_row(row: LeaderboardRow, name: str) -> Measured:
     """Returns the figures of metric `name` of `row`.
 
     Where every trial failed there is nothing but the guess.
@@ -74,7 +74,7 @@ def measured(row: LeaderboardRow, name: str) -> Measured:
         value=format_metric(row.metrics.get(name), metric),
         guess=_plain(guess, metric),
         above=_above(row, metric),
-        above_other=_signed(over, metric),
+        above_other=_format_gain(over, metric),
         worst=_plain(row.worst.get(name), metric),
         limit=_plain(row.limit(name), metric),
     )
@@ -91,12 +91,12 @@ def excess(row: LeaderboardRow, name: str) -> float | None:
 
 def _above(row: LeaderboardRow, metric: Metric) -> str:
     if paired := row.above_guess(metric.name):
-        return _signed(paired, metric)
+        return _format_gain(paired, metric)
     mean = excess(row, metric.name)
     return ABSENT if mean is None else _with_sign(mean, metric)
 
 
-def _signed(summary: Summary | None, metric: Metric) -> str:
+def _format_gain(summary: Summary | None, metric: Metric) -> str:
     if summary is None:
         return ABSENT
     text = _with_sign(summary.mean, metric)

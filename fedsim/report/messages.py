@@ -49,7 +49,7 @@ RELIANCES: Mapping[Reliance, str] = _TEXTS["reliances"]
 _NOUNS: Mapping[Leaking, str] = _TEXTS["nouns"]
 
 _FEW = 3
-"""At most so many rounds are listed by number."""
+"""Largest number of rounds that are listed by number."""
 
 
 class _Messages(Formatter):
@@ -69,7 +69,7 @@ def _words_of_failures(failures: Iterable[Failure]) -> str:
     return "; ".join(map(describe_failure, failures))
 
 
-def _listed(values: Iterable[object]) -> str:
+def _join(values: Iterable[object]) -> str:
     """Joins values: `a`, `a and b`, `a, b and c`."""
     *head, last = map(str, values)
     return f"{', '.join(head)} and {last}" if head else last
@@ -82,8 +82,8 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "delta": format_delta,
     "other": lambda kind: OTHERS.get(kind, "another update"),
     "failures": _words_of_failures,
-    "terms": lambda terms: _listed(_TEXTS["claim_terms"][term] for term in terms),
-    "rounds": lambda values: _listed(values) if len(values) <= _FEW else "those attacked",
+    "terms": lambda terms: _join(_TEXTS["claim_terms"][term] for term in terms),
+    "rounds": lambda values: _join(values) if len(values) <= _FEW else "those attacked",
 }
 
 _FORMATTER = _Messages()
@@ -189,7 +189,7 @@ def describe_gets(verdict: Verdict) -> str:
         return gets
     if finding == "colors only" and not verdict.besides:
         return f"{gets} only"
-    return _listed([gets, *map(_noun, verdict.besides)])
+    return _join([gets, *map(_noun, verdict.besides)])
 
 
 def _noun(what: Leaking) -> str:

@@ -36,13 +36,12 @@ from fedsim.report.messages import (
     grounds,
 )
 from fedsim.report.wording import (
-    command_lines,
-    explained,
+    explain_terms,
+    keep_figures_whole,
+    remove_turns,
     sentence_of,
-    shortened,
-    straight,
+    shorten,
     tip,
-    unbroken,
 )
 from fedsim.results.reading import load_runs
 from fedsim.system import paths
@@ -102,10 +101,10 @@ def render(template: str, content: Content, **context: object) -> str:
     page = _environment().get_template(template)
     own = {
         "content": content,
-        "explained": lambda text: explained(text, keys),
+        "explained": lambda text: explain_terms(text, keys),
         "local": lambda text: text,
     }
-    return straight(page.render(own | context))
+    return remove_turns(page.render(own | context))
 
 
 def read_style() -> str:
@@ -140,7 +139,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         # Markup is made here, and only text that was marked with `e` in a template is whole.
-        finalize=lambda value: shortened(value) if type(value) is str else value,
+        finalize=lambda value: shorten(value) if type(value) is str else value,
     )
     environment.globals["tip"] = tip
     environment.filters |= {
@@ -153,7 +152,6 @@ def _environment() -> Environment:
         "told": describe_told,
         "untried": describe_untried,
         "variant": describe_variant,
-        "command": lambda words: "\n".join(command_lines(words)),
         "claim": lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
         "made_with": made_with,
         "number": format_number,
@@ -161,7 +159,7 @@ def _environment() -> Environment:
         "sentence": sentence_of,
         "signed": format_signed,
         "summary": format_summary,
-        "unbroken": unbroken,
+        "unbroken": keep_figures_whole,
     }
     return environment
 

@@ -148,7 +148,7 @@ def plates_of(rows: Sequence[LeaderboardRow], runs: Iterable[Run]) -> tuple[dict
     for run in runs:
         for result in run.rows:
             trials.setdefault(result.cell, []).append((run.folder, result))
-    scored = {row.cell: _scored(trials.get(row.cell, [])) for row in rows}
+    scored = {row.cell: _scored_trials(trials.get(row.cell, [])) for row in rows}
     victims: dict[tuple[object, ...], str | None] = {}
     for row in rows:
         if scored[row.cell]:
@@ -177,7 +177,7 @@ def _place(row: LeaderboardRow) -> tuple[object, ...]:
     return (row.comparison, row.batch_size, row.round)
 
 
-def _scored(trials: Iterable[Trial]) -> list[tuple[ResultRow, Path]]:
+def _scored_trials(trials: Iterable[Trial]) -> list[tuple[ResultRow, Path]]:
     """Returns the trials with a scored reconstruction of images, by their PSNR."""
     scored = [
         (row.metrics["psnr"], row, path)

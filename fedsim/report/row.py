@@ -42,7 +42,7 @@ class Certificates:
     """What an attack said that it knows of its answers, in images of all its trials."""
 
     images: int
-    """That it answered with."""
+    """Number of images that it answered with."""
     determined: int | None
     """None if it says nothing of that."""
     certified: int | None
@@ -137,7 +137,7 @@ class LeaderboardRow:
     relation: str | None
     privacy_reason: str | None
     privacy_covers: str | None
-    """Which releases the claim covers, in words."""
+    """The releases that the claim covers, in words."""
     audited_epsilon: float | None
     tensor_rate: float | None
     """Mean of the error that theory predicts, up to a constant; None for most attacks."""

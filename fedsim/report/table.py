@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedsim.contracts.grant import Grant
 from fedsim.report.figures import format_accuracy, format_claim, format_epsilon, format_number
 from fedsim.report.judge import positive_controls
-from fedsim.report.measured import ABSENT, heading_of, measured
+from fedsim.report.measured import ABSENT, heading_of, measure_row
 from fedsim.report.messages import invalid_comparisons, invalid_reasons, warnings
 from fedsim.report.row import LeaderboardRow, population_of
 from fedsim.report.threat import describe_comparison
@@ -39,7 +39,7 @@ class _Column:
 
 
 def _value(row: LeaderboardRow) -> str:
-    found = measured(row, row.ranked_by)
+    found = measure_row(row, row.ranked_by)
     return ABSENT if found.value == ABSENT else found.words
 
 
@@ -51,7 +51,7 @@ def _mean(row: LeaderboardRow) -> str:
 
 
 def _above(row: LeaderboardRow) -> str:
-    return measured(row, row.ranked_by).above.partition(" ")[0]
+    return measure_row(row, row.ranked_by).above.partition(" ")[0]
 
 
 def _above_other(row: LeaderboardRow) -> str:
@@ -59,7 +59,7 @@ def _above_other(row: LeaderboardRow) -> str:
     if row.no_control:
         reason = row.no_control.removeprefix("no control: ")
         return reason.removesuffix(" compared with another update")
-    return measured(row, row.ranked_by).above_other.partition(" ")[0]
+    return measure_row(row, row.ranked_by).above_other.partition(" ")[0]
 
 
 def _share(row: LeaderboardRow) -> str:
@@ -70,7 +70,7 @@ def _share(row: LeaderboardRow) -> str:
     return f"{share.count}/{share.n} ({100 * share.low:.0f}–{100 * share.high:.0f})"
 
 
-def _certified(row: LeaderboardRow) -> str:
+def _format_certified(row: LeaderboardRow) -> str:
     stated = row.certificates
     if stated is None or stated.certified is None:
         return ABSENT
@@ -115,7 +115,7 @@ _COLUMNS = (
     ),
     _Column(
         heading="certified",
-        cell=_certified,
+        cell=_format_certified,
         meaning="images of which the attacker knows, without any truth, that they are right; ! "
         "with those that are wrong",
     ),
@@ -172,7 +172,7 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
             console.print(Text(f"INVALID: {_printable(invalid[comparison])}", "bold red"))
         for problem in warnings(members):
             console.print(Text(f"WARNING: {_printable(problem)}", "yellow"))
-        console.print(Text(_printable(", ".join(filter(None, _shared(members)))), "dim"))
+        console.print(Text(_printable(", ".join(filter(None, _describe_shared(members)))), "dim"))
         console.print(_fitting(members, console))
         if claims := _claims(members):
             console.print(Text(_printable(f"{_CLAIM}: {claims}"), "dim"))
@@ -185,7 +185,7 @@ def _legend(rows: Sequence[LeaderboardRow]) -> str:
     sentences = [
         "▸: strongest attack on a defense (undefended first), of those that do better than on "
         "another update",
-        *(f"{column.heading}: {column.meaning}" for column in _filled(rows)),
+        *(f"{column.heading}: {column.meaning}" for column in _filled_columns(rows)),
         f"[low, high]: Student's interval (three trials or more, not all equal), "
         f"{population_of(rows)}",
     ]
@@ -199,7 +199,7 @@ def _legend(rows: Sequence[LeaderboardRow]) -> str:
     return f"{'. '.join(sentences)}. More columns: report.html, or --format json or csv."
 
 
-def _filled(rows: Sequence[LeaderboardRow]) -> list[_Column]:
+def _filled_columns(rows: Sequence[LeaderboardRow]) -> list[_Column]:
     """Returns the columns that have a value in some row."""
     return [column for column in _COLUMNS if any(column.cell(row) != ABSENT for row in rows)]
 
@@ -226,7 +226,7 @@ def _grid(rows: Sequence[LeaderboardRow], step: int) -> Table:
     cells: list[Callable[[LeaderboardRow], str]] = []
     for heading in ("defense", "attack"):
         grid.add_column(heading, overflow="fold")
-    for column in _filled(rows):
+    for column in _filled_columns(rows):
         short = 0 < column.left_out <= step
         if short and column.short is None:
             continue
@@ -252,7 +252,7 @@ def _from_here(folder: str) -> str:
     )
 
 
-def _shared(rows: Sequence[LeaderboardRow]) -> list[str]:
+def _describe_shared(rows: Sequence[LeaderboardRow]) -> list[str]:
     """Words what all rows have in common, and the test sets behind their accuracies."""
     tests = {(row.accuracy.examples, row.accuracy.chance) for row in rows if row.accuracy}
     accuracies = [

@@ -110,8 +110,8 @@ def threat_model_of(row: ResultRow) -> ThreatModel:
             (within if name in default else beyond).append(entry)
     return ThreatModel(
         altered=list(_DONE).index(row.server),
-        beyond=_sorted(beyond + [f"{_OWN}{thing}" for thing in row.attack.brought]),
-        within=_sorted(within),
+        beyond=_sort(beyond + [f"{_OWN}{thing}" for thing in row.attack.brought]),
+        within=_sort(within),
     )
 
 
@@ -133,11 +133,11 @@ def _quote(value: object) -> str:
     return str(value) if plain else json.dumps(value, ensure_ascii=False)
 
 
-def _sorted(entries: Iterable[str]) -> tuple[str, ...]:
+def _sort(entries: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(entries)))
 
 
-def unworded(threat: ThreatModel) -> list[str]:
+def unknown_grants(threat: ThreatModel) -> list[str]:
     """Returns what a threat model has that the meanings of grants do not word.
 
     That is what an attack brought along, and grants that this version does not know.
@@ -219,7 +219,7 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     return [
         ("Sees", _sentence(views)),
         ("Knows", knows),
-        ("Is granted", _granted(rows)),
+        ("Is granted", _describe_grants(rows)),
         ("Never sees", never),
     ]
 
@@ -239,12 +239,12 @@ def _kind_of_release(row: ResultRow) -> Any:
     return (row.release or {}).get("kind")
 
 
-def _granted(rows: Sequence[ResultRow]) -> str:
+def _describe_grants(rows: Sequence[ResultRow]) -> str:
     parts = []
     for name, meaning in Grant.meanings(rows[0].main.part).items():
         phrases = dict(zip(Grant.values()[name], meaning.words, strict=True))
         parts.append(_phrase(rows, phrases, attrgetter(f"knowledge.{name}")))
-    for entry in sorted({entry for row in rows for entry in unworded(threat_model_of(row))}):
+    for entry in sorted({entry for row in rows for entry in unknown_grants(threat_model_of(row))}):
         having = sum(entry in threat_model_of(row).beyond for row in rows)
         among = "" if having == len(rows) else f"in {having} of {number_of(len(rows), 'run')} "
         parts.append(f"{among}what no honest server has by itself: {entry}")

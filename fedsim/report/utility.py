@@ -38,14 +38,14 @@ class UtilityRow:
     reason: str | None
     """Why ε is inf."""
     covers: str | None
-    """Which releases ε covers, in words."""
+    """The releases that ε covers, in words."""
     audited_epsilon: float | None
     """The largest lower bound of ε that an audit found; None without an audit."""
     sigma: float | None
     """The largest σ of the rows σ I that a client appended to its data; None without such noise."""
     test_loss: Summary | None
     test_accuracy: Summary | None
-    """In percent."""
+    """Percentage that the model classifies correctly."""
     accuracy: Accuracy | None
     """Mean test accuracy of the runs, with chance, the test set's size and an interval."""
     problem: str | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from markupsafe import Markup, escape
 
@@ -41,25 +41,25 @@ _LONGEST = 1000
 """A text of more characters is cut on a page; the run's files have all of it."""
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Returns `text`, cut behind `_LONGEST` characters with a note of its length."""
     long = len(text) > _LONGEST
     return f"{text[:_LONGEST]}… ({len(text):,} characters)" if long else text
 
 
-def unbroken(text: str) -> str:
+def keep_figures_whole(text: str) -> str:
     """Returns `text`, cut if it is very long, with each figure and its unit kept on one line."""
     kept = _TOKEN.sub(lambda token: token.group().replace(" ", "\N{NO-BREAK SPACE}"), text)
-    return shortened(kept)
+    return shorten(kept)
 
 
-def explained(text: str, shown: Collection[str] | None = None) -> Markup:
+def explain_terms(text: str, shown: Collection[str] | None = None) -> Markup:
     """Returns `text` as `unbroken` does, with each term, once, as a button of its explanation.
 
     `shown` are the keys of those that the page explains, by default all; others stay words.
     """
     explained_keys: set[str] = set()
-    text, parts, end = unbroken(text), [], 0
+    text, parts, end = keep_figures_whole(text), [], 0
     for word in _WORD.finditer(text):
         key = _TERMS[word.group()]
         if key in explained_keys or (shown is not None and key not in shown):
@@ -76,7 +76,7 @@ _TURNS = dict.fromkeys(
 """Characters that turn the direction of the text after them."""
 
 
-def straight(page: str) -> str:
+def remove_turns(page: str) -> str:
     """Returns a page without characters by which a name would turn the words after it."""
     return page.translate(_TURNS)
 
@@ -94,32 +94,3 @@ def sentence_of(text: str) -> str:
     # Greek letters stay: a capital ε is another symbol.
     first = text[:1].upper() if text[:1].isascii() else text[:1]
     return f"{first}{text[1:]}" + ("" if text.endswith((".", "!", "?")) else ".")
-
-
-_WIDTH = 100
-"""A line of a command has at most so many characters, if its words allow it."""
-
-
-def command_lines(words: Sequence[str]) -> list[str]:
-    r"""Breaks a command between words, with a backslash at the end of each line but the last.
-
-    An option stays with its value.
-
-    >>> print(*command_lines(("fedsim", "run", "a" * 50, "--set", "b" * 40)), sep="\n")
-    fedsim run aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa \
-      --set bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
-    """
-    lines = [""]
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1].startswith("--") and not word.startswith("--"):
-            joined[-1] += f" {word}"
-        else:
-            joined.append(word)
-    for word in joined:
-        if lines[-1] and len(lines[-1]) + len(word) + 3 > _WIDTH:
-            lines[-1] += " \\"
-            lines.append(f"  {word}")
-        else:
-            lines[-1] += f" {word}" if lines[-1] else word
-    return lines

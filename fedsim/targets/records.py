@@ -49,6 +49,7 @@ class Records(Target):
     itemwise: ClassVar[bool] = True
     keeps_truth: ClassVar[bool] = True
     leaks: ClassVar[float] = 0.1
+    works: ClassVar[float | None] = 0.1
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="column_accuracy",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
 import pytest
+import torch
 
-from fedsim.report.charts import Series, _apart, _ticks, chart
+from fedsim.report.charts import Series, _move_apart, _ticks, chart
+from fedsim.report.comparison_charts import _rates
+from fedsim.targets.membership import membership_auc
 
 
 def drawn(*series: Series, **options: object) -> ElementTree.Element:
@@ -58,7 +62,27 @@ def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
 
 def test_no_label_covers_another() -> None:
     labels = [(10.0, 50.0, str(i)) for i in range(12)] + [(400.0, 50.0, "far")]
-    placed = _apart(labels)
+    placed = _move_apart(labels)
     heights = sorted(y for x, y, _ in placed if x == 10.0)
     assert all(b - a >= 15 for a, b in pairwise(heights))
     assert ("far", 50.0) in [(text, y) for _, y, text in placed]
+
+
+def area(rates: list[tuple[float, float]]) -> float:
+    """Below the curve, by trapezoids."""
+    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(rates))
+
+
+def test_the_area_below_the_curve_is_the_score() -> None:
+    stream = torch.Generator().manual_seed(0)
+    members = torch.rand(60, generator=stream) < 0.4
+    for levels in (1, 2, 5, 1000):
+        scores = torch.randint(levels, (60,), generator=stream).double() + members.double()
+        scores[:3] = torch.tensor([math.inf, -math.inf, math.inf])
+        rates = _rates(scores, members)
+        assert rates[0] == (0, 0) and rates[-1] == (1, 1)
+        assert math.isclose(area(rates), membership_auc(scores, members))
+
+
+def test_equal_scores_are_one_point() -> None:
+    assert _rates(torch.zeros(4), torch.tensor([True, False, True, False])) == [(0, 0), (1, 1)]

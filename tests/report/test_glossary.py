@@ -10,7 +10,7 @@ import pytest
 
 from fedsim.report import leaderboard_rows, write_report
 from fedsim.report.glossary import markdown, terms, terms_of
-from fedsim.report.wording import explained, tip, unbroken
+from fedsim.report.wording import explain_terms, keep_figures_whole, tip
 from fedsim.scoring import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -55,19 +55,19 @@ def test_every_button_of_a_page_opens_an_explanation_that_is_there(run_folder: P
 )
 def test_no_figure_breaks_from_its_unit(token: str) -> None:
     kept = token.replace(" ", "\N{NO-BREAK SPACE}")
-    assert unbroken(f"it is {token}, so") == f"it is {kept}, so"
-    assert re.sub("<[^>]+>", "", explained(f"it is {token}, so")) == f"it is {kept}, so"
+    assert keep_figures_whole(f"it is {token}, so") == f"it is {kept}, so"
+    assert re.sub("<[^>]+>", "", explain_terms(f"it is {token}, so")) == f"it is {kept}, so"
 
 
 def test_a_term_is_a_button_once_and_only_where_it_is_explained() -> None:
-    assert explained("3 dB, 4 dB").count("<button") == 1
-    assert "<button" not in explained("3 dB", shown=["psnr"])
-    assert 'popovertarget="tip-db"' in explained("3 dB")
-    assert "<button" not in explained("bandB and interval_length"), "no part of a word"
+    assert explain_terms("3 dB, 4 dB").count("<button") == 1
+    assert "<button" not in explain_terms("3 dB", shown=["psnr"])
+    assert 'popovertarget="tip-db"' in explain_terms("3 dB")
+    assert "<button" not in explain_terms("bandB and interval_length"), "no part of a word"
 
 
 def test_names_stay_text() -> None:
     nasty = '<b onclick=x>"ε = 3"</b>&'
-    for marked in (explained(nasty), tip("gain", nasty)):
+    for marked in (explain_terms(nasty), tip("gain", nasty)):
         assert "<b" not in re.sub("<button|<br", "", marked)
         assert "&lt;b onclick" in marked

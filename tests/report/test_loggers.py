@@ -93,21 +93,6 @@ def test_tensorboard_holds_the_same(folder: Path, tmp_path: Path) -> None:
     assert image.encoded_image_string.startswith(b"\x89PNG") and image.height == 2 * image.width
 
 
-def test_every_variant_of_a_sweep_is_copied(tmp_path: Path) -> None:
-    stacks = {"none": STACKS["none"]}
-    for mode in ("train", "eval"):
-        write_run(
-            tmp_path / "sweep" / mode,
-            stacks=stacks,
-            trials=1,
-            batch_sizes=(1,),
-            rounds=1,
-            variant={"training.mode": mode},
-        )
-    names = {collect(run).variant for run in load_runs([tmp_path / "sweep"])}
-    assert names == {"training.mode=train", "training.mode=eval"}
-
-
 def test_a_tool_that_fails_loses_nothing_and_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,7 @@ from fedsim.report import leaderboard_rows, load_runs, render, write_report
 from fedsim.report.content import Content
 from fedsim.report.dossier import write_dossier
 from fedsim.report.judge import Verdict, judge_runs
-from fedsim.report.limits import broken_limits, grown
-from fedsim.report.loggers import collect
+from fedsim.report.limits import broken_limits
 from fedsim.report.messages import brief
 from fedsim.report.threat import HONEST, describe_attacker, threat_model
 from fedsim.results.reading import measurements
@@ -109,16 +108,6 @@ def test_limits_name_the_threat_model(mixed: Path) -> None:
     assert not any("inverting_gradients" in line and "above 3" in line for line in lines)
 
 
-def test_runs_of_two_threat_models_have_nothing_to_compare(tmp_path: Path) -> None:
-    before, after = tmp_path / "before", tmp_path / "after"
-    known = {"knowledge": {"labels": "known"}}
-    judged(before, [*WORKS, *trials(WEAK, attack="strong")])
-    judged(after, [*WORKS, *granted(known)])
-    lines = grown(before, after)
-    assert "dp, strong, batch size 1, round 1: not measured any more" in lines
-    assert not any("gain" in line for line in lines if line.startswith("dp"))
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -164,17 +153,6 @@ def test_a_dossier_says_beside_each_figure_what_was_had(
     (page,) = write_dossier(tmp_path / "run")
     text = page.read_text()
     assert f"strong <small>{', '.join(row.threat.beyond) or row.server}</small>" in text
-
-
-def test_figures_of_two_threat_models_have_two_names(mixed: Path) -> None:
-    lines = [
-        *granted({"knowledge": {"labels": "known"}}),
-        *trials(WEAK, attack="strong"),
-    ]
-    judged(mixed, lines)
-    (run,) = load_runs([mixed])
-    named = [(figure.name, figure.round) for figure in collect(run).numbers]
-    assert len(set(named)) == len(named)
 
 
 def test_a_trial_without_a_score_hides_no_leak_of_another(tmp_path: Path) -> None:

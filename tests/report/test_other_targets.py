@@ -37,7 +37,7 @@ class ClassShare(target.Target):
 
 @pytest.fixture
 def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    known = plugins.installed
+    known = plugins.list_installed
 
     def installed(group: str) -> list[plugins.Installed]:
         entry = plugins.Installed(
@@ -51,7 +51,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         )
         return [*known(group), *([entry] if group == target.GROUP else [])]
 
-    monkeypatch.setattr(plugins, "installed", installed)
+    monkeypatch.setattr(plugins, "list_installed", installed)
     for cached in (target.targets, target._metrics):
         cached.cache_clear()
     yield
@@ -89,4 +89,3 @@ def test_a_strangers_target_is_judged_by_its_own_thresholds(
         assert "gets shares of one class" in words.brief(plain)
         assert "gets shares of one class" in page
     assert "distance of the share of one class" in page.lower()
-    assert "untried class_share" not in {kind.kind for kind in each.untried}

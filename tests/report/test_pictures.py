@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from fedsim.report import ReportError, save_grid, save_grids
-from fedsim.report.pictures import data_uris, enlargement, reconstruction_file
+from fedsim.report.pictures import data_uris, reconstruction_file
 from fedsim.results.reading import load_runs
 from fedsim.scoring import ScoringError
 
@@ -31,19 +31,6 @@ def test_grid_places_truth_above_reconstruction(tmp_path: Path) -> None:
     assert np.array_equal(
         below[::4, ::4], (reconstruction[2] * 255).round().byte().permute(1, 2, 0)
     )
-
-
-def test_gray_images_stay_gray(tmp_path: Path) -> None:
-    save_grid(tmp_path / "grid.png", torch.zeros(1, 1, 25, 25), torch.ones(1, 1, 25, 25))
-    picture = Image.open(tmp_path / "grid.png")
-    assert picture.mode == "L"
-    assert picture.size == (75, 152)
-    assert [enlargement(*size) for size in ((25, 25), (32, 40), (64, 64), (224, 224))] == [
-        3,
-        2,
-        1,
-        1,
-    ]
 
 
 def test_data_addresses_hold_one_pixel_per_pixel() -> None:

@@ -165,7 +165,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             HOLDERS,
         ),
         "a limit of ε kept by what is no differential privacy": swap(
-            "fedsim/report/limits.py:_unkept",
+            "fedsim/report/limits.py:_why_not_kept",
             "claim.relation in NO_DIFFERENTIAL_PRIVACY",
             "claim.relation in ()",
             LIMITS,
@@ -228,8 +228,8 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     3: {
         "an epsilon rounded down where it is written": swap(
             "fedsim/report/figures.py:format_epsilon",
-            "_rounded(epsilon, 3, ROUND_CEILING)",
-            "_rounded(epsilon, 3, ROUND_HALF_EVEN)",
+            "_round_to(epsilon, 3, ROUND_CEILING)",
+            "_round_to(epsilon, 3, ROUND_HALF_EVEN)",
             STATED,
         ),
         "assumptions that the data contradict are believed": drop(
@@ -497,7 +497,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             ROAD,
         ),
         "failed trials dropped from the mean": swap(
-            "fedsim/report/leaderboard.py:_counted",
+            "fedsim/report/leaderboard.py:_count_failures",
             "values = ...",
             "rows = [row for row in rows if row.ok]\nvalues = [value_of(row.metrics, "
             "name) for row in rows]",
@@ -613,7 +613,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             LIMITS,
         ),
         "check passes where the attack that works was left out": swap(
-            "fedsim/report/limits.py:_untried", "max(trials, 1)", "trials", LIMITS
+            "fedsim/report/limits.py:_list_untried", "max(trials, 1)", "trials", LIMITS
         ),
         "an attack that crashed counts as one that does not work": swap(
             "fedsim/report/judge.py:_control",
