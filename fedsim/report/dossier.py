@@ -585,7 +585,7 @@ def _command(row: LeaderboardRow, run: Run, root: Path) -> Command | None:
 
 def _whole_commands(runs: Sequence[Run], root: Path) -> list[tuple[str, Command]]:
     """Returns the command that repeats each run whose scenario is kept."""
-    commands = []
+    commands: list[tuple[str, Command]] = []
     for run in runs:
         if run.scenario_text is not None:
             command = again([run]).command
