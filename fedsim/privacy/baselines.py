@@ -41,7 +41,7 @@ from fedsim.types import FedsimError
 
 
 def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> float:
-    """sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε): σ of the rows σ I appended to the data.
+    """Computes σ of the rows σ I appended to data: sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε).
 
     `row_norm` = l has to hold for every row that any database may have. Sheffet takes it from the
     data, which releases it: the noise of two neighbours then differs.
@@ -62,7 +62,9 @@ def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> fl
 
 
 def mutual_information_leverage(delta: float, r: float) -> float:
-    """The largest leverage at which the mutual information is at most δ² / 2, for any ε.
+    """Computes the largest leverage at which a row's mutual information is at most δ² / 2.
+
+    The noisy projection onto `r` columns is then (ε, δ)-private for every ε >= 0.
 
     Raises:
         FedsimError: an argument is out of range.
@@ -71,15 +73,20 @@ def mutual_information_leverage(delta: float, r: float) -> float:
     '8.165e-05'
     """
     columns = float(require_range("r", r, 1.0, 1e300, "a number of columns, at least 1"))
+    # Solved in logarithms: r (odds - log(1 + odds)) = δ², with the odds p / (1 - p) of the
+    # leverage.
     target = 2 * math.log(float(require_delta(delta))) - math.log(columns)
 
     def excess(log_odds: Array) -> tuple[Array, Array]:
         odds = np.exp(log_odds)
+        # The difference cancels for small odds; the series' next term, odds⁴ / 6, is below
+        # rounding.
         # (p / (1 - p) + log(1 - p)) / odds², in the odds p / (1 - p)
         series = 1 / 2 - odds * (1 / 3 - odds * (1 / 4 - odds / 5))
         with np.errstate(divide="ignore", invalid="ignore"):
             exact = (odds - np.log1p(odds)) / odds**2
         share = np.where(odds < 1e-3, series, exact)
+        # The second value is the derivative of log(odds - log(1 + odds)) by log(odds).
         return 2 * log_odds + np.log(share) - target, 1 / ((1 + odds) * share)
 
     odds = float(np.exp(solve(excess, np.array(-800.0), np.array(5.0))))
@@ -94,7 +101,7 @@ _SHARE = 0.5
 def kan_noise(
     epsilon: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """The noise multiplier that Theorem F.12 asks for.
+    """Computes the noise multiplier that Theorem F.12 asks for.
 
     sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε) with α = 1/2 and
     η = sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes, if that is more.
@@ -105,6 +112,7 @@ def kan_noise(
     if epsilon <= 0:
         raise FedsimError("variant paper: Theorem F.12 needs ε > 0: use variant: exact")
     reach = _reach(delta, steps=steps, sampling_rate=sampling_rate, correlation=correlation)
+    # The classical mechanism is proven for ε <= 1 only; beyond, the exact one may need more noise.
     exact = float(gaussian.noise_multiplier(epsilon, (1 - _SHARE) * delta))
     return reach * max(_classical(delta) / epsilon, exact)
 
@@ -112,7 +120,7 @@ def kan_noise(
 def kan_epsilon(
     noise: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """The least ε for which `noise` is what the theorem asks for.
+    """Computes the least ε for which Theorem F.12 asks for no more than the multiplier `noise`.
 
     Raises:
         FedsimError: η > 1.
@@ -123,22 +131,26 @@ def kan_epsilon(
 
 
 def _classical(delta: float) -> float:
-    """The noise of the classical Gaussian mechanism at ε = 1."""
+    """Returns the noise multiplier of the classical Gaussian mechanism at ε = 1."""
     return math.sqrt(2 * math.log(1.25 / ((1 - _SHARE) * delta)))
 
 
 def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float) -> float:
-    """How far an example moves all releases, but with probability α δ."""
+    """Bounds how far an example moves C G, in clipping norms; exceeded with probability α δ."""
     participations = steps * sampling_rate
+    # Chernoff: more than (1 + η) T q participations have probability at most exp(-η² T q / 3),
+    # which is set to α δ. It holds for η <= 1.
     slack = math.sqrt(3 * math.log(1 / (_SHARE * delta)) / participations)
     if slack > 1:
         raise FedsimError(
             f"variant paper: Theorem F.12 needs steps x sampling_rate >= 3 log(2 / δ) = "
             f"{slack**2 * participations:.4g} and has {participations:.4g}: use variant: exact"
         )
+    # No singular value of C reaches 1 / (1 - λ), so so many participations move C G by less than
+    # this.
     return math.sqrt((1 + slack) * participations) / (1 - correlation)
 
 
 def kan_least_delta(steps: int, sampling_rate: float) -> float:
-    """The least δ that the theorem speaks of: where η = 1."""
+    """Returns the least δ to which Theorem F.12 applies; there η is 1."""
     return math.exp(-steps * sampling_rate / 3) / _SHARE

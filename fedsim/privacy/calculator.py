@@ -39,7 +39,7 @@ QUESTIONS = {
 
 
 def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
-    """The least δ of `mechanism` at ε >= 0; where the two directions differ, the larger.
+    """Computes the least δ of `mechanism` at ε >= 0; where the two directions differ, the larger.
 
     Raises:
         FedsimError: the mechanism or a key is unknown (with the nearest that is known), a value is
@@ -54,7 +54,7 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
 
 
 def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
-    """The least ε >= 0 of `mechanism` at δ in (0, 1); inf if there is none.
+    """Computes the least ε >= 0 of `mechanism` at δ in (0, 1); inf if there is none.
 
     Raises:
         FedsimError: as of `delta`.
@@ -65,7 +65,7 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
 
 
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
-    """The least noise that makes `mechanism` (ε, δ)-private.
+    """Finds the least noise that makes `mechanism` (ε, δ)-private.
 
     Raises:
         FedsimError: as of `delta`; or the mechanism has no noise to find.
@@ -83,7 +83,7 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
 
 
 def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
-    """The whole curve of `mechanism`.
+    """Builds the privacy curve of `mechanism` from its `keys`.
 
     Raises:
         FedsimError: as of `delta`.
@@ -101,6 +101,7 @@ def numerics_errors() -> Iterator[None]:
         FedsimError: in place of their errors.
     """
     with warnings.catch_warnings():
+        # Branches that np.where discards may overflow; what matters is refused by `require_finite`.
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
             yield
@@ -109,7 +110,7 @@ def numerics_errors() -> Iterator[None]:
 
 
 def _with_unit(made: Stated, answer: Answer) -> Answer:
-    """`answer` with what it is said of."""
+    """Returns `answer` with the unit and the neighbours that ε and δ are stated for."""
     return replace(answer, unit=made.unit, neighbours=made.neighbours())
 
 
@@ -117,6 +118,7 @@ def require_finite(found: _Found) -> _Found:
     """Returns `found`; raises if a field that must be a finite number is not."""
     for name, value in asdict(found).items():
         numbers = _numbers(value)
+        # ε may be infinite (nothing is claimed), and so may log δ (δ = 0); noise may not.
         if any(map(math.isnan, numbers)) or (name in _FINITE and any(map(math.isinf, numbers))):
             raise _out_of_reach(f"{name} is not a finite number")
     return found
@@ -134,12 +136,13 @@ def _out_of_reach(cause: str) -> FedsimError:
 
 
 _FINITE = frozenset({"delta", "sigma", "noise_multiplier", "max_leverage", "scale", "bound"})
-"""Where infinity is no answer."""
+"""Fields of an answer that must not be infinite."""
 _MOST_EPSILON = 1e6
+"""Largest ε that noise is looked for at."""
 
 
 def load(mechanism: str, part: str) -> type[BaseModel]:
-    """The class of a `part` (curve, calibration, experiment); its fields are the keys.
+    """Returns the class of a `part` (curve, calibration, experiment); its fields are the keys.
 
     Raises:
         FedsimError: there is no such mechanism, it cannot be imported, or it has no such part.
@@ -162,7 +165,7 @@ def load(mechanism: str, part: str) -> type[BaseModel]:
 
 
 def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
-    """The `part` of a mechanism with these `keys`.
+    """Builds the `part` of a mechanism from these `keys`.
 
     Raises:
         FedsimError: as of `delta`.
@@ -178,6 +181,8 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
         said = explain(error, dict(keys), known_keys(cls))
         lines += [
             f"{'.'.join(map(str, path))}: {message}".removeprefix(": ")
+            # Missing keys are listed above with their meaning; pydantic's own line on them is left
+            # out.
             for path, message in said
             if path[-1:] not in [(key,) for key in missing]
         ]
@@ -185,7 +190,7 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
 
 
 def parse(words: list[str] | None) -> dict[str, Any]:
-    """`key=value` words as keys; what reads as a number becomes one.
+    """Parses words of the form `key=value`; a value that reads as a number becomes one.
 
     Raises:
         FedsimError: a word has no `=`, or a key is given twice.
@@ -202,7 +207,7 @@ def parse(words: list[str] | None) -> dict[str, Any]:
 
 
 def listing() -> list[dict[str, Any]]:
-    """What each mechanism answers: name, summary, and per question its keys.
+    """Lists every mechanism: its name, summary, and the keys of each of its parts.
 
     A key has name, type, default, required, range and description.
     """
@@ -215,6 +220,7 @@ def listing() -> list[dict[str, Any]]:
                 for part, known in cls.parts().items()
             }
             summary = (cls.__doc__ or "").partition("\n")[0]
+        # One broken plugin must not hide all others.
         except plugins.PluginError as error:
             summary, keys = f"BROKEN: {error}", {}
         rows.append({"mechanism": name, "summary": summary, "keys": keys})
@@ -222,7 +228,7 @@ def listing() -> list[dict[str, Any]]:
 
 
 def render(rows: list[dict[str, Any]], width: int = 80) -> str:
-    """`listing` as text for a terminal of `width` characters."""
+    """Formats the rows of `listing` for a terminal of `width` characters."""
     from fedsim.contracts.listing import key_table, wrap_text
 
     lines: list[str] = []
@@ -255,7 +261,7 @@ def _epsilon(value: float) -> float:
 
 
 def probability(value: float) -> float:
-    """δ.
+    """Returns δ as a float.
 
     Raises:
         FedsimError: it is not above 0 and below 1.

@@ -31,7 +31,7 @@ Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was asked, and all that goes with it; None is what does not apply."""
+    """An answer of the calculator; fields that do not apply to the mechanism are None."""
 
     epsilon: float
     delta: float
@@ -40,7 +40,7 @@ class Answer:
     method: str
     """How the figure was found, in words: `closed form`, `Monte-Carlo of the dominating pair`."""
     direction: Direction | None = None
-    """The direction that δ was taken from: the larger."""
+    """The direction with the larger δ, which is the one stated."""
     sigma: float | None = None
     """Standard deviation of the noise, in the units of the release."""
     noise_multiplier: float | None = None
@@ -64,43 +64,44 @@ class Answer:
 
 
 def larger(found: Mapping[Direction, float]) -> Direction:
-    """The direction of the larger figure; that of a NaN, which is larger than nothing."""
+    """Returns the direction of the larger figure; a NaN counts as the largest, to be reported."""
+    # A NaN compares false with everything: a plain maximum would keep or drop it by its place.
     return max(found, key=lambda way: (math.isnan(found[way]), found[way]))
 
 
 class Keys(Plugin):
-    """Fields are what a user writes as key=value; unknown keys are refused."""
+    """Base of models whose fields a user writes as key=value; unknown keys are refused."""
 
 
 class Stated(Keys):
-    """A release of which ε and δ are stated: of whose data, and between which neighbours."""
+    """Base of releases with an ε and a δ: says whose data these protect, and from what change."""
 
     unit: ClassVar[str] = "row"
     """The unit that ε and δ protect: a row, an example or a client."""
 
     @abstractmethod
     def neighbours(self) -> str:
-        """What two neighbours differ in, in words."""
+        """Says in words what two neighbours differ in."""
 
 
 class Curve(Stated):
-    """A release whose privacy is known."""
+    """A release whose δ(ε) is known, exactly or by an estimate with an interval."""
 
     @abstractmethod
     def delta(self, epsilon: float) -> Answer:
-        """The least δ for ε >= 0; where the two directions differ, the larger."""
+        """Computes the least δ for ε >= 0; where the two directions differ, the larger."""
 
     @abstractmethod
     def epsilon(self, delta: float) -> Answer:
-        """The least ε >= 0 for δ in (0, 1); ε = inf if there is none."""
+        """Computes the least ε >= 0 for δ in (0, 1); ε = inf if there is none."""
 
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """log δ at several ε for the plot, by direction where the two are known apart."""
+        """Computes log δ at each of `epsilons`, by direction where the two are known apart."""
         return {"both": np.array([self.delta(float(each)).log_delta for each in epsilons])}
 
 
 class Sensitivity(Keys):
-    """Neighbours whose values are at most a distance apart."""
+    """Keys of a release whose values for two neighbours are at most a distance apart."""
 
     sensitivity: Size
     """L2 distance between the values of two neighbours, in the units of the release."""
@@ -149,7 +150,7 @@ class Calibration(Stated):
 
     @abstractmethod
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """The least noise that makes the release (ε, δ)-private."""
+        """Finds the least noise that makes the release (ε, δ)-private."""
 
 
 class Experiment(Keys):
@@ -167,33 +168,35 @@ class Experiment(Keys):
     gaussian_dp: ClassVar[bool] = False
     """Whether the claim is one of μ-GDP and the release's trade-off curve a Gaussian one."""
     sabotage: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
-    """What the noise's standard deviation is multiplied with, behind the claim's back."""
+    """Factor on the noise's standard deviation that the claim does not know of; 1 is honest."""
 
     def curve(self) -> Curve:
-        """What is claimed: the mechanism as declared, without `sabotage`."""
+        """Returns the curve that is claimed: the mechanism as declared, without `sabotage`."""
         return self.claims.model_validate(self.model_dump(exclude={"sabotage"}))
 
     def claim(self, delta: float) -> float:
-        """The ε that is claimed at δ: the curve's; of an estimate, its interval's upper end."""
+        """Returns the ε that is claimed at δ; of an estimate it is the interval's upper end."""
         found = self.curve().epsilon(delta)
+        # An estimate is below the truth about half of the time; only the interval's end may be
+        # claimed.
         return found.interval[1] if found.interval else found.epsilon
 
     def work(self) -> int:
-        """About how many numbers one release draws or goes through."""
+        """Returns about how many numbers it takes to draw one release and to score it."""
         return 1
 
     @abstractmethod
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        """(draws,) log likelihood ratios of independent releases, or what increases with them.
+        """Draws releases; returns (draws,) log likelihood ratios, or what increases with them.
 
         The higher, the likelier that `present` is true.
         """
 
 
 class KnownMechanism(Plugin):
-    """A mechanism with all that is known of it, under the name that it is registered by.
+    """The parts of one mechanism, under the name that it is registered by.
 
-    The first line of its docstring is what the calculator lists. None is what there is not.
+    The calculator lists the first line of a subclass's docstring. A part that it lacks is None.
     """
 
     curve: ClassVar[type[Curve] | None] = None
@@ -202,6 +205,6 @@ class KnownMechanism(Plugin):
 
     @classmethod
     def parts(cls) -> dict[str, type[Keys]]:
-        """Those that there are, by name."""
+        """Returns the parts that the mechanism has, by name."""
         named = {"curve": cls.curve, "calibration": cls.calibration, "experiment": cls.experiment}
         return {name: part for name, part in named.items() if part}

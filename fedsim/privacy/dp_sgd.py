@@ -52,11 +52,12 @@ class _Keys(Stated):
         return self
 
     def neighbours(self) -> str:
-        """The relation, as reports write it."""
+        """Returns the relation between neighbours, as reports write it."""
+        # The relation follows from the sampling; the noise multiplier does not matter.
         return of_steps(1.0, self._training).relation.replace("_", " ")
 
     def ledger(self, noise_multiplier: float, delta: float) -> tuple[float, str]:
-        """(ε, accountant) that a run of this scenario states."""
+        """Returns (ε, accountant) that a run of this scenario states."""
         return epsilon_of_steps(
             of_steps(noise_multiplier, self._training),
             self._training,
@@ -90,13 +91,14 @@ class _Keys(Stated):
 
 @final
 class DPSGDCurve(_Keys, Curve):
-    """ε of a given noise."""
+    """ε and δ of a training with a given noise."""
 
     noise_multiplier: Annotated[float, Field(gt=0, le=1e12)]
     """z: standard deviation of the noise on the sum of clipped gradients, over the norm."""
 
     def delta(self, epsilon: float) -> Answer:
-        """The least δ at which the ledger states no more than `epsilon`."""
+        """Finds the least δ at which the ledger states no more than `epsilon`."""
+        # ε falls as δ rises. The search runs over log δ, shifted to begin at 0 as `least` needs.
         found = least(
             lambda up: self.ledger(self.noise_multiplier, _delta(up))[0] <= epsilon,
             most=2 * _SMALLEST,
@@ -105,12 +107,12 @@ class DPSGDCurve(_Keys, Curve):
         return self.answer(self.noise_multiplier, _delta(found), epsilon)
 
     def epsilon(self, delta: float) -> Answer:
-        """What a run's ledger states."""
+        """Returns the ε that a run's ledger states at δ."""
         return self.answer(self.noise_multiplier, delta)
 
 
 def _delta(up: float) -> float:
-    """exp(`up` - 700), and no more than a probability below 1."""
+    """Returns exp(`up` - 700), kept just below 1."""
     return math.exp(min(up - _SMALLEST, -1e-9))
 
 
@@ -119,11 +121,13 @@ class DPSGDCalibration(_Keys, Calibration):
     """The least noise of a whole training that is (ε, δ)-private."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See Calibration: in five digits, and of the ε that the ledger then states.
+        """Finds the least noise multiplier in five digits; the answer has the ε of that noise.
 
         Raises:
             FedsimError: no noise is enough.
         """
+        # Searched by the ledger itself, so that a run with this noise states no more than
+        # `epsilon`.
         noise = least_noise(lambda at: self.ledger(at, delta)[0], epsilon)
         return self.answer(noise, delta)
 

@@ -42,20 +42,20 @@ RENYI = "RDP, sampled without replacement"
 _LARGEST = 1e9
 """An ε from here on is stated as infinite: so little noise may be lost in the update's rounding."""
 _LEAST = 1e-12
-"""Noise multipliers below state no ε: it would be above 1e23."""
+"""Smallest noise multiplier for which ε is stated: below, it would be above 1e23."""
 _AMPLIFIED = (0.02, 1e5)
 """Noise multipliers whose Rényi divergences are computed: below they amplify nothing, and above
 rounding is larger than they are, so that the end of the range stands for all beyond it."""
 _ROUNDING = 1e-5
 """Relative rounding of a Rényi divergence, by which it is enlarged."""
 _LONGEST = 100_000
-"""Steps whose correlation, or whose sampling, is accounted; beyond, a bound on all of them."""
+"""Most steps whose correlation or sampling is accounted; more are bounded as if in every batch."""
 _PATIENCE = 10_000_000_000
 """Numbers that a claim of a run may take: about a minute."""
 _BALLS_PATIENCE = 1_500_000_000
-"""The same of balls-in-bins: about a second. A search for noise asks for many claims."""
+"""Numbers that a claim of balls-in-bins may take: about a second."""
 _BALLS_DRAWS = (25_000, 200_000)
-"""Fewest and most draws of it. With few the interval is wider, so that the claim is larger."""
+"""Fewest and most draws of balls-in-bins. Few draws widen the interval and raise the claim."""
 _INDEPENDENT = ("poisson", "balls_in_bins")
 """Samplings under which no example's presence depends on another's."""
 
@@ -84,7 +84,7 @@ class Entry:
     that sampling amplifies them together."""
     repeats: int = 1
     num_examples: int
-    """How many it holds."""
+    """Number of examples that the client holds."""
     delta: float
     buffers_released: bool = False
     """Whether clients also send batch-norm statistics, which no defense protects."""
@@ -94,14 +94,14 @@ class Entry:
     """Clients' participations in the federation's rounds so far, where noise of the server's is
     correlated over these; by default one took part in all."""
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
-    """What clients compute with that one unit's data had a say in, without noise: it then moves
-    more than its own contribution, and nothing is claimed."""
+    """By unit, the quantities that clients compute with and that its data influenced without noise.
+    A unit then moves more than its own contribution, and nothing is claimed."""
     probes: Collection[ProbeReleases] = ()
     unprotected: Collection[str] = ()
     """Tensors that clients release and no defense acts on."""
     known: float = 0.0
-    """An ε that is spent anyway, by another client: where a bound that is found at once is no
-    larger, that bound is stated."""
+    """ε that another client spends anyway. A quick bound that is no larger than it is stated in
+    place of a slower and tighter one."""
 
 
 def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
@@ -120,6 +120,7 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
     delta, rounds = entry.delta, entry.rounds + entry.repeated_rounds
     if not 0 < delta < 1:
         raise FedsimError(f"privacy.delta: {delta} is not a probability above 0 and below 1")
+    # The last guarantee is that of the whole stack: each defense extends what holds before it.
     held = stack.guarantees(declared, entry.release)[-1]
     mechanism = held.mechanism
     if mechanism is None:
@@ -128,9 +129,11 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
         return _claim_nothing(reason)
     if not isinstance(mechanism, Mechanism):
         probes = sum(probe.count * probe.releases for probe in entry.probes)
+        # Nothing is sampled here, so that every release counts, repeated ones and probes as well.
         releases = entry.rounds + entry.repeated_rounds * entry.repeats + probes
         epsilon, accountant = _of_statistic(mechanism, releases, delta), mechanism.accountant
     elif mechanism.shared and mechanism.correlation:
+        # A frozen set is hashable for the cache, and keeps equal schedules once.
         taken = frozenset(entry.schedules or [(True,) * rounds])
         epsilon, accountant = _of_the_server(mechanism, taken, delta), OF_SERVER
     else:
@@ -146,6 +149,7 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
         ]
         for probe in entry.probes:
             probed = stack.guarantees(probe.declared, entry.release)[-1].mechanism
+            # Guarantees for different kinds of neighbours do not compose.
             if not isinstance(probed, Mechanism) or probed.relation != mechanism.relation:
                 return _claim_nothing(_PROBED)
             size = stack.training(probe.declared).batch_size
@@ -161,6 +165,7 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
             )
         else:
             epsilon, accountant = _compose(tuple(spent), held_examples, delta)
+    # Written so that a NaN is refused as well.
     if not epsilon < _LARGEST:
         return _claim_nothing(f"the noise is too small for a finite ε (below {_LARGEST:g})")
     return PrivacyClaim(
@@ -175,7 +180,7 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
 
 
 def _not_covered(mechanism: Proven, entry: Entry) -> str | None:
-    """Why nothing is proven of what `entry` says was released by `mechanism`; None if it is."""
+    """Returns why nothing is proven for the releases of `entry` by `mechanism`; None if it is."""
     moving = entry.private_statistics.get(mechanism.unit, ())
     is_composed_once = isinstance(mechanism, Mechanism) and bool(
         mechanism.correlation or mechanism.sampling in _INDEPENDENT
@@ -222,6 +227,8 @@ def of_steps(
     balls = sampling == "balls_in_bins"
     rate = 1 / training.bins(num_examples) if balls else training.batch_size / num_examples
     steps = rounds * mechanism.releases
+    # This bound takes no draws. If another client spends as much anyway, drawing would change
+    # nothing.
     if balls and known > 0:
         bound, accountant = _of_curve(mechanism, steps, sampling, rate, delta, draw=False)
         if bound <= known:
@@ -247,12 +254,13 @@ def worst_client_sizes(training: LocalTraining, held: Iterable[int]) -> list[int
     """
     if training.sampling != "balls_in_bins":
         return [min(held)]
+    # Sorted downwards, so that the smallest size of each number of bins is kept.
     least = {training.bins(count): count for count in sorted(held, reverse=True)}
     return sorted(least.values())
 
 
 def _of_statistic(mechanism: ExactMechanism | Composed, releases: int, delta: float) -> float:
-    """Returns ε of so many releases by a mechanism that is no Gaussian one."""
+    """Returns ε of so many releases by a mechanism that is not Gaussian."""
     if isinstance(mechanism, Composed):
         return curves.of_mechanisms(mechanism.parts * releases, delta)
     return mechanism.epsilon(delta, releases) if releases else 0.0
@@ -284,11 +292,13 @@ class _Batches:
 
 @lru_cache(maxsize=4096)
 def _compose(parts: tuple[_Batches, ...], num_examples: int, delta: float) -> tuple[float, str]:
-    """(ε, accountant) of all `parts` together: the least valid bound."""
+    """Computes (ε, accountant) of all `parts` together: the least valid bound."""
     parts = tuple(part for part in parts if part.drawn and part.repeats)
     if not parts:
         return 0.0, EXACT
     first = parts[0].mechanism
+    # Correlated noise makes one release of all steps. `_not_covered` refuses probes and repeats
+    # here, so that all parts are of one mechanism and batch size.
     if first.correlation:
         steps = sum(part.drawn * part.repeats for part in parts)
         if first.sampling is None or parts[0].batch_size >= num_examples:
@@ -301,6 +311,7 @@ def _compose(parts: tuple[_Batches, ...], num_examples: int, delta: float) -> tu
     singles = [part.multiplier / math.sqrt(part.repeats) for part in parts]
     if not any(sampled) or min(singles) < _AMPLIFIED[0]:
         return exact, EXACT
+    # Divergences of all parts add up at each order; the order is chosen once, for the total.
     from dp_accounting.rdp import compute_epsilon
 
     # k releases of one batch are one with a noise multiplier of z / sqrt(k).
@@ -316,7 +327,7 @@ def _compose(parts: tuple[_Batches, ...], num_examples: int, delta: float) -> tu
 
 
 def _of_all_batches(mechanism: Mechanism, steps: int, delta: float) -> tuple[float, str]:
-    """(ε, accountant) of an example that may be in every batch, of any number of them.
+    """Computes (ε, accountant) of an example that may be in every batch, for any number of steps.
 
     ||C z|| is at most sqrt(T) / (1 - λ), the largest singular value of C being below 1 / (1 - λ).
     """
@@ -330,7 +341,7 @@ def _of_all_batches(mechanism: Mechanism, steps: int, delta: float) -> tuple[flo
 def _of_the_server(
     mechanism: Mechanism, schedules: frozenset[tuple[bool, ...]], delta: float
 ) -> float:
-    """ε of the client that reaches farthest through the server's noise: exact."""
+    """Computes the exact ε of the client that moves the server's correlated releases the most."""
     from fedsim.privacy.composition.correlated import reach
 
     farthest = mechanism.reach * reach(schedules, mechanism.correlation)
@@ -365,6 +376,7 @@ def _of_curve(
         return _of_all_batches(mechanism, steps, delta)
     patience, draws = _PATIENCE, None
     if sampling == "balls_in_bins":
+        # As many draws as the patience allows: a search for noise asks for many claims.
         each = BallsInBins(steps, round(1 / rate), mechanism.correlation).work(1)
         few, many = _BALLS_DRAWS
         draws, patience = min(max(_BALLS_PATIENCE // each, few), many), _BALLS_PATIENCE
@@ -385,6 +397,7 @@ def _of_curve(
         patience = 0  # a batch shows who is in it, and draws would show no more
     try:
         epsilon, method = curve.claim(delta, patience)
+    # Known batches are bounded without draws, and never too low.
     except (TooFewDraws, TooMuchWork):
         revealed = curve.epsilon_of_known_batches(delta)
         epsilon, method = revealed.epsilon, revealed.method
@@ -395,7 +408,7 @@ def _of_curve(
 def _renyi(
     multiplier: float, batch_size: int, num_examples: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(orders, Rényi divergences) of one release on a batch sampled without replacement.
+    """Computes (orders, Rényi divergences) of one release on a batch sampled without replacement.
 
     `multiplier` is relative to the sensitivity of replacing one example: dp_accounting's RDP
     accountant, unlike its PLD accountant, does not double a GaussianDpEvent's sensitivity under
@@ -411,6 +424,8 @@ def _renyi(
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     # Less noise is less private: the divergences of the end of the range hold beyond it.
     multiplier = min(multiplier, _AMPLIFIED[1])
+    # Without sampling the divergence of order α is α / (2 z²), which is also the cap of a sampled
+    # one.
     orders = tuple(map(float, accountant._orders))
     whole = np.array(orders) / (2 * multiplier**2)
     if batch_size == num_examples:

@@ -14,7 +14,7 @@ from fedsim.types import FedsimError
 
 
 def tpr_limit(epsilon: float, delta: float, fpr: float) -> float:
-    """The largest true positive rate at the false positive rate `fpr`.
+    """Computes the largest true positive rate of any test with the false positive rate `fpr`.
 
     Raises:
         FedsimError: ε is negative or not a number, or δ or `fpr` not in [0, 1].
@@ -23,15 +23,17 @@ def tpr_limit(epsilon: float, delta: float, fpr: float) -> float:
     (0.25, 1.0)
     """
     _check(epsilon, delta, fpr)
+    # The exponential overflows from 709 on; 1 is a limit that is never too low.
     if math.isinf(epsilon) or epsilon > 700:
         return 1.0
+    # Both inequalities of the module's docstring, solved for y.
     one_way = math.exp(epsilon) * fpr + delta
     other = 1 - math.exp(-epsilon) * (1 - delta - fpr)
     return min(1.0, one_way, other)
 
 
 def auc_limit(epsilon: float, delta: float) -> float:
-    """The largest area under the curve of true against false positive rates: that of `tpr_limit`.
+    """Computes the largest area under a test's ROC curve: the area under `tpr_limit`.
 
     Raises:
         FedsimError: ε is negative or not a number, or δ not in [0, 1].

@@ -48,11 +48,13 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
             reach *= 2
         epsilons = np.linspace(0.0, reach, _POINTS)
         lines = curve.log_deltas(epsilons)
+    # The Agg canvas needs no display, and leaves pyplot's global state alone.
     figure = Figure(figsize=(6.4, 4.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for way, values in lines.items():
         label, color, style = _LINES[way]
+        # A NaN leaves a gap in the line: δ = 0 has no place on a logarithmic axis.
         powers = np.where(np.isfinite(values), values / math.log(10), np.nan)
         axes.plot(epsilons, powers, style, color=color, label=label, linewidth=1.8)
     if math.isfinite(answer.epsilon) and math.isfinite(shown):
@@ -70,6 +72,7 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
     axes.set_xlabel(f"ε  ({answer.unit}; neighbours: {answer.neighbours})")
     axes.set_ylabel("δ")
     said = ", ".join(f"{key} = {value}" for key, value in keys.items())
+    # A key's value, such as a path, may hold a dollar sign, which would begin a formula.
     axes.set_title(f"{mechanism}: {said}", loc="left", fontsize=10, parse_math=False)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -79,4 +82,5 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
 
 
 def _power(exponent: float) -> str:
+    # Below 1e-308 a double underflows to 0, so that the power itself is written.
     return f"{10**exponent:.3g}" if exponent > -300 else f"10^{exponent:.1f}"

@@ -20,7 +20,7 @@ def tensor_rate(
     clipped: float = 1.0,
     kept: float = 1.0,
 ) -> float:
-    """K (B + σ c) sqrt(d / (p m)): how the error of the tensor attack grows, up to a constant.
+    """Computes K (B + σ c) sqrt(d / (p m)), to which the tensor attack's error is proportional.
 
     Args:
         width: m, planted neurons.
@@ -47,7 +47,7 @@ def tensor_rate(
 
 
 def gaussian_information(energy: float, std: float) -> float:
-    """Nats that a release with Gaussian noise tells of what has at most `energy` |g|² in it.
+    """Bounds the nats that a release with Gaussian noise tells of a part of energy |g|² in it.
 
     Half the energy over the variance: n ln(1 + P / n) <= P in any number n of entries. An example
     of DP-SGD with noise multiplier z has energy C² behind a standard deviation of z C on the sum:
@@ -65,7 +65,7 @@ def gaussian_information(energy: float, std: float) -> float:
 
 
 def chance_within(error: float, information: float, dimension: int) -> float:
-    """Most probability with which any attack finds a direction to within `error`.
+    """Bounds the probability with which any attack finds a direction to within `error`.
 
     `error` is the sine of the angle to the true line, the subspace metric of one feature, in
     (0, 1); the direction is uniform in `dimension` >= 2, and `information` in nats is what was
@@ -84,7 +84,10 @@ def chance_within(error: float, information: float, dimension: int) -> float:
 
     if not (0 < error < 1 and information >= 0 and dimension >= 2):
         raise ValueError("expected error in (0, 1), information >= 0 and dimension >= 2")
+    # The squared sine of a uniform direction's angle to a line has the law Beta((d - 1) / 2, 1 /
+    # 2).
     share = float(betainc((dimension - 1) / 2, 0.5, error**2))
+    # The share underflows in high dimensions, where the bound tends to 0.
     if share == 0:
         return 0.0
     return min(1.0, (information + math.log(2)) / -math.log(share))

@@ -24,7 +24,7 @@ from fedsim.privacy.numerics import gaussian
 
 
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
-    """||C z|| of the worst z with so many ones (None: in every step), for gradients of norm 1.
+    """Computes ||C z|| of the worst z with so many ones (None: in every step), for norm 1.
 
     The worst are the first steps: C'C has entries λ^|i-j| (1 - λ^(2 (T - m + 1))) / (1 - λ²), m
     being the larger of i and j; they fall with |i-j| and with m, and the first k steps are the
@@ -37,6 +37,7 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
     present = steps if participations is None else min(participations, steps)
     if present == 0:
         return 0.0
+    # (C z)_t is 1 + λ + ... while the example takes part, and falls by the factor λ a step after.
     rising = np.cumsum(correlation ** np.arange(present))
     behind = steps - present
     decay = correlation ** (2 * np.arange(1, behind + 1))
@@ -44,7 +45,7 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
 
 
 def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
-    """The largest ||C z|| of several z of one length: who takes part when is public.
+    """Computes the largest ||C z|| of several z of one length, where who takes part is public.
 
     >>> reach([(True, False), (False, True)], 0.5) == 1.25**0.5
     True
@@ -54,7 +55,7 @@ def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
 
 
 def log_delta(noise_multiplier: float, epsilon: float, reach: float) -> float:
-    """log δ(ε) where an example's contribution to C G has norm at most `reach`: exact."""
+    """Computes the exact log δ(ε) where an example moves C G by at most `reach` in norm."""
     return float(gaussian.log_delta(noise_multiplier / reach, epsilon))
 
 
@@ -67,7 +68,7 @@ def log_delta_revealed(
     correlation: float,
     factor: float,
 ) -> float:
-    """log of a bound on δ(ε) that holds even if it is known which batches an example was in.
+    """Computes log of a bound on δ(ε) against an attacker who knows an example's batches.
 
     Given the batches, both neighbours' releases are Gaussian with means C z apart (times `factor`:
     1 if the contribution is exchanged for zero, 2 if for any other), and δ is jointly convex:
@@ -84,11 +85,13 @@ def log_delta_known_bin(
     noise_multiplier: float, epsilon: float, *, steps: int, bins: int, correlation: float
 ) -> float:
     """Returns `log_delta_revealed` of an example in every `bins`-th step from a random one on."""
+    # Too large for a matrix of all bins: the worst places of as many participations bound each.
     if steps * bins > _MOST_CELLS:
         reached = [sensitivity(steps, correlation, math.ceil(steps / bins))]
         return _log_mean_delta(noise_multiplier, epsilon, 1.0, reached, [1.0], 0.0)
     present = np.arange(steps) % bins == np.arange(bins)[:, None]
     norms = np.linalg.norm(accumulate(present, correlation), axis=1)
+    # With more bins than steps, some bins have no step; they release nothing, and add no δ.
     reached = norms[norms > 0].tolist()
     return _log_mean_delta(noise_multiplier, epsilon, 1.0, reached, [1 / bins] * len(reached), 0.0)
 
@@ -101,7 +104,7 @@ def _log_mean_delta(
     weights: list[float],
     rest: float,
 ) -> float:
-    """log Σ weight δ(reach) + rest."""
+    """Computes log(Σ weight δ(reach) + rest)."""
     # Where the noise is below the least double, the ratio is 0: nothing is hidden.
     with np.errstate(over="ignore", under="ignore"):
         ratios = noise_multiplier / (factor * np.asarray(reached, dtype=np.float64))
@@ -119,7 +122,7 @@ def log_delta_fixed_size(
     correlation: float,
     factor: float,
 ) -> float:
-    """log of a bound on δ(ε) for batches of a fixed size, drawn without replacement in each step.
+    """Computes log of a bound on δ(ε) for batches of one size, drawn without replacement.
 
     `log_delta_revealed`, and for a contribution that is exchanged for any other (`factor` 2) the
     amplification by what happens with probability 1 - γ = (1 - q)^T: the example is never drawn.
@@ -131,8 +134,10 @@ def log_delta_fixed_size(
     nearer to nothing than to another one, and no more is known than `log_delta_revealed`.
     """
     if factor == 2 and sampling_rate < 1:
+        # γ = 1 - (1 - q)^T, without the cancellation where T q is small.
         drawn = -math.expm1(steps * math.log1p(-sampling_rate))
         # At ε = 0 the terms cancel, but for rounding.
+        # This is ε' - ε, in a form in which exp(ε) cannot overflow.
         gain = math.log1p(-(1 - drawn) * math.exp(-epsilon)) - math.log(drawn)
         epsilon += max(0.0, gain)
     return log_delta_revealed(
@@ -149,7 +154,7 @@ def log_delta_fixed_size(
 def _group_norms(
     steps: int, sampling_rate: float, correlation: float
 ) -> tuple[list[float], list[float], float]:
-    """(||C z||, probabilities, rest), in a few hundred groups at the largest norm of each.
+    """Computes (||C z||, probabilities, rest), in a few hundred groups at the largest norm of each.
 
     δ rises with the norm, and a norm of 0 (the example is never drawn) adds nothing to it. Where
     the norms would take too much work, the worst of as many participations stands for each.
@@ -159,6 +164,7 @@ def _group_norms(
         norms = np.sqrt(squares)
     else:
         norms, weights, rest = _norms_by_count(steps, sampling_rate, correlation)
+    # Each norm moves up to the next edge, so that δ can only be overestimated.
     edges = np.linspace(0.0, norms.max(), _GROUPS)
     group = np.minimum(np.searchsorted(edges, norms, side="left"), _GROUPS - 1)
     mass = np.bincount(group, weights, minlength=_GROUPS)
@@ -167,7 +173,7 @@ def _group_norms(
 
 
 def _norms_by_count(steps: int, rate: float, correlation: float) -> tuple[Array, Array, float]:
-    """(norms, probabilities, rest) by how often the example takes part, wherever in time that is.
+    """Computes (norms, probabilities, rest) by how often the example takes part, at its worst.
 
     A norm is at most sqrt(k) / (1 - λ) for k participations, whatever their places.
     """
@@ -176,18 +182,22 @@ def _norms_by_count(steps: int, rate: float, correlation: float) -> tuple[Array,
     ends = [float(binom.ppf(share, steps, rate)) for share in (_TAIL, 1 - _TAIL)]
     least, most = max(0.0, ends[0] - 1), min(float(steps), ends[1] + 1)
     counts = np.unique(np.append(np.ceil(np.linspace(least, most, 4 * _GROUPS)), 0.0))
+    # The mass between two listed counts goes to the larger one, whose norm is larger.
     below = binom.cdf(counts, steps, rate)
     mass = np.diff(below, prepend=0.0)
     if steps <= _WORST_STEPS:
         norms = np.array([sensitivity(steps, correlation, int(count)) for count in counts])
     else:
         norms = np.sqrt(counts) / (1 - correlation)
+    # Differences of a rounded distribution function may be below 0.
     return norms, np.maximum(mass, 0.0), float(binom.sf(most, steps, rate))
 
 
 _GROUPS = 400
+"""Groups of norms."""
 _MOST_CELLS = 1_000_000
 """Steps times levels of the grid: about ten seconds."""
 _WORST_STEPS = 20_000
-"""Up to which the worst places of participations are looked for; beyond, a bound on them."""
+"""Most steps for which the worst places of participations are summed; beyond, they are bounded."""
 _TAIL = 1e-15
+"""Probability of counts left out at either end: `rest` has the upper, the least count the lower."""

@@ -74,6 +74,7 @@ def _basic(curves: Sequence[LogDelta], delta: float) -> float:
     left = delta - sum(math.exp(limits[curve]) for curve in curves)
     if left < -_ROUNDING * delta:
         return math.inf
+    # Rounding may leave a little less than nothing: each curve is then asked for at its limit.
     share = math.log(left / len(curves)) if left > 0 else -math.inf
     each = {
         curve: _inverse(curve, float(np.logaddexp(limit, share))) for curve, limit in limits.items()
@@ -91,6 +92,7 @@ def _numerical(curves: Sequence[LogDelta], delta: float) -> float:
     reaches = {curve: _reach(curve, delta) for curve in set(curves)}
     if any(math.isinf(reach) for reach in reaches.values()):
         return math.inf
+    # Discrete pairs can only be convolved on one grid of losses: the widest curve sets its step.
     step = max(reaches.values()) / _POINTS
     pairs = {curve: _chords(curve, reach, step) for curve, reach in reaches.items()}
     total = pairs[curves[0]]
@@ -108,6 +110,7 @@ def _reach(curve: LogDelta, delta: float) -> float:
     limit = float(deltas[-1])
     if limit >= delta:
         return math.inf
+    # The last point is the limit itself, so that argmax finds a true entry.
     return float(points[np.argmax(deltas <= limit + _TAIL * delta)])
 
 
@@ -122,6 +125,7 @@ def _chords(curve: LogDelta, reach: float, step: float) -> PLDPmf:
     left = 1 - np.exp(-losses[:0:-1]) * (1 - right[:0:-1])
     deltas = np.clip(np.concatenate([left, right]), 0.0, 1.0)
     points = np.arange(-steps, steps + 1)
+    # A point that rounding lifted above its neighbours' chord would get a negative probability.
     kept = _convex(np.exp(points * step), deltas)
     found = pld_pmf.create_pmf_pessimistic_connect_dots(
         step, points[kept], np.minimum.accumulate(deltas[kept])
@@ -135,6 +139,7 @@ def _convex(x: Array, y: Array) -> list[int]:
     for i in range(len(x)):
         while len(hull) > 1:
             a, b = hull[-2], hull[-1]
+            # Andrew's monotone chain: b stays only if it is on or below the chord from a to i.
             if (y[b] - y[a]) * (x[i] - x[a]) <= (y[i] - y[a]) * (x[b] - x[a]):
                 break
             hull.pop()

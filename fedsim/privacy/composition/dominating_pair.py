@@ -36,11 +36,14 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 CONFIDENCE = 0.99
+"""Probability that an interval holds δ."""
 
 _CHUNK = 2048
+"""Draws that are made at a time."""
 _CACHED = 1 << 15
 """Entries of an array of (levels, draws)."""
 _TOLERANCE = 0.03
+"""Relative distance of the grid's levels."""
 _FEWEST = 100
 """Draws in the tail below which no interval is stated."""
 _WORST = 0.1
@@ -75,6 +78,8 @@ class Poisson:
     @cached_property
     def _rates(self) -> Array:
         q = self.sampling_rate
+        # Shifted in standard deviations of the share of steps that take the example, but never to
+        # 1.
         larger = q + np.array(_TILTS) * math.sqrt(q * (1 - q) / self.steps)
         return np.append(q, np.minimum(larger, (1 + q) / 2))
 
@@ -125,12 +130,13 @@ class Poisson:
 
 
 def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
-    """(laws, count): log ratios at each x (count, T), both in units of the noise."""
+    """Returns (laws, count): log ratios at each x (count, T), levels and x in units of σ."""
     found = np.zeros((len(moves), len(x)))
     states = np.zeros((len(moves), len(levels), len(x)))
     states[:, 0] = 1.0
     squares = levels**2 / 2
     for t in range(x.shape[1]):
+        # log N(x; y, 1) / N(x; 0, 1) = x y - y² / 2, less the largest so that exp cannot overflow.
         exponent = levels * x[:, t]
         exponent -= squares
         top = exponent.max(axis=0)
@@ -139,6 +145,7 @@ def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
         for law, move in enumerate(moves):
             state = move @ states[law]
             state *= likelihood
+            # States are scaled to a sum of 1 in each step, and the scales' logarithms added up.
             total = state.sum(axis=0)
             np.divide(state, total, out=states[law])
             found[law] += np.log(total) + top
@@ -172,6 +179,7 @@ class BallsInBins:
     ) -> Array:
         modes = stretch * self._modes / sigma
         exponent = (x / sigma) @ modes.T
+        # log N(x; m, 1) / N(x; 0, 1) = <x, m> - |m|² / 2 for every mode m.
         exponent -= (modes**2).sum(axis=1) / 2
         return _log_sum(exponent)[None] - math.log(self.bins)
 
@@ -180,7 +188,7 @@ class BallsInBins:
 
     @cached_property
     def _modes(self) -> Array:
-        """(bins, at most `bins`): y of each bin, in coordinates of the space that they span.
+        """Returns (bins, at most `bins`): y of each bin, in coordinates of their span.
 
         All that is asked of them is invariant under rotation, and the noise across that space tells
         nothing.
@@ -205,15 +213,16 @@ class SampledDelta:
 
 @dataclass(frozen=True)
 class _Draws:
-    """Log ratios of one direction, and what weights them to the first of the pair."""
+    """Draws of one direction: log ratios, and weights towards the first of the pair."""
 
     weights: Array
     losses: Array
 
     def delta(self, epsilon: float) -> tuple[float, float, int]:
-        """(estimate, standard error, draws in the tail)."""
+        """Returns (estimate of δ, its standard error, number of draws in the tail)."""
         tail = self.losses > epsilon
         part = np.zeros(len(tail))
+        # δ = E_P[(1 - exp(ε - L))+]: losses up to ε add nothing.
         part[tail] = self.weights[tail] * -np.expm1(epsilon - self.losses[tail])
         return float(part.mean()), float(part.std() / math.sqrt(len(part))), int(tail.sum())
 
@@ -248,22 +257,24 @@ class PairCurve:
         self._draws_of = cache(self._make_draws)
 
     def _draws(self, direction: Direction, rounding: Rounding) -> _Draws:
+        # Bins are not rounded, so that both ends share one set of draws.
         return self._draws_of(direction, rounding if self._of.rounded else "up")
 
     def at(self, epsilon: float) -> SampledDelta:
-        """The larger of the two directions.
+        """Estimates δ at `epsilon`, the larger of the two directions, with its interval.
 
         Raises:
             TooFewDraws: too few draws reach so far into the tail.
         """
         forward = self._draws("forward", "down").delta(epsilon)
         reverse = self._draws("reverse", "down").delta(epsilon)
+        # δ is the larger of both directions: either's lower end bounds it from below.
         lows = [delta - _QUANTILE * error for delta, error, _ in (forward, reverse)]
         delta, high, direction = self._upper(epsilon)
         return SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
 
     def estimate(self, epsilon: float) -> float:
-        """δ of removal, however few draws reach there: for a search, not for a claim."""
+        """Estimates δ of removal, however few draws reach there: for a search, not for a claim."""
         return self._draws("forward", "up").delta(epsilon)[0]
 
     def upper(self, epsilon: float) -> tuple[float, Direction]:
@@ -290,6 +301,7 @@ class PairCurve:
         return max(delta, reverse), min(1.0, max(high, reverse_high)), direction
 
     def _make_draws(self, direction: Direction, rounding: Rounding) -> _Draws:
+        # Both roundings draw from one seed, so that they differ by the rounding alone.
         rng = np.random.default_rng([self._seed, direction == "forward"])
         draw = _removal if direction == "forward" else _addition
         parts = []
@@ -309,7 +321,7 @@ _QUANTILE = 2.807
 def _removal(
     of: Participations, sigma: float, rounding: Rounding, count: int, rng: np.random.Generator
 ) -> tuple[Array, Array]:
-    """(weights, log P/Q) of draws weighted to P.
+    """Draws (weights, log P/Q) for averages under P.
 
     A part is (law, stretch s, shift a): N(s C z + a, σ² I) with z of that law, the shift being
     along the mean of P. Parts that take the same densities of x are listed together.
@@ -317,6 +329,7 @@ def _removal(
     mean = of.mean()
     length = math.sqrt(float((mean**2).sum()))
     own = of.means(np.zeros(count, dtype=np.int64), rounding, rng)
+    # Stretching C z by 1 + t σ / |C z| moves x by t standard deviations along it.
     typical = max(1.0, math.sqrt(float((own**2).sum() / count)))
     laws = range(of.laws)
     groups: list[tuple[range, float, float]] = [
@@ -338,16 +351,19 @@ def _removal(
             for several, s, a in groups
         ]
     )
+    # The first part is the pair itself: law 0, stretch 1, no shift. Its density is divided by the
+    # mixture's.
     return np.exp(logs[0] - _log_mean(logs)), logs[0]
 
 
 def _addition(
     of: Participations, sigma: float, rounding: Rounding, count: int, rng: np.random.Generator
 ) -> tuple[Array, Array]:
-    """(weights, log Q/P) of draws weighted to Q; the parts are shifted against the mean of P."""
+    """Draws (weights, log Q/P) for averages under Q; parts are shifted against the mean of P."""
     mean = of.mean()
     unit = -mean / math.sqrt(float((mean**2).sum()))
     shifts = np.append(0.0, _TILTS)
+    # In units of σ. Shifted normals have closed densities, so that only P's takes the forward pass.
     x = rng.standard_normal((count, len(unit)))
     x += shifts[rng.integers(len(shifts), size=count)][:, None] * unit
     logs = shifts[:, None] * (x @ unit) - shifts[:, None] ** 2 / 2
@@ -359,7 +375,7 @@ def _log_mean(logs: Array) -> Array:
 
 
 def _log_sum(logs: Array) -> Array:
-    """(k,) log of the sum of exp over each row of `logs`, which is written over.
+    """Returns (k,) log of the sum of exp over each row of `logs`, which is written over.
 
     scipy.special.logsumexp says the same in several times the time, most of a claim's.
     """

@@ -22,11 +22,14 @@ Array = NDArray[np.float64]
 Rounding = Literal["up", "down"]
 
 _ROUNDING = 1e-12
+"""Relative rounding of the levels."""
 _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
+"""Of squared norms: least level, relative distance of levels, cells of sums, and mass left out."""
 
 
 def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
-    """(k, T) y of each row of participations."""
+    """Returns (k, T): y = C z of each row z of participations."""
+    # C z by its recursion, in T steps in place of a T x T product.
     y = present.astype(np.float64)
     for t in range(1, y.shape[1]):
         y[:, t] += correlation * y[:, t - 1]
@@ -45,7 +48,7 @@ class Grid:
     """(M,) next level of one that is."""
 
     def moves(self, absent: float | Array, present: float | Array) -> Any:
-        """(M, M) sparse matrix: what a column of weights becomes, by the weight of each move."""
+        """Builds the (M, M) sparse matrix that takes weights of levels to those a step later."""
         from scipy.sparse import coo_array
 
         count = len(self.levels)
@@ -56,16 +59,19 @@ class Grid:
 
 
 def grid(correlation: float, least: float, tolerance: float, rounding: Rounding) -> Grid:
-    """Levels at most a factor 1 + `tolerance` apart, from `least` up; λ in [0, 1).
+    """Builds levels at most a factor 1 + `tolerance` apart, from `least` up; λ in [0, 1).
 
     Exact for λ = 0, and for an example's first participation whatever λ. A level that decays below
     `least` stays there (rounded up) or becomes 0 (down).
     """
+    # Without memory y is the participation itself.
     if correlation == 0:
         one = np.array([0, 0]), np.array([1, 1])
         return Grid(np.array([0.0, 1.0]), *one)
     rate = -math.log(correlation)
+    # Levels are a factor λ^(-1/fine) apart, so that a step's decay is exactly `fine` levels down.
     fine = math.ceil(rate / math.log1p(tolerance))
+    # y never exceeds 1 / (1 - λ). From there λ y + 1 is at most y, and no move leaves the grid.
     above = math.ceil(-math.log1p(-correlation) / rate * fine)
     below = math.ceil(-math.log(least) / rate * fine)
     powers = np.arange(-below, above + 1)
@@ -83,7 +89,7 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
 
 
 def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
-    """About how many levels `grid` has, without making it; λ close to 1 takes one per step of λ."""
+    """Estimates how many levels `grid` has; for λ close to 1, one per step of decay."""
     if correlation == 0:
         return 2.0
     rate = -math.log(correlation)
@@ -95,7 +101,7 @@ def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOL
 def squared_norms(
     steps: int, sampling_rate: float, correlation: float
 ) -> tuple[Array, Array, float]:
-    """(values, probabilities, rest): the distribution of ||C z||² over z, rounded up.
+    """Computes (values, probabilities, rest): the distribution of ||C z||² over z, rounded up.
 
     `rest` is the probability (at most 1e-12) of what lies above the largest value. Exact for λ = 0.
 
@@ -111,6 +117,7 @@ def squared_norms(
     along = grid(correlation, _LEAST, _TOLERANCE, "up")
     gain = (1 + 2 * correlation * along.levels) / (1 - correlation**2)
     cell = _largest(along, gain, steps, sampling_rate) / _CELLS
+    # Gains are rounded up to whole cells: the norm is never underestimated.
     shift = np.ceil(gain / cell).astype(int)
     stay = along.moves(1 - sampling_rate, 0.0)
     mass = np.zeros((len(along.levels), _CELLS + 1))
@@ -119,6 +126,8 @@ def squared_norms(
     for step in range(steps):
         work.tell(step, steps)
         after = stay @ mass
+        # A participation at a level adds the same gain whatever the sum was: a row moves as a
+        # whole.
         for level in np.flatnonzero(mass.any(axis=1)):
             kept = max(0, _CELLS + 1 - shift[level])
             row = sampling_rate * mass[level]
@@ -132,8 +141,9 @@ def squared_norms(
 
 
 def _largest(along: Grid, gain: Array, steps: int, rate: float) -> float:
-    """What the sum of gains exceeds with probability at most 1e-12, by Chernoff's bound."""
+    """Bounds the sum of gains but for a probability of 1e-12, by Chernoff's bound."""
     best = math.inf
+    # E[exp(tilt S)] by a forward pass with tilted weights, rescaled each step against overflow.
     for tilt in np.geomspace(1e-4, 30, 40) / gain[0]:
         step = along.moves(1 - rate, rate * np.exp(np.minimum(tilt * gain, 600.0)))
         log_moment, weight = 0.0, np.zeros(len(along.levels))
@@ -143,17 +153,21 @@ def _largest(along: Grid, gain: Array, steps: int, rate: float) -> float:
             total = float(weight.sum())
             log_moment += math.log(total)
             weight /= total
+        # Where the exponent was capped the moment is too small to bound anything.
         if tilt * gain[-1] < 600:
             best = min(best, (log_moment - math.log(_TAIL)) / tilt)
     return min(best, steps * float(gain[-1]))
 
 
 def _decay_to_come(levels: Array, correlation: float) -> Array:
-    """(M,) at most λ² y² / (1 - λ²) of the y that was rounded up to each level."""
+    """Returns (M,) lower bounds of λ² y² / (1 - λ²) for the true y behind each level."""
     # A participation enlarges y by at most this factor, counting what stays at the least level.
     factor = (1 + _TOLERANCE) * (1 + _LEAST)
     if correlation * factor >= 1:
         return np.zeros_like(levels)
+    # The relative error r of y obeys r' <= λ factor r + factor - 1. Dividing by 1 + its fixed point
+    # takes off no more than is true.
     spread = 1 + (factor - 1) / (1 - correlation * factor)
     whole = (correlation * levels / spread) ** 2 / (1 - correlation**2)
+    # At the least level y may have decayed by any factor since: nothing is taken off.
     return np.where(levels > levels[min(1, len(levels) - 1)], whole, 0.0)

@@ -26,6 +26,7 @@ REVEALED = "exact Gaussian, averaged over the batches, which may be known"
 POINTS = 1 << 17
 """Most points of one step's losses."""
 _FINEST = 1e-4
+"""Least step between losses."""
 LEAST_NOISE, _MOST_NOISE = 0.1, 1e5
 """Where losses are gone through. More noise than that is accounted as that, which is less."""
 _MOST_STEPS = 100_000
@@ -38,14 +39,14 @@ _ROUNDING_OF_LOGS = 1e-11
 
 
 def log_delta(noise: float, epsilon: float, *, steps: int, sampling_rate: float) -> float:
-    """log of the least proven δ at ε of an example that is there, or is not."""
+    """Computes log of the least proven δ at ε; neighbours have one example more or less."""
     return least_bound(noise, epsilon, steps=steps, sampling_rate=sampling_rate)[0]
 
 
 def least_bound(
     noise: float, epsilon: float, *, steps: int, sampling_rate: float
 ) -> tuple[float, str]:
-    """(log δ at ε, the method that proves it), the least of three."""
+    """Returns (log δ at ε, the method that proves it): the least of the three bounds."""
     known = correlated.log_delta_revealed(
         noise, epsilon, steps=steps, sampling_rate=sampling_rate, correlation=0.0, factor=1.0
     )
@@ -55,21 +56,26 @@ def least_bound(
         bounds.append((_renyi(noise, epsilon, steps, sampling_rate), RENYI))
         if steps <= _MOST_STEPS:
             losses = distribution(sampling_rate, noise, steps)
+            # The convolution's rounding is added to δ. A smaller δ is left to the Rényi bound.
             found = float(losses.get_delta(epsilon)) + _ROUNDING * max(steps, 1000)
             bounds.append((math.log(found), PLD))
     return min(bounds)
 
 
 def _renyi(noise: float, epsilon: float, steps: int, sampling_rate: float) -> float:
-    """log δ at ε of the best order (Canonne, Kamath and Steinke, NeurIPS 2020, Proposition 12)."""
+    """Computes log δ at ε by the best order.
+
+    Source: Canonne, Kamath and Steinke, NeurIPS 2020, Proposition 12.
+    """
     orders = np.array(_ORDERS, dtype=np.float64)
+    # Their factor (1 - 1/α)^α / (α - 1) is (1 - 1/α)^(α - 1) / α.
     lost = steps * _divergences(sampling_rate, noise) - epsilon + np.log1p(-1 / orders)
     return min(0.0, float(((orders - 1) * lost - np.log(orders)).min()))
 
 
 @lru_cache(maxsize=64)
 def _divergences(sampling_rate: float, noise: float) -> Array:
-    """Rényi divergences of one release, at each of the orders, rounded up.
+    """Computes the Rényi divergences of one release at each of the orders, rounded up.
 
     That of order a is log Σ_k C(a, k) (1 - q)^(a - k) q^k exp((k² - k) / (2 z²)) / (a - 1).
     """
@@ -79,16 +85,21 @@ def _divergences(sampling_rate: float, noise: float) -> Array:
     for order in _ORDERS:
         k = np.arange(order + 1)
         ways = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+        # xlog1py makes 0 log 0 = 0, for the last term at q = 1.
         drawn = k * math.log(sampling_rate) + xlog1py(order - k, -sampling_rate)
         moments.append(logsumexp(ways + drawn + (k * k - k) / (2 * noise**2)))
+    # Enlarged by more than rounding can take off: a Rényi divergence too small claims too much.
     log_rounding = _ROUNDING_OF_LOGS * (1 + np.abs(moments))
     divergences: Array = (np.array(moments) + log_rounding) / (np.array(_ORDERS) - 1)
     return divergences
 
 
 def interval(sampling_rate: float, noise: float, steps: int) -> float:
-    """The step between losses: that many points of one release, and 32 times of all together."""
+    """Chooses the step between losses: at most `POINTS` for one release, 32 times that for all."""
+    # The loss of a step that takes the example is N(1 / (2 z²), 1 / z²): its mean and 12
+    # deviations.
     reach = 0.5 / noise**2 + 12 / noise
+    # A step's loss deviates by about q sqrt(χ²), or by a whole loss in a share q of the steps.
     deviation = min(
         sampling_rate * math.sqrt(math.expm1(min(noise**-2, 50.0))),
         math.sqrt(sampling_rate) * (0.5 / noise**2 + 1 / noise),
@@ -99,7 +110,7 @@ def interval(sampling_rate: float, noise: float, steps: int) -> float:
 
 @lru_cache(maxsize=8)
 def distribution(sampling_rate: float, noise: float, steps: int) -> Any:
-    """dp_accounting's PLD accountant of Poisson-sampled Gaussian releases."""
+    """Builds dp_accounting's PLD accountant of `steps` Poisson-sampled Gaussian releases."""
     from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
 

@@ -20,7 +20,7 @@ Sloped = Callable[[Array], tuple[Array, Array]]
 
 
 def require_range(name: str, value: ArrayLike, low: float, high: float, expected: str) -> Array:
-    """`value` as an array of numbers in [low, high].
+    """Returns `value` as an array of numbers in [low, high].
 
     Raises:
         FedsimError: one of them is not a number there; the message says what was `expected`.
@@ -38,27 +38,28 @@ def require_range(name: str, value: ArrayLike, low: float, high: float, expected
 
 
 def require_epsilon(value: ArrayLike) -> Array:
-    """ε: finite and at least 0."""
+    """Returns ε as an array; raises unless it is finite and at least 0."""
     return require_range(
         "epsilon", value, 0.0, np.finfo(float).max, "a finite number of at least 0"
     )
 
 
 def require_delta(value: ArrayLike) -> Array:
-    """δ: a probability strictly between 0 and 1."""
+    """Returns δ as an array; raises unless it is strictly between 0 and 1."""
     tiny = np.nextafter(0.0, 1.0)
     return require_range("delta", value, tiny, np.nextafter(1.0, 0.0), "a probability in (0, 1)")
 
 
 def log_gamma_term(a: Array, excess: Array) -> Array:
-    """log(x^a exp(-x) / Γ(a)) at x = a (1 + excess), without the cancellation of its terms."""
+    """Computes log(x^a exp(-x) / Γ(a)) at x = a (1 + excess), without cancelling terms."""
     return -a * (excess - np.log1p(excess)) + np.log(a / (2 * np.pi)) / 2 - _stirling(a)
 
 
 def _stirling(a: Array) -> Array:
-    """log Γ(a) less Stirling's (a - 1/2) log a - a + log(2 π) / 2."""
+    """Computes log Γ(a) - ((a - 1/2) log a - a + log(2 π) / 2), the rest of Stirling's formula."""
     from scipy.special import gammaln
 
+    # From 16 on the first term left out of the series, 1 / (1188 a⁹), is below 2e-14.
     near = np.minimum(a, 16.0)
     exact = gammaln(near) - ((near - 0.5) * np.log(near) - near + np.log(2 * np.pi) / 2)
     far = np.maximum(a, 16.0)
@@ -67,11 +68,13 @@ def _stirling(a: Array) -> Array:
 
 
 def log_gammaincc(a: Array, x: Array) -> Array:
-    """log Pr[Γ(a, 1) >= x], also where the probability underflows."""
+    """Computes log Pr[Γ(a, 1) >= x], also where the probability underflows."""
     from scipy.special import gammaincc
 
     a, x = np.broadcast_arrays(a, x)
     upper = np.atleast_1d(gammaincc(a, x))
+    # Close to the least double SciPy's value loses its digits: the logarithm is then found
+    # directly.
     deep = np.atleast_1d(upper < 1e-280)
     with np.errstate(divide="ignore"):
         result = np.asarray(np.log(upper))
@@ -86,7 +89,7 @@ def log_gammaincc(a: Array, x: Array) -> Array:
 
 
 def log_gammainc(a: Array, x: Array) -> Array:
-    """log Pr[Γ(a, 1) <= x], also where the probability underflows."""
+    """Computes log Pr[Γ(a, 1) <= x], also where the probability underflows."""
     from scipy.special import gammainc
 
     a, x = np.broadcast_arrays(a, x)
@@ -106,7 +109,7 @@ def log_gammainc(a: Array, x: Array) -> Array:
 
 @cache
 def legendre(count: int) -> tuple[Array, Array]:
-    """Nodes in (0, 1) and weights of Gauss-Legendre quadrature."""
+    """Returns `count` nodes in (0, 1) and weights (sum 1) of Gauss-Legendre quadrature."""
     nodes, weights = np.polynomial.legendre.leggauss(count)
     return (nodes + 1) / 2, weights / 2
 
@@ -114,7 +117,7 @@ def legendre(count: int) -> tuple[Array, Array]:
 def solve(
     function: Sloped, low: Array, high: Array, *, tolerance: float = 2 * np.finfo(float).eps
 ) -> Array:
-    """The root of an increasing `function` between `low` and `high`, by safeguarded Newton.
+    """Finds the root of an increasing `function` between `low` and `high`, by safeguarded Newton.
 
     A step that leaves the bracket, or is not half of the one before last, is replaced by bisection.
     Where there is no root in the bracket the nearer end is the answer. It stops when steps are
@@ -125,6 +128,7 @@ def solve(
     last = before = high - low
     for _ in range(300):
         value, slope = function(x)
+        # Every value narrows the bracket, whichever step comes next; a NaN counts as too high.
         low, high = np.where(value < 0, x, low), np.where(value < 0, high, x)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             newton = x - value / slope
@@ -155,6 +159,7 @@ def least(holds: Callable[[float], bool], *, most: float, tolerance: float = 0.0
         middle = (low + high) / 2
         if high - low < tolerance * high or not low < middle < high:
             break
+        # `holds` has been asked of `high` at every turn, so that what is returned is known to hold.
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
 
@@ -167,13 +172,14 @@ def least_epsilon(
     rtol: float,
     most: float = math.inf,
 ) -> float:
-    """The least ε >= 0 at which a falling `log_delta` is at most `target`, within the tolerances.
+    """Finds the least ε >= 0 at which a falling `log_delta` is at most `target`, by its tolerances.
 
     It is looked for in [0, 1], [0, 2], [0, 4] and so on; inf if it is beyond `most`.
     """
     from scipy.optimize import brentq
 
     def excess(at: float) -> float:
+        # brentq needs finite numbers, and log δ is -∞ where δ is 0.
         return max(log_delta(at), -1e300) - target
 
     if excess(0.0) <= 0:
