@@ -33,41 +33,46 @@ from fedsim.types import FedsimError, Tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Party:
-    """A client's identity in secure sums."""
+    """Identity of a client in secure sums."""
 
     identity: Identity
     fresh: bool
-    """Whether its keys and masks are drawn anew each time, and not from the scenario's seed."""
+    """Whether keys and masks are drawn anew each time; otherwise they follow from the scenario's
+    seed."""
     run: str = ""
-    """The name of the run, where it has one that the scenario's seed does not give."""
+    """Name of the run among nodes with secrets of their own; else empty."""
 
 
 class Computes(Protocol):
-    """The client whose updates are added up."""
+    """Interface of the client whose updates are added up."""
 
     @property
     def workload(self) -> Workload:
-        """What it computes."""
+        """The stack's computations and their scenario."""
 
     @property
     def out(self) -> Path:
-        """Where it keeps what it remembers."""
+        """Folder below which the client keeps what it remembers."""
 
     def client(self, context: Context) -> int:
-        """Its number."""
+        """Returns the client's number, as its node is configured."""
 
     def read_order(self, message: Message) -> wire.Order:
-        """What a message asks, at a model of the scenario's form."""
+        """Reads what a message asks, with a model of the scenario's names, shapes and types."""
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
-        """What it releases to answer `order`."""
+        """Computes the update that answers `order`, with its noise noted as used."""
 
 
 class Answers:
-    """The handlers of the five stages."""
+    """Answers the five stages of a secure sum for a client."""
 
     def __init__(self, own: Computes, party: Party | None) -> None:
-        """`party`: who it is; None in a simulation, in which the scenario's seed gives all keys."""
+        """Answers with the updates that `own` computes.
+
+        `party` is the client's identity; None in a simulation, where the scenario's seed gives all
+        keys.
+        """
         self._own, self._given = own, party
 
     def keys(self, message: Message, context: Context) -> Message:
@@ -89,6 +94,8 @@ class Answers:
         content, workload = message.content, self._own.workload
         order = self._own.read_order(message)
         planted = messages.read_planted(content, order.parameters)
+        # All that decides the updates: each client signs it, so that a server cannot show them
+        # different models.
         shown = {"parameters": order.parameters, "buffers": order.buffers, "planted": planted or {}}
         model = digest_of(*(digest(tensors).encode() for tensors in shown.values()))
         asked_for = plan.parts(workload, sum.round)
@@ -97,6 +104,7 @@ class Answers:
             return order.parameters if probe is None or planted is None else planted
 
         def compute() -> Ring:
+            # A generator: the layout encodes one update before the next is computed.
             updates = (
                 self._own.compute(
                     sum.number,
@@ -126,6 +134,8 @@ class Answers:
         sum, record = self._sum(message, context)
         signatures, lost = messages.read_agree(record)
         state = ClientState(self._own.out, self._own.workload.stack_name, sum.number)
+        # Written to disk before the signature leaves: a client that forgot it could agree to a
+        # second sum.
         note = partial(state.open_sum, sum.round, signatures)
         signature = sum.client.agree(list(signatures), lost, signatures, note)
         return _reply(message, messages.table(sum.round, {sum.number: signature}))
@@ -156,12 +166,15 @@ class Answers:
         def keep(memory: Memory) -> None:
             state.save_sum(round, memory.to_json())
 
+        # Masks that follow from the scenario's seed hide nothing from whoever knows it: they serve
+        # simulations.
         def secret(purpose: str) -> bytes:
             if party.fresh:
                 return os.urandom(SECRET)
             path = ("masks", workload.stack_name, purpose, round, number)
             return rng.generator(workload.scenario.seed, *path).keystream(SECRET)
 
+        # A sum that begins takes nothing over from an earlier try of it.
         kept = {} if begins else state.sum_of(round)
         terms = plan.terms(workload, round, party.run)
         client = SumClient(terms, number, party.identity, Memory(**kept), keep)
@@ -173,6 +186,7 @@ class _Sum:
     """One client's part in the sum of one round."""
 
     client: SumClient
+    """The client's side of the protocol, with its memory."""
     round: int
     number: int
     secret: Callable[[str], bytes]
@@ -183,6 +197,7 @@ def _reply(message: Message, record: ConfigRecord) -> Message:
 
 
 def _simulate_party(seed: int, clients: int, number: int) -> Party:
+    # Each client knows all public keys, as the owners of real nodes exchange them beforehand.
     keys = _signing_keys(seed, clients)
     peers = {one: key.public_key().public_bytes_raw() for one, key in enumerate(keys)}
     return Party(identity=Identity(key=keys[number], peers=peers), fresh=False)

@@ -35,22 +35,25 @@ STAGES = ("keys", "shares", "masked", "agree", "unmask")
 
 @dataclass
 class Memory:
-    """All that a client keeps from one stage to the next: bytes as hexadecimal text."""
+    """Everything that a client keeps from one stage to the next, its bytes as hexadecimal text."""
 
     done: int = 0
-    """How many of the stages it has answered."""
+    """Number of stages that the client has answered."""
     secrets: dict[str, str] = field(default_factory=dict)
-    """`sealing` and `masking` keys and the `seed` of its own mask; forgotten once it has masked."""
+    """Secret `sealing` and `masking` keys and the `seed` of the client's own mask; forgotten once
+    it has masked."""
     directory: dict[str, str] = field(default_factory=dict)
+    """Published keys of each client, by client."""
     held: dict[str, str] = field(default_factory=dict)
-    """Shares of its neighbours' secrets, and of its own; forgotten at the end."""
+    """Shares of the neighbours' secrets and of the client's own, by their owner; forgotten at the
+    end."""
     statement: str = ""
-    """What it has signed last, and takes for what the others have."""
+    """Digest that the client has signed last, and whose signatures it accepts from others."""
     survivors: list[int] = field(default_factory=list)
-    """Clients in the sum that it has agreed to."""
+    """Clients in the sum to which this one has agreed, ascending."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what `Memory(**read)` restores."""
+        """Returns the fields as JSON values, from which `Memory(**fields)` restores it."""
         return asdict(self)
 
 
@@ -65,14 +68,17 @@ class SumClient:
         memory: Memory | None = None,
         keep: Callable[[Memory], None] = lambda memory: None,
     ) -> None:
-        """A client between two stages.
+        """Begins a sum, or goes on after the stages that `memory` counts as answered.
 
         Args:
-            terms: Of the sum.
-            number: Of the client.
-            identity: Its key, and the others'.
-            memory: What it was after its stage before; by default none has been.
-            keep: Called as soon as a stage counts as answered, before it is.
+            terms: Terms of the sum.
+            number: Number of this client.
+            identity: Its signing key, and the others' public ones.
+            memory: Its memory after the stage before; by default it has answered none.
+            keep: Saves the memory; called when a stage begins and when it ends.
+
+        Raises:
+            AbortedError: the client is no participant.
         """
         if number not in terms.participants:
             raise AbortedError(f"client {number} does not take part in this sum")
@@ -80,7 +86,7 @@ class SumClient:
         self.memory = memory or Memory()
 
     def keys(self, secret: Callable[[str], bytes]) -> Published:
-        """Publish keys. `secret` returns 32 bytes that nobody knows, for each purpose."""
+        """Publishes keys; `secret` returns 32 bytes that nobody else knows, for each purpose."""
         with self._stage("keys"):
             own = {purpose: secret(purpose) for purpose in ("sealing", "masking", "seed")}
             self.memory.secrets = {purpose: value.hex() for purpose, value in own.items()}
@@ -95,11 +101,15 @@ class SumClient:
             return Published(**{**vars(unsigned), "signature": signature})
 
     def shares(self, directory: Directory) -> dict[int, bytes]:
-        """Split both secrets among the neighbours; returns a sealed box for each."""
+        """Splits both secrets among the neighbours and returns a sealed box for each, by
+        neighbour."""
         with self._stage("shares"):
             self._check(directory)
+            # Kept because the later stages have to speak of the same directory.
             self.memory.directory = {str(c): one.to_bytes().hex() for c, one in directory.items()}
             neighbours = self._neighbours(directory)
+            # Both sides sort: a holder's place in this list is the number of its share
+            # (`SumServer._secret`).
             holders = sorted([self._me, *neighbours])
             needed = self._terms.shares
             if len(holders) < needed:
@@ -112,6 +122,7 @@ class SumClient:
             )
             boxes = {}
             for holder, *two in zip(holders, seed, masking, strict=True):
+                # Its own share counts among those that reveal a secret: it is kept, and never sent.
                 if holder == self._me:
                     self.memory.held[str(holder)] = b"".join(two).hex()
                 else:
@@ -122,12 +133,14 @@ class SumClient:
     def mask(
         self, boxes: Mapping[int, bytes], compute: Callable[[], Ring], model: bytes
     ) -> tuple[Ring, bytes]:
-        """Mask a vector; returns it with the signature of what this client was shown.
+        """Masks a vector; returns it with a signature of the keys and the model that this client
+        was shown.
 
         Args:
-            boxes: From each neighbour that has shared its secrets.
-            compute: Returns what is to be added up; masks are added to it in place.
-            model: A digest of what the vector is computed from, which has to be everyone's.
+            boxes: Sealed box of each neighbour that has shared its secrets.
+            compute: Returns the vector to be added up; masks are added to it in place.
+            model: Digest of what the vector is computed from, which has to be the same for all
+                clients.
         """
         with self._stage("masked"):
             directory = self._directory()
@@ -136,6 +149,7 @@ class SumClient:
                 raise AbortedError("boxes are of clients that are no neighbours")
             alive = sorted([self._me, *boxes])
             needed = self._terms.shares
+            # Fewer could never reveal these secrets, and the masks would stay on the sum.
             if len(alive) < needed:
                 raise AbortedError(
                     f"{number_of(len(alive), 'client')} of the neighbourhood shared secrets, "
@@ -145,9 +159,15 @@ class SumClient:
                 way = self._way(self._me, sender)
                 key = self._agree_key(directory, sender, "sealing", way)
                 self.memory.held[str(sender)] = secrets.open_box(key, box, way.encode()).hex()
+            # Computed once all boxes have opened: a damaged one ends the stage before anything is
+            # released.
             vector, session = compute(), self._terms.session
+            # Double masking (Bonawitz et al.): once a client is declared lost, its pairwise masks
+            # are revealed. Its own mask hides a vector that comes late.
             secrets.add_mask(vector, secrets.own_mask(self._secret("seed"), session), +1)
             for other in boxes:
+                # The lower number adds and the higher one subtracts, so that the mask cancels in
+                # the sum.
                 key = self._agree_key(directory, other, "masking", "mask")
                 secrets.add_mask(vector, key, +1 if self._me < other else -1)
             self.memory.secrets = {}  # nobody can make this client mask another vector with them
@@ -162,13 +182,13 @@ class SumClient:
         signatures: Mapping[int, bytes],
         note: Callable[[], None] = lambda: None,
     ) -> bytes:
-        """Sign who is in the sum, if it may be opened for them.
+        """Signs who is in the sum, if it may be opened for them.
 
         Args:
-            survivors: Whose masked vectors are in the sum.
-            lost: Who shared secrets and sent no vector.
-            signatures: Of all survivors, of the directory and the model.
-            note: Called before it signs; may refuse.
+            survivors: Clients whose masked vectors are in the sum.
+            lost: Clients that shared secrets and sent no vector.
+            signatures: Signatures of directory and model by all survivors, by client.
+            note: Called before it signs; may refuse by raising.
         """
         with self._stage("agree"):
             in_sum, out = set(survivors), set(lost)
@@ -189,6 +209,7 @@ class SumClient:
                     f"a sum of {number_of(len(in_sum), 'client')} is not opened: "
                     f"{self._terms.quorum} are needed"
                 )
+            # The signatures are of directory and model: a client that was shown others fails here.
             for client in sorted(in_sum):
                 if not self._vouches(client, signatures):
                     raise AbortedError(
@@ -197,17 +218,18 @@ class SumClient:
                     )
             note()
             self.memory.survivors = sorted(in_sum)
+            # Each list is encoded by itself, so that no client can be moved from one to the other.
             members = (list_entries(dict.fromkeys(clients, b"")) for clients in (in_sum, out))
             return self._sign(digest(b"agree", bytes.fromhex(self.memory.statement), *members))
 
     def unmask(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Give up shares: of survivors' seeds, and of the masking keys of those that are lost.
+        """Gives up shares: of the survivors' seeds, and of the lost clients' masking keys.
 
-        Never both of anybody, nor anything a second time. As a quorum has signed one pair of lists,
-        no other pair has one: two have an honest client in common, who signs once.
+        It never gives both of one client, nor anything a second time. Two quorums have an honest
+        client in common, who signs once: so only one pair of lists can have a quorum's signatures.
 
         Args:
-            signatures: Of those who agreed, of who is in the sum.
+            signatures: Signatures of the lists by those who agreed, by client.
         """
         with self._stage("unmask"):
             in_sum = set(self.memory.survivors)
@@ -218,8 +240,11 @@ class SumClient:
                     f"that this one was shown, {self._terms.quorum} are needed"
                 )
             held = {int(client): bytes.fromhex(two) for client, two in self.memory.held.items()}
+            # Forgotten before the shares leave, so that none is given a second time.
             self._forget()
             return {
+                # The first half is a share of the seed, the second one of the masking key: never
+                # both of one client.
                 client: two[:SHARE] if client in in_sum else two[SHARE:]
                 for client, two in held.items()
             }
@@ -238,6 +263,7 @@ class SumClient:
         self._keep(self.memory)
         try:
             yield
+        # A client that fails drops out: without its secrets it cannot go on in this sum.
         except BaseException:
             self._forget()
             raise
@@ -253,7 +279,7 @@ class SumClient:
         return self._identity.sign(statement)
 
     def _vouches(self, client: int, signatures: Mapping[int, bytes]) -> bool:
-        """Whether `client` has signed what this one has signed last."""
+        """Returns whether `client` has signed the statement that this one has signed last."""
         statement = bytes.fromhex(self.memory.statement)
         return self._identity.vouches(client, statement, signatures.get(client, b""))
 
@@ -287,7 +313,7 @@ class SumClient:
         return bytes.fromhex(self.memory.secrets[purpose])
 
     def _agree_key(self, directory: Directory, other: int, kind: str, purpose: str) -> bytes:
-        """What this client knows with `other` by their keys of a `kind`."""
+        """Returns the key that only this client and `other` know, from their keys of one `kind`."""
         pair = {one: getattr(directory[one], kind) for one in (self._me, other)}
         return secrets.agree_key(self._secret(kind), other, pair, purpose, self._terms.session)
 

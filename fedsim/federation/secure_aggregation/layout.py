@@ -33,7 +33,7 @@ from fedsim.types import FedsimError, Tensors, Update
 from fedsim.words import number_of
 
 Ring = NDArray[np.unsignedinteger[Any]]
-"""(n,) of uint32 or uint64."""
+"""Numbers modulo 2^32 or 2^64: shape (n,), of uint32 or uint64."""
 
 LEAST_NOISE = 16.0
 """Steps that one client's noise is wide at least. The sum of h such discretized normals differs
@@ -44,6 +44,7 @@ _TAIL = 12.0
 _MOST_BITS = 48
 # Tries to round to a vector within the bound, before it is rounded towards 0.
 _TRIES = 20
+# Entries drawn at a time: noise for a whole vector would take as much memory again.
 _CHUNK = 1 << 20
 
 
@@ -79,42 +80,52 @@ class FixedPoint:
 
     @property
     def step(self) -> float:
-        """The value of 1."""
+        """Real value that the integer 1 stands for."""
+        # The largest number stands for the range and the noise's tail; noise is longer with a
+        # chance below 1e-32 an entry.
         return (self.range + _TAIL * self.std) / float(2 ** (self.bits - 1) - 1)
 
     def encode(
         self, values: NDArray[np.float64], share: float, stream: rng.Stream
     ) -> NDArray[np.int64]:
-        """`share` of the values, rounded, with the client's noise; (n,).
+        """Returns `share` of the values as integers, rounded, with the client's noise; (n,).
 
         Args:
             values: (n,) finite numbers.
-            share: In (0, 1], what the client counts.
-            stream: Of the client's roundings and noise.
+            share: Weight of the client, in (0, 1]: its examples over the most that count.
+            stream: The client's randomness for rounding and noise.
+
+        Raises:
+            FedsimError: a value is NaN or infinite.
         """
         if not np.isfinite(values).all():
             raise FedsimError("the update holds NaN or infinity, which cannot be added under masks")
+        # Each client weighs its own values before they are added, since the server sees the sum
+        # alone.
         scaled = np.clip(values, -self.range, self.range) * (share / self.step)
         rounded = _round_vector(scaled, self.norm / self.step, stream)
         if self.std:
             for at in range(0, len(rounded), _CHUNK):
+                # A view: noise is added to `rounded` in place.
                 part = rounded[at : at + _CHUNK]
                 noise = rng.normal((len(part),), stream, torch.float64).numpy()
                 part += np.rint(noise * (self.std / self.step)).astype(np.int64)
         return rounded
 
     def decode(self, total: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The values that integers stand for."""
+        """Returns the real values that the integers of a sum stand for; (n,)."""
         return total.astype(np.float64) * self.step
 
 
 def to_ring(numbers: NDArray[np.int64], bits: int) -> Ring:
-    """Integers modulo 2^bits."""
+    """Maps integers to the ring, modulo 2^`bits` (32 or 64)."""
+    # NumPy's cast to unsigned integers wraps, which is the ring's arithmetic.
     return numbers.astype(np.uint32 if bits == 32 else np.uint64)
 
 
 def from_ring(ring: Ring) -> NDArray[np.int64]:
-    """The representatives that are nearest to 0."""
+    """Returns each ring element's representative nearest to 0, as int64."""
+    # Two's complement reads the upper half of the ring as the negative numbers.
     signed = np.int32 if ring.dtype == np.uint32 else np.int64
     return ring.view(signed).astype(np.int64)
 
@@ -122,8 +133,11 @@ def from_ring(ring: Ring) -> NDArray[np.int64]:
 def _round_vector(
     scaled: NDArray[np.float64], norm: float, stream: rng.Stream
 ) -> NDArray[np.int64]:
-    """Neighbouring integers, at chances that make up their mean; no longer than `norm`."""
+    """Rounds each entry to a neighbouring integer, up or down at random so that its mean is the
+    entry. The result is no longer than `norm`, in steps."""
     length = float(np.linalg.norm(scaled))
+    # The noise is made for vectors of this norm: a longer one would be protected less than is
+    # claimed.
     if length > norm:
         scaled = scaled * (norm / length)
     # Rounding may lengthen a vector beyond its norm; drawing again keeps the mean nearly unbiased.
@@ -131,9 +145,11 @@ def _round_vector(
         found = np.empty(len(scaled), np.int64)
         for at in range(0, len(scaled), _CHUNK):
             part = scaled[at : at + _CHUNK]
+            # floor(x + u) with u uniform in [0, 1) has mean x.
             found[at : at + _CHUNK] = np.floor(part + rng.uniform((len(part),), stream).numpy())
         if math.isinf(norm) or float(np.linalg.norm(found.astype(np.float64))) <= norm:
             return found
+    # Truncation never lengthens a vector, at the price of a bias towards 0.
     return np.trunc(scaled).astype(np.int64)
 
 
@@ -144,26 +160,30 @@ class Layout:
     sums: tuple[SumTerms, ...]
     """Terms of each part."""
     clients: int
-    """How many are asked."""
+    """Number of clients that are asked."""
     ring_bits: int
+    """Bits of the ring: 32 or 64."""
     update: Mapping[str, Tensor]
-    """Like the tensors of an update: their shapes and types, in this order."""
+    """Tensors shaped and typed like those of an update, in the order of the vector."""
     buffers: Mapping[str, Tensor]
-    """Like the buffers that clients release."""
+    """Tensors shaped and typed like the buffers that clients release; empty if they release
+    none."""
 
     @cached_property
     def length(self) -> int:
-        """Numbers of one part."""
+        """Count of the numbers in one part of a vector."""
+        # The last number is how many examples the client counts.
         return sum(t.numel() for t in (*self.update.values(), *self.buffers.values())) + 1
 
     def vector(self, updates: Iterable[Update], streams: Callable[[int], rng.Stream]) -> Ring:
-        """A client's vector of all parts, without masks.
+        """Returns a client's vector of all parts, before masks.
 
         Args:
-            updates: Of each part, in order.
-            streams: The client's randomness for a part.
+            updates: One update for each part, in order; they may be computed as they are read.
+            streams: Returns the client's randomness for the part of a given index.
         """
         found = to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
+        # Updates come one at a time from a generator, so that no two are in memory together.
         count = 0
         for part, update in enumerate(updates):
             at = part * self.length
@@ -175,26 +195,33 @@ class Layout:
         return found
 
     def sum_of(self, total: Ring, part: int, clients: int) -> Update:
-        """The mean that a part of an opened sum over so many `clients` is.
+        """Returns the mean update that `part` of an opened sum over `clients` clients stands for.
 
-        With noise it is the sum over the number of clients that were asked.
+        With noise, the sum is divided by the number of clients that were asked, otherwise by the
+        examples.
+
+        Raises:
+            AbortedError: the counted examples cannot be those of so many clients.
         """
         numbers = from_ring(total[part * self.length :][: self.length])
         terms, count = self.sums[part], int(numbers[-1])
+        # An honest client counts from 1 to `most_examples`: any other total shows a malformed
+        # vector.
         if not clients <= count <= clients * terms.most_examples:
             raise AbortedError(
                 f"the sum of {number_of(clients, 'client')} says that it is of "
                 f"{number_of(count, 'example')}"
             )
+        # With noise: a bound on one client's influence needs a divisor that is the same whoever answers.
         weight = self.clients if terms.noise else count
         return self._decode(part, numbers[:-1], terms.most_examples / weight, count)
 
     def read_masked(self, vector: Ring, part: int) -> Update:
-        """What a masked vector looks like to who takes it for an update."""
+        """Reads a masked vector as if it were an update, as an attacker on the server sees it."""
         return self._decode(part, from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1)
 
     def fixed_point(self, part: int) -> FixedPoint:
-        """How the entries of a part's update are written."""
+        """Returns how the entries of a part's update become integers."""
         terms = self.sums[part]
         return FixedPoint(
             clients=self.clients,
@@ -211,6 +238,7 @@ class Layout:
     def _encode(self, part: int, update: Update, stream: rng.Stream) -> NDArray[np.int64]:
         terms = self.sums[part]
         count = min(update.num_examples, terms.most_examples)
+        # At most 1, so that range and norm bound the weighted vector, too.
         share = count / terms.most_examples
         found = [self.fixed_point(part).encode(_flat(update.tensors, self.update), share, stream)]
         if self.buffers:

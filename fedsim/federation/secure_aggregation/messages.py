@@ -24,7 +24,8 @@ from fedsim.types import Tensors
 from fedsim.words import number_of
 
 PLANTED = "planted"
-"""Arrays of the weights at which probes are computed, where these are not the model's."""
+"""Name of the record with the weights at which probes are computed, where these differ from the
+model's."""
 _CLIENTS = "clients"
 _CONTENTS = "contents"
 _LOST = "lost"
@@ -35,7 +36,7 @@ _MOST = 1_000_000
 
 
 def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) -> ConfigRecord:
-    """A record of bytes by client, and of further lists of clients."""
+    """Returns a record that holds bytes for each client, and further lists of clients by name."""
     record = ConfigRecord({wire.ROUND: round})
     ordered = sorted(entries)
     record[_CLIENTS] = ordered
@@ -46,7 +47,7 @@ def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) ->
 
 
 def read_table(record: ConfigRecord) -> dict[int, bytes]:
-    """Bytes by client."""
+    """Reads the bytes of each client from a record that `table` made."""
     clients, contents = read_list(record, _CLIENTS), record.get(_CONTENTS)
     if (
         not isinstance(contents, list)
@@ -62,7 +63,7 @@ def read_table(record: ConfigRecord) -> dict[int, bytes]:
 
 
 def read_list(record: ConfigRecord, name: str) -> list[int]:
-    """Clients, as they stand there."""
+    """Reads the list of clients called `name`, in the order in which it was written."""
     members = record.get(name)
     if (
         not isinstance(members, list)
@@ -74,19 +75,26 @@ def read_list(record: ConfigRecord, name: str) -> list[int]:
 
 
 def read_round(record: ConfigRecord) -> int:
-    """Reads the round of an order."""
+    """Reads the round of an order, from 1."""
     return wire.integer(record, wire.ROUND, 1)
 
 
 def order(record: ConfigRecord) -> RecordDict:
-    """An order or answer that is one table."""
+    """Returns the content of an order or answer that consists of one table."""
     return RecordDict({wire.CONFIG: record})
 
 
 def model_order(
     record: ConfigRecord, parameters: ArrayRecord, buffers: ArrayRecord, planted: ArrayRecord | None
 ) -> RecordDict:
-    """An order that asks for a masked vector."""
+    """Returns the content of an order that asks for a masked vector.
+
+    Args:
+        record: Table of the boxes for the client.
+        parameters: Weights of the global model.
+        buffers: Its float buffers.
+        planted: Weights at which probes are computed; None if they are `parameters`.
+    """
     content = RecordDict({wire.ARRAYS: parameters, wire.BUFFERS: buffers, wire.CONFIG: record})
     if planted is not None:
         content[PLANTED] = planted
@@ -94,14 +102,14 @@ def model_order(
 
 
 def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | None:
-    """The weights at which probes are computed; None if they are the model's `parameters`."""
+    """Reads the weights at which probes are computed; None if they are the model's `parameters`."""
     if PLANTED not in content:
         return None
     return wire.decode_like(wire.arrays_of(content, PLANTED), parameters)
 
 
 def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
-    """The answer that carries a masked vector: as signed integers, the ring's other reading."""
+    """Returns the content of an answer with a masked vector, written as signed integers."""
     signed = vector.view(np.int32 if vector.itemsize == 4 else np.int64)
     return RecordDict(
         {
@@ -112,10 +120,11 @@ def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
 
 
 def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
-    """A masked vector of `length` numbers, and its sender's signature."""
+    """Reads a masked vector of `length` numbers, and its sender's signature."""
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")
     dtype = torch.int32 if ring_bits == 32 else torch.int64
+    # On the meta device, as type and shape alone are compared.
     like: Tensors = {_VECTOR: torch.empty(length, dtype=dtype, device="meta")}
     signed = wire.decode_like(wire.arrays_of(content, wire.ARRAYS), like)[_VECTOR].numpy()
     signature = wire.config_of(content).get(_SIGNATURE)
@@ -126,10 +135,11 @@ def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring,
 
 
 def agree_order(round: int, signatures: Mapping[int, bytes], lost: Collection[int]) -> RecordDict:
-    """An order that asks for consent: who has signed the model is in the sum."""
+    """Returns the content of an order that asks for consent to a sum of those who signed, without
+    `lost`."""
     return order(table(round, signatures, **{_LOST: lost}))
 
 
 def read_agree(record: ConfigRecord) -> tuple[dict[int, bytes], list[int]]:
-    """The signatures of those in the sum, and who is lost."""
+    """Reads the signatures of those in the sum, by client, and the lost clients."""
     return read_table(record), read_list(record, _LOST)

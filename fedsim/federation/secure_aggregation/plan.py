@@ -20,14 +20,16 @@ _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
 
 
 def parts(server: Server, round: int) -> list[Probe | None]:
-    """What the vectors of `round` hold: training (None), then each release of each probe."""
+    """Returns what each part of a vector of `round` holds: training (None), then each release of
+    each probe."""
     asked = server.plan(round).probes
     again = range(server.scenario.observe.releases)
     return [None, *(replace(probe, release=release) for release in again for probe in asked)]
 
 
 def terms(server: Server, round: int, run: str = "") -> Terms:
-    """Returns the terms of the sum of `round`; nodes know the run by the name of `run`."""
+    """Returns the terms of the sum of `round`; `run` is the run's name among nodes, if it has
+    one."""
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
     # All that decides what clients add: shown another scenario, a client is in another session.
@@ -43,15 +45,22 @@ def terms(server: Server, round: int, run: str = "") -> Terms:
 
 
 def check(server: Server) -> None:
-    """Refuse secure sums that cannot work; a stack without any passes."""
+    """Refuses secure sums that cannot work; a stack without secure sums passes.
+
+    Raises:
+        FedsimError: too few clients, noise that rounding would lose, or buffers without a bound.
+    """
     if server.protocol is None:
         return
     with blaming(f"defenses.{server.stack_name}"):
         terms(server, 1)
         rounds = range(1, server.scenario.training.rounds + 1)
+        # Only observed rounds hold probes. Round 1 stands for all others, which hold training
+        # alone.
         for round in {1, *filter(server.schedule.is_observed, rounds)}:
             planned = layout(server, round)
             for part, agreed in enumerate(planned.sums):
+                # Its constructor refuses noise that rounding would eat.
                 planned.fixed_point(part)
                 if planned.buffers and not agreed.buffer_range:
                     raise FedsimError(

@@ -27,27 +27,27 @@ from fedsim.training.server import Server
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What clients compute from in a round."""
+    """What clients compute from in one round: weights and buffers, as they are sent."""
 
     parameters: ArrayRecord
     buffers: ArrayRecord
     planted: ArrayRecord | None
-    """The weights of probes, where these are not `parameters`."""
+    """Weights at which probes are computed; None if they are `parameters`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A sum without masks."""
+    """A sum whose masks are taken off."""
 
     total: Ring
     clients: list[int]
-    """Clients whose vectors are in it."""
+    """Clients whose vectors are in the sum, ascending."""
     reply: Message
-    """One of the answers, to hand on."""
+    """One of the clients' replies, into which the result is put for the strategy."""
 
 
 class SecureSum:
-    """One round's sum, by messages."""
+    """Carries out one round's sum by messages over a grid."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class SecureSum:
         timeout: float,
         tally: Tally,
     ) -> None:
-        """A sum that has not begun.
+        """Prepares a sum that has not begun.
 
         Args:
-            grid: Of any engine.
-            server: What is trained.
-            round: From 1.
+            grid: Grid of any engine.
+            server: What the server of the stack knows.
+            round: Number of the round, from 1.
             delivery: How messages travel.
             nodes: The node of each client.
-            timeout: In seconds, of each exchange.
+            timeout: Seconds without any answer after which an exchange ends.
             tally: Told of failures and bytes.
         """
         self._grid, self._round, self._nodes = grid, round, nodes
@@ -84,12 +84,12 @@ class SecureSum:
     def run(
         self, clients: Collection[int], model: Model, on_masked: Callable[[int, Ring], None]
     ) -> Opened | None:
-        """Carry it out; None if nothing is opened, with the reason in the tally.
+        """Carries out the sum; returns None if nothing is opened, with the reason in the tally.
 
         Args:
-            clients: That are asked.
+            clients: Clients that are asked.
             model: What they compute from.
-            on_masked: Told of each masked vector, which is then added up and forgotten.
+            on_masked: Called with client and masked vector, which is then added up and forgotten.
         """
         try:
             self._keys(clients)
@@ -131,7 +131,10 @@ class SecureSum:
             with self._losing(client):
                 bits = self.layout.ring_bits
                 vector, signature = messages.read_masked(reply.content, parts * size, bits)
+                # Dropped at once, so that the round holds one vector and the sum, however many
+                # clients it has.
                 reply.content = RecordDict()
+                # Probes ride in the same vector, and the tally counts training alone.
                 self._tally.bytes_up -= vector.itemsize * (parts - 1) * size
                 self._server.add(client, vector, signature)
                 self.arrived.append(client)
@@ -140,6 +143,7 @@ class SecureSum:
     def _agree(self) -> None:
         survivors = self._server.survivors
         order = messages.agree_order(self._round, self._server.signatures, self._server.lost)
+        # From here on a silent client only fails to help: its vector is in the sum already.
         for client, reply in self._exchange(
             wire.AGREE, dict.fromkeys(survivors, order), is_lost=False
         ):
@@ -169,18 +173,21 @@ class SecureSum:
         answers: int = 1,
         is_lost: bool = True,
     ) -> Iterator[tuple[int, Message]]:
-        """Send orders; yield each client's answer. Who gives none is lost, or only named.
+        """Sends orders and yields each client's answer, as it comes.
 
         Args:
-            action: Of the messages.
-            orders: By client.
-            answers: How many an order asks for at once, and may take the time of.
-            is_lost: Whether who does not answer is out of the sum.
+            action: Action of the messages.
+            orders: Content for each client.
+            answers: How many updates one order asks for, each of which may take the timeout.
+            is_lost: Whether a client that does not answer is left out of the sum; else it is only
+                named.
         """
         clients = sorted(orders)
         sent = [Message(orders[one], self._nodes[one], f"train.{action}") for one in clients]
+        # Clients share contents: each is measured once.
         sizes = {id(content): size_of(content) for content in orders.values()}
         self._tally.bytes_down += sum(sizes[id(orders[one])] for one in clients)
+        # A client computes all its parts in one answer, and gets the time of as many.
         until = self._timeout * answers if self._expire else None
         for position, reply in exchange(self._grid, sent, self._timeout, expire_after=until):
             client = clients[position]
@@ -192,7 +199,7 @@ class SecureSum:
 
     @contextmanager
     def _losing(self, client: int, *, is_lost: bool = True) -> Iterator[None]:
-        """Leave out a client whose answer is not what it has to be."""
+        """Inside the block, leaves out a client whose answer breaks the protocol."""
         try:
             yield
         except (AbortedError, wire.MalformedError) as error:
@@ -206,7 +213,7 @@ class SecureSum:
 
 
 def _own_entry(content: RecordDict, client: int) -> bytes:
-    """What a client says for itself."""
+    """Returns the one entry of an answer's table, which has to be the client's own."""
     table = messages.read_table(wire.config_of(content))
     if set(table) != {client}:
         raise AbortedError("the answer is of another client")

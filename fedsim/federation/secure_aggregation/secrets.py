@@ -37,15 +37,16 @@ class Identity:
 
     key: Ed25519PrivateKey
     peers: Mapping[int, bytes]
-    """Client -> Ed25519 public key, 32 bytes; of all clients that it adds its vector to."""
+    """Ed25519 public key (32 bytes) of each client whose vector is added to this one's, by
+    client."""
 
     def sign(self, statement: bytes) -> bytes:
-        """A signature of 64 bytes."""
+        """Returns the client's Ed25519 signature of a statement; 64 bytes."""
         return self.key.sign(statement)
 
     @property
     def public(self) -> bytes:
-        """The public key of `key`."""
+        """Public half of `key`; 32 bytes."""
         return self.key.public_key().public_bytes_raw()
 
     def vouches(self, client: int, statement: bytes, signature: bytes) -> bool:
@@ -54,7 +55,8 @@ class Identity:
 
 
 def is_signed(public: bytes, statement: bytes, signature: bytes) -> bool:
-    """Whether whoever has the key of `public` has signed `statement`."""
+    """Returns whether `signature` is that of `statement` by the owner of the public key
+    `public`."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, statement)
     except (InvalidSignature, ValueError):
@@ -70,9 +72,9 @@ SHARE = _INDEX + SECRET
 """Bytes of a share of a secret."""
 _TAG = 16
 BOX = 2 * SHARE + _TAG
-"""Bytes of what one client sends another: a share of each of its two secrets, encrypted."""
+"""Bytes of a box that one client sends another: a share of each of its two secrets, encrypted."""
 _PRIME = 2**255 - 19
-# The canonical ones of the points whose order divides 8, on the curve or its twist.
+# Points whose order divides 8, on the curve or its twist, by their canonical u-coordinate.
 _LOW_ORDER = {
     0,
     1,
@@ -85,23 +87,27 @@ _ZEROS = bytes(_CHUNK)
 
 
 def digest(*parts: bytes) -> bytes:
-    """SHA-256 of parts, each with its length before it."""
+    """Returns the SHA-256 digest of several parts, each preceded by its length; 32 bytes."""
     whole = hashlib.sha256()
     for part in parts:
+        # The lengths keep lists of parts apart that read the same once they are joined.
         whole.update(len(part).to_bytes(8, "big") + part)
     return whole.digest()
 
 
 def public_of(secret: bytes) -> bytes:
-    """The X25519 public key of a secret one."""
+    """Returns the X25519 public key that belongs to a secret one; 32 bytes."""
     return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
 def check_public(key: bytes) -> None:
-    """Refuse what is no X25519 public key, or is not written as its owner writes it.
+    """Refuses bytes that are no X25519 public key, or not the canonical spelling of one.
 
-    X25519 takes 2^255 bits for another spelling of the same point, and a few points make every
-    secret the same.
+    X25519 ignores the highest bit and reduces modulo 2^255 - 19, so that one point has several
+    spellings. A few points make every shared secret the same.
+
+    Raises:
+        AbortedError: the key is of another length, not canonical, or of low order.
     """
     number = int.from_bytes(key, "little")
     if len(key) != SECRET or number >= _PRIME or number in _LOW_ORDER:
@@ -111,24 +117,27 @@ def check_public(key: bytes) -> None:
 def agree_key(
     secret: bytes, other: int, keys: Mapping[int, bytes], purpose: str, session: bytes
 ) -> bytes:
-    """What two clients know and nobody else, for one `purpose` of one `session`.
+    """Returns 32 bytes that only two clients can compute, for one `purpose` of one `session`.
 
-    It depends on who they are and on how their keys are written: several keys have the same secret
-    in common with any other (they differ by a point of low order), and a client could publish
-    another's.
+    They depend on both clients' numbers and public keys as written. Keys that differ by a point of
+    low order give the same shared secret, and a client could publish another's key.
 
     Args:
-        secret: The key of one of them.
-        other: The other one.
-        keys: The public keys of both.
-        purpose: Of what is agreed on.
-        session: Of the sum.
+        secret: Secret key of one of the two clients.
+        other: Number of the other client.
+        keys: Public keys of both, by client.
+        purpose: Use of the agreed bytes; another purpose gives unrelated bytes.
+        session: Session of the sum.
+
+    Raises:
+        AbortedError: the other's public key is none.
     """
     try:
         shared = X25519PrivateKey.from_private_bytes(secret).exchange(
             X25519PublicKey.from_public_bytes(keys[other])
         )
     except ValueError as error:
+        # The library refuses a shared secret of zeros, which points of low order give.
         raise AbortedError(f"a public key is none: {error}") from error
     who = list_entries(keys)
     info = b"fedsim secure aggregation\0" + who + purpose.encode() + b"\0" + session
@@ -136,31 +145,39 @@ def agree_key(
 
 
 def own_mask(seed: bytes, session: bytes) -> bytes:
-    """The key of the mask that a client adds for itself."""
+    """Returns the key of the mask that a client adds for itself, derived from its `seed`."""
     return digest(b"own mask", session, seed)
 
 
 def commit(seed: bytes, session: bytes) -> bytes:
-    """Commits to the seed of a client's own mask, so that no other passes for it later."""
+    """Returns a commitment to the seed of a client's own mask, so that no other seed passes for it
+    later."""
     return digest(b"commitment", session, seed)
 
 
 def add_mask(vector: Ring, key: bytes, sign: int) -> None:
-    """Add (`sign` 1) or take off (-1) the stream of `key`, in place. A key serves one vector."""
+    """Adds (`sign` 1) or subtracts (-1) the key stream of `key`, in place.
+
+    A key must mask one vector only.
+    """
     # A counter that begins at 0 is safe, as no key masks a second vector.
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    # `update_into` demands room for one block of AES, less a byte, beyond the data.
     buffer = bytearray(_CHUNK + 15)
     numbers = _CHUNK // vector.itemsize
+    # One byte order on every machine: otherwise two clients' masks would not cancel.
     little: np.dtype[Any] = vector.dtype.newbyteorder("<")
     for at in range(0, len(vector), numbers):
         part = vector[at : at + numbers]
+        # Encrypted zeros are the bare key stream.
         written = stream.update_into(memoryview(_ZEROS)[: part.nbytes], buffer)
         mask: NDArray[Any] = np.frombuffer(buffer, little, written // vector.itemsize)
         (np.add if sign > 0 else np.subtract)(part, mask, out=part)
 
 
 def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
-    """Shares of a secret of 32 bytes, of which `needed` reveal it and fewer tell nothing."""
+    """Splits a secret of 32 bytes into `holders` shares; any `needed` of them reveal it, and fewer
+    tell nothing."""
     # Shamir's field has 128 bits: each half of the secret is shared by itself.
     halves = [
         Shamir.split(needed, holders, secret[at : at + _HALF], ssss=False) for at in (0, _HALF)
@@ -172,7 +189,11 @@ def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
 
 
 def join_shares(shares: Sequence[bytes]) -> bytes:
-    """The secret of as many shares as it needs."""
+    """Returns the secret of 32 bytes that shares reveal; with too few, some other bytes.
+
+    Raises:
+        AbortedError: a share is repeated or malformed.
+    """
     numbered = {int.from_bytes(share[:_INDEX], "big"): share for share in shares}
     if len(numbered) < len(shares) or any(len(share) != SHARE for share in shares):
         raise AbortedError("shares are repeated or malformed")
@@ -185,13 +206,18 @@ def join_shares(shares: Sequence[bytes]) -> bytes:
 
 
 def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
-    """Encrypt shares under a key that serves one message, of one `way`."""
+    """Encrypts shares under a key for one message; `way` names sender and receiver, and is
+    authenticated."""
     # One nonce for all is safe for the same reason: the key is of this message alone.
     return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)
 
 
 def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
-    """Decrypt what `seal` returned."""
+    """Decrypts what `seal` returned.
+
+    Raises:
+        AbortedError: the box, its key or its way is another.
+    """
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), box, way)
     except InvalidTag as error:
@@ -199,38 +225,44 @@ def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
 
 
 def list_entries(entries: Mapping[int, bytes]) -> bytes:
-    """A mapping of clients as bytes, whatever its order, to be digested."""
+    """Encodes a mapping of clients to bytes for a digest, independently of its order."""
     return b"".join(digest(str(client).encode(), entries[client]) for client in sorted(entries))
 
 
+# Two public keys, a commitment and a signature.
 _LENGTH = 2 * KEY + SECRET + SIGNATURE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A client's public keys of one sum, signed by it."""
+    """A client's public keys for one sum, with its signature."""
 
     sealing: bytes
-    """X25519: for the shares that others send it."""
+    """X25519 public key that encrypts the shares which others send to the client; 32 bytes."""
     masking: bytes
-    """X25519: for the masks that it has in common with others."""
+    """X25519 public key of the masks that the client has in common with others; 32 bytes."""
     commitment: bytes
-    """Commitment to the seed of its own mask."""
+    """Commitment to the seed of the client's own mask; 32 bytes."""
     signature: bytes
-    """Ed25519, of all that and the sum's session."""
+    """Ed25519 signature of both keys, the commitment and the sum's session; 64 bytes."""
 
     def statement(self, client: int, session: bytes) -> bytes:
-        """What is signed."""
+        """Returns the digest that the client signs."""
         who = str(client).encode()
+        # The session is signed, too, so that keys of an earlier sum cannot be shown again.
         return digest(b"keys", session, who, self.sealing, self.masking, self.commitment)
 
     def to_bytes(self) -> bytes:
-        """Returns a fixed number of bytes."""
+        """Returns all fields joined, 160 bytes."""
         return self.sealing + self.masking + self.commitment + self.signature
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Published:
-        """Read what `to_bytes` returned."""
+        """Reads what `to_bytes` returned.
+
+        Raises:
+            AbortedError: the length is another, or a public key is none.
+        """
         if len(content) != _LENGTH:
             raise AbortedError(f"published keys are {len(content)} bytes, expected {_LENGTH}")
         for at in (0, KEY):
@@ -244,7 +276,7 @@ class Published:
 
 
 Directory = Mapping[int, Published]
-"""What each client has published, as the server shows it to all."""
+"""Public keys of each client, by client, as the server shows them to all."""
 
 
 def directory_digest(directory: Directory) -> bytes:
@@ -253,7 +285,11 @@ def directory_digest(directory: Directory) -> bytes:
 
 
 def check_keys(directory: Directory) -> None:
-    """Refuse a directory in which a key is none or stands twice: then one client would be two."""
+    """Refuses a directory in which a key is invalid or stands twice: one client would be two.
+
+    Raises:
+        AbortedError: there is such a key.
+    """
     keys = [key for one in directory.values() for key in (one.sealing, one.masking)]
     for key in keys:
         check_public(key)

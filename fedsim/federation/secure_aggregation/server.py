@@ -25,10 +25,10 @@ from fedsim.words import number_of
 
 
 class SumServer:
-    """The server of one sum. It knows nothing of how messages travel."""
+    """The server of one sum, apart from how messages travel."""
 
     def __init__(self, terms: Terms) -> None:
-        """A sum of which nothing is known."""
+        """Begins a sum for which no client has published anything."""
         self._terms = terms
         self._directory: Directory = {}
         self._boxes: dict[int, Mapping[int, bytes]] = {}
@@ -37,24 +37,28 @@ class SumServer:
         self._total: Ring | None = None
 
     def publish(self, directory: Directory) -> None:
-        """Take what clients published."""
+        """Takes the keys that clients published.
+
+        Raises:
+            AbortedError: too few clients published keys, or a key is invalid or stands twice.
+        """
         self._enough(len(directory), "published keys")
         check_keys(directory)
         self._directory = directory
 
     def neighbours(self, client: int) -> list[int]:
-        """Returns the clients for whom `client` has a box."""
+        """Returns the clients for whom `client` has to send a box, ascending."""
         return self._terms.neighbours(client, self._directory, directory_digest(self._directory))
 
     def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
-        """Take the boxes of `client`, one for each of its neighbours."""
+        """Takes the boxes that `client` has sealed, one for each of its neighbours."""
         sizes = {len(box) for box in boxes.values()}
         if set(boxes) != set(self.neighbours(client)) or sizes != {BOX}:
             raise AbortedError("expected a sealed box for each of its neighbours")
         self._boxes[client] = boxes
 
     def boxes_for(self, client: int) -> dict[int, bytes]:
-        """What its neighbours have sealed for `client`."""
+        """Returns the boxes that its neighbours have sealed for `client`, by sender."""
         self._enough(len(self._boxes), "shared their secrets")
         return {
             sender: self._boxes[sender][client]
@@ -68,10 +72,11 @@ class SumServer:
         return sorted(self._boxes)
 
     def add(self, client: int, vector: Ring, signature: bytes) -> None:
-        """Add a masked vector, which is not kept."""
+        """Adds a masked vector to the sum without keeping it, and keeps the client's signature."""
         if client not in self._boxes or client in self._signatures:
             raise AbortedError(f"client {client} has no vector to add, or has added it")
         if self._total is None:
+            # A copy: the sum grows in place, and the caller goes on to use its vector.
             self._total = vector.copy()
         elif self._total.dtype != vector.dtype or self._total.shape != vector.shape:
             raise AbortedError("masked vectors differ in type or length")
@@ -81,7 +86,7 @@ class SumServer:
 
     @property
     def signatures(self) -> Mapping[int, bytes]:
-        """Client -> signature, of those whose vectors are in the sum."""
+        """Signatures of directory and model by clients whose vectors are in the sum."""
         return self._signatures
 
     @property
@@ -96,22 +101,29 @@ class SumServer:
         return [client for client in self.sharers if client not in self._signatures]
 
     def agree(self, client: int, signature: bytes) -> None:
-        """Take the signature of a survivor, of who is in the sum."""
+        """Takes a survivor's signature of the lists of clients in the sum and lost."""
         self._agreed[client] = signature
 
     @property
     def agreed(self) -> Mapping[int, bytes]:
-        """Signatures by those who agreed."""
+        """Signatures of these lists, by client."""
         self._enough(len(self._agreed), "agreed to who is in the sum")
         return self._agreed
 
     def reveal(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
-        """Take all masks off the sum, by the shares that each client has given."""
+        """Takes all masks off the sum and returns it; it can be opened once.
+
+        `answers` holds, for each client that gave shares, its share of each other client's secret.
+
+        Raises:
+            AbortedError: too few clients gave shares, or the shares of a secret are wrong.
+        """
         self._enough(len(answers), "gave shares")
         survivors = self.survivors
         assert self._total is not None
         total, session = self._total, self._terms.session
         for client in survivors:
+            # Of a survivor, the mask that it added for itself comes off.
             seed = self._secret(client, answers)
             # Wrong shares give some other seed: without this, they would move the sum unnoticed.
             if not hmac.compare_digest(
@@ -120,6 +132,7 @@ class SumServer:
                 raise AbortedError(f"the shares of client {client}'s seed are wrong")
             secrets.add_mask(total, secrets.own_mask(seed, session), -1)
         for client in self.lost:
+            # Of a lost client, the masks come off that survivors have in common with it.
             masking = self._secret(client, answers)
             if secrets.public_of(masking) != self._directory[client].masking:
                 raise AbortedError(f"the shares of client {client}'s key are wrong")
@@ -130,10 +143,11 @@ class SumServer:
                     # `other` added the mask if its number is the lower one, else it took it off.
                     secrets.add_mask(total, key, -1 if other < client else +1)
         self._total = None
+        # Masks came off in place: a second opening would take them off twice.
         return total
 
     def _secret(self, client: int, answers: Mapping[int, Mapping[int, bytes]]) -> bytes:
-        """What its holders' shares reveal."""
+        """Reveals a secret of `client` from its holders' shares."""
         holders = sorted([client, *self.neighbours(client)])
         needed = self._terms.shares
         shares = []

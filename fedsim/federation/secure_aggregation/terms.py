@@ -41,11 +41,14 @@ _ROUNDING = 1e-9
 
 def least(members: int, threshold: float) -> int:
     """The least number of `members` that is a majority and at least their `threshold` share."""
+    # A majority, so that any two such sets share a member, who consents to one sum only.
     return max(members // 2 + 1, math.ceil(threshold * members - _ROUNDING))
 
 
 COMPLETE_BELOW = 100
 """Number of clients below which all are neighbours."""
+# Largest chances over all clients that too many neighbours collude, and that a sum cannot be
+# opened.
 _SECRECY, _COMPLETION = 2.0**-80, 2.0**-20
 _DROPOUTS = 0.05
 _LEAST = 4
@@ -53,11 +56,11 @@ _LEAST = 4
 
 @cache
 def degree(clients: int, threshold: float, colluding: float) -> int:
-    """How many neighbours each of so many `clients` has; `clients` - 1: all others.
+    """Returns how many neighbours each of `clients` clients has; `clients` - 1 means all others.
 
     Args:
-        clients: That take part.
-        threshold: Share of a neighbourhood that has to be there.
+        clients: Number of clients that take part.
+        threshold: Share of a neighbourhood that reveals a secret.
         colluding: Share of the clients that may tell the server all they know.
     """
     if clients < COMPLETE_BELOW:
@@ -67,11 +70,14 @@ def degree(clients: int, threshold: float, colluding: float) -> int:
     # The server may leave out honest clients until a quorum is left: all that collude are in it.
     bad, gone = math.floor(colluding * clients), math.floor(_DROPOUTS * clients)
     others, fewest = clients - 1, least(clients, threshold) - 1
+    # Even numbers alone: half of the neighbours stand on either side of the ring.
     for neighbours in range(_LEAST, fewest, 2):
         needed = least(neighbours + 1, threshold)
+        # The bound t - 1 - k / 2 of the module's text, from which on a neighbourhood is unsafe.
         too_many = needed - 1 - neighbours // 2
         if too_many < 1:
             continue
+        # Union bounds over all clients, each of whom draws k neighbours without replacement.
         seen = clients * float(hypergeom.sf(too_many - 1, fewest, bad, neighbours))
         lost = clients * float(hypergeom.sf(neighbours + 1 - needed, others, gone, neighbours))
         if seen <= _SECRECY and lost <= _COMPLETION:
@@ -92,7 +98,7 @@ class Terms:
     participants: tuple[int, ...]
     """The clients that are asked, ascending."""
     threshold: float
-    """Share of those who hold shares of a secret that has to be there to reveal it; above 1/2."""
+    """Share of the participants that a sum needs, and of holders that reveal a secret; above 1/2."""
     colluding: float = 0.0
     """Share of the participants that may tell the server all they know."""
     fewest: int = 1
@@ -109,21 +115,22 @@ class Terms:
 
     @property
     def quorum(self) -> int:
-        """How many masked vectors a sum takes at least."""
+        """Least number of masked vectors in a sum that is opened."""
         return max(self.fewest, least(len(self.participants), self.threshold))
 
     def neighbours(self, client: int, directory: Collection[int], digest: bytes) -> list[int]:
         """Returns the clients with whom `client` shares masks and secrets, ascending; symmetric.
 
-        All others, where there are fewer than 100 or no smaller number would do. Else k of
-        them, on a ring of the clients in an order that `digest` decides: those within k / 2 places
-        (a Harary graph: Bell et al., CCS 2020, Section 3).
+        These are all others below 100 clients, or where no smaller number would do. Otherwise they
+        are k of them: those within k / 2 places on a ring whose order `digest` decides (a Harary
+        graph: Bell et al., CCS 2020, Section 3).
 
         Args:
-            client: Whose.
+            client: The client whose neighbours are asked for.
             directory: The clients that published keys.
-            digest: Of these keys, so that nobody knows the order before they are published.
+            digest: Digest of these keys, so that nobody knows the order before they are published.
         """
+        # Sorted input and a seeded permutation give the server and every client the same ring.
         everyone = sorted(directory)
         reach = self._degree // 2
         if self.complete:
@@ -137,10 +144,10 @@ class Terms:
 
     @property
     def shares(self) -> int:
-        """How many shares reveal a secret.
+        """Number of shares that reveal a secret.
 
-        It does not depend on who has published keys: else a server that leaves clients out would
-        lower it.
+        It does not depend on who has published keys: otherwise a server that leaves clients out
+        would lower it.
         """
         return self.quorum if self.complete else least(self._degree + 1, self.threshold)
 
