@@ -212,7 +212,7 @@ class Layout:
                 f"the sum of {number_of(clients, 'client')} says that it is of "
                 f"{number_of(count, 'example')}"
             )
-        # With noise: a bound on one client's influence needs a divisor that is the same whoever answers.
+        # With noise, the bound on one client's influence needs a divisor that is fixed beforehand.
         weight = self.clients if terms.noise else count
         return self._decode(part, numbers[:-1], terms.most_examples / weight, count)
 

@@ -98,7 +98,7 @@ class Terms:
     participants: tuple[int, ...]
     """The clients that are asked, ascending."""
     threshold: float
-    """Share of the participants that a sum needs, and of holders that reveal a secret; above 1/2."""
+    """Share of participants that a sum needs, and of holders that reveal a secret; above 1/2."""
     colluding: float = 0.0
     """Share of the participants that may tell the server all they know."""
     fewest: int = 1
