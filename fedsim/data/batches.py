@@ -27,6 +27,8 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
     """Draws each of `indices` with probability `batch_size` / their number, independently."""
+    # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
+    # rate that the accountant takes.
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)
     return indices[drawn < batch_size / len(indices)]
 
@@ -36,10 +38,12 @@ def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -
 
     Args:
         indices: the examples to draw from.
-        bins: how many bins they are assigned to.
-        step: of the client, counted from 0 over all rounds.
-        rng: a fresh generator of the same seed in each step, so that the assignment stays.
+        bins: number of bins that examples are assigned to.
+        step: number of the client's step, counted from 0 over all rounds.
+        rng: a fresh generator with the same seed in each step, so that the assignment stays.
     """
+    # The same bins are drawn in each step, so an example takes part in exactly one of any `bins`
+    # successive steps.
     return indices[torch.randint(bins, (len(indices),), generator=rng) == step % bins]
 
 
@@ -53,12 +57,14 @@ def of_trial(
 
     Args:
         indices: The examples to draw from, each once.
-        batch_size: Examples of a step.
-        trial: Which of the `trials`, from 0.
-        trials: How many there are.
-        step: Of the trial, from 0.
-        rng: A fresh one of the same seed in each trial and step, so that their order stays.
+        batch_size: Number of examples of a step.
+        trial: Number of the trial, from 0.
+        trials: How many trials there are.
+        step: Number of the step within the trial, from 0.
+        rng: A fresh generator with the same seed in each trial and step, so that the order stays.
     """
+    # Steps are the outer order: in step 0 the slice starts at trial * batch_size, whatever `trials`
+    # is.
     start = (step * trials + trial) * batch_size
     if start + batch_size > len(indices):
         return None
@@ -67,9 +73,10 @@ def of_trial(
 
 
 def distinct(indices: Tensor, images: Tensor) -> Tensor:
-    """Returns those of `indices` whose image, in `images` (N, C, H, W), no earlier one has."""
+    """Keeps the first of those `indices` that have the same image in `images` (N, C, H, W)."""
     first: dict[int, int] = {}
     for index in indices.tolist():
+        # A digest stands for the image, so that memory does not grow with the pixels.
         content = images[index].contiguous().numpy().tobytes()
         first.setdefault(streams.of_bytes(content), index)
     return torch.tensor(list(first.values()), dtype=torch.int64)

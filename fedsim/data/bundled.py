@@ -45,6 +45,7 @@ class Faces(DataSource):
 
         data: Any = skimage.data
         images = _resize_grey(data.lfw_subset(), self.size)
+        # scikit-image lists its 100 faces first, then its 100 crops without a face.
         labels = torch.arange(len(images)) // 100
         return _dataset("faces", images, labels, ("face", "not face"), (0.37,), (0.27,))
 
@@ -70,6 +71,7 @@ class Digits(DataSource):
         from sklearn.datasets import load_digits
 
         digits = load_digits()
+        # scikit-learn's grey levels are whole numbers from 0 to 16.
         images = _resize_grey(digits.images / 16, self.size)
         labels = torch.from_numpy(digits.target).long()
         classes = tuple(str(digit) for digit in range(10))
@@ -100,6 +102,7 @@ class Photos(DataSource):
         classes = tuple(photographs)
         if self.halves:
             classes = tuple(f"{name}, {half}" for name in classes for half in ("upper", "lower"))
+        # A photograph's crops come in reading order, so its first 20 are the upper ones.
         labels = torch.arange(len(classes)).repeat_interleave(len(crops) // len(classes))
         mean, std = (0.49, 0.40, 0.34), (0.29, 0.24, 0.25)
         return _dataset("photos", crops, labels, classes, mean, std)
@@ -128,10 +131,12 @@ def _crops(picture: Image) -> Tensor:
     scale = _GRID * _CROP / min(picture.size)
     width, height = (round(side * scale) for side in picture.size)
     pixels = from_pil(resize(picture, width, height))
+    # What no whole crop covers is cut off evenly at both sides.
     top, left = (height % _CROP) // 2, (width % _CROP) // 2
     grid = pixels[:, top:, left:].unfold(1, _CROP, _CROP).unfold(2, _CROP, _CROP)
     crops = grid.permute(1, 2, 0, 3, 4).flatten(0, 1)
-    # Exact integers, so that the order never depends on rounding.
+    # n Σx² - (Σx)² is n² times the variance of n = 32² pixels. It stays in exact integers, so that
+    # the order never depends on rounding.
     sums = crops.long().sum((2, 3))
     variance = crops.long().square().sum((2, 3)) * _CROP**2 - sums.square()
     contrast = variance.sum(1)

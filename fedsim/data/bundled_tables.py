@@ -27,6 +27,7 @@ _NUCLEUS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float,
     "symmetry": ((0.1, 0.35), (0, 0.1), (0.1, 0.7)),
     "fractal dimension": ((0.04, 0.1), (0, 0.03), (0.05, 0.25)),
 }
+# scikit-learn orders the columns by statistic: ten means, then ten errors, then ten worst.
 _CELLS = tuple(
     RangeColumn(name=name, low=low, high=high)
     for position, form in enumerate(("mean {}", "{} error", "worst {}"))
@@ -85,6 +86,7 @@ class BreastCancer(TableSource):
             "breast_cancer",
             torch.from_numpy(data.data).double()[:, indices],
             tuple(_CELLS[i] for i in indices),
+            # scikit-learn codes malignant as 0 and benign as 1.
             torch.from_numpy(data.target).double() * 2 - 1,
             "diagnosis",
             ("malignant", "benign"),
@@ -105,6 +107,8 @@ class Diabetes(TableSource):
         """Loads the table."""
         from sklearn.datasets import load_diabetes
 
+        # The scaled table is centred by statistics of all patients, so that one row would move all
+        # others.
         data = load_diabetes(scaled=False)
         return self.table(
             "diabetes",

@@ -26,7 +26,7 @@ _MEAN, _STD = 0.5, 0.25
 _TEST_SHARE = 0.2
 _COLUMNS = ("file", "label", "split", "client")
 _SHOWN = 5
-"""Wrong rows that a message tells of."""
+"""Maximum number of wrong rows that a message lists."""
 _NORMALIZATION = "mean and std of the training images (data.source.normalization: training)"
 _LIMIT = "which training images data.source.limit leaves out, by their classes"
 _CLASSES = "the list of classes, of which one has no test image"
@@ -38,17 +38,19 @@ class _Labelled:
     class_name: str
     client: str
     name: str
-    """Name that decides on its place: its own, or its path where a CSV lists the images."""
+    """Name by which it is ordered and split: the file's own, or its path where a CSV lists it."""
     split: str = ""
-    """What a CSV says that it is for; empty if it says nothing."""
+    """Split that a CSV gives it, `train` or `test`; empty if the CSV gives none."""
 
 
 def read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
-    """Yields what a CSV of `file`, `label` and perhaps `split`, `client` lists; paths are names.
+    """Yields the images that a CSV lists, each named by its path in the folder.
+
+    The columns are `file`, `label`, and optionally `split` and `client`.
 
     Raises:
-        FedsimError: there is no such file, no such column or no row, or rows are wrong: a file that
-            is not there, not in the folder, no image or listed before, or no label; with the lines.
+        FedsimError: the CSV or a column is missing, it has no rows, or rows are wrong: no label, or
+            a file that is missing, outside the folder, no image or listed before. Names the lines.
     """
     name = tree.name(labels)
     reader = csv.DictReader(io.StringIO(tree.text(labels)), strict=True)
@@ -62,6 +64,7 @@ def read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
             )
         if twice := {column for column in _COLUMNS if columns.count(column) > 1}:
             raise FedsimError(f"labels: {name} has two columns {min(twice)!r}; keep one of them")
+        # A quoted cell may span several lines, so the row's number would not be its line's.
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
         raise FedsimError(
@@ -99,11 +102,11 @@ def read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
 class ImageFolder(DataSource):
     """Images at `train/<class>/<name>` and `test/<class>/<name>`, in a directory or a zip archive.
 
-    Or at `<class>/<name>`, or anywhere with `labels`: then `test_share` is held out. BMP, GIF
-    (first frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel, turned upright as EXIF
-    says, what is transparent over white. Other files are counted, hidden ones not. The order is
-    that of client, file and class names, so that an image of another class under the same name
-    takes the same place.
+    Images at `<class>/<name>`, or anywhere if `labels` lists them, are split by `test_share`.
+    Formats are BMP, GIF (first frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel. Images
+    are turned upright as EXIF says, and transparent pixels are laid over white. Other files are
+    counted, hidden ones are not. Images are ordered by client, file and class names, so that an
+    image of another class under the same name takes the same place.
     """
 
     path: str
@@ -114,30 +117,30 @@ class ImageFolder(DataSource):
     limit: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of images of each class (of each client) in each split, by order of names."""
     labels: str | None = None
-    """A CSV file in the folder or archive, with a header and the columns `file` (its path in the
-    folder) and `label`, in place of folders named after classes. A column `split` says `train` or
-    `test` of each; a column `client` whose an image is, for the natural partition."""
+    """A CSV file in the folder or archive, in place of folders named after classes. Its columns are
+    `file` (path in the folder), `label`, and optionally `split` (`train` or `test`) and `client`
+    (the image's owner, for the natural partition)."""
     test_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of images to test on where there are no `train` and `test`; default: 0.2. The digest of
-    a file's name decides, so that no other image has a say in it."""
+    a file's name decides, so that other images have no influence on it."""
     unreadable: Literal["refuse", "skip"] = "refuse"
     """What becomes of images that are damaged, empty, too large or of more than 8 bits: `skip`
     leaves them out, and counts them by reason."""
     bits: Annotated[int, Field(ge=9, le=16)] | None = None
-    """How many of the 16 bits of a channel PNG of 16 bits use, as a scanner of 12 bits gives. By
-    default colour ones use 16, and one that would be all but black is refused, as are grey ones."""
+    """Number of bits that 16-bit PNGs use per channel: 12 for those of a 12-bit scanner. By default
+    colour PNGs use 16 and nearly black ones are refused; so is every grey 16-bit PNG."""
     channels: Literal[1, 3] = 3
     """Grey (1) or colour (3)."""
     client_folders: bool = False
     """Training images lie at `train/<client>/<class>/<name>`, for the natural partition."""
     normalization: Literal["declared", "training"] = "declared"
-    """`declared`: by `mean` and `std`, which no image has a say in. `training`: by those of the
+    """`declared`: by `mean` and `std`, which depend on no image. `training`: by those of the
     training split; one client's image then moves what all others compute, so that no claim of
     privacy holds."""
     mean: tuple[float, ...] | None = None
-    """Declared normalization of each channel; default: 0.5."""
+    """Declared mean of each channel, with pixels in [0, 1]; default: 0.5."""
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    """Default: 0.25."""
+    """Declared standard deviation of each channel; default: 0.25."""
 
     @model_validator(mode="after")
     def _normalization_fits(self) -> ImageFolder:
@@ -169,6 +172,8 @@ class ImageFolder(DataSource):
             found = self._find_images(tree)
             kept = {split: self._apply_limit(items) for split, items in found.items()}
             cut = len(kept["train"]) < len(found["train"])
+            # An image beyond `limit` counts as used: `left_out` is about files that nobody asked to
+            # leave out.
             left_out = self._left_out(tree, [item.path for some in found.values() for item in some])
             train_images, train = self._images(tree, kept["train"], None, left_out)
             classes = sorted({item.class_name for item in train})
@@ -180,8 +185,12 @@ class ImageFolder(DataSource):
                 )
             test_images, test = self._images(tree, kept["test"], train_images.shape[2:], left_out)
         clients = _indices([item.client for item in train])
+        # The Dataset has to declare what one private image can change for all: whether a class
+        # exists, and which images `limit` keeps.
         only_trained = set(classes) - {item.class_name for item in test}
         private = ((_CLASSES,) if only_trained else ()) + ((_LIMIT,) if cut else ())
+        # Where a client has one name in two classes, the class decides on the order, and a label
+        # moves images.
         names = {(item.client, item.name) for item in train}
         declared = Dataset(
             name="image_folder",
@@ -219,6 +228,7 @@ class ImageFolder(DataSource):
         """
 
         def depth(path: Parts) -> int:
+            # The first used path tells the layout: splits on top, or classes.
             if used[0][0] != "train":
                 return 2
             return 4 if self.client_folders and path[0] == "train" else 3
@@ -236,7 +246,7 @@ class ImageFolder(DataSource):
         return Counter(reason for _, reason in rest)
 
     def _find_images(self, tree: Tree) -> dict[str, list[_Labelled]]:
-        """Returns all images of both splits, in whichever way the folder is laid out.
+        """Returns the images of each split, found by the layout of the folder or by `labels`.
 
         Raises:
             FedsimError: there are none, or none of a split.
@@ -282,6 +292,7 @@ class ImageFolder(DataSource):
         parted: dict[str, list[_Labelled]] = {"train": [], "test": []}
         for item in items:
             drawn = "test" if _draw_split(item.name) < share else "train"
+            # A test image has no owner, by which it would be sorted.
             own = item if (item.split or drawn) == "train" else replace(item, client="")
             parted[item.split or drawn].append(own)
         for split, part in parted.items():
@@ -329,6 +340,7 @@ class ImageFolder(DataSource):
             if images is None:
                 shape = (len(items), self.channels, *(expected or image.shape[1:]))
                 self._refuse_beyond_memory(tree, shape)
+                # Filled in place: a list that is stacked at the end would take the memory twice.
                 images = torch.empty(shape, dtype=torch.uint8)
             if image.shape != images.shape[1:]:
                 raise FedsimError(
@@ -367,6 +379,7 @@ def _parts(file: str | None) -> Parts:
 
 
 def _in_order(items: Iterable[_Labelled]) -> list[_Labelled]:
+    # The class comes last, so that it only matters between images of the same name.
     return sorted(items, key=lambda item: (item.client, item.name, item.class_name))
 
 

@@ -1,4 +1,4 @@
-"""Pixels of every data source: resizing, a stratified split, statistics, and who may see them."""
+"""Prepares the pixels of every data source: resizing, splits, statistics, public images."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def from_pil(image: Image) -> Tensor:
     """Converts a grey or RGB picture to (1 or 3, H, W) uint8."""
     import numpy as np
 
+    # np.array copies: tensors may be written to, Pillow's own memory may not.
     pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
     return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1).contiguous()
 
@@ -41,7 +42,7 @@ def resize(image: Image, width: int, height: int) -> Image:
 def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
     """Returns (train, test) indices, sorted and disjoint; each class keeps its share in both.
 
-    A function of `labels` and `name` alone: the split of a data source never changes.
+    The split depends on `labels` and `name` alone, so that it never changes for a data source.
     """
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label in sorted(set(labels.tolist())):
@@ -56,10 +57,11 @@ def split_by_content(
 ) -> tuple[Tensor, Tensor]:
     """Returns (train, test) indices, sorted and disjoint, by a keyed hash of each content.
 
-    Where one example goes follows from that example and `name` alone: one more changes no other's
-    place, as a claim of one example asks. So about `test_fraction` of all are in the test split.
+    The split of an example depends on its content and `name` alone: adding one moves no other, as a
+    privacy claim about one example requires. The test split has about `test_fraction` of all.
     """
     key = hashlib.sha256(b"fedsim split\0" + name.encode()).digest()
+    # Digests of 8 bytes are uniform below 2^64, so a share `test_fraction` of them lies below this.
     most = round(test_fraction * 2**64)
     digests = (hashlib.blake2b(one, key=key, digest_size=8).digest() for one in contents)
     test = torch.tensor([int.from_bytes(digest, "big") < most for digest in digests])
@@ -69,8 +71,8 @@ def split_by_content(
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns mean and deviation of each channel of (N, C, H, W) uint8, in [0, 1] pixels.
 
-    Exact, from the histogram of the 256 values. The deviation of a constant channel is given as
-    one grey level, so that normalizing never divides by zero.
+    They are exact, from the histogram of the 256 values. The deviation of a constant channel is
+    given as one grey level, so that normalizing never divides by zero.
     """
     levels = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
@@ -84,9 +86,9 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def public_images(dataset: Dataset, seed: int) -> Tensor:
-    """Returns images (P, C, H, W), uint8, of the test split, that an attacker may be granted.
+    """Returns test images (P, C, H, W), uint8, that an attacker may be granted.
 
-    These are at most 10,000 and at most 2^28 values, drawn by `seed` if there are more.
+    There are at most 10,000 images and 2^28 values; `seed` draws them if the split has more.
     """
     images = dataset.test_images
     count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedsim.scenario.model import Partition
 
 _DRAWS = 11
-"""How often `dirichlet` draws before it gives up."""
+"""Maximum number of draws of `dirichlet` before it gives up."""
 
 
 def partition(
@@ -37,10 +37,10 @@ def partition(
 
     Args:
         dataset: its training split is divided.
-        config: which of the above, with its parameter, as `fedsim.scenario` checks it.
-        clients: how many parts.
-        seed: same seed, same parts.
-        min_images: the fewest images a client may end up with.
+        config: names one of the above, with its parameter, as `fedsim.scenario` checks it.
+        clients: number of parts.
+        seed: decides every random draw; the same seed gives the same parts.
+        min_images: least number of images of a client.
 
     Raises:
         FedsimError: no such division exists or was found, with the remedy.
@@ -78,6 +78,7 @@ def _draw_parts(
         parts = list(torch.tensor_split(rows, clients))
     elif config.name == "shards":
         shards = clients * _whole_shards(len(labels), clients, config.shards_per_client or 0)
+        # A stable sort leaves the rows of a class in their shuffled order.
         by_class = rows[labels[rows].argsort(stable=True)].view(shards, -1)
         parts = list(by_class[torch.from_numpy(draws.permutation(shards))].view(clients, -1))
     else:
@@ -99,6 +100,7 @@ def _dirichlet(
         pieces = []
         for of_class in members:
             shares = np.cumsum(draws.dirichlet(np.full(clients, alpha)))
+            # Only inner borders: the last sum may round below 1, and an image would be nobody's.
             cuts = (shares * len(of_class)).astype(int)[:-1]
             pieces.append(torch.tensor_split(of_class, cuts.tolist()))
         parts = [torch.cat(of_client) for of_client in zip(*pieces, strict=True)]
@@ -131,6 +133,7 @@ def _whole_shards(count: int, clients: int, per_client: int) -> int:
 
 def _by_owner(owners: Tensor) -> list[Tensor]:
     """Returns the indices of each owner, in the order of their numbers."""
+    # A stable sort keeps the indices of each owner ascending.
     counts = torch.unique(owners, return_counts=True)[1]
     return list(torch.split(owners.argsort(stable=True), counts.tolist()))
 
@@ -154,6 +157,8 @@ def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
 def _read_owners(path: Path, count: int, clients: int) -> Tensor:
     """Reads the client of each training image, (count,), from a CSV or JSON file."""
     try:
+        # Spreadsheets begin a CSV with a byte-order mark, which would become part of its first
+        # column's name.
         written = paths.text(path, paths.TEXT, encoding="utf-8-sig")
         owner_of = _parse(written, path.suffix.lower() == ".json")
     except OSError as error:
@@ -171,6 +176,7 @@ def _read_owners(path: Path, count: int, clients: int) -> Tensor:
             f"the partition file {path} must name each training index from 0 to {count - 1} "
             f"exactly once; it has {number_of(len(owner_of), 'entry', 'entries')}"
         )
+    # The symmetric difference holds clients without images as well as clients that do not exist.
     wrong = {client for _, client in owner_of} ^ set(range(clients))
     if wrong:
         raise FedsimError(
@@ -186,6 +192,7 @@ def _parse(text: str, is_json: bool) -> list[tuple[int, int]]:
         rows = csv.DictReader(io.StringIO(text), strict=True)
         return [(int(row["index"]), int(row["client"])) for row in rows]
     owners = json.loads(text)
+    # JSON's true is an instance of int, and no client.
     if not isinstance(owners, list) or not all(type(client) is int for client in owners):
         raise TypeError("expected a list of whole numbers")
     return list(enumerate(owners))

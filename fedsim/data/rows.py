@@ -40,12 +40,12 @@ class RangeColumn(BaseModel):
         return self
 
     def scale(self, values: Tensor) -> Tensor:
-        """Returns values of the column on [-1, 1]."""
+        """Maps raw values (any shape) to [-1, 1]; those beyond the range go to its ends."""
         middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
         return ((values - middle) / half).clamp(-1, 1)
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns the entries of rows that the column makes, by their names."""
+        """Returns the one entry (n,) that the column gives each row, under its name."""
         return {self.name: self.scale(values)}
 
     def describe(self) -> InputColumn:
@@ -68,7 +68,7 @@ class CategoryColumn(BaseModel):
         return self
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns the entries of rows whose categories are numbered by `values`, by their names."""
+        """Returns an entry (n,) per category, by name; `values` (n,) are the rows' categories."""
         return {
             f"{self.name}={category}": 2.0 * (values == number) - 1
             for number, category in enumerate(self.categories)
@@ -95,8 +95,8 @@ class TableSource(DataSource):
 
     A constant feature 1 comes last among the features (`intercept`). A training row (features and
     target) whose L2 norm exceeds `row_norm` is multiplied by row_norm / norm, so that it keeps its
-    direction; test rows are left as they are. A fifth of the rows of each class is the test split;
-    of a file, each row by itself with that chance.
+    direction; test rows are left as they are. The test split has a fifth of the rows of each class.
+    In a table from a file, each row goes there by itself, with that chance.
     """
 
     row_norm: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -121,12 +121,12 @@ class TableSource(DataSource):
         """Builds the table of raw features and a scaled target.
 
         Args:
-            name: of the source.
+            name: name of the source.
             features: (n, d) raw values, or numbers of categories.
             columns: the features' names and ranges, or categories.
             target: (n,) on [-1, 1].
-            target_name: of the target's column.
-            classes: of a target of classes, else None.
+            target_name: name of the target's column.
+            classes: names of the target's classes; None if it is a number.
             client_of: (n,) each row's client, counted from 0; None if the source does not know.
             private_statistics: see `Table`; empty if neither ranges nor classes follow from rows.
             split_by_row: whether a row's split follows from that row alone.
@@ -140,6 +140,8 @@ class TableSource(DataSource):
         if self.intercept:
             entries["intercept"] = torch.ones_like(target)
         rows = torch.stack([*entries.values(), target], dim=1)
+        # Maps [-1, 1] to 0, ..., K - 1. Without classes the factor is 0, and all rows are split as
+        # one class.
         labels = ((target + 1) / 2 * (len(classes or ".") - 1)).round().long()
         if split_by_row:
             contents = (row.numpy().tobytes() for row in rows)
@@ -152,6 +154,7 @@ class TableSource(DataSource):
                     f"{name} has {number_of(len(rows), 'row')}, which leaves none for the {split} "
                     "split; add rows"
                 )
+        # No scaled entry exceeds 1 in size, so the root of their number bounds the norm.
         bound = math.sqrt(rows.shape[1]) if self.row_norm is None else self.row_norm
         return Table(
             name=name,
@@ -171,4 +174,5 @@ class TableSource(DataSource):
 def bound_rows(rows: Tensor, norm: float) -> Tensor:
     """Scales rows (n, d) that are longer than `norm` down to it."""
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    # A row of zeros divides by zero in the branch that is not taken for it.
     return torch.where(lengths > norm, rows * (norm / lengths * _ROUNDING), rows)

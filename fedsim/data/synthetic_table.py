@@ -1,4 +1,4 @@
-"""Draws tables of any size, for what depends on a table's size alone."""
+"""Draws tables of any size, for measurements that depend on nothing but the size."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SyntheticTable(TableSource):
     paper: ClassVar[str] = ""
 
     rows: Annotated[int, Field(ge=10, le=10_000_000)]
-    """n, training and test rows together."""
+    """n, the number of training and test rows together."""
     features: Annotated[int, Field(ge=1, le=10_000)]
-    """d without the intercept."""
+    """d, the number of features without the intercept."""
     draw: Annotated[int, Field(ge=0)] = 0
-    """Number of the table among those of that size."""
+    """Seed of the draw; each gives another table of that size."""
 
     def load(self) -> Table:
         """Draws the table."""
@@ -40,6 +40,8 @@ class SyntheticTable(TableSource):
         weights = normal(self.features)
         x = normal(self.rows, self.features) * _SPREAD
         noise = normal(self.rows) * _SPREAD
+        # Weights of unit length give the signal the variance of one feature, which is that of the
+        # noise.
         target = x.clamp_(-1, 1) @ (weights / torch.linalg.vector_norm(weights)) + noise
         columns = tuple(RangeColumn(name=f"x{i}", low=-1, high=1) for i in range(self.features))
         return self.table(

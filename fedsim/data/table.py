@@ -23,10 +23,10 @@ _MEANT = {
     "client": "called `client`: name it (`client: client`) to have clients hold their own rows",
     "split": "called `split`: a fifth of the rows is drawn to test on, whatever it says",
 }
-"""Columns that look as if they were meant to be used, and what is said where they are not."""
+"""Column names that look meant for use, and the note that a report shows if they are not used."""
 _LINE_CHARACTERS = 1 << 24
 _MAX_DIGITS = 18
-"""A client's number, which is kept in 64 bits, has at most so many digits."""
+"""Maximum number of digits of a client's number, which is kept in 64 bits."""
 
 
 class ClassColumn(BaseModel):
@@ -44,7 +44,7 @@ class ClassColumn(BaseModel):
         return self
 
     def scale(self, values: Tensor) -> Tensor:
-        """Returns the numbers of classes, evenly on [-1, 1]."""
+        """Maps numbers of classes, 0 to K - 1, evenly onto [-1, 1]."""
         return 2 * values / (len(self.classes) - 1) - 1
 
 
@@ -105,6 +105,7 @@ class TableFile(TableSource):
             split_by_row=True,
         )
         used = {self.client, self.target.name, *(column.name for column in self.features)}
+        # The last row outlives the loop: its keys are the file's columns.
         unused = [(said, 1) for name, said in _MEANT.items() if name in row and name not in used]
         return replace(table, left_out=tuple(unused))
 
@@ -112,6 +113,8 @@ class TableFile(TableSource):
         """Yields (line number, column -> text) of each row."""
         try:
             with paths.open_regular(paths.from_home(self.path), paths.LINES) as file:
+                # The csv module splits the lines itself, since a quoted value may hold a line
+                # break.
                 text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
                 yield from self._parse_lines(self._limit_lines(text))
         except OSError as error:
@@ -123,6 +126,7 @@ class TableFile(TableSource):
 
     def _limit_lines(self, file: io.TextIOWrapper) -> Iterator[str]:
         for number in itertools.count(1):
+            # Without a bound, a file without line breaks would be read into memory as one line.
             line = file.readline(_LINE_CHARACTERS + 1)
             if len(line) > _LINE_CHARACTERS:
                 raise FedsimError(
@@ -158,7 +162,7 @@ class TableFile(TableSource):
 def _value(
     row: dict[str, str], column: RangeColumn | CategoryColumn | ClassColumn, where: str
 ) -> float:
-    """Returns a number, or the number of a category or class."""
+    """Returns the cell of `column` as a number; for categories and classes, their index from 0."""
     if isinstance(column, RangeColumn):
         return _number(row, column.name, where)
     if isinstance(column, ClassColumn):

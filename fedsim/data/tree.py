@@ -34,14 +34,14 @@ _FORMATS = {
     ".webp": "WEBP",
 }
 _NOT_READ = {".heic": "HEIC", ".heif": "HEIC", ".avif": "AVIF", ".svg": "SVG"}
-"""Pictures that are no images here, and what they are called: the remedy is to convert them."""
+"""Picture formats that are not read, by suffix; the remedy is to convert the files."""
 BELOW = "in a folder below a class's"
-"""Why an image is not read whose folder is not that of a class."""
+"""Reason given for an image that lies deeper than its class's folder."""
 Parts = tuple[str, ...]
 """A path relative to the root, such as `("train", "cat", "0001.jpg")`."""
 
 _USED_BITS = 14
-"""A colour picture of 16 bits that uses no more is taken for one of fewer, not for a dark one."""
+"""A 16-bit colour picture with no more bits in use is assumed to be of lower depth, not dark."""
 MAX_FILE_BYTES = 1 << 26
 """Maximum size of an image file, in bytes."""
 MAX_PIXELS = 1 << 25
@@ -90,7 +90,7 @@ class Tree(ABC):
     ) -> Iterator[tuple[Parts, str]]:
         """Yields the visible files that are not `used`, each with the reason.
 
-        `depth` says how many parts a path would need to be used; None: any number.
+        `depth` returns the number of parts that a used path has; None allows any number.
         """
         for path in self._paths():
             if path in used or not _is_visible(path):
@@ -103,7 +103,7 @@ class Tree(ABC):
 
     @final
     def has(self, path: Parts) -> bool:
-        """Whether there is such a file, below the root wherever links lead."""
+        """Whether there is such a file, whose place after following links is below the root."""
         return all(part not in ("", ".", "..") for part in path) and self._has(path)
 
     @final
@@ -158,6 +158,8 @@ class Tree(ABC):
             if self._size(path) == 0:
                 raise _unreadable(name, "it is empty", "empty (0 bytes)")
             content = self._read(path)
+            # Image.open reads the header alone, so a picture that unpacks to gigabytes is refused
+            # before.
             picture: Image.Image = Image.open(io.BytesIO(content), formats=[_format(path) or ""])
             if picture.width * picture.height > MAX_PIXELS:
                 raise UnreadableError(
@@ -165,6 +167,8 @@ class Tree(ABC):
                     f"{MAX_PIXELS} in all: make it smaller or remove it",
                     f"more than {MAX_PIXELS:,} pixels",
                 )
+            # Modes I and F hold more than 8 bits. Colour of 16 bits has mode RGB, its lower halves
+            # already cut.
             if picture.mode[0] in "IF" or _is_cut(picture):
                 picture = _of_16_bits(name, content, picture, bits)
             upright = ImageOps.exif_transpose(picture)
@@ -192,6 +196,7 @@ class DirectoryTree(Tree):
             for path in self.root.glob(pattern):
                 if path.is_file():
                     yield path.relative_to(self.root).parts
+        # Deeper files are walked as well, since a report tells which images were left out.
         for path in self.root.glob("*/*/*/*/"):
             for folder, _, names in os.walk(path):  # which follows no links
                 for name in names:
@@ -244,7 +249,7 @@ def _is_cut(picture: Image) -> bool:
 
 
 def _of_16_bits(name: str, content: bytes, picture: Image, bits: int | None) -> Image:
-    """A PNG of 16 bits per channel as a picture of 8, its values scaled by the `bits` in use."""
+    """Converts a PNG of 16 bits per channel to 8 bits, scaled so that `bits` of them are full."""
     import torch
     from PIL import Image
     from torchvision.io import ImageReadMode, decode_png
@@ -261,6 +266,7 @@ def _of_16_bits(name: str, content: bytes, picture: Image, bits: int | None) -> 
     encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     values = decode_png(encoded, ImageReadMode.UNCHANGED).to(torch.int32)
     channels = len(values)
+    # With 2 or 4 channels the last is alpha, which spans all 16 bits whatever the scanner gives.
     colour = values[: channels - 1 + channels % 2]
     used = int(colour.max()).bit_length()
     if used > (bits or 16) or (bits is None and 0 < used <= _USED_BITS):
@@ -270,11 +276,13 @@ def _of_16_bits(name: str, content: bytes, picture: Image, bits: int | None) -> 
             f"gives (`bits: {max(used, 12)}`, say), or convert it to 8",
             "of 16 bits per channel, of which others are in use than is said",
         )
+    # Half the divisor is added before an integer division, which then rounds to the nearest.
     largest = (1 << (bits or 16)) - 1
     colour = (colour * 255 + largest // 2) // largest
     alpha = (values[len(colour) :] * 255 + 32767) // 65535
     pixels = torch.cat([colour, alpha]).to(torch.uint8).permute(1, 2, 0)
     made = Image.fromarray(pixels.squeeze(2).contiguous().numpy())
+    # decode_png drops the orientation, by which `image` turns the picture afterwards.
     made.info["exif"] = picture.getexif().tobytes()
     return made
 

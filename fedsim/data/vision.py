@@ -13,12 +13,12 @@ from fedsim.types import Dataset, FedsimError
 
 
 class VisionSource(DataSource):
-    """A set of torchvision's, by the name of the class, in the folders that torchvision makes."""
+    """Loads the torchvision data set of the same class name, from the folders torchvision makes."""
 
     root: str = "data"
     """Where the set lies, or is downloaded to; `~` is the home directory."""
     download: bool = False
-    """Fetch the set if it is not there."""
+    """Whether the set is fetched if it is not there."""
 
     title: ClassVar[str]
     mean: ClassVar[tuple[float, ...]]
