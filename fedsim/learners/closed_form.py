@@ -29,11 +29,11 @@ VALUE = "release"
 """Name of the only tensor that crosses the wire."""
 
 _CHUNK = 4096
-"""So many rows are multiplied by their part of G at once."""
+"""Number of rows that are multiplied by their part of G at once."""
 
 
 class OneRelease(Computation):
-    """Computes a single release of each client, which is what becomes of the parameters."""
+    """Computes one release per client; the mean of the releases replaces the parameters."""
 
     release: Release
 
@@ -55,14 +55,14 @@ class OneRelease(Computation):
 
 
 def counted_once(update: Tensors) -> Computed:
-    """Makes of a release what a client computed: of rows, each client's counting as one example."""
+    """Wraps a release as a client's result, which counts as one example whatever rows it holds."""
     return Computed(update=update, buffers={}, num_examples=1, truth=None, loss=None)
 
 
 def all_members(rows: Tensor, scored: Tensor, classes: int = 0) -> RowTruth:
-    """Makes (n, columns) `rows` the truth of a release that all of them took part in.
+    """Returns the truth of a release in which all `rows` (n, columns) took part.
 
-    `scored` (columns,) says which columns are data, and `classes` how many tell the label.
+    `scored` (columns,) says which columns are scored, and `classes` how many encode the label.
     """
     return RowTruth(
         rows=rows,
@@ -100,7 +100,7 @@ class ClosedForm(OneRelease):
     def describe(self) -> ReleaseSpec:
         """Describes how the release comes from rows.
 
-        It is no attribute, since σ may not exist.
+        This is computed on demand, since the stack may have no σ and then raises.
         """
         return ReleaseSpec(
             learner=self._learner.name,
@@ -115,8 +115,10 @@ class ClosedForm(OneRelease):
         )
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
-        """Returns the rows of the table."""
+        """Returns the truth of a release of all `inputs` (n, d + 1); an intercept is not scored."""
         scored = torch.ones(inputs.shape[1], dtype=torch.bool)
+        # Last among the features, before the target, stands the intercept: a constant that
+        # everybody knows.
         scored[-2] = not self.table.intercept
         return all_members(inputs, scored)
 
@@ -140,6 +142,7 @@ def regularize(rows: Tensor, sigma: float) -> Tensor:
     """Returns [D; σ I]: (n, d + 1) rows and one further row per column; D itself for σ 0."""
     if sigma == 0:
         return rows
+    # D'D becomes D'D + σ² I, as under a ridge penalty of σ².
     return torch.cat([rows, sigma * torch.eye(rows.shape[1], dtype=rows.dtype)])
 
 

@@ -46,7 +46,7 @@ class LeastSquares(Learner):
 
     method: Method = "sketch"
     columns: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """r; not of `ols`."""
+    """r, the number of columns of a sketch; `ols` has none."""
 
     @model_validator(mode="after")
     def _columns_fit(self) -> LeastSquares:
@@ -86,6 +86,8 @@ class _Regression(ClosedForm):
         if self._method == "sketch":
             return sketch(rows, self.release.columns, rng)
         if self._method == "als":
+            # Transposed, the sketch is r rows: the regression minimizes ||G'(Bx - b)|| (Algorithm
+            # 1).
             return solve(sketch(rows, self.release.columns, rng).T)
         if self._method == "ls":
             return normal_solution(rows, self.release.columns, rng)
@@ -108,6 +110,8 @@ class _Regression(ClosedForm):
 
 def solve(rows: Tensor) -> Tensor:
     """Returns the shortest x of least ||Bx - b||, (d,), of rows [B, b] (n, d + 1)."""
+    # gelsd works by singular values: of several solutions it gives the shortest. gels needs full
+    # rank.
     solution: Tensor = torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution
     return solution.squeeze(1)
 
@@ -129,6 +133,7 @@ def normal_solution(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
             "columns, or give clients more rows"
         )
     draw = normal((len(best), 1), rng, rows.dtype)
+    # With B'B = LL' and z ~ N(0, I), the vector L'⁻¹ z has covariance (B'B)⁻¹.
     spread = torch.linalg.solve_triangular(factor.T, draw, upper=True).squeeze(1)
     drawn: Tensor = best + residual / columns**0.5 * spread
     return drawn

@@ -78,6 +78,7 @@ def quadratic_form(
         form = scale**2 * weighted
     else:
         form = weighted @ (weights.T @ weights / len(weights))
+    # x'Qx depends on the symmetric part of Q alone.
     return (form + form.transpose(1, 2)) / 2
 
 

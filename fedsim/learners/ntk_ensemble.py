@@ -40,7 +40,7 @@ KERNEL = "kernel"
 _KINDS: dict[str, ReleaseKind] = {"form": "kernel_regression", "model": "kernel_model"}
 
 _LARGEST = 10**8
-"""A model with more entries is refused."""
+"""Maximum number of entries of a released model."""
 
 
 @final
@@ -70,13 +70,14 @@ class NTK(Learner):
     """`discrete`: (x'z)(x'Sz) with S = W'W / m of random neurons W, the same for all clients.
     `continuous`: its limit σ² (x'z)²."""
     neurons: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """m, of the discrete kernel. Default: 256."""
+    """m, the number of neurons of the discrete kernel. Default: 256."""
     scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """σ of the neurons' weights N(0, σ² I)."""
     ridge: Annotated[float, Field(gt=0, le=1e12)] = 10.0
-    """λ. Eigenvalues of K are of the order of a client's number of rows, and less."""
+    """λ, which is added to the diagonal of K. The eigenvalues of K are at most of the order of a
+    client's number of rows."""
     release: Literal["form", "model"] = "form"
-    """`form`: Q. `model`: (X, α), which have no mean over several clients; of one client alone."""
+    """`form`: Q. `model`: (X, α), which have no mean over several clients, so that there is one."""
 
     @model_validator(mode="after")
     def _neurons_fit(self) -> NTK:
@@ -114,6 +115,7 @@ class _Regression(OneRelease):
         if learner.kernel == "discrete":
             stream = rng.generator(problem.seed, "learner", "neurons")
             self._weights = ntk.draw_weights(learner.neurons or 256, d, learner.scale, stream)
+            # The largest eigenvalue of S = W'W / m bounds K(x, x) = x'Sx of unit features.
             gain = float(torch.linalg.matrix_norm(self._weights, 2) ** 2 / len(self._weights))
         self._declared = problem.learner
         self.release = Release(
@@ -128,7 +130,7 @@ class _Regression(OneRelease):
     def describe(self) -> ReleaseSpec:
         """Describes what everybody knows of a release.
 
-        It is no attribute, since there may be no noise that is enough.
+        This is computed on demand, since no noise may be enough, which raises an error.
         """
         return ReleaseSpec(
             learner=self._declared.name,
@@ -257,6 +259,8 @@ class _Single(_Regression):
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
         """Returns the client's model."""
         rows, alpha = self.fit(request, rng)
+        # F.pad takes the last axis first. A release of fewer rows, as of a probe, keeps the
+        # declared shape.
         padding = (0, 0, 0, self._num_examples - len(rows))
         return counted_once({FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)})
 

@@ -87,13 +87,14 @@ class _Training(Computation):
         self.spec = model_spec(problem)
         self._altering = problem.stack.model_defenses
         self.model = build(self.spec, self._seed, self._altering).to(self._device)
+        # Batch norm's counter is an integer, which no client releases.
         self.releases_statistics = any(
             buffer.is_floating_point() for buffer in self.model.buffers()
         )
 
     @property
     def _columns(self) -> Tensors:
-        """Number of the table's column that each entry of an input is of; nothing for images."""
+        """Index of the table's column that each input entry comes from; empty for images."""
         widths = [column.width for column in self.spec.columns]
         numbers = torch.arange(len(widths)).repeat_interleave(torch.tensor(widths or [0]))
         return {"columns": numbers} if widths else {}
@@ -156,6 +157,7 @@ class _Training(Computation):
                 "models do not tell the mean update; remove the radius, or client from "
                 "observe.vantages"
             )
+        # In float64 the difference adds no rounding to that of the weights.
         moved = after.double() - before.double()
         return -moved / training.lr if training.algorithm == "fedsgd" else moved
 
@@ -205,6 +207,7 @@ class _Training(Computation):
         trained: Trained,
     ) -> GroundTruth:
         training = request.training
+        # Under `batches: same` every step repeats the first batch, which counts once.
         distinct = training.num_images // training.batch_size
         used = batches[:distinct]
         features = losses = None
@@ -242,6 +245,7 @@ class _Training(Computation):
         loss = loss_function(self.model, scratch, replace(training, dropout=0.0))
         sizes = torch.tensor([float(len(labels)) for _, labels in batches])
         with torch.no_grad():
+            # Poisson sampling may draw an empty batch, of which the mean is NaN.
             losses = [loss(parameters, *batch).cpu() for batch in batches if len(batch[1])]
         return (torch.stack(losses) * sizes[sizes > 0]).sum() / sizes.sum()
 
@@ -278,14 +282,16 @@ def train(
         batches: (normalized images (B, C, H, W), labels (B,)), one per step; where B varies,
             sums are divided by `training.batch_size`.
         training: as changed by the stack's training defenses.
-        stack: whose training defenses make the direction of a step.
-        generator: of the defenses' and dropout's draws.
+        stack: its training defenses make the direction of a step.
+        generator: stream of the defenses' and dropout's draws.
     """
     updated = {name: value.clone() for name, value in buffers.items()}
     loss = loss_function(model, updated, training)
     losses: list[Tensor] = []
 
     def plain(at: Tensors, images: Tensor, labels: Tensor, _: torch.Generator) -> Tensors:
+        # Divided by the declared size, so that an example's weight does not depend on how many
+        # others are drawn.
         share = len(images) / training.batch_size
         if share == 0:
             losses.append(torch.zeros(()))
@@ -306,6 +312,8 @@ def train(
             batch_size=training.batch_size,
         )
     )
+    # Layers draw from torch's global stream. Its seed is kept, so that the truth can repeat their
+    # draws.
     seed = int(torch.randint(2**62, (), generator=generator))
     with rng.global_stream(seed):
         update = local_update(

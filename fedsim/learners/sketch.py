@@ -32,7 +32,7 @@ class Sketch(Learner):
     trains = False
 
     columns: Annotated[int, Field(ge=1, le=1_000_000)]
-    """r. Estimates err by 1/sqrt(r); privacy costs more the more columns there are."""
+    """r, the number of columns. Estimates err by 1/sqrt(r); more columns cost more privacy."""
 
     def payload(self) -> ReleaseKind:
         """Returns the kind, a sketch."""
@@ -55,5 +55,6 @@ class _Sketching(ClosedForm):
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
         rows = self.table.test_rows
         gram, estimate = rows.T @ rows, parameters[VALUE] @ parameters[VALUE].T
+        # SS' grows with the columns and with the number of rows, of which neither is an error.
         estimate, gram = (matrix / torch.linalg.matrix_norm(matrix) for matrix in (estimate, gram))
         return Evaluation(loss=float(torch.linalg.matrix_norm(estimate - gram)), accuracy=None)

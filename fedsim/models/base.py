@@ -1,4 +1,4 @@
-"""What every model is: a body that computes features and a head that classifies them.
+"""Defines every model as a body that computes features and a head that classifies them.
 
 The split is what feature attacks work on: `forward(x) = head(features(x))` always holds. An imprint
 module, if there is one, comes before the body and is part of `features`.
@@ -36,19 +36,20 @@ class HeadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     width: Annotated[int, Field(gt=0, le=1 << 20)] = 16384
-    """Hidden neurons."""
+    """m, the number of hidden neurons."""
     planted: Annotated[int, Field(ge=0)] = 0
-    """How many of them (the last ones) the server plants: Gaussian W, constant rows of A."""
+    """Number of hidden neurons (the last ones) that the server plants: Gaussian W, constant rows of
+    A."""
     planted_std: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Standard deviation of the planted W. One over the norm of the features is what unit features
-    meet in the paper's N(0, I)."""
+    """Standard deviation of the planted W. The paper draws N(0, I) for features of norm 1; for
+    features of norm s, 1 / s gives the same."""
     planted_rows: Literal["graded", "two_groups", "equal"] = "graded"
     """Row k = 1..K of A on the planted neurons, v of them: `graded` k / v; `two_groups` 1 / v for
     the first half of the classes and -1 / v for the others; `equal` 1 / v."""
     planted_gain: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Factor of the planted rows of A."""
     activation: Activation = "relu"
-    """σ."""
+    """σ, the activation of the hidden neurons."""
     divided: bool = False
     """Whether logits are divided by the width: f(x) = (1/m) A σ(W x + b), as in the paper."""
     unit_features: bool = False
@@ -87,6 +88,7 @@ class Classifier(nn.Module):
         """Puts `body` and `head` in the place of those that were there."""
         self.body = body
         self.head = head
+        # Kept in lists, since each local step asks for them and `modules()` walks the whole model.
         self._dropouts = [part for part in self.modules() if isinstance(part, HeadDropout)]
         self._terms = [part for part in self.modules() if isinstance(part, LossTerm)]
 
@@ -149,7 +151,9 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
             f"{what} takes images, and the data are rows of {spec.input_shape[0]} entries; use "
             "model mlp, without an imprint"
         )
+    # Counted before it is built: a model that is too large is refused, not killed by the system.
     size.check(_count_size(plugin, spec, defenses))
+    # PyTorch's initializers draw from the global stream and take no generator.
     with rng.global_stream(seed):
         return _construct(plugin, spec, defenses)
 
@@ -183,6 +187,8 @@ def _construct(
     model = plugin.build(spec.input_shape, spec.num_classes)
     if plugin.imprint:
         model.imprint = Imprint(plugin.imprint, spec.input_shape)
+    # Defenses draw last, so that the weights of the model itself are the same with and without
+    # them.
     for defense in defenses:
         features = feature_size(model.body, spec.input_shape)
         model.install(*defense.wrap(model.body, model.head, features))
@@ -192,6 +198,7 @@ def _construct(
 def _count_size(
     plugin: ModelPlugin, spec: ModelSpec, defenses: Sequence[ModelDefense]
 ) -> size.Size | None:
+    # Counting must not advance the caller's stream, and initializers of a plugin may draw.
     with rng.global_stream(0):
         return size.count_size(lambda: _construct(plugin, spec, defenses), spec.input_shape)
 
@@ -209,6 +216,7 @@ def denormalize(images: Tensor, spec: InputSpec) -> Tensor:
 
 
 def _statistics(like: Tensor, spec: InputSpec) -> tuple[Tensor, Tensor]:
+    # Statistics get shape (1, C, 1, 1) for images and (1, D) for rows.
     inner = [1] * (like.ndim - 2)
     mean, std = (
         torch.tensor(values, dtype=like.dtype, device=like.device).view(1, -1, *inner)

@@ -40,7 +40,7 @@ class ConvNet(ModelPlugin):
     width: Annotated[int, Field(gt=0, le=4096)] = 32
     """Channels of the first convolution; the last ones have four times as many."""
     norm: Norm = "group"
-    """Between each convolution and its activation."""
+    """Normalization between each convolution and its activation."""
     activation: Activation = "relu"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:

@@ -53,7 +53,9 @@ class TwoLayerHead(nn.Module):
         if config.planted_rows == "graded":
             rows = torch.arange(1.0, classes + 1)
         elif config.planted_rows == "two_groups":
+            # With an odd number of classes, the first group has one more.
             rows[(classes + 1) // 2 :] = -1
+        # Divided by their number, so that the planted neurons' part of a logit stays bounded.
         self.output.weight[:, first:] = config.planted_gain * rows[:, None] / config.planted
 
 

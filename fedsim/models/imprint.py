@@ -28,8 +28,8 @@ class ImprintConfig(BaseModel):
     """Standard deviation over images of the brightness of a normalized image (the mean of all its
     entries), which the bins take to be N(0, std²): 0.5 to 0.7 for photographs."""
     gain: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """How much brightness is added back to the image, as a fixed noise pattern. The gradient that
-    carries the images grows with it, and so does what the model has to put up with."""
+    """Factor of the fixed noise pattern that is added to an image in proportion to its brightness.
+    The gradient that carries the images grows with it, and so does the disturbance of the model."""
     scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Factor of the first layer, divided out of the second. The model stays the same, but that
     gradient is divided by it: with a small one it stands out of noise, but local steps and training
@@ -71,10 +71,14 @@ class Imprint(nn.Module):
         config, size = self.config, self.hidden.in_features
         self.hidden.weight.fill_(config.scale / size)
         brightness = NormalDist(sigma=config.std)
+        # Quantiles make bins equally likely, so that most images of a batch are alone in theirs if
+        # bins outnumber them.
         quantiles = [brightness.inv_cdf(i / config.bins) for i in range(1, config.bins)]
         thresholds = torch.tensor([_BELOW_ALL * config.std, *quantiles])
         self.hidden.bias.copy_(-config.scale * thresholds)
         pattern = torch.randn(size, 1) * (config.gain / (config.bins * config.scale))
+        # All columns are equal, so that an image enters every row that it passes with the same
+        # factor g.
         self.output.weight.copy_(pattern.expand_as(self.output.weight))
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ class KAN(ModelPlugin):
     )
 
     hidden: Annotated[int, Field(gt=0, le=1 << 16)] = 32
-    """m: hidden units."""
+    """m, the number of hidden units."""
     degree: Annotated[int, Field(ge=1, le=7)] = 3
     """Degree of the splines; the paper assumes cubic or higher."""
     intervals: Annotated[int, Field(ge=1, le=256)] = 5
@@ -43,7 +43,7 @@ class KAN(ModelPlugin):
     init_scale: Annotated[float, Field(gt=0, le=1e3)] = 1.0
     """Standard deviation of both layers' coefficients at the start."""
     second_layer_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """train: first: what the second layer is drawn from. It is public, as the architecture is."""
+    """Seed of the fixed second layer under `train: first`. It is public, as the architecture is."""
 
     @model_validator(mode="after")
     def _head_is_trained(self) -> KAN:
@@ -69,6 +69,8 @@ class KAN(ModelPlugin):
         if self.head is not None:
             return Classifier(body, make_head(self.head, width, num_classes))
         if self.train == "first":
+            # An attacker who rebuilds the model knows no seed of the run, and no release holds this
+            # layer.
             stream = rng.generator(self.second_layer_seed, "kan", "second layer")
             fixed = torch.randn(num_classes, width, generator=stream)
             return Classifier(body, _FixedReadout(self.init_scale * fixed))
@@ -89,9 +91,9 @@ class _Basis(nn.Module):
 
 
 class _FixedReadout(nn.Module):
-    """(B, d) -> (B, K) by a weight that is neither a parameter nor a buffer: it never moves.
+    """Maps (B, d) to (B, K) by a weight that is neither a parameter nor a buffer, and never moves.
 
-    So it is in no update and in no release; who knows the model's configuration knows it.
+    No update and no release contains it; whoever knows the model's configuration knows it.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -99,4 +101,5 @@ class _FixedReadout(nn.Module):
         self._weight = weight
 
     def forward(self, features: Tensor) -> Tensor:
+        # A plain attribute does not follow its module to a device.
         return features @ self._weight.to(features).T

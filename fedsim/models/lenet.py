@@ -50,6 +50,7 @@ class LeNet(ModelPlugin):
         body = nn.Sequential(*layers)
         self._initialize(body)
         model = assemble(body, self.head, input_shape, num_classes)
+        # A uniform draw would destroy the planted neurons of a two-layer head.
         if self.head is None:
             self._initialize(model.head)
         return model

@@ -22,7 +22,7 @@ from fedsim.models.base import Classifier
 from fedsim.types import FedsimError, Mode
 
 _TRIED = 2
-"""Images by which a taken-apart model is compared with what it was."""
+"""Number of images on which a taken-apart model is compared with the original."""
 _RELUS = (F.relu, torch.relu, Tensor.relu)
 _POOLS = (F.max_pool2d, torch.max_pool2d)
 _MASKS = (
@@ -38,7 +38,7 @@ _MASKS = (
 )
 _AXES = 4
 _POSITION = 4
-"""Position of the chance of dropout among the arguments of attention."""
+"""Position of `dropout_p` among the arguments of scaled_dot_product_attention."""
 _PREFIX = "live:"
 _numbers = itertools.count(1)
 _models: dict[str, Classifier] = {}
@@ -85,16 +85,17 @@ def take_apart(
 ) -> tuple[Classifier, Mapping[str, str]]:
     """Return a copy of `model` as body and head, and the names that its tensors have there.
 
-    The head is the linear layer of `classes` outputs that is called last, if the model's answer is
-    its output or the log-softmax of that, of which cross-entropy makes the same. Otherwise it is a
-    part that is linear as a whole, as of low-rank layers beside another. A model without either is
-    all body. Masks of dropout are no attacker's to know: the copy has none, computes in float32,
-    and draws the same numbers each time if it still draws any (`is_random`).
+    The head is the linear layer of `classes` outputs that is called last, if the model returns its
+    output or the log-softmax of it (cross-entropy is the same for both). Otherwise it is a part of
+    several layers that is linear as a whole, such as a layer with a low-rank one beside it. A model
+    without either is all body. No attacker knows the masks of dropout, so the copy has none. It
+    computes in float32, and if it still draws random numbers, they are the same each time
+    (`is_random`).
 
     Args:
         model: Takes (B, C, H, W) and returns logits (B, K), or something with `logits`.
         input_shape: (C, H, W).
-        classes: K.
+        classes: K, the number of classes.
         head: Name of the linear layer, if another one is meant than the last.
 
     Raises:
@@ -129,11 +130,14 @@ def take_apart(
             f"head: {head} is no linear layer with {classes} outputs of the model, or its weight "
             "is made of others (weight_norm); name one that is, or none"
         )
+    # A candidate is the head if body and head together still answer as the whole did, at weights in
+    # general position.
     with _move_weights(own), torch.no_grad():
         expected = whole.eval()(probe)
         for layer in [head] if head else _head_candidates(own, called, classes):
             parent, _, last = layer.rpartition(".")
             linear = own.get_submodule(layer)
+            # Once the layer is replaced, the model no longer lists its tensors.
             names = _map_names(own, layer)
             setattr(own.get_submodule(parent), last, _HeadReached())
             found = Classifier(whole, linear)
@@ -152,14 +156,14 @@ def take_apart(
 
 
 def is_random(model: Classifier) -> bool:
-    """Whether a model that was taken apart draws random numbers, of which it takes one draw."""
+    """Whether a model that was taken apart draws random numbers; its copy repeats one draw."""
     return isinstance(model.body, _Logits) and model.body.seeded
 
 
 def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> set[str]:
     """Return the names of parameters on which the logits do not depend in this mode.
 
-    Where they do not depend on the images, attacks are told so when they would differentiate.
+    If they do not depend on the images either, an attack that differentiates is refused later.
     """
     images = _probe(model, input_shape).requires_grad_()
     model.train(mode == "train")
@@ -169,6 +173,8 @@ def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]
     logits = _answer(model, images.clone())  # no leaf, so that they may be written to
     if not logits.requires_grad:
         raise FedsimError("model: its own code cuts all gradients, so that it has no update")
+    # One backward pass tells it for all: with `allow_unused` the gradient of an unused tensor is
+    # None.
     of_images, *found = torch.autograd.grad(logits.sum(), wanted, allow_unused=True)
     model.load_state_dict(before, strict=False)
     if isinstance(model.body, _Logits):
@@ -227,6 +233,7 @@ class _Substitutes(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # view(dtype) reinterprets the bits, which reshape cannot.
         if func is Tensor.view and not any(isinstance(each, torch.dtype) for each in args):
             return args[0].reshape(*args[1:])
         named = dict(kwargs or {})
@@ -251,9 +258,11 @@ class _Substitutes(TorchFunctionMode):
         if func in _RELUS and args:
             key = "relu"
             made: nn.Module = nn.ReLU()
+        # After dilation, function and module order their arguments differently.
         elif func in _POOLS and args and args[0].ndim == _AXES and len(args) <= _AXES + 1:
             if named.get("return_indices"):
                 return None
+            # ModuleDict refuses dots in a key.
             key = f"max_pool {args[1:]} {named}".replace(".", "_")
             made = nn.MaxPool2d(*args[1:], **named)
         else:
@@ -274,7 +283,7 @@ class _FeaturesReached(BaseException):
 
 
 class _HeadReached(nn.Module):
-    """Stands where the head was: what it is called with are the features."""
+    """Takes the head's place and raises what it is called with, the features."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Any shape."""
@@ -282,19 +291,19 @@ class _HeadReached(nn.Module):
 
 
 class _Logits(nn.Module):
-    """A model whose answer is its logits, whatever they are wrapped in."""
+    """Wraps a model so that it returns its logits, whatever they come wrapped in."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.functions = nn.ModuleDict()
-        """Functions that the model calls, as modules."""
+        """Modules that replace functions the model calls, such as ReLU."""
         self.adding = False
-        """Whether functions that are not among them are added."""
+        """Whether a function without such a module gets one."""
         self.seeded = False
-        """Whether all that is drawn is drawn anew from the same seed."""
+        """Whether each pass draws its random numbers from the same seed."""
         self.cut = False
-        """Whether nothing can be differentiated with respect to images."""
+        """Whether the model's own code cuts gradients to the images."""
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, K), or the features that the head is called with."""
@@ -376,16 +385,17 @@ def _answer(model: nn.Module, images: Tensor) -> Any:
 
 @contextmanager
 def _move_weights(model: nn.Module) -> Iterator[None]:
-    """Moves all that is trained a little inside the block, so that none of it is as if not there.
+    """Moves all trained weights a little inside the block, so that every part has an effect.
 
-    Low-rank layers start at 0 and scales at 1: at such weights, a head without them computes the
-    same as one with them.
+    Low-rank layers start at 0 and scales at 1. At such weights a head without them computes the
+    same as one with them, and the wrong one would be taken.
     """
     stream = torch.Generator().manual_seed(0)
     trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     before = [p.detach().clone() for p in trained]
     with torch.no_grad():
         for p in trained:
+            # Drawn numbers lie in [1, 2): zeros move by at least 0.01, all others by at least 5%.
             drawn = torch.rand(p.shape, generator=stream).add_(1).to(p)
             p.copy_(torch.where(p == 0, 0.01 * drawn, p * (1 + 0.05 * drawn)))
     try:
@@ -421,6 +431,7 @@ def _head_candidates(model: nn.Module, called: list[str], classes: int) -> list[
     """
     last = list(dict.fromkeys(reversed(called)))
     linear = [name for name in last if _is_head(model, name, classes)]
+    # Parts are tried in the order in which their calls end: an inner one before what holds it.
     return linear + [name for name in reversed(last) if name and _is_affine(model, name, classes)]
 
 
@@ -434,6 +445,7 @@ def _is_affine(model: nn.Module, name: str, classes: int) -> bool:
     one, other = drawn.to(first.weight).chunk(2)
     with torch.no_grad():
         try:
+            # An affine f satisfies f(a + b) + f(0) = f(a) + f(b).
             both = part(one + other) + part(torch.zeros_like(one))
             return both.shape == (1, classes) and _alike(both, part(one) + part(other))
         except Exception:  # it takes something else

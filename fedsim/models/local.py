@@ -68,11 +68,13 @@ def _pure(
     buffers: Tensors,
     training: LocalTraining,
 ) -> OutputFn:
+    # Only the caller's `buffers` are shared: there batch norm leaves its new statistics.
     state = {name: value.clone() for name, value in model.named_buffers()} | dict(buffers)
     slots = _slots(model)
     train = training.mode == "train"
 
     def outputs(parameters: Tensors, images: Tensor) -> Tensor:
+        # train() walks all modules, which a small step would feel.
         if model.training != train:
             model.train(train)
         model.set_dropout(training.dropout)
@@ -163,6 +165,7 @@ def gradient(
         on_loss: is handed the loss itself, detached.
     """
     inputs = {
+        # Weights that depend on candidate images keep their graph; all others become leaves.
         name: value if value.requires_grad else value.detach().requires_grad_()
         for name, value in parameters.items()
     }
@@ -199,9 +202,11 @@ def local_update(
     for images, labels in batches:
         step = direction(current, images, labels)
         for name, grad in step.items():
+            # As in torch.optim.SGD, the first velocity is the gradient itself.
             previous = velocity.get(name) if training.momentum else None
             velocity[name] = grad if previous is None else training.momentum * previous + grad
             weight = current[name]
+            # Neither the caller's weights nor those of an attack's graph may be overwritten.
             reusable = weight is not parameters[name] and not grad.requires_grad
             out = weight if reusable else None  # a client's next weights need no new memory
             current[name] = torch.sub(weight, velocity[name], alpha=training.lr, out=out)
@@ -225,10 +230,13 @@ def _ruled_update(
         lr = training.lr if rule.rates is None else rule.rates[count - 1]
         for name, step in direction(current, images, labels).items():
             weight = current[name]
+            # Gradient of FedProx's term (μ / 2) ||θ - θ₀||², with θ₀ the global weights.
             if rule.proximal:
                 step = step + rule.proximal * (weight - parameters[name])
+            # SGD and Adam add the decay to the gradient. AdamW shrinks the weight itself, below.
             if rule.weight_decay and not decoupled:
                 step = step + rule.weight_decay * weight
+            # torch's SGD sums gradients undamped; Adam averages them with weight 1 - β₁.
             share = 1.0 if rule.optimizer == "sgd" else 1 - momentum
             previous = first.get(name)
             first[name] = share * step if previous is None else momentum * previous + share * step
@@ -240,6 +248,8 @@ def _ruled_update(
                 second[name] = squares
                 # The slope of a root at 0 is infinite.
                 root = (squares / (1 - beta**count) + _TINY).sqrt() + rule.eps
+                # Both averages start at zero; dividing by 1 - β^t corrects the bias (Kingma and Ba
+                # 2015, algorithm 1).
                 moved = first[name] / (1 - momentum**count) / root
             if decoupled:
                 weight = (1 - lr * rule.weight_decay) * weight
@@ -248,10 +258,11 @@ def _ruled_update(
 
 
 def step_weights(training: LocalTraining) -> list[float]:
-    """Returns how often each step's gradient enters the update, in units of -lr; [1] for one."""
+    """Returns each step's weight in the update, in units of -lr; [1] for a single step."""
     if training.algorithm == "fedsgd":
         return [1.0]
     if training.rule is not None and training.rule.rates is not None:
+        # The gradient of step s enters step s + j by momentum^j, at that step's own rate.
         later = [rate / training.lr for rate in training.rule.rates]
         return [
             sum(training.momentum**j * each for j, each in enumerate(later[s:]))
@@ -265,4 +276,5 @@ def mean_gradient_factor(training: LocalTraining) -> float:
     """Returns the factor that turns an update into the mean gradient over its local steps."""
     if training.algorithm == "fedsgd":
         return 1.0
+    # The update is -lr Σ w_s g_s, of which this factor leaves the mean of g_s with weights w_s.
     return -1 / (training.lr * sum(step_weights(training)))

@@ -1,7 +1,7 @@
 """Plants a malicious server's weights in a model: neurons of its head, or an imprint module.
 
-`observe.plant` has it train an honest model and plant only in the weights that it sends with a
-probe: what trains is `build_honest`, what is probed with is `plant_neurons`.
+With `observe.plant` the server trains an honest model (`build_honest`), and plants only in the
+weights that it sends with a probe (`plant_neurons`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def plants(model: Classifier) -> bool:
 def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
     """Builds the model of `spec`, as `defenses` alter it, with nothing planted."""
     if spec.parameters.get("head"):
+        # The width stays, so that its weights fit the model that is probed.
         head = {**spec.parameters["head"], "planted": 0}
         spec = replace(spec, parameters={**spec.parameters, "head": head})
     model = build(spec, seed, defenses)
@@ -43,6 +44,8 @@ def plant_neurons(model: Classifier, parameters: Tensors, seed: int) -> dict[str
     with rng.global_stream(seed):
         for name, part in model.named_children():
             if isinstance(part, TwoLayerHead | Imprint):
+                # The model itself stays as it is; weights that `plant` leaves alone have to be
+                # those given.
                 part = deepcopy(part)
                 state = {n: t for n, t in parameters.items() if n.startswith(f"{name}.")}
                 part.load_state_dict({n.removeprefix(f"{name}."): t for n, t in state.items()})

@@ -26,7 +26,7 @@ class Size:
     state: int
     """Bytes of parameters and buffers."""
     image: int
-    """Bytes that the layers compute of one image, which its gradient needs."""
+    """Bytes of all layers' outputs for one image, which a gradient has to keep."""
 
 
 _SHAPED_AS_THEIR_INPUT = {
@@ -55,13 +55,13 @@ class _ShapesAlone(TorchFunctionMode):
 
 
 def _is_counted(args: Sequence[object]) -> bool:
-    """Whether a layer's input has a shape alone; numbers that are there are computed."""
+    """Whether a layer's input is on the meta device: it has a shape, but no numbers."""
     first = args[0] if args else None
     return isinstance(first, Tensor) and first.is_meta and first.is_floating_point()
 
 
 def _fits(function: object, layer_input: Tensor, others: Sequence[object]) -> bool:
-    """Whether statistics and weights are of as many channels as the input; torch says if not."""
+    """Whether statistics and weights have the input's channels; if not, torch raises its error."""
     channels = layer_input.shape[1] if layer_input.dim() > 1 else 0
     parts = [other.shape for other in others if isinstance(other, Tensor)]
     if function is F.group_norm:
@@ -74,7 +74,7 @@ def _fits(function: object, layer_input: Tensor, others: Sequence[object]) -> bo
 
 
 def _maps(layer_input: Tensor, others: Sequence[object]) -> bool:
-    """Whether weight (out, in) and bias (out,) of a linear layer are of its input's features."""
+    """Whether weight (out, in) and bias (out,) of a linear layer fit its input's features."""
     weight, bias = [*others, None, None][:2]
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not layer_input.dim():
         return False
@@ -86,7 +86,7 @@ def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
     """Counts the size of what `build` makes; returns None if torch's meta device cannot make it.
 
     Raises:
-        FedsimError: as `build`.
+        FedsimError: `build` refuses to make it.
     """
     try:
         with torch.device("meta"), torch.no_grad(), _ShapesAlone():
@@ -113,10 +113,10 @@ def check_batch(size: Size | None, key: str, images: int, device: torch.device) 
     """Refuses a batch of `images` whose gradient does not fit beside the model.
 
     Args:
-        size: of the model; None if it cannot be counted.
-        key: of the scenario, which sets the batch.
-        images: in the batch.
-        device: where it is computed.
+        size: the model's; None if it cannot be counted.
+        key: key of the scenario that sets the batch, for the message.
+        images: number of images in the batch.
+        device: device that computes the gradient.
 
     Raises:
         FedsimError: it does not fit.
@@ -139,6 +139,7 @@ def _activation_bytes(model: nn.Module, input_shape: tuple[int, ...]) -> int:
         total += _bytes(output) if isinstance(output, Tensor) else 0
 
     for part in model.modules():
+        # Only layers without parts count: what a container returns is the output of one of them.
         if not any(part.children()):
             part.register_forward_hook(count)
     model.eval()(torch.empty(1, *input_shape))

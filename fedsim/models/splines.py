@@ -23,12 +23,15 @@ def spline_basis(x: Tensor, degree: int, intervals: int) -> Tensor:
     The pieces are half-open, the last one closed.
     """
     position = (x + 1) * (intervals / 2)  # in units of a piece, 0 to `intervals`
+    # The piece is constant almost everywhere: it carries no gradient. The clamp closes the last
+    # one.
     piece = position.detach().floor().clamp(0, intervals - 1)
     # knot j lies at j - degree; of degree 0 there are functions for all pieces that reach in
     start = torch.arange(-degree, intervals + degree, device=x.device, dtype=x.dtype)
     basis = (piece[..., None] == start).to(x.dtype)
     position = position[..., None]
     for order in range(1, degree + 1):
+        # Function j rises from its first knot on, and falls to zero order + 1 knots later.
         rise = (position - start[:-order]) / order
         fall = (start[order:] + 1 - position) / order
         basis = rise * basis[..., :-1] + fall * basis[..., 1:]

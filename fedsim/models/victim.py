@@ -14,7 +14,7 @@ from fedsim.types import FedsimError, Named, Observation
 def rebuild(observation: Observation) -> Classifier:
     """Returns the victim's model with the global weights of the observed round, on their device.
 
-    It is altered as the defenses alter it that the observation's effect names.
+    Defenses that alter a model, as the observation's effect names them, alter this one alike.
 
     Raises:
         PluginError: the model, or a defense that alters it, is not installed here.
@@ -23,6 +23,7 @@ def rebuild(observation: Observation) -> Classifier:
     try:
         name = observation.model.name
         defenses = [_alteration(each) for each in observation.effect.model]
+        # Seed 0 is arbitrary: all weights are overwritten by the observed ones.
         model = live.again(name) if live.is_live(name) else build(observation.model, 0, defenses)
         state = {**observation.parameters, **observation.buffers}
         lost, extra = model.load_state_dict(state, strict=False)

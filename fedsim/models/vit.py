@@ -35,9 +35,9 @@ class ViT(ModelPlugin):
     )
 
     patch: Annotated[int, Field(gt=0, le=1024)] = 4
-    """Side of a patch in pixels, which divides the image's sides."""
+    """Side of a patch in pixels; it has to divide both sides of the image."""
     width: Annotated[int, Field(gt=0, le=8192)] = 128
-    """Entries of a token."""
+    """Number of entries of a token."""
     depth: Annotated[int, Field(gt=0, le=64)] = 2
     """Number of blocks."""
     heads: Annotated[int, Field(gt=0, le=256)] = 4
@@ -73,7 +73,7 @@ class ViT(ModelPlugin):
 
 
 class _Body(nn.Module):
-    """(B, C, H, W) -> (B, width). Names of layers are timm's, so that its checkpoints fit."""
+    """Maps (B, C, H, W) to (B, width). Layers are named as in timm, so that its checkpoints fit."""
 
     def __init__(self, config: ViT, input_shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Body(nn.Module):
 
 
 class _PatchEmbedding(nn.Module):
-    """(B, C, H, W) -> (B, patches, width)."""
+    """Embeds the patches of images: (B, C, H, W) -> (B, patches, width)."""
 
     def __init__(self, channels: int, patch: int, width: int) -> None:
         super().__init__()
@@ -161,7 +161,9 @@ class _Attention(nn.Module):
         """(B, n, width) -> (B, n, width)."""
         batch, count, width = tokens.shape
         parts = self.qkv(tokens).reshape(batch, count, 3, self._heads, width // self._heads)
+        # Each becomes (B, heads, n, width / heads).
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        # Vaswani et al. 2017, equation 1: scores are divided by the root of a head's width.
         scores = query @ key.transpose(-2, -1) * (width // self._heads) ** -0.5
         mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, count, width)
         answer: Tensor = self.proj(mixed)
