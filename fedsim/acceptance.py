@@ -1,4 +1,4 @@
-"""A scenario with its data, of which nothing is refused: what a run starts from, and `validate`."""
+"""Checks a scenario together with its data: before a run (`accept`), and alone (`validate`)."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Accepted:
 
     scenario: Scenario
     variant: Mapping[str, Any]
-    """What a sweep has assigned in it."""
+    """Keys that the sweep assigns, and their values in this variant."""
     label: str
     """Name of the variant; empty without a sweep."""
     place: str
-    """Place of the variant in its sweep (`2/4 `), before the name of each stage; or empty."""
+    """Prefix of stages' names: the variant's place in its sweep (`2/4 `); empty without a sweep."""
     deployed: Deployed | None
-    """What is known of clients that are elsewhere; None: they are in this machine's processes."""
+    """Facts about clients on other machines; None if clients run in this machine's processes."""
     servers: Mapping[str, Server]
-    """What each stack's federation computes, or what is known of it here."""
+    """Stack -> its federation's computation, or what is known here of one that runs elsewhere."""
     claims: Mapping[str, PrivacyClaim]
-    """What the ledger states of each stack after all rounds."""
+    """Stack -> privacy claim after all rounds, by the ledger."""
 
     def lines(self) -> list[str]:
-        """What privacy depends on, and what each stack claims, one line each."""
+        """Returns what privacy depends on, and what each stack claims, one line each."""
         scenario = self.scenario
         first = next(iter(self.servers.values()))
         held, schedule = first.census.held, first.schedule
@@ -83,7 +83,7 @@ class Accepted:
 
 
 def describe_left_out(described: Dataset | Table) -> list[str]:
-    """One line on the files or columns that a source found and did not use, if there are any."""
+    """Returns one line on files or columns that the source found and did not use, or none."""
     if not described.left_out:
         return []
     total = sum(count for _, count in described.left_out)
@@ -93,9 +93,9 @@ def describe_left_out(described: Dataset | Table) -> list[str]:
 
 
 def describe_near_copies(server: Server) -> list[str]:
-    """One line on observed images of which public ones are near copies, if there are any.
+    """Returns one line on observed images of which public ones are near copies, or none.
 
-    Of clients that are elsewhere nothing is known here; rows say it once their truth is there.
+    Images of clients elsewhere are not known here; their rows say it once the truth is there.
     """
     if not isinstance(server, Workload) or not isinstance(server.dataset, Dataset):
         return []
@@ -110,7 +110,7 @@ def describe_near_copies(server: Server) -> list[str]:
 
 
 def describe_claim(server: Server, claim: PrivacyClaim) -> str:
-    """One line on the ε of a stack, and on the noise that was found for an ε asked for."""
+    """Returns one line on a stack's ε, and on the noise that was found for a requested ε."""
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
         for target, multiplier in spending.found_noises(server.stack)
@@ -127,7 +127,7 @@ def validate(
     overrides: Sequence[str] = (),
     quiet: bool = True,
 ) -> list[Accepted]:
-    """Ask of a scenario all that a run asks before its work, and write nothing.
+    """Check everything that a run checks before its work, and write nothing.
 
     Its data are loaded, and two local steps are tried behind each stack. Of a federation over a
     network the nodes are not asked: clients hold what the scenario's own source deals to them.
@@ -166,7 +166,7 @@ def open_scenario(
 
 @contextmanager
 def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
-    """Let errors from inside say the file and line of the key that they begin with."""
+    """Add the file and line of the key that an error from inside begins with."""
     try:
         yield
     except FedsimError as error:
@@ -200,6 +200,7 @@ def accept(
         FedsimError: it is refused.
     """
     scenario = variant.scenario
+    # A device that is not there is refused before any data are loaded.
     resolve_device(scenario.device)
 
     def on_wait(there: int) -> None:
@@ -213,6 +214,7 @@ def accept(
         deployed = engine.clients_of(scenario, out, link, on_wait) if out else None
         servers: dict[str, Server] = deployed.servers(scenario) if deployed else {}
         claims = {}
+        # Loaded once, for all stacks.
         dataset = None if servers else load_dataset(scenario)
         for name in () if servers else scenario.defenses:
             with _report_work(f"{place}calibrate {name}", quiet, "the search for its noise"):
@@ -234,5 +236,5 @@ def accept(
 
 
 def _report_work(title: str, quiet: bool, of: str = "a curve") -> Any:
-    """A block of which standard error is told how far it is, unless `quiet`."""
+    """Returns a context in which progress is reported on standard error, unless `quiet`."""
     return nullcontext() if quiet else progress.report_work(title, of)

@@ -1,4 +1,4 @@
-"""A federation over a network whose parts are all started on this machine: `fedsim up`."""
+"""Runs a federation over a network whose parts are all started on this machine: `fedsim up`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def up(
     Args:
         scenario: A file.
         out: The folder to fill; the nodes' own folders are below it.
-        nodes: How many clients there are; default: as the scenario says.
+        nodes: Number of clients; default: as the scenario says.
         overrides: `a.b=value` assignments to the file's keys.
-        shared_seed: Draw all from the scenario's seed, and collect the truth at the end.
+        shared_seed: Whether nodes draw all from the scenario's seed, and the truth is collected at
+            the end.
         resume: See `run`.
         workers: See `run`.
         quiet: See `run`.

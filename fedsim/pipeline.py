@@ -75,6 +75,8 @@ def run(
     paths.writable_folder(root, "--out")
     with ExitStack() as until_the_end:
         with acceptance.locate_errors(document):
+            # All variants are accepted before any is run: the last one must not be refused after
+            # hours.
             executions = []
             for number, variant in enumerate(variants):
                 folder = root / variant.label if variant.label else root
@@ -88,8 +90,10 @@ def run(
                 execution.refuse_other_run()
         with _failing(), progress.display(quiet) as display:
             for execution in executions:
+                # Where somebody runs a variant by itself, its plan is theirs to write.
                 if execution.out != root and not is_locked(execution.out):
                     execution.announce()
+            # Variants share most warnings: each is shown once, where it came first.
             for line in dict.fromkeys(w for each in variants for w in cautions(each.scenario)):
                 display.note(f"WARNING: {line}")
             for execution in executions:
@@ -126,6 +130,7 @@ def collect(
     """
     root = Path(folder)
     paths.writable_folder(root, str(root))
+    # The scenario in a run's folder is resolved, so that it is one variant.
     (variant,) = expand(open_document(root / "scenario.yaml", ()))
     with lock_folder(root):
         engine = federation.build_engine(variant.scenario)
@@ -143,9 +148,10 @@ def collect(
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Let what goes wrong inside be a run that failed, and say how to go on with it."""
+    """Turn an error inside the block into `RunFailed`, whose message says how to go on."""
     try:
         yield
+    # It is a FedsimError as well, and would be wrapped twice.
     except RunFailed:
         raise
     except FedsimError as error:
@@ -175,7 +181,7 @@ class _Execution:
     def __init__(
         self, accepted: Accepted, out: Path, resume: bool, workers: int | None, link: Link | None
     ) -> None:
-        """Nothing is done yet.
+        """Store what to run, and resolve the device and the number of workers.
 
         Args:
             accepted: The scenario with its data.
@@ -201,7 +207,7 @@ class _Execution:
         Plan.of(name, variant, rounds, self._planned, origin=self._origin()).save(self.out)
 
     def _origin(self) -> str:
-        """What is measured: the data, or of nodes that keep theirs to themselves this very run."""
+        """Returns `Plan.origin`: digest of the data, or this run's name where nodes keep theirs."""
         first = next(iter(self.servers.values()))
         if isinstance(first, Workload):
             return f"data:{digest_of_inputs(self.scenario, first.dataset)}"
@@ -214,6 +220,7 @@ class _Execution:
             FedsimError: the folder holds another run, or the work failed.
         """
         started = time.perf_counter()
+        # Asked again, now under the folder's own lock: earlier variants may have taken hours.
         self.refuse_other_run()
         if self.place:
             variant = describe_variant(self.accepted.variant)
@@ -254,6 +261,7 @@ class _Execution:
         path = self.out / "rounds.jsonl"
         record.drop_torn_line(path)
         for stack, server in self.servers.items():
+            # These rounds only fill the bar: where to go on is said by the engine's checkpoint.
             done = {row["round"] for row in record.read_lines(path) if row["defense"] == stack}
             display.stage(f"{self.place}train {stack}", self.scenario.training.rounds, len(done))
             federation.federate(
@@ -282,12 +290,14 @@ class _Execution:
     def _attack(self, display: progress.Display) -> None:
         path = self.out / "results.jsonl"
         record.drop_torn_line(path)
+        # Rows that wait for truth are written anew by each collection; all others are settled.
         settled = [row for row in record.read_lines(path) if row["status"] != "unscored"]
         record.write_lines(path, settled)
         done = {rows.key(row) for row in settled}
         pending = [(job, seen) for job, seen in self._planned if job.key not in done]
         waiting = [job for job, _ in pending if self._awaits_truth(job)]
         every = len(self._planned)
+        # Attacks that wait for truth are no part of the total, which could not be reached.
         if len(pending) > len(waiting) or not waiting:
             display.stage(f"{self.place}attack", every - len(waiting), every - len(pending))
         if waiting:
@@ -302,6 +312,8 @@ class _Execution:
         )
         on_result = stages.writer_of(path, context.row, display)
         for job, seen in pending:
+            # Training is over, so that a recording which is not there will not come: the row says
+            # why.
             if job.observation.exists():
                 continue
             on_result(job, self._without_recording(seen))
@@ -328,16 +340,17 @@ class _Execution:
         if not self.deployed or not job.observation.exists():
             return False
         seen = files.load_observation(job.observation)
+        # An aggregate needs the truth of all its clients, of which some may be there already.
         return truth.count(self.out, seen.id) != seen.num_clients
 
     def _publish(self, folder: Path) -> None:
-        """Write what every attack is granted of the test split."""
+        """Write the public images that the threat model grants every attack, if it grants any."""
         if self.scenario.knowledge.public != "none" and isinstance(self.described, Dataset):
             files.save_public(public_images(self.described, self.scenario.seed), folder)
 
     @cached_property
     def _planned(self) -> list[tuple[Job, Observation]]:
-        """Every attack on every recording that there is to be."""
+        """All attacks of the run, each with the recording that it is to attack, without tensors."""
         return [
             (_job(entry, files.path_of(self.out, seen.id)), seen)
             for entry in self.scenario.attacks
@@ -354,7 +367,7 @@ class _Execution:
         done = {row["defense"]: row for row in record.read_lines(path)}
         display.stage(f"{self.place}audit", len(self.servers), len(done))
         for name in [name for name in self.servers if name not in done]:
-
+            # `name` is bound now: the closure would see the loop's last one.
             def on_progress(at: int, total: int, name: str = name) -> None:
                 display.detail(name, f"{name} {at}/{total}")
 
@@ -368,7 +381,7 @@ class _Execution:
         return {name: row["audited_epsilon"] for name, row in done.items()}
 
     def _facts(self, seconds: float) -> record.Row:
-        """What the record says of this run."""
+        """Returns what `record.json` says of this run."""
         rounds = record.read_lines(self.out / "rounds.jsonl")
         is_secret = bool(self.deployed and self.deployed.secret)
         return {
@@ -384,6 +397,7 @@ class _Execution:
             "notes": {
                 "lpips": self._lpips_note(),
                 "noise": _NODES if is_secret else _NOISE,
+                # There is one such line or none; with none, `zip` leaves the key out.
                 **dict(zip(["data"], acceptance.describe_left_out(self.described), strict=False)),
                 **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
             },
@@ -400,6 +414,8 @@ class _Execution:
         stages.attack(
             [_job(entries[label], path) for label, path in asked],
             replace(self._setting(), root=folder),
+            # These attacks have no rows: controls are scored from the reconstructions that they
+            # write.
             lambda job, result: None,
             progress.Display(),
             workers=self.workers,
@@ -412,7 +428,7 @@ class _Execution:
 
     @property
     def undeclared(self) -> list[str]:
-        """Stacks with a defense that does not declare its effect."""
+        """Names of the stacks with a defense that does not declare its effect."""
         return [name for name, server in self.servers.items() if not server.effect().known]
 
     def refuse_other_run(self) -> None:
@@ -445,6 +461,7 @@ class _Execution:
             guess: type[scoring.Guesser | scoring.RowGuesser] = (
                 scoring.RowGuesser if self.described.columns else scoring.Guesser
             )
+            # The guess is learned from the test split, of which no client holds an image.
             guesser = guess(self.described.test_images, self.described.test_labels)
         return Setting(
             root=self.out,

@@ -1,4 +1,4 @@
-"""Displays progress: rounds first, then attacks with their loss; how far, and how long to go."""
+"""Displays progress of rounds and attacks: the share done, the time left, and losses."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ class Display:
 
 
 class Live(Display):
-    """Shows bars on a terminal; lines for stages and notes, and now and then one of how far it is,
-    where the output is no terminal."""
+    """Shows bars on a terminal, and plain lines elsewhere.
+
+    Lines tell of stages, notes and, at most every `_SILENCE` seconds, of the share done.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -86,6 +88,7 @@ class Live(Display):
         self._tell(detail)
 
     def detail(self, key: str, text: str) -> None:
+        # Taken out and put in again, it stands last: the two steps that reported last are shown.
         self._running.pop(key, None)
         self._running[key] = text
         while len(self._running) > 2:
@@ -106,14 +109,14 @@ class Live(Display):
 
 
 _SILENCE = 30.0
-"""Seconds between two lines about a stage in a file."""
+"""Least seconds between two lines about a stage, where the output is no terminal."""
 _PATIENCE, _EVERY = 1.0, 5.0
-"""Seconds of silence before a line about work that is told, and between two of them."""
+"""Seconds before the first line of `report_work`, and least seconds between two lines."""
 
 
 @contextmanager
 def display(quiet: bool) -> Iterator[Display]:
-    """Yields what shows progress on the terminal's standard error, or nothing if `quiet`."""
+    """Yields a display on standard error, or one that shows nothing if `quiet`."""
     if quiet:
         yield Display()
     else:
@@ -134,6 +137,7 @@ def report_work(title: str, of: str = "a curve") -> Iterator[None]:
     def listen(done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
+        # The first line comes after _PATIENCE, each other one _EVERY after the last.
         if now - started > _PATIENCE and now - max(last, started + _PATIENCE - _EVERY) >= _EVERY:
             last = now
             print(f"{title}: {done / max(total, 1):.0%} of {of}", file=sys.stderr)

@@ -25,7 +25,7 @@ Finished = Callable[[Job, Result], None]
 
 
 def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Display) -> Finished:
-    """Returns what writes the row of a finished attack, and shows that it is done."""
+    """Returns a callback that appends the row of a finished attack to `path` and shows progress."""
 
     def on_result(job: Job, result: Result) -> None:
         record.append_line(path, row(job, result).dump())
@@ -37,7 +37,7 @@ def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Disp
 def attack(
     jobs: Sequence[Job], setting: Setting, on_result: Finished, display: Display, *, workers: int
 ) -> None:
-    """Make and score every attack; each is told of as it goes on.
+    """Make and score every attack, and report the progress and the result of each.
 
     Raises:
         RunFailed: an attacking process died.
@@ -60,14 +60,16 @@ def finish(
     """Add controls, put rows in canonical order, draw pictures, and write the record.
 
     Args:
-        folder: The run's.
-        facts: What the record says beside versions and hardware.
+        folder: Folder of the run.
+        facts: What `record.json` holds beside versions and hardware.
         order: Sorting key of rows.
         attack_public: Attacks updates of public images for rows without another client's update.
     """
     path = folder / "results.jsonl"
+    # A resumed run may have written a row twice: the last one of a key counts.
     latest = {rows.key(row): row for row in record.read_lines(path)}
     found = sorted(latest.values(), key=order)
+    # Before the controls, which are scored from what these attacks write.
     attack_public(found)
     controls.add_controls(found, folder)
     record.write_lines(path, found)
@@ -95,6 +97,7 @@ def _summary(job: Job, result: Result) -> str:
 
 
 def _peak_memory() -> int:
-    """Largest resident set of this process or of any of its workers, in bytes."""
+    """Returns the largest resident set of this process or of any ended worker, in bytes."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    # Linux counts in KiB. Of children it has the largest one, and not their sum.
     return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024

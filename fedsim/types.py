@@ -19,7 +19,7 @@ Tensors = Mapping[str, Tensor]
 """Named tensors: a model's parameters, or an update of the same names and shapes."""
 
 LARGEST = 1e100
-"""Figures that others bring are no larger in size: sums and squares of them stay finite."""
+"""Largest magnitude of a number accepted from others: its square and sums of it stay finite."""
 
 Algorithm = Literal["fedsgd", "fedavg"]
 Mode = Literal["train", "eval"]
@@ -46,7 +46,7 @@ Status = Literal["ok", "failed", "unscored", "unseen"]
 attacked yet; or its vantage shows no update, so that there is nothing to attack."""
 
 MOST_STEPS = 100_000
-"""An update has at most so many local steps."""
+"""Maximum number of local steps of an update."""
 
 ReleaseKind = Literal[
     "sketch",
@@ -128,6 +128,7 @@ class LocalTraining:
 
         Their mean size is as near to `batch_size` as possible.
         """
+        # Halves are rounded up; `round` would take them to the even neighbour.
         return max(1, math.floor(num_examples / self.batch_size + 0.5))
 
 
@@ -322,6 +323,8 @@ class Effect:
     def then(self, after: Effect) -> Effect:
         """Returns the effect of this defense followed by `after`."""
         bounds = [bound for bound in (self.bound, after.bound) if bound is not None]
+        # Where two rules act, a zero no longer says which of them set it: the rule is then
+        # "others".
         removals = {removal for removal in (self.removed, after.removed) if removal}
         return Effect(
             known=self.known and after.known,
@@ -441,6 +444,8 @@ class Truth:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all of it by name."""
+        # Files hold tensors alone, so that `classes` of rows travels as one; `of` makes it an int
+        # again.
         own = {n: torch.as_tensor(v) for n, v in vars(self).items() if isinstance(v, Tensor | int)}
         return {**own, **self.more}
 
@@ -567,7 +572,7 @@ class Dataset:
     test_labels: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """See `InputSpec`, as of `columns`."""
+    """Normalization, see `InputSpec`; `columns` is described there, too."""
     classes: tuple[str, ...]
     columns: tuple[InputColumn, ...] = ()
     client_of: Tensor | None = None
@@ -594,12 +599,12 @@ class Dataset:
 
     @property
     def noun(self) -> str:
-        """What an example is called."""
+        """Word for an example: `row` or `image`."""
         return "row" if self.columns else "image"
 
     @property
     def source_noun(self) -> str:
-        """What the source may leave out is called."""
+        """Word for a thing that the source may leave out: `column` or `file`."""
         return "column" if self.columns else "file"
 
     @property
@@ -629,6 +634,7 @@ class Dataset:
         """Returns the description and the test split, which may leave the clients."""
         return replace(
             self,
+            # An empty slice keeps shape and dtype, from which `input_spec` is read.
             train_images=self.train_images[:0],
             train_labels=self.train_labels.new_empty(0),
             client_of=None,
@@ -636,7 +642,7 @@ class Dataset:
 
 
 def as_pixels(images: Tensor) -> Tensor:
-    """Converts what is held in memory to float32 on [0, 1]: uint8 images; others are that."""
+    """Converts uint8 images to float32 pixels on [0, 1]; floating-point inputs stay as they are."""
     return images if images.is_floating_point() else images.float() / 255
 
 
@@ -686,6 +692,8 @@ class Table:
             FedsimError: a training row is longer than `row_norm`, or not finite.
         """
         norms = self.train_rows.norm(dim=1)
+        # Negated, and not `norms > ...`: a norm of NaN compares as False and has to be refused,
+        # too.
         beyond = ~(norms <= self.row_norm * (1 + _ROUNDING))
         if beyond.any():
             row = int(beyond.nonzero()[0])
@@ -714,6 +722,8 @@ class Table:
         """(N,) int64: the class of each test row; None if the target is a quantity."""
         if self.classes is None:
             return None
+        # Inverts the even spacing of K classes on [-1, 1], where class k stands at 2k / (K - 1) -
+        # 1.
         return ((self.test_rows[:, -1] + 1) / 2 * (len(self.classes) - 1)).round().long()
 
     def labelled(self) -> Dataset:
@@ -729,6 +739,7 @@ class Table:
                 "model tells classes apart; declare the target's classes (`target: {name: ..., "
                 "classes: [...]}`), or use learner least_squares"
             )
+        # Neither the target, which is last, nor the constant feature is an input of a model.
         width = len(self.columns) - 1 - self.intercept
         features = self.feature_columns or tuple(InputColumn(name=n) for n in self.columns[:width])
         # Rows that were scaled down to the bound lie nearer to the middle, and stay so here.

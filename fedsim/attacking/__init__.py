@@ -1,1 +1,1 @@
-"""The attack stage: recordings, the threat model and attacks; neither Flower nor any data set."""
+"""The attack stage: attacks recordings under a threat model, without Flower or any data set."""

@@ -1,4 +1,4 @@
-"""Jobs of the attack stage: each is one attack on one observation, scored and written.
+"""Defines jobs of the attack stage: each is one attack on one observation, scored and written.
 
 A job's result depends neither on which worker ran it nor on when (`fedsim.attacking.running`).
 """
@@ -32,7 +32,8 @@ class Setting:
     device: str
     granted: Grant
     guesser: scoring.Guesser | scoring.RowGuesser | None
-    """Guesses batches; None where a closed-form learner's rows are guessed from the others."""
+    """Zero-information guesser of batches; None for a closed-form learner, whose rows are guessed
+    from the other rows."""
     lpips_backbone: scoring.Backbone
     lpips_weights: str | None
     threads: int
@@ -42,7 +43,7 @@ class Setting:
 
     @property
     def aids(self) -> Aids:
-        """What each target needs for its scores; takes long to make."""
+        """What each target needs for its scores, built anew at every access, which is slow."""
         return scoring.prepare(
             Resources(
                 guesser=self.guesser,
@@ -57,7 +58,7 @@ class Job:
     """One attack on one observation."""
 
     observation: Path
-    """Its JSON file."""
+    """Path of the observation's JSON file."""
     attack: str
     label: str
     parameters: dict[str, object]
@@ -75,30 +76,30 @@ class Job:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """(stack, attack label, observation id): what identifies the job's row in a run."""
+        """(stack, attack label, observation id), which identifies the job's row in a run."""
         round, stack = self.observation.parent, self.observation.parent.parent.name
         return stack, self.label, f"{stack}/{round.name}/{self.observation.stem}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a job leaves: the parts of its row that it knows."""
+    """Outcome of a job: the parts of its row that do not depend on the rest of the run."""
 
     observation: Observation
-    """Without its tensors."""
+    """The observation without its tensors."""
     seed: int
     status: Status
     reason: str | None
-    """Why it is not `ok`; None if it is."""
+    """Why the status is not `ok`; None if it is."""
     metrics: dict[str, float | None]
     per_image: dict[str, list[float]]
     """Metric -> its value for each true image, in the order of the truth."""
     certificate: scoring.Certificate | None = None
-    """What the attack says that it knows of its answer; None if it says nothing."""
+    """The attack's own certificate of its answer, checked by the truth; None if it gives none."""
     features_by: str | None = None
-    """Other attack that it asked for its features; None if none."""
+    """Name of another attack that the attack took its features from; None if none."""
     stages: int | None = None
-    """Number of stages that it cut the body into; None if it cuts none."""
+    """Number of stages that the attack cut the model's body into; None if it cuts none."""
     baseline: dict[str, Any]
     """Metrics of the zero-information guess, its `name`, how many images it was learned from
     (`public`, and `public_per_image` that it guesses), and PSNR `per_image`."""
@@ -106,7 +107,7 @@ class Result:
     """A digest of each true image, or row that took part, in the order of the truth; the same for
     the same content. None of an update that was never recorded."""
     tensor_rate: float | None
-    """What theory predicts of the attack's error, up to a constant; None if it says nothing."""
+    """Predicted error of the attack by theory, up to a constant; None if theory says nothing."""
     cost: dict[str, float | int | None]
     local_losses: tuple[float, float] | None
     """Mean loss on the images of the truth before local training and after it; None of a single
@@ -114,15 +115,15 @@ class Result:
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
-    """Where the reconstruction of an observation by the attack called `label` is written."""
+    """Returns the path of an observation's reconstruction by the attack called `label`."""
     stack, _, rest = checked_id(observation_id).partition("/")
     return root / "reconstructions" / stack / label / f"{rest}.safetensors"
 
 
 def seed_of(observation: Observation, label: str) -> int:
-    """The seed of the attack called `label`: a function of the victim, not of the defense.
+    """Returns the seed of the attack called `label`, a function of the victim, not of the defense.
 
-    So stacks are compared like for like, from the same starting points.
+    So all stacks are attacked from the same starting points, and compared like for like.
     """
     training = observation.training
     victim = (observation.round, observation.client, training.batch_size, observation.trial)
@@ -132,14 +133,15 @@ def seed_of(observation: Observation, label: str) -> int:
 def score_answer(
     job: Job, answer: AttackAnswer, tensor_rate: float | None, setting: Setting, aids: Aids
 ) -> Result:
-    """Scores what was recovered and writes it. A failure is a value, and what it cost is kept.
+    """Scores an attack's answer and writes the reconstruction.
 
-    No attack is loaded here: who scores need not have its package, and it could look for truth.
+    A failure is returned as a result with its reason and cost. No attack is loaded here: a process
+    that scores need not have its package, and the attack could look for the truth.
 
     Args:
-        job: The attack, and on what.
-        answer: What became of it.
-        tensor_rate: Rate that theory predicts of it; None if none.
+        job: The attack and its observation.
+        answer: The attack's answer, or its failure.
+        tensor_rate: Rate of the error that theory predicts; None if none.
         setting: What all jobs of a run share.
         aids: What targets prepared for scores.
     """
@@ -147,10 +149,12 @@ def score_answer(
     truth = load_truth(setting.root, observation.id, observation.num_clients)
     solution, reason = answer.solution, answer.reason
     found = solution.reconstruction if solution else None
+    # Rows of failures have every metric too, each without a value.
     metrics, per_image = scoring.no_metrics(), {}
     certificate = None
     if found is not None:
         try:
+            # The answer is scored before it is written: one that cannot be scored leaves no file.
             scores = scoring.score(found, truth, aids)
             metrics, per_image = scores.metrics(), scores.per_image
             certificate = scoring.certificate(found, truth, scores.assignments)
@@ -168,6 +172,7 @@ def score_answer(
         certificate=certificate,
         features_by=found.features_by if found else None,
         stages=found.stages if found else None,
+        # The guess needs no answer, so that rows of failed attacks have its scores as well.
         baseline=scoring.baseline(
             GuessRequest(
                 truth=truth, found=found, granted=setting.granted, observation=observation
@@ -205,10 +210,10 @@ def _victims(truth: Truth) -> list[str]:
 
 
 def result_without_attack(observation: Observation, status: Status, reason: str) -> Result:
-    """Returns the result of every attack on what nobody attacks: nothing is scored, and no guess.
+    """Returns the result of a job without an attack: nothing is scored or guessed.
 
     Args:
-        observation: What there was to be, without its tensors.
+        observation: The observation that was planned, without its tensors.
         status: State of the job.
         reason: Why there is no attack.
     """
@@ -234,5 +239,5 @@ def _cost_of_failure(seconds: float) -> dict[str, float | int | None]:
 
 
 def without_tensors(observation: Observation) -> Observation:
-    """Returns what is known of an observation besides what was recorded."""
+    """Returns the observation with its recorded tensors left out."""
     return replace(observation, update={}, buffers_update={}, parameters={}, buffers={})

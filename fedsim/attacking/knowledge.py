@@ -18,17 +18,17 @@ from fedsim.types import FedsimError, Observation, RowTruth, Truth
 
 @dataclass(frozen=True, kw_only=True)
 class Public:
-    """What can be granted and is no secret of a victim: a run's folder holds it for all attacks."""
+    """Public data that a threat model can grant, as a run's folder holds them for all attacks."""
 
     images: Tensor | None = None
     """(P, C, H, W) uint8, of the test split."""
 
     @classmethod
     def of(cls, root: Path | None, granted: Grant) -> Public:
-        """What of the run in `root` is `granted`.
+        """Loads the public data of the run in `root` that are `granted`.
 
         Raises:
-            FedsimError: something is that the folder does not hold, or there is no folder.
+            FedsimError: granted data are not in the folder, or there is no folder.
         """
         if granted.public == "none":
             return cls()
@@ -47,14 +47,14 @@ def hand_over(
 ) -> tuple[Observation, Knowledge]:
     """Returns the observation as the threat model shows it, and what is handed over beside it.
 
-    What is handed over of the truth is a copy: an attack that writes into it changes no score.
+    Values from the truth are copied, so that an attack that writes into them changes no score.
 
     Args:
         observation: As recorded. The client's new batch-norm buffers, from which its batch's
             statistics follow, are withheld below `bn: inferred`.
-        truth: Of the observation. It has features only if the model has a head to record them of.
+        truth: The observation's truth, with features only if the model has a head to record them.
         granted: What the threat model grants; nothing else is handed over.
-        public: Of the observation's run.
+        public: Public data of the observation's run.
 
     Raises:
         ValueError: what is granted is not there to be handed over.
@@ -65,6 +65,8 @@ def hand_over(
     if images is None and granted.public == "test":
         raise ValueError("public=test can only be granted with public images")
     if granted.bn in ("none", "running"):
+        # new = (1 - m) old + m batch, with the public momentum m: new buffers give the batch's
+        # away.
         observation = replace(observation, buffers_update={})
     device = next(iter(observation.parameters.values())).device
     secret = truth.tensors() if truth else {}
@@ -86,10 +88,11 @@ def hand_over_row(
     asked: bool,
     exchanged: torch.Generator | None = None,
 ) -> Knowledge:
-    """Returns what is handed over about the row `target`: the others that took part, if granted.
+    """Returns the knowledge for a question about the row `target`.
 
-    And the row itself, if it is `asked` whether it took part. If it did not, and `exchanged` is
-    given, one of its client's rows that did is drawn and withheld: the one in its place.
+    It holds the other rows that took part, if granted, and the row itself if the attack is `asked`
+    whether it took part. If it did not and `exchanged` is given, one of its client's rows that did
+    is drawn and withheld, as the row in whose place the target stands.
 
     Args:
         truth: All rows that may have taken part.
@@ -102,6 +105,8 @@ def hand_over_row(
     if granted.rows == "others":
         kept = truth.members.clone()
         kept[target] = False
+        # The release shows its count n: n - 1 others would tell that the target took part, and n
+        # that it did not. So one of them is withheld.
         if asked and exchanged and not bool(truth.members[target]):
             own = (kept & (truth.clients == truth.clients[target])).nonzero().flatten()
             if len(own):
@@ -119,8 +124,9 @@ def hand_over_row(
 def batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
     """Returns per-channel mean and (biased) variance of the input of each batch-norm layer.
 
-    Under the global weights, in train mode, over all of the victim's images: what no attacker has,
-    and what some attack papers assume (EVALUATION rule 3). Keys: `<module>.mean`, `<module>.var`.
+    They are taken under the global weights, in train mode, over all of the victim's images. No
+    attacker has them, though some attack papers assume it (EVALUATION rule 3). Keys:
+    `<module>.mean`, `<module>.var`.
     """
     model = rebuild(observation).train()
     found: dict[str, Tensor] = {}

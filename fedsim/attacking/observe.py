@@ -1,4 +1,4 @@
-"""Makes an observation of anybody's model and update: what an attacker on a server holds."""
+"""Makes an observation, as an attacker on a server holds it, of anybody's model and update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedsim.words import number_of
 
 _LOCAL = ("steps", "lr", "momentum", "batches")
 _NAMED = 3
-"""Parameters that a message names at most."""
+"""Maximum number of parameters that a message names."""
 RANDOM = (
     "model: it draws random numbers in training mode beside dropout; attacks take one draw for "
     "all, which is not the client's"
@@ -52,7 +52,7 @@ def observe(
     buffers: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> Observation:
-    """What a server sees of one client that trained `model` on images, without any defense.
+    """Return what a server sees of one undefended client that trained `model` on images.
 
     The loss is the mean cross-entropy of the batch, to which attacks compare what they try.
 
@@ -65,17 +65,18 @@ def observe(
             tensors without names in the order of `model.parameters()`, as `torch.autograd.grad`
             returns them: of all parameters, or of those that need a gradient.
         input_shape: (C, H, W) of an image.
-        classes: Their number, K.
+        classes: Number K of classes.
         batch_size: Images that the update was computed from; of several local steps, in each.
-        mean: Of each channel, which the client's pixels in [0, 1] were normalized by; default 0.
-        std: As `mean`; default 1.
+        mean: Mean of each channel, which was subtracted from the client's pixels in [0, 1];
+            default 0.
+        std: Standard deviation of each channel, by which they were then divided; default 1.
         algorithm: `fedsgd` or `fedavg`.
-        local: Of `fedavg`: `steps` and `lr`; `momentum` (default 0); `batches`, `different`
-            (default) or `same` in each step.
-        mode: In which the client's layers computed: `train` or `eval`.
+        local: Local training of `fedavg`: `steps` and `lr`; `momentum` (default 0); `batches`,
+            `different` (default) or `same` in each step.
+        mode: Mode of the client's layers while it trained: `train` or `eval`.
         head: Name of the linear layer that classifies, where it is not the last one.
         buffers: New batch-norm buffers that the client sent beside the update, by their names.
-        seed: Of attacks.
+        seed: Seed of attacks.
 
     Raises:
         FedsimError: something does not fit the model, with what was expected.
@@ -91,6 +92,7 @@ def observe(
     gradient = {name: value for name, value in named.items() if name not in statistics}
     moved = {name: value for name, value in named.items() if name in statistics}
     _check(moved, {name: statistics[name] for name in moved}, "update")
+    # The difference plus the model's own is what the client had; integer counters are left out.
     moved = {n: statistics[n] + v for n, v in moved.items() if statistics[n].is_floating_point()}
     if victim.random:
         _log.warning("fedsim.observe: %s", RANDOM)
@@ -99,9 +101,9 @@ def observe(
 
 
 class VictimModel:
-    """Somebody's model, taken apart once, of which any number of updates are observed.
+    """Takes somebody's model apart once, and makes observations of any number of its updates.
 
-    It is kept for as long as this process lives.
+    The model is kept for as long as this process lives.
     """
 
     def __init__(
@@ -129,12 +131,13 @@ class VictimModel:
         }
         self._frozen = [name for name in every if name not in self._trained]
         self.random = live.is_random(apart)
-        """Whether the model draws random numbers in training mode, of which attacks take one."""
+        """Whether the model draws random numbers in training mode beside dropout."""
         still = [name for name, p in every.items() if not p.requires_grad]
         self.assumed = f" (or {still[0]} is not as in the named model)" if still else ""
-        """What of the model is taken as it is, since no update holds it."""
+        """Clause for messages: a frozen parameter that is assumed to be right; empty if none."""
         self._statistics: Tensors = dict(model.named_buffers())
         state = apart.state_dict(keep_vars=False)
+        # Copied, since the caller may go on training the model.
         self._held = {
             name: state[new].detach().clone() for name, new in self._names.items() if new in state
         }
@@ -168,6 +171,8 @@ class VictimModel:
             FedsimError: something does not fit the model, with what was expected.
         """
         names = self._names
+        # Differences of state dicts have zeros for frozen parameters: only a change contradicts
+        # them.
         update = {n: v for n, v in update.items() if n not in self._frozen or bool(v.any())}
         if still := [name for name in update if name in self._frozen]:
             raise FedsimError(
@@ -181,6 +186,7 @@ class VictimModel:
         _check(start, {n: self._held[n] for n in start if n in self._held}, "state")
         held = self._held | start
         return Observation(
+            # An id is a path, in which no colon may stand (`files.checked_id`).
             id=f"{self.spec.name.replace(':', '-')}/round-0001/client-0000-training",
             update=_rename_copies({name: update[name] for name in self._trained}, names),
             buffers_update=_rename_copies(sent, names),
@@ -279,12 +285,13 @@ def _name_tensors(update: Iterable[Tensor | None], model: nn.Module) -> Tensors:
     given = list(update)
     if len(given) not in (len(every), len(trained)):
         raise FedsimError(f"{wanted}, got {number_of(len(given), 'tensor')}")
+    # Gradients of all parameters, or of those alone that need one: their number tells which.
     names = list(every) if len(given) == len(every) else trained
     return {name: v for name, v in zip(names, given, strict=True) if v is not None}
 
 
 def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:
-    """Refuse tensors of other names, shapes or kinds than those wanted."""
+    """Refuses tensors whose names, shapes or kinds are not those of `wanted`."""
     if lost := [name for name in wanted if name not in given]:
         raise FedsimError(
             f"{what}: {number_of(len(lost), 'parameter')} of the model missing: "
@@ -308,7 +315,7 @@ def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:
 
 
 def _rename_copies(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Copies, in float32 where they are numbers: attacks compute in no other precision."""
+    """Copies tensors under their new names (`names`), floating-point ones as float32."""
     return {names[name]: _single(value).detach().clone() for name, value in tensors.items()}
 
 
@@ -319,7 +326,7 @@ def _single(value: Tensor) -> Tensor:
 def own_names(
     tensors: Mapping[str, Tensor], model: nn.Module, what: str, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Returns tensors by the model's own names, of which they may have a prefix more or less.
+    """Returns tensors by the model's own names; theirs may have a prefix more or less.
 
     `prefix` is put before each name, if that makes names of the model. Otherwise what all names
     begin with (`module.`, `base_model.model.`) is taken off, or what one part of the model begins
@@ -327,10 +334,11 @@ def own_names(
     the `default` that PEFT gives to its adapters.
 
     Raises:
-        FedsimError: several ways do.
+        FedsimError: several prefixes do, with different results.
     """
     own = dict(model.state_dict())
     short = {name.replace(".default.", "."): name for name in own}
+    # Short names count only as long as no two parameters share one.
     aliases = own.keys() | (short.keys() if len(short) == len(own) else set())
 
     def rename(off: str, on: str) -> dict[str, Tensor] | None:
@@ -339,6 +347,8 @@ def own_names(
             return None
         found = {short.get(names[n], names[n]): value for n, value in tensors.items()}
         fit = all(getattr(v, "shape", None) == own[name].shape for name, v in found.items())
+        # A prefix that is guessed has to fit in shapes as well; as given, `_check` names a wrong
+        # shape.
         return found if fit or not (off or on) else None
 
     for on in dict.fromkeys((prefix, "")):
@@ -349,6 +359,7 @@ def own_names(
     parts = dict.fromkeys(("", prefix, *(each for name in own for each in _prefixes([name]))))
     for off, on in itertools.product(("", *leading), parts):
         if (found := rename(off, on)) is not None:
+            # Several prefixes may lead to the same names; only different results are ambiguous.
             ways.setdefault(tuple(found), (f"{on!r} for {off!r}", found))
     if len(ways) > 1:
         listed = ", ".join(sorted(way for way, _ in ways.values())[:_NAMED])
@@ -356,11 +367,13 @@ def own_names(
             f"{what}: names may be those of several parts of the model ({listed}): give them the "
             "model's own names"
         )
+    # Where nothing fits, the names stay as they are, and the check that follows says which is
+    # wrong.
     return next((found for _, found in ways.values()), dict(tensors))
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
-    """Lists what all `names` begin with, up to and with each dot."""
+    """Lists the dotted prefixes that all `names` have in common, each with its last dot."""
     first = names[0] if names else ""
     dotted = [first[: end + 1] for end, each in enumerate(first) if each == "."]
     return [each for each in dotted if all(name.startswith(each) for name in names)]

@@ -1,6 +1,6 @@
-"""What a process that attacks is handed, and what it answers: no truth, and no run's folder.
+"""Defines questions and answers of processes that attack: no truth, and no run's folder.
 
-Whoever asks has taken what is granted out of the truth (`targets`), and scores the answer (`jobs`).
+The asking process takes what is granted out of the truth (`targets`) and scores answers (`jobs`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Question:
 
     attack: Attack[AttackState]
     observation: Observation
-    """Recording as the threat model shows it."""
+    """The recording as the threat model shows it."""
     knowledge: Knowledge
     seed: int
     restarts: int
@@ -54,32 +54,33 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackAnswer:
-    """What became of a question."""
+    """Holds what became of a question: a solution, or the reason of its failure."""
 
     solution: Solution | None
     """None if the attack failed; its tensors are in CPU memory."""
     reason: str | None
-    """Why it failed."""
+    """Why the attack failed; None if it did not."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What all questions of a process have in common."""
+    """Holds what all questions to a process have in common."""
 
     device: str
     threads: int
     public_images: Tensor | None
     """Images that every attack is granted; None if none are."""
     models: Mapping[str, Classifier] = field(default_factory=dict)
-    """Models that somebody built, by the names that observations have for them."""
+    """Models that no plugin builds, by the names that observations have for them."""
 
 
 def pack_questions(questions: Sequence[Question]) -> bytes:
-    """Returns questions about one observation as they are sent: what they share is written once.
+    """Pickles questions about one observation, which is written once for all of them.
 
-    Public images, which are many, are there already.
+    Public images are left out, since a worker has them from its start.
     """
+    # Unpacking fails unless all questions share one observation object, as the packed form says.
     (observation,) = {id(each.observation): each.observation for each in questions}.values()
     rest = []
     for each in questions:
@@ -104,6 +105,7 @@ def answer_packed(index: int, questions: bytes) -> bytes:
     observation = move_tensors(observation, around.device)
     answers: list[AttackAnswer] = []
     for written in rest:
+        # Unpickled only now: the rows of a later question would give away the answer to this one.
         attack, known, seed, restarts = pickle.loads(written)  # noqa: S301 - as above
         known = replace(known, public_images=around.public_images)
         asked = Question(
@@ -113,6 +115,7 @@ def answer_packed(index: int, questions: bytes) -> bytes:
             seed=seed,
             restarts=restarts,
         )
+        # The first failure is that of the whole job, so that what follows is not asked.
         answers.append(_answer(index, asked))
         if answers[-1].solution is None:
             break
@@ -134,7 +137,7 @@ def _answer(index: int, asked: Question) -> AttackAnswer:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns what a row says of a failure."""
+    """Returns the reason that a row states for a failure."""
     return str(error) if isinstance(error, FedsimError) else f"{type(error).__name__}: {error}"
 
 
@@ -153,7 +156,7 @@ def on_cpu(found: Reconstruction) -> Reconstruction:
 
 @cache
 def _surroundings() -> Surroundings:
-    """Returns what a worker was started with, made ready before its first question."""
+    """Returns what a worker was started with; the first call fixes its threads and its models."""
     around: Surroundings = processes.get_shared()
     threads.fix(around.threads)
     live.adopt(around.models)

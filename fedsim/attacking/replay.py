@@ -1,4 +1,4 @@
-"""Attack one recording, anywhere: needs neither Flower nor the data that it was made from."""
+"""Attacks one recording on any machine, without Flower and the data that it was made from."""
 
 from __future__ import annotations
 
@@ -53,18 +53,19 @@ def attack(
 
     Args:
         observation: A recording, or the path of its JSON file.
-        name: The attack; `parameters` are its hyper-parameters (others at their defaults).
+        name: Name of the attack; `parameters` are its hyper-parameters (others at their defaults).
         restarts: Starting points; the one with the least own loss is kept.
         grant: What the threat model grants, as `knowledge` in a scenario.
-        seed: Of the attack; default: as in the recorded run, for an attack labelled by its name.
+        seed: Seed of the attack; default: as in the recorded run, for an attack labelled by its
+            name.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
-        threads: That compute, at least 1; the recorded run's (`threads` of its scenario) give the
-            same bytes.
+        threads: Number of threads that compute, at least 1; with as many as the recorded run had
+            (`threads` of its scenario), results are the same to the byte.
         truth: What the client really used, as (images, labels): pixels in [0, 1] of shape
             (N, C, H, W), and N integers. Or the run's folder that holds `truth/`, and the public
             images; for a recording given by path it is found by itself. Without truth nothing is
             scored.
-        on_progress: Told of the attack's loss now and then.
+        on_progress: Called with the attack's progress now and then.
 
     Returns:
         The reconstruction, and a row with the observation's id, the resolved attack, the kind of
@@ -163,17 +164,20 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     """
     training = observation.training
     parts = training.steps if training.batches == "different" else 1
+    # With several clients, or drawn batch sizes, the truth does not say what made which step.
     several = observation.num_clients > 1 or training.sampling != "without_replacement"
     known = truth.tensors() if truth else {}
     if "images" not in known or several or len(known["images"]) % parts:
         return None
     device = next(iter(observation.parameters.values())).device
+    # The client's dropout masks are not recorded; a mask drawn here would be another one.
     model, training = rebuild(observation), replace(training, dropout=0.0)
     buffers = {name: value.clone() for name, value in observation.buffers.items()}
     loss = loss_function(model, buffers, training)
     images = normalize(known["images"].to(device), observation.model)
     labels = known["labels"].to(device)
     batches = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+    # Where batches are the `same`, the one batch serves every step.
     batches *= training.steps // parts
     simulated = local_update(partial(gradient, loss), observation.parameters, batches, training)
     off, size = (
@@ -183,6 +187,7 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
             list(observation.update.values()),
         )
     )
+    # A simulation that diverges has no meaningful distance, nor has an update of zeros.
     return off / size if size and math.isfinite(off) else None
 
 
@@ -192,6 +197,7 @@ def _check_truth(observation: Observation, images: Tensor, labels: Tensor) -> Gr
     if tuple(images.shape) != shape:
         raise FedsimError(f"truth: expected images of shape {shape}, got {tuple(images.shape)}")
     low, high = float(images.min()), float(images.max())
+    # The chain is false for NaN as well.
     if not 0 <= low <= high <= 1:
         raise FedsimError(
             f"truth: expected pixels in [0, 1], got {low:.3g} to {high:.3g}: before normalization"

@@ -1,4 +1,4 @@
-"""The attack stage at work: every (observation, attack) is a job.
+"""Runs the attack stage: every (observation, attack) is a job.
 
 This process reads a recording and its truth, and takes out of the truth what is granted. Workers
 that attack are handed questions (`question`) and nothing else; others score the answers and write
@@ -61,7 +61,7 @@ def run_jobs(
 ) -> None:
     """Runs `jobs`, attacking in `workers` processes, and reports each as it goes on.
 
-    As many others score, or this process if there is one worker.
+    As many other processes score; with one worker, this process does.
 
     Raises:
         RunFailed: a worker died (most likely for want of memory). Finished jobs were reported.
@@ -85,6 +85,7 @@ def run_jobs(
         settle(asked)
 
     def settle(asked: _AskedJob) -> None:
+        # Called after each answer and once all is asked, since either may come last.
         if asked.done:
             pending[score(asked.job, asked.answer(), asked.tensor_rate)] = partial(
                 on_result, asked.job
@@ -112,9 +113,12 @@ def run_jobs(
                     else:
                         settle(asked)
                         asked = next(left, None)
+                # The timeout lets news of progress through while no future ends.
                 done, _ = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
                 _report_news(news, jobs, on_progress)
                 for future in done:
+                    # A future carries what follows on its result: `take` for answers, `on_result`
+                    # for scores.
                     pending.pop(future)(future.result())
     except BrokenProcessPool as error:
         raise RunFailed(
@@ -124,10 +128,10 @@ def run_jobs(
 
 
 _AHEAD = 2
-"""Loads of questions for each worker that attacks: one that it is at, and the next."""
+"""Number of loads of questions under way for each worker: the one it answers, and the next."""
 
 _AT_ONCE = 16
-"""Questions about one observation that are sent in one load, which holds it once."""
+"""Maximum number of questions in a load, which holds their observation once."""
 
 
 def _scorable(
@@ -136,7 +140,7 @@ def _scorable(
     public: Public,
     on_result: Callable[[Job, Result], None],
 ) -> Iterator[_AskedJob]:
-    """Yields one job after the other, but reports those that nobody could score as failed."""
+    """Yields jobs to ask about, and reports those whose truth is incomplete as failed."""
     for index, job in enumerate(jobs):
         try:
             yield _AskedJob(index, job, setting, public)
@@ -196,6 +200,7 @@ class _AskedJob:
 
     def answer(self) -> AttackAnswer:
         """Returns all answers as one; the first failure is that of the whole."""
+        # Loads come back in any order; rows of a table are joined in the order of the questions.
         answers = [one for number in sorted(self._answers) for one in self._answers[number]]
         solution, reason = None, self._reason
         for one in answers:
@@ -247,6 +252,7 @@ def _score_packed(job: Job, packed: bytes, tensor_rate: float | None) -> Result:
 @cache
 def _shared_setting() -> tuple[Setting, Aids]:
     """Returns what a worker that scores was started with, made ready before its first job."""
+    # `setting.aids` takes long to make (`Setting.aids`): each worker makes it once.
     setting: Setting = processes.get_shared()
     threads.fix(setting.threads)
     return setting, setting.aids

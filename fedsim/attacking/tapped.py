@@ -1,4 +1,4 @@
-"""Makes observations of what a tap recorded of somebody's app, with what the recording lacks."""
+"""Makes observations of what a tap recorded of an app; the caller adds model and training."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fedsim.types import FedsimError, LocalTraining, Mode, Observation, StepRule
 TappedAnswer = Literal["weights", "delta", "gradient"]
 """What clients answer: their weights after training, these less the server's, or a gradient."""
 EXAMPLES = "num-examples"
-"""Metric in which Flower's clients say of how many examples an answer is."""
+"""Name of the metric by which Flower's clients state the number of examples of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TappedTraining:
-    """One client's local training, as far as it is known."""
+    """Describes one client's local training, as far as it is known."""
 
     examples: int
-    """Number of different images."""
+    """Number of distinct images."""
     steps: int
-    """Steps of all epochs together."""
+    """Number of steps of all epochs together."""
     per_epoch: int
-    """Steps of one epoch."""
+    """Number of steps of one epoch."""
     lr: float
     momentum: float = 0.0
     mode: Mode = "train"
@@ -40,15 +40,15 @@ class TappedTraining:
     def of_epochs(
         cls, examples: int, *, batch_size: int, epochs: int, lr: float, momentum: float, mode: Mode
     ) -> TappedTraining:
-        """Returns the training of an app that goes through its `examples` in order of a shuffle.
+        """Returns the training of an app that goes through its shuffled `examples` in each epoch.
 
         Args:
-            examples: Of the client.
-            batch_size: Of each step; the last of an epoch may be smaller.
-            epochs: How often it goes through them.
+            examples: Number of the client's examples.
+            batch_size: Number of examples of a step; the last of an epoch may have fewer.
+            epochs: Number of epochs.
             lr: Learning rate.
-            momentum: Of SGD.
-            mode: Of the model's layers.
+            momentum: Momentum of SGD.
+            mode: Mode of the model's layers.
         """
         per_epoch = math.ceil(examples / batch_size)
         return cls(
@@ -61,7 +61,7 @@ class TappedTraining:
         )
 
     def training(self) -> LocalTraining:
-        """Returns what attacks simulate.
+        """Returns the local training that attacks simulate in place of the app's.
 
         Attacks know equal batches of different images, or one batch over and over. Several epochs
         of several batches become one epoch whose learning rate carries the same total weight;
@@ -81,9 +81,13 @@ class TappedTraining:
             return again
         rule = self.rule
         if rule is not None and rule.rates is not None:
+            # A warm-up may have rates of 0 all through its first epoch: nothing to scale, so `lr`
+            # serves.
             first = rule.rates[: self.per_epoch]
             rule = replace(rule, rates=first if any(first) else None)
         once = replace(again, steps=self.per_epoch, rule=rule)
+        # With momentum a gradient moves the weights in later steps, too; `step_weights` counts
+        # that.
         weight = sum(step_weights(again)) / sum(step_weights(once))
         if rule is not None and rule.rates is not None:
             rule = replace(rule, rates=tuple(weight * each for each in rule.rates))
@@ -96,7 +100,7 @@ def gradient_of(examples: int, mode: Mode) -> LocalTraining:
 
 
 def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
-    """Freezes the parameters of `model` that no client answers: they are its own, and public.
+    """Freezes the parameters of `model` that clients are not sent: they keep its public values.
 
     Raises:
         FedsimError: the app sends names that the model has not.
@@ -119,9 +123,9 @@ def observe_exchange(
     """Returns the observation of one exchange of an undefended client.
 
     Args:
-        exchange: Order and answer, as a tap recorded them.
+        exchange: The server's broadcast and the client's reply, as a tap recorded them.
         victim: The model, taken apart.
-        model: The model itself, whose names it has.
+        model: The model itself, for its parameters' names.
         training: The client's local training.
         answer: What the client answered.
         prefix: Text before each name that the app sends in the model's own.
@@ -133,6 +137,7 @@ def observe_exchange(
     after = _own_names(exchange.read_reply(), model, prefix)
     trained = {name for name, _ in model.named_parameters()}
     update = {
+        # In float64, so that the difference is rounded once, when it becomes float32.
         name: value.double() - before[name].double() if answer == "weights" else value
         for name, value in after.items()
         if name in trained and name in before
@@ -151,6 +156,7 @@ def _own_names(tensors: Mapping[str, Tensor], model: nn.Module, prefix: str) -> 
     """Renames what an app sends: names after `prefix`, or numbers in the order of the model."""
     own = model.state_dict()
     if all(name.isdecimal() for name in tensors) and len(tensors) == len(own):
+        # Sorted as numbers: as texts, "10" would come before "2".
         ordered: Sequence[Tensor] = [tensors[name] for name in sorted(tensors, key=int)]
         named = dict(zip(own, ordered, strict=True))
     else:

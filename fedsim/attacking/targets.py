@@ -1,4 +1,4 @@
-"""Attacks put to the question: of a batch of images at once, of rows one target at a time.
+"""Asks attacks: about a batch of images at once, about rows of a table one at a time.
 
 An attack on rows knows the others and answers for one row. Were it handed several questions at
 once, one of them would give away the answer to the next.
@@ -57,10 +57,10 @@ def questions(
     public: Public | None = None,
     restarts: int = 1,
 ) -> Iterator[Question]:
-    """Yields what `attack` is asked of `observation`, with what is granted of truth and public.
+    """Yields the questions to `attack` about `observation`, with the knowledge that is granted.
 
-    Of rows it is a question for every row that took part, in order, or, of an attack that is asked
-    of candidates, for every row that could have.
+    Images are one question. Rows are a question each, in order: every row that took part or, for an
+    attack that is asked of candidates, every row that could have.
 
     Raises:
         AttackFailed: it cannot read such an observation; of rows also if there is no truth to ask
@@ -87,6 +87,7 @@ def join_solutions(found: Sequence[Solution]) -> Solution:
         return found[0]
     answers = [solution.reconstruction for solution in found]
     parts = [answer.parts() for answer in answers]
+    # A part that one answer lacks cannot be lined up with the targets.
     common = [name for name in parts[0] if all(name in part for part in parts)]
     joined = Reconstruction(
         loss=math.fsum(answer.loss for answer in answers) / len(answers),

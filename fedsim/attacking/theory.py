@@ -1,4 +1,4 @@
-"""What theory says of attacks on one observation."""
+"""Applies theory's error rate of attacks to one observation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fedsim.types import Observation
 
 
 def observed_rate(observation: Observation) -> float | None:
-    """Returns `tensor_rate` of what was observed; None if theory says nothing.
+    """Returns `tensor_rate` of an observation; None if theory says nothing.
 
-    That is so without a two-layer head, if noise is all of the update, and where entries were
-    removed, rounded or mixed.
+    Theory says nothing without a two-layer head, if noise is all of the update, and where entries
+    were removed, rounded or mixed.
 
-    The noise is what the defenses announce, and one image's part of an entry of ∂L/∂A is estimated
-    from its mean square less the noise's. Clipping is in both already.
+    The noise is the one that defenses announce. One image's part of an entry of ∂L/∂A is estimated
+    from the entries' mean square less the noise's variance. Clipping is in both already.
     """
     head = observation.model.parameters.get("head")
     seen = observation.update.get("head.output.weight")
@@ -28,7 +28,9 @@ def observed_rate(observation: Observation) -> float | None:
         return None
     images, training = observation.num_images, observation.training
     factor = mean_gradient_factor(training)
+    # E[(signal + noise)²] = signal² + variance: the noise is independent of the signal.
     energy = factor**2 * float(seen.double().square().mean()) - variance
+    # By chance the noise may be larger than all that was observed.
     part = math.sqrt(max(energy, 0.0) / images)
     if variance and not part:
         return None
@@ -52,6 +54,7 @@ def _noise(observation: Observation) -> float | None:
     for noise in observation.effect.noise:
         if noise.on == "sum" or (noise.correlation and observation.releases > 1):
             return None  # what all releases share does not average out
+        # Of an update it is scaled to the mean gradient; of steps, summed by their weights.
         if noise.on == "update":
             variance += mean_gradient_factor(training) ** 2 * noise.variance
         else:
@@ -63,6 +66,7 @@ def _noise(observation: Observation) -> float | None:
 
 def _variance_of_sum(weights: list[float], correlation: float, round: int) -> float:
     """Returns the variance of Σ_t w_t (z_t - λ z_(t-1)) of unit z; z_0 is 0 in round 1."""
+    # Collected by z_t: Σ_t (w_t - λ w_(t+1)) z_t - λ w_1 z_0, whose terms are independent.
     following = [*weights[1:], 0.0]
     kept = sum((w - correlation * f) ** 2 for w, f in zip(weights, following, strict=True))
     return kept + (correlation * weights[0]) ** 2 * (round > 1)

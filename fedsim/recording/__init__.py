@@ -1,1 +1,1 @@
-"""Observations and ground truth on disk."""
+"""Reads and writes observations and ground truth on disk."""

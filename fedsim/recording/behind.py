@@ -1,7 +1,7 @@
 """Runs work behind its caller: one thread, in the order in which it came, bounded in memory.
 
-For what an app's round need not wait for. The interpreter ends only once all of it is done; a kill
-loses what waits.
+It takes work that an app's round need not wait for. The interpreter ends only once all of it is
+done; a kill loses what waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 MOST_BYTES = 512 * 2**20
-"""Bytes that may wait. A caller that brings more waits until there is room."""
+"""Maximum number of bytes that wait. A caller that brings more waits until there is room."""
 
 
 class WorkQueue:
@@ -24,7 +24,7 @@ class WorkQueue:
         """Starts no thread before there is work."""
         self._most = most_bytes
         self._bytes = 0
-        """Bytes of all work that is not done."""
+        """Number of bytes of all work that is not done."""
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
         # Reentrant: a collected object's finalizer may come to `finish` from inside the lock.
         self._changed = threading.Condition(threading.RLock())
@@ -32,7 +32,7 @@ class WorkQueue:
         self._working = False
         """Whether somebody works off what waits, or is about to."""
         self._thread = 0
-        """Thread that works, or hands work over: `finish` must not hold it up."""
+        """Id of the thread that works or hands work over, which `finish` must not hold up; else 0."""
 
     def later(self, job: Callable[[], None], size: int = 0) -> None:
         """Runs `job` after those that came before, and returns at once if there is room.
@@ -71,7 +71,7 @@ class WorkQueue:
                 pass
 
     def _start(self) -> bool:
-        """Has a thread work, unless one does or nothing waits; returns whether that went well."""
+        """Starts the thread unless it works or nothing waits; returns False if none can be started."""
         if self._working or not self._waiting:
             return True
         self._thread = threading.get_ident()
@@ -91,7 +91,7 @@ class WorkQueue:
         return True
 
     def _work(self) -> None:
-        """Works off what waits, unless somebody does."""
+        """Works off what waits in the caller's own thread, unless another one works."""
         with self._changed:
             if self._working:
                 return
@@ -115,12 +115,14 @@ class WorkQueue:
             raise
 
     def _work_on_one(self) -> bool:
-        """Does what waits longest; returns False, and works no longer, if nothing waits."""
+        """Does the oldest job; returns False, and marks the queue as idle, if none waits."""
         with self._changed:
             if not self._waiting:
                 self._working, self._thread = False, 0
                 self._changed.notify_all()
                 return False
+            # Its bytes count until it is done, as the job holds them; callers with more wait for
+            # that.
             job, size = self._waiting.popleft()
         try:
             with suppress(Exception):  # a job tells of its failures itself
@@ -136,7 +138,7 @@ _behind = WorkQueue()
 
 
 def later(job: Callable[[], None], size: int = 0) -> None:
-    """Runs `job` behind the caller, see `WorkQueue.later`; the bound is of the process."""
+    """Runs `job` behind the caller, see `WorkQueue.later`; the bound is that of the process."""
     _behind.later(job, size)
 
 
@@ -152,4 +154,5 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):
+    # A child has the queue and no thread: `finish` would wait there for ever.
     os.register_at_fork(after_in_child=_forget)

@@ -1,4 +1,4 @@
-"""What a tap recorded of an app that is not fedsim's: broadcasts and replies, as they were.
+"""Records broadcasts and replies of an app that is not fedsim's, as a tap sees them.
 
     OUT/run-7/tap.json                                   who recorded, and what was left out
     OUT/run-7/round-0001/broadcast-<digest>.safetensors  what was sent, once for all who got it
@@ -41,9 +41,9 @@ _RUN, _ROUND = re.compile(r"run-\d{1,20}"), re.compile(r"round-\d{4,6}")
 _TAP = "tap.json"
 _WRITTEN = (".safetensors", ".json")
 _REASONS, _OTHER = 100, "other reasons"
-"""So many reasons for leaving something out are told apart: senders can make up any number."""
+"""Maximum number of reasons that are told apart, since senders can make up any number."""
 _DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a file of JSON, and numbers in it, raises where somebody has altered it."""
+"""Errors raised by reading JSON, and numbers in it, that somebody has altered."""
 
 
 class Exchange(BaseModel):
@@ -82,15 +82,16 @@ class Exchange(BaseModel):
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
-        """Returns the metric of that name, of whichever record; None if there is none.
+        """Returns the first number called `key` in any record of the metrics; None if there is none.
 
-        None, too, if it is beyond `LARGEST`: a client may say anything.
+        Numbers beyond `LARGEST` are passed over, since a client may state anything.
         """
         for record in self.metrics.values():
             value = record.get(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 try:
                     number = float(value)
+                # An int of JSON may be too large for a float.
                 except OverflowError:
                     continue
                 if abs(number) <= LARGEST:
@@ -99,9 +100,9 @@ class Exchange(BaseModel):
 
 
 class Recorder:
-    """Writes the exchanges of one run as they come. It keeps none of them in memory.
+    """Writes the exchanges of one run as they come, and keeps none of them in memory.
 
-    What writes, or counts what is left out, is called by one thread at a time.
+    Methods that write, or count what is left out, must be called by one thread at a time.
     """
 
     def __init__(
@@ -114,15 +115,15 @@ class Recorder:
         clients: int | None,
         max_bytes: int,
     ) -> None:
-        """A recorder that goes on with what is written of the run, if there is anything.
+        """Goes on with what is already written of the run, if there is anything.
 
         Args:
-            out: The folder of all runs.
-            run_id: Of the run, as Flower numbers it.
-            side: Who records.
-            rounds: Those that are recorded; None for all.
-            clients: At most so many nodes are recorded, those that come first; None for all.
-            max_bytes: That the run's folder may have.
+            out: Folder of all runs.
+            run_id: Number of the run, as Flower gives it.
+            side: Side that records.
+            rounds: Rounds that are recorded; None for all.
+            clients: Maximum number of nodes recorded, those that come first; None for all.
+            max_bytes: Maximum size of the run's folder.
         """
         self.folder = out / f"run-{run_id}"
         self._run_id = run_id
@@ -135,7 +136,8 @@ class Recorder:
         self._left_out = _counts(self.folder / _TAP)
 
     def wants(self, round: int, node_id: int) -> bool:
-        """Whether the answer of that node in that round is to be recorded."""
+        """Returns whether the node's answer in this round is to be recorded, and counts the node."""
+        # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:
             return False
         if node_id not in self._nodes:
@@ -149,7 +151,7 @@ class Recorder:
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
-        """Writes what is sent, unless it lies there; returns its digest, None if it has no room."""
+        """Writes a broadcast unless it is there; returns its digest, or None if there is no room."""
         digest = streaming.digest_of(arrays)
         path = self._round(round) / _broadcast_name(digest)
         if not path.exists() and not self._write(path, arrays, digest):
@@ -170,15 +172,16 @@ class Recorder:
         """Writes one answer.
 
         Args:
-            reply: The arrays that the client sent.
-            round: Counted from 1.
-            node_id: Who answered.
-            message_id: Of the order that it answers, by which a client's truth is found.
-            broadcast: What `save_broadcast` returned of that order.
+            reply: Arrays that the client sent.
+            round: Round, counted from 1.
+            node_id: Node that answered.
+            message_id: Id of the order that is answered, by which a client's truth is found.
+            broadcast: Digest that `save_broadcast` returned for that order.
             config: Settings in the order.
-            metrics: Of the answer.
+            metrics: Metrics in the answer.
         """
         base = self._round(round) / f"node-{node_id}"
+        # The JSON is written last: where it is, the whole answer is.
         if base.with_suffix(".json").exists():
             self.leave_out("answered twice in a round")
             return
@@ -201,9 +204,9 @@ class Recorder:
             self._used += len(text)
 
     def leave_out(self, reason: str) -> bool:
-        """Counts what is not recorded; returns whether that reason is new.
+        """Counts a message that is not recorded; returns whether that reason is new.
 
-        Where the count cannot be written, as on a full disk, it is with the next one that can.
+        A count that cannot be written, as on a full disk, is written with the next one.
         """
         if reason not in self._left_out and len(self._left_out) >= _REASONS:
             reason = _OTHER
@@ -237,7 +240,7 @@ class Recorder:
         return digest
 
     def _has_room(self, size: int) -> bool:
-        """Whether so many bytes fit below the bound; if not, that is counted."""
+        """Returns whether `size` more bytes fit below the bound, and counts it if they do not."""
         if self._used + size <= self._max_bytes:
             return True
         self.leave_out("no room below max_gib")
@@ -260,6 +263,7 @@ def read_exchanges(folder: Path) -> list[Exchange]:
         except (OSError, UnicodeDecodeError, ValidationError) as error:
             raise FedsimError(f"{path}: not what a tap records: {error}") from error
         place = f"round-{exchange.round:04d}/node-{exchange.node_id}.json"
+        # A file that was moved would be attacked as an answer of another round or node.
         if path.parts[-2:] != tuple(place.split("/")):
             raise FedsimError(f"{path}: says that it is {place}; restore what the tap recorded")
         found.append(exchange.model_copy(update={"path": path}))
@@ -277,7 +281,8 @@ def read_exchanges(folder: Path) -> list[Exchange]:
 
 
 def digest_of(exchanges: Sequence[Exchange]) -> str:
-    """Returns a digest of all that was sent and answered: of two recordings never the same."""
+    """Returns a digest of all that was sent and answered, which no two recordings share."""
+    # Ids of messages are unique, so that two runs with equal tensors differ, too.
     said = sorted((e.round, e.node_id, e.message_id, e.broadcast, e.reply) for e in exchanges)
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
@@ -299,6 +304,7 @@ def run_folder(out: Path, run: int | None = None) -> Path:
         raise FedsimError(
             f"{out}: no recorded run{named} in it; name what fedsim.tap(..., out=...) was given"
         )
+    # Run ids of Flower are drawn at random, so that only the time tells which is the newest.
     return max(runs, key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -314,7 +320,7 @@ def left_out(folder: Path) -> list[str]:
 
 
 def _counts(path: Path) -> dict[str, int]:
-    """Returns what was left out so far; nothing where that cannot be read."""
+    """Returns reason -> count of what was left out so far; empty where that cannot be read."""
     try:
         reasons = json.loads(paths.text(path, paths.TEXT))["left_out"]
         return {str(reason): int(n) for reason, n in reasons.items()}

@@ -1,4 +1,4 @@
-"""Observations on disk: safetensors for tensors, JSON for the rest.
+"""Reads and writes observations on disk: safetensors for tensors, JSON for the rest.
 
 Everything is written whole or not at all (temporary file, fsync, rename), so that a kill or a full
 disk never leaves half a recording. Nothing here needs Flower: a recording made on one machine is
@@ -51,9 +51,9 @@ _KIND: Mapping[Watcher, str] = {
     "client": "participant",
     "eavesdropper": "wire",
 }
-"""What the number in an id is of."""
+"""Watcher -> word before the client's number in the id of what it saw."""
 GLOBAL = "global.safetensors"
-"""Name of a round's global weights, beside what was seen of it."""
+"""Name of the file of a round's global weights, beside the round's observations."""
 _PUBLIC = "public.safetensors"
 _TORN = ".writing-"
 
@@ -63,8 +63,10 @@ _TENSORS = ("update", "buffers_update", "parameters", "buffers")
 
 
 def _sidecar_fields() -> Iterator[tuple[str, Any]]:
-    """Type and default of each field of the JSON beside a recorded update."""
+    """Yields name, type and default of each field of the JSON beside a recorded update."""
     yield "format", (Literal[1], 1)
+    # Read from the class, so that a new field with a default is recorded, and old files stay
+    # legible.
     hints = get_type_hints(Observation)
     for field in fields(Observation):
         if field.name == "spec":
@@ -102,20 +104,21 @@ _FACTS = tuple(
 def observation_id(
     stack: str, round: int, client: int, suffix: str, watcher: Watcher = "server"
 ) -> str:
-    """`<stack>/round-0001/client-0000-b4-t0`; client -1 is the aggregate.
+    """Returns an observation's id, such as `<stack>/round-0001/client-0000-b4-t0`.
 
-    What `watcher` saw is told apart: `participant-0000-training` is what client 0 saw of others,
-    `wire-0000-b4-t0` what crossed the wire from it.
+    Client -1 is the aggregate. The word before the number says what `watcher` saw:
+    `participant-0000-training` is what client 0 saw of others, `wire-0000-b4-t0` what crossed the
+    wire from it.
 
     Raises:
-        FedsimError: a part is not what a recording may be called (it would be a path).
+        FedsimError: a part is not allowed in an id (it would be a path).
     """
     who = "aggregate" if client < 0 else f"{_KIND[watcher]}-{client:04d}"
     return checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
 
 
 def path_of(root: Path, id: str) -> Path:
-    """Where the JSON file of the observation `id` lies below `root`."""
+    """Returns the path of the JSON file of the observation `id` below `root`."""
     return root / "observations" / f"{checked_id(id)}.json"
 
 
@@ -172,6 +175,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     seen = _read_verified(path.with_suffix(".safetensors"), sidecar.update_sha256, device)
     state = _read_verified(path.with_name(GLOBAL), sidecar.global_sha256, device)
     facts = {name: getattr(sidecar, name) for name in _FACTS}
+    # Old files do not tell the effect: behind a defense it is unknown, without one there is none.
     facts["effect"] = sidecar.effect or (UNKNOWN if sidecar.defense else Effect())
     observation = Observation(
         **facts,
@@ -193,7 +197,7 @@ def save_public(images: Tensor, root: Path) -> None:
 
 @lru_cache(maxsize=1)
 def load_public(root: Path) -> Tensor:
-    """The public images (P, C, H, W), uint8, or rows (P, D), of the run in `root`.
+    """Read the public images (P, C, H, W), uint8, or rows (P, D), float32, of the run in `root`.
 
     Raises:
         FedsimError: none were recorded, or they cannot be read.
@@ -211,7 +215,7 @@ def load_public(root: Path) -> Tensor:
 
 
 def root_of(recording: Path) -> Path | None:
-    """The run's folder that a recording lies in; None if it lies in none."""
+    """Return the run's folder that a recording lies in; None if it lies in none."""
     for parent in recording.resolve().parents:
         if parent.name == "observations":
             return parent.parent
@@ -221,7 +225,7 @@ def root_of(recording: Path) -> Path | None:
 def write_tensors(path: Path, tensors: Tensors) -> str:
     """Write `tensors` as safetensors, atomically; returns the file's SHA-256.
 
-    Its owner alone can read it: tensors are clients' images, or what leaks them.
+    The file's owner alone can read it: tensors are clients' images, or what leaks them.
     """
     content = serialize(tensors)
     write_bytes(path, content, private=True)
@@ -270,8 +274,8 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
     """Copy `path` from below the folder `source` to the same place below `target`.
 
     Raises:
-        FedsimError: it is not below `source` but by a link, or is no regular file that fits into
-            the memory.
+        FedsimError: a link leads from below `source` to it, or it is no regular file that fits
+            into the memory.
     """
     place = path.relative_to(source)
     content = paths.content(paths.refuse_links(path, source), memory.limit())
@@ -297,15 +301,16 @@ def write_pieces(
     """Write `pieces`, one after the other, whole or not at all.
 
     Args:
-        path: Of the file; its folder is made.
-        pieces: Of its content.
-        private: Whether its owner alone can read it.
-        durable: Whether it is on the disk when this returns. If not, a crash of the machine may
-            leave a torn file, which only a checksum tells.
-        cached: Whether it is read again soon. If not, it is kept out of the page cache.
+        path: Path of the file, whose folder is made.
+        pieces: Pieces of the content.
+        private: Whether the file's owner alone can read it.
+        durable: Whether the file is on the disk when this returns. If not, a crash of the machine
+            may leave a torn file, which only a checksum tells.
+        cached: Whether the file is read again soon. If not, it is kept out of the page cache.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # The name is drawn, since several processes may write the same file at once.
         temporary = path.with_name(_TORN + secrets.token_hex(8))
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         # The system takes off what the umask forbids.
@@ -319,8 +324,11 @@ def write_pieces(
                 else:
                     direct.write(file.fileno(), pieces)
                 if durable:
+                    # Before the rename: a crash could otherwise leave the name with no content
+                    # behind it.
                     os.fsync(file.fileno())
             temporary.replace(path)
+        # Ctrl-C leaves no torn file either.
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -328,7 +336,7 @@ def write_pieces(
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError from inside name `path`, which the system leaves out of a failed write."""
+    """Add `path` to an OSError from inside, as the system leaves it out of a failed write."""
     try:
         yield
     except OSError as error:
@@ -336,7 +344,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remove_rounds(folder: Path, last: int) -> None:
-    """Remove what `folder` has of rounds after the `last`: `round-0001` and so on."""
+    """Remove the folders of rounds after the `last` (`round-0001` and so on) from `folder`."""
     for path in folder.glob("round-*"):
         number = path.name.removeprefix("round-")
         if number.isdecimal() and int(number) > last and path.is_dir():
@@ -350,12 +358,14 @@ def remove_torn(root: Path) -> None:
 
 
 def _read_verified(path: Path, digest: str, device: str | torch.device) -> dict[str, Tensor]:
+    # A missing file is left to `read_tensors`, whose error says so.
     if path.is_file() and _sha256(path) != digest:
         raise FedsimError(f"{path}: does not match the checksum in its recording; record it again")
     return read_tensors(path, device)
 
 
 def _sha256(path: Path) -> str:
+    # The time is part of the cache's key, so that a file that was altered is read again.
     return _digest(path, path.stat().st_mtime_ns)
 
 
@@ -371,10 +381,10 @@ def _under(prefix: str, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -
 
 
 def checked_id(id: str) -> str:
-    """`id` itself, which then is safe as a path.
+    """Return `id`, which is then safe as a path.
 
     Raises:
-        FedsimError: it is no observation's.
+        FedsimError: it is not the id of an observation.
     """
     if not _ID.fullmatch(id) or ".." in id:
         raise FedsimError(f"{id!r} is not the id of an observation")

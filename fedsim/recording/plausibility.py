@@ -1,4 +1,4 @@
-"""Whether a recording can be what it says: counts, shapes, and what an attack on it takes."""
+"""Checks whether a recording can be what it says: counts, shapes, and an attack's memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fedsim.types import MOST_STEPS, Observation
 from fedsim.words import number_of
 
 _CANDIDATES, _STEP = 8, 1 << 14
-"""Tensors of images that an attack holds, and bytes of what it notes down of a local step."""
+"""Number of tensors of images that an attack holds, and bytes that it keeps of a local step."""
 _MOST = 1_000_000
-"""Largest number of anything else that is counted in a recording."""
+"""Maximum of every other count in a recording."""
 
 
 def inconsistencies(
     seen: Observation, parameters: Collection[str], buffers: Collection[str]
 ) -> Iterator[str]:
-    """What would make an attack stumble, fill the memory, or answer what nobody asked.
+    """Yields faults that would make an attack fail, fill the memory, or answer another question.
 
     `parameters` and `buffers` are the names that the recording lists.
     """
@@ -33,6 +33,7 @@ def inconsistencies(
         if not 1 <= count <= _MOST:
             yield f"{name}: expected 1 to {_MOST}, got {count}"
     for name, value in (("lr", training.lr), ("momentum", training.momentum)):
+        # The chain is false for NaN as well.
         if not 0 <= value < math.inf or (name == "lr" and not value):
             yield f"training.{name}: expected a finite number above 0, got {value}"
     if seen.payload == "update":
@@ -58,6 +59,7 @@ def inconsistencies(
                 f"takes about {needed / paths.GIB:.1f} GiB, and there are "
                 f"{memory.limit() / paths.GIB:.1f}"
             )
+    # Names without tensors were dropped on loading, so that each one is looked for here.
     for name in parameters:
         before, update = seen.parameters.get(name), seen.update.get(name)
         if before is None or update is None:

@@ -1,8 +1,8 @@
 """Writes arrays as safetensors piece by piece: no copy of them is made, and none is held.
 
-For what shares a machine with an app's round. A file's digest is XXH3 of 128 bits, which takes a
-tenth of SHA-256's time. It tells damage, and one file from another. It is no proof against somebody
-who may write there: nor is any digest that lies beside its file.
+It shares a machine with an app's round, and has to be cheap. A file's digest is XXH3 of 128 bits,
+which takes a tenth of SHA-256's time. It tells damage, and one file from another. It is no proof
+against somebody who may write there: nor is any digest that lies beside its file.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _NAMES = {
 }
 _ALIGNED = 8
 _LONGEST_HEADER = 100_000_000
-"""Bytes of names and shapes that readers of safetensors take."""
+"""Maximum size of a file's header in bytes, which readers of safetensors accept."""
 _PIECE = 1 << 20
 _LARGE = 1 << 20
-"""Bytes from which on a file is worth the set-up of writing it past the page cache."""
+"""Size in bytes from which writing a file past the page cache is worth its set-up."""
 _RESERVED = "__metadata__"
-"""No name of a tensor in such a file."""
+"""Name that the format reserves, so that no tensor can have it."""
 Piece = bytes | memoryview
 
 
@@ -54,11 +54,12 @@ def pieces(arrays: Arrays) -> Iterator[Piece]:
     yield header
     for name in names:
         if arrays[name].size:
+            # No copy: contiguous memory is read as bytes.
             yield arrays[name].reshape(-1).view(np.uint8).data
 
 
 def _header(arrays: Arrays) -> tuple[list[str], bytes]:
-    """Returns the names in the order of their bytes, and all that stands before these."""
+    """Returns the arrays' names in the order of the file, and the bytes before the first array."""
     # Wide numbers first, so that all of them are aligned.
     names = sorted(arrays, key=lambda name: -arrays[name].itemsize)
     places: dict[str, object] = {}
@@ -77,6 +78,7 @@ def _header(arrays: Arrays) -> tuple[list[str], bytes]:
         }
         start = end
     text = json.dumps(places).encode()
+    # Spaces after JSON are legal, and keep the arrays behind it aligned, too.
     text += b" " * (-len(text) % _ALIGNED)
     if len(text) > _LONGEST_HEADER:
         raise FedsimError("the names of the tensors are too long to be recorded")
@@ -109,7 +111,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def size_of(arrays: Arrays) -> int:
-    """Returns how many bytes the file has that `write` makes.
+    """Returns the size in bytes of the file that `write` makes.
 
     Raises:
         FedsimError: see `pieces`.
@@ -123,9 +125,9 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
     It does not wait for the disk: after a crash of the machine only the checksum tells a torn file.
 
     Args:
-        path: Of the file; its folder is made.
-        arrays: What it holds.
-        digest: What `digest_of` says of them, where that is known: it is not reckoned again.
+        path: Path of the file, whose folder is made.
+        arrays: Arrays that it holds.
+        digest: Their `digest_of`, where that is known, so that it is not computed again.
 
     Raises:
         FedsimError: see `pieces`.
@@ -134,6 +136,7 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
     if digest is not None:
         write_pieces(path, pieces(arrays), private=True, durable=False, cached=cached)
         return digest
+    # Counted while the pieces are written, so that the arrays are read once.
     counted = xxhash.xxh3_128()
 
     def count_pieces() -> Iterator[Piece]:

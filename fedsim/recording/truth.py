@@ -1,4 +1,4 @@
-"""Ground truth on disk: written and removed by clients, read where attacks are scored.
+"""Keeps ground truth on disk: clients write and remove it, and scores read it.
 
     ROOT/truth/<stack>/round-0001/client-0000-b4-t0/client-0000.safetensors
 
@@ -22,15 +22,15 @@ from fedsim.words import number_of
 
 _FOLDER = "truth"
 _SEEN_ALONE = re.compile(r"(?:client|wire)-(\d+)-")
-"""Names of what was seen of one client, whose truth alone it has."""
+"""Names of observations of a single client, whose truth alone they have."""
 
 
 class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
-    """A client that is part of an observation wrote no truth, or one that is none did."""
+    """The truth of an observation is not exactly that of the clients that are part of it."""
 
 
 def home(root: Path, stack: str) -> Path:
-    """Where the ground truth of all that was seen behind `stack` lies."""
+    """Returns the folder of the ground truth of all observations behind `stack`."""
     return root / _FOLDER / stack
 
 
@@ -60,14 +60,16 @@ def forget_truth(root: Path, id: str, client: int) -> None:
 
 
 def owner(root: Path) -> int | None:
-    """The one client whose truth lies below `root`; None if none does.
+    """Returns the number of the one client whose truth lies below `root`; None if none does.
 
     Raises:
-        FedsimError: it is of several clients, or one's stands where another's has to.
+        FedsimError: truth of several clients is there, or of one in the place of another.
     """
     numbers: set[str] = set()
     for path in _files(root):
         of_folder = _SEEN_ALONE.match(path.parent.name)
+        # The folder names a client as well: truth of another one in it would be scored as this
+        # one's.
         numbers |= {path.stem.removeprefix("client-"), *(of_folder.groups() if of_folder else ())}
     if len(numbers) > 1 or not all(map(str.isdecimal, numbers)):
         raise FedsimError(
@@ -78,10 +80,10 @@ def owner(root: Path) -> int | None:
 
 
 def copy(source: Path, target: Path) -> int:
-    """Copy all truth below `source` to below `target`; returns how many files.
+    """Copy all truth below `source` to below `target`; returns the number of files.
 
     Raises:
-        FedsimError: one of them is a link to elsewhere, or another one is there already.
+        FedsimError: a file is a link to elsewhere, or one of other content is there already.
     """
     found = [paths.refuse_links(path, source) for path in _files(source)]
     for path in found:
@@ -92,6 +94,7 @@ def copy(source: Path, target: Path) -> int:
                 f"{path} is not the truth that was collected before ({there}); if it is the right "
                 f"one, remove {target / _FOLDER} and collect that of all clients again"
             )
+    # Copied only now that all are compared: a refusal leaves the target as it was.
     for path in found:
         copy_file(path, source, target)
     return len(found)
@@ -114,10 +117,10 @@ def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
 
 
 def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
-    """The ground truth of the observation `id`, of all its clients in order of client.
+    """Reads the ground truth of the observation `id`, that of all its clients in their order.
 
     Raises:
-        IncompleteTruth: it is not of so many `clients`.
+        IncompleteTruth: the number of clients that left truth is not `clients`.
         FedsimError: there is none, or it cannot be read.
     """
     folder = _folder(root, id)
@@ -135,7 +138,7 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
 
 
 def _join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Joins what several clients left, one after the other; what one lacks is left out."""
+    """Concatenates the truth of several clients; a tensor that one of them lacks is left out."""
     tensors: dict[str, Tensor] = {}
     for name, first in parts[0].items():
         values = [part[name] for part in parts if name in part]
@@ -154,11 +157,11 @@ def _join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 _SAME = ("scored", "classes", "columns")
-"""What all clients of an observation have in common."""
+"""Names of tensors that are the same for all clients of an observation."""
 
 
 def _is_truth(part: Mapping[str, Tensor]) -> bool:
-    """Whether it is what `save_truth` writes, of images or of rows."""
+    """Returns whether the tensors are what `save_truth` writes, of images or of rows."""
     if "rows" in part:
         rows, members = part["rows"], part.get("members")
         if members is None or "scored" not in part or rows.ndim != 2:
@@ -181,10 +184,10 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
 
 
 def count(root: Path, id: str) -> int:
-    """How many clients have written truth of the observation `id` below `root`."""
+    """Returns how many clients have written truth of the observation `id` below `root`."""
     return len(list(_folder(root, id).glob("client-*.safetensors")))
 
 
 def has_truth(root: Path, id: str) -> bool:
-    """Whether the ground truth of the observation `id` is below `root`."""
+    """Returns whether any truth of the observation `id` is below `root`."""
     return count(root, id) > 0

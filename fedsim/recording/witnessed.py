@@ -1,4 +1,4 @@
-"""What a client of an app that is not fedsim's really trained on, on that client's own disk.
+"""Keeps what a client of an app that is not fedsim's trained on, on that client's own disk.
 
     OUT/run-7/round-0001/node-42-<digest>.safetensors    images, labels, and the order of batches
     OUT/run-7/round-0001/node-42-<digest>.json           whose, of which message, and how it trained
@@ -27,7 +27,7 @@ from fedsim.words import printable
 
 
 class Witnessed(BaseModel):
-    """The JSON beside what was witnessed: how one client trained on one order."""
+    """Describes how one client trained on one order: the JSON beside its images."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,9 +40,9 @@ class Witnessed(BaseModel):
     partition: int | None
     """The client's partition-id, if its node has one."""
     images: int = Field(ge=1)
-    """Different images that were kept."""
+    """Number of distinct images that were kept."""
     left_out: int = Field(ge=0)
-    """Images beyond the bound."""
+    """Number of images that were left out, as they were beyond the bound."""
     sizes: list[Annotated[int, Field(ge=1)]]
     """Number of images of each step."""
     optimizer: str | None
@@ -50,7 +50,7 @@ class Witnessed(BaseModel):
     """Settings of the optimizer, such as `lr` and `momentum`."""
     training_mode: bool
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
-    """Learning rate of each step; none in files before there were any."""
+    """Learning rate of each step; empty in files of earlier versions."""
     factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Factor by which each step's gradient exceeds that of its images' mean loss."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
@@ -58,7 +58,7 @@ class Witnessed(BaseModel):
     proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """μ of FedProx."""
     unmodelled: list[str] = []
-    """What was seen of the training that no attack knows of."""
+    """Traits of the training that were seen and that no attack models."""
 
     @property
     def steps(self) -> int:
@@ -68,7 +68,7 @@ class Witnessed(BaseModel):
 
 @dataclass(frozen=True)
 class Testimony:
-    """One client's training on one order, without the tensors."""
+    """Gives access to what was witnessed of one client's training on one order."""
 
     path: Path
     said: Witnessed
@@ -80,7 +80,7 @@ class Testimony:
         return channels, height, width
 
     def images(self) -> tuple[Tensor, Tensor]:
-        """Returns the different images (N, C, H, W), as the model got them, and labels (N,).
+        """Returns the distinct images (N, C, H, W), as the model got them, and their labels (N,).
 
         Raises:
             FedsimError: the file is missing or damaged.
@@ -114,13 +114,14 @@ def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
 def save_unseen(
     out: Path, run_id: int, round: int, node_id: int, message_id: str, *, reason: str
 ) -> None:
-    """Writes why nothing is kept of an order that a client trained on: it saw text, say."""
+    """Writes why nothing is kept of an order that a client trained on, such as text as inputs."""
     path = _base(out, run_id, round, "unseen", node_id, message_id).with_suffix(".json")
     text = json.dumps({"format": 1, "reason": reason}, indent=2) + "\n"
     write_bytes(path, text.encode(), private=True, durable=False)
 
 
 def _base(out: Path, run_id: int, round: int, kind: str, node_id: int, message_id: str) -> Path:
+    # Its digest stands for the id, which is text from outside and must be no part of a path.
     digest = hashlib.sha256(message_id.encode()).hexdigest()[:16]
     return run_of(out, run_id) / f"round-{round:04d}" / f"{kind}-{node_id}-{digest}"
 
@@ -131,11 +132,12 @@ def run_of(out: Path, run_id: int) -> Path:
 
 
 def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
-    """Reads what was witnessed of a run, by the id of the message that asked for it.
+    """Reads what was witnessed of a run, by the id of the message that ordered the training.
 
     Raises:
         FedsimError: there is nothing, or a file is damaged.
     """
+    # Callers may name the run's own folder, or that of all runs.
     folder = out if out.name == f"run-{run_id}" else run_of(out, run_id)
     found: dict[str, Testimony] = {}
     for path in sorted(folder.glob("round-*/node-*.json")):
@@ -157,7 +159,7 @@ def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
 
 
 def _unseen(folder: Path) -> str:
-    """Returns why a witness kept nothing; empty if none says so."""
+    """Returns the reason for which a witness kept nothing; empty if none is stated."""
     for path in sorted(folder.glob("round-*/unseen-*.json")):
         try:
             reason = json.loads(paths.text(path, paths.TEXT))["reason"]
@@ -168,4 +170,4 @@ def _unseen(folder: Path) -> str:
 
 
 _LONGEST = 500
-"""Characters of a reason."""
+"""Maximum number of characters of a reason that are shown."""
