@@ -32,7 +32,7 @@ class WorkQueue:
         self._working = False
         """Whether somebody works off what waits, or is about to."""
         self._thread = 0
-        """Id of the thread that works or hands work over, which `finish` must not hold up; else 0."""
+        """Id of the thread that works or hands over, which `finish` must not hold up; else 0."""
 
     def later(self, job: Callable[[], None], size: int = 0) -> None:
         """Runs `job` after those that came before, and returns at once if there is room.
@@ -71,7 +71,7 @@ class WorkQueue:
                 pass
 
     def _start(self) -> bool:
-        """Starts the thread unless it works or nothing waits; returns False if none can be started."""
+        """Starts the thread unless it works or nothing waits; returns False if that fails."""
         if self._working or not self._waiting:
             return True
         self._thread = threading.get_ident()

@@ -82,7 +82,7 @@ class Exchange(BaseModel):
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
-        """Returns the first number called `key` in any record of the metrics; None if there is none.
+        """Returns the first number called `key` in a record of the metrics; None if there is none.
 
         Numbers beyond `LARGEST` are passed over, since a client may state anything.
         """
@@ -136,7 +136,7 @@ class Recorder:
         self._left_out = _counts(self.folder / _TAP)
 
     def wants(self, round: int, node_id: int) -> bool:
-        """Returns whether the node's answer in this round is to be recorded, and counts the node."""
+        """Returns whether a node's answer in this round is to be recorded, and notes the node."""
         # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:
             return False
@@ -151,7 +151,7 @@ class Recorder:
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
-        """Writes a broadcast unless it is there; returns its digest, or None if there is no room."""
+        """Writes a broadcast unless it is there; returns its digest, None if there is no room."""
         digest = streaming.digest_of(arrays)
         path = self._round(round) / _broadcast_name(digest)
         if not path.exists() and not self._write(path, arrays, digest):
@@ -204,7 +204,7 @@ class Recorder:
             self._used += len(text)
 
     def leave_out(self, reason: str) -> bool:
-        """Counts a message that is not recorded; returns whether that reason is new.
+        """Counts a message that is not recorded; returns whether its reason is new.
 
         A count that cannot be written, as on a full disk, is written with the next one.
         """

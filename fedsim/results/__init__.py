@@ -1,1 +1,1 @@
-"""The lines that a run leaves behind, and how they survive a kill."""
+"""Builds, writes and reads the lines that a run leaves behind, which survive a kill."""

@@ -1,4 +1,4 @@
-"""Controls: the same attack's answer to another update, scored against this one's truth.
+"""Makes controls: the same attack's answer to another update, scored against this one's truth.
 
 If that is as good, the attack's pictures come from its prior and not from the update. The other
 update is of other images, by content, and of another client: data of one client look alike, and
@@ -36,12 +36,12 @@ Cell = tuple[Any, ...]
 
 
 def folder_of(root: Path) -> Path:
-    """Returns the folder of a run's updates of public images, and of what was made of them."""
+    """Returns the folder of a run's updates of public images, and of attacks' answers to them."""
     return root / CONTROL
 
 
 def _cells(rows: Sequence[Row]) -> list[list[Row]]:
-    """Groups scored rows, each of whose controls is another one of its group."""
+    """Groups scored rows by cell; the control of a row is another row of its group."""
     cells: dict[Cell, list[Row]] = {}
     for row in rows:
         if row["status"] == "ok":
@@ -52,7 +52,7 @@ def _cells(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def made_of_public(members: Sequence[Row], root: Path) -> Path | None:
-    """Returns the file of what a cell’s attack made of public images; None if there is none."""
+    """Returns the file of a cell's reconstruction of public images; None if there is none."""
     for row in members:
         path = reconstruction_path(folder_of(root), row["attack"]["label"], row["observation"])
         if path.exists():
@@ -71,6 +71,7 @@ def record_public(
     asked = []
     for members in _cells(rows):
         first = members[0]
+        # Another client's update is the better control: public images serve where there is none.
         alone = {row["client"] for row in members} == {first["client"]}
         if first["release"] or not alone or first["vantage"] not in ("server", "eavesdropper"):
             continue
@@ -83,12 +84,14 @@ def record_public(
 
 
 def _record(row: Row, root: Path, server: Server) -> bool:
-    """Records the update of public images in the place of a row's; whether there can be one."""
+    """Records an update of public images in the place of a row's; returns whether there is one."""
     data = server.described
     if not isinstance(data, Dataset) or server.stack.aggregation is not None:
         return False  # a masked part of a sum shows nothing by itself
     seen = load_observation(path_of(root, row["observation"]))
     public = replace(data, train_images=data.test_images, train_labels=data.test_labels)
+    # The client holds the test split, and computes by the server's own stack and at the same
+    # weights.
     client = Client(
         number=seen.client,
         dataset=public,
@@ -104,12 +107,14 @@ def _record(row: Row, root: Path, server: Server) -> bool:
     first, truth = results[0].update, results[0].truth
     if truth is None:
         return False
+    # Releases are averaged as in the row's recording; integer tensors have no mean.
     mean = {
         name: torch.stack([each.update.tensors[name] for each in results]).mean(0)
         if tensor.is_floating_point()
         else tensor
         for name, tensor in first.tensors.items()
     }
+    # The control shows no more than the recording does.
     buffers = first.buffers if seen.buffers_update else {}
     save_truth(truth, folder_of(root), seen.id, seen.client)
     save_observation(replace(seen, update=mean, buffers_update=buffers), folder_of(root))
@@ -124,6 +129,7 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
     for members in _cells(rows):
         public = made_of_public(members, root)
         for place, row in enumerate(members):
+            # In turn from the next one on, so that each row is the control of another.
             others = members[place + 1 :] + members[:place]
             if not _is_asked_singly(row):
                 row["control"] = _control_of_batch(row, others, public, root) or row["control"]
@@ -142,9 +148,11 @@ def _control_of_batch(
     own = read_tensors(_reconstruction(row, root))
     # Of several others the next one, as trials of a client follow each other.
     unlike = [each for each in others if _unlike(row, each)]
+    # `min` takes the first of the least: another client's if there is one, else this client's next.
     other = min(unlike, key=lambda each: each["client"] == row["client"], default=None)
     foreign = other and read_tensors(_reconstruction(other, root))
     of = "client" if other and other["client"] != row["client"] else "batch"
+    # A public image that is the row's own would make the control as good as the attack.
     if of == "batch" and public and not _shares_image(own, drawn := read_tensors(public)):
         of, foreign = "public", drawn
     if not foreign:
@@ -157,7 +165,7 @@ def _control_of_batch(
 
 
 def _shares_image(own: Mapping[str, Tensor], public: Mapping[str, Tensor]) -> bool:
-    """Whether a true image, or record of a table, is among the public ones."""
+    """Returns whether a true image, or record of a table, is among the public ones."""
     return any(
         torch.equal(one, each)
         for name in ("truth", "truth_records")
@@ -168,7 +176,7 @@ def _shares_image(own: Mapping[str, Tensor], public: Mapping[str, Tensor]) -> bo
 
 
 def _unlike(row: Row, other: Row) -> bool:
-    """Whether `other` may be the control of `row`: none of its images is one of the row's."""
+    """Returns whether `other` may be the control of `row`: the two share no true image."""
     return not set(row["victims"]) & set(other["victims"])
 
 
@@ -188,6 +196,8 @@ def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None
     """
     found = []
     for place, victim in enumerate(own):
+        # Releases share rows, so that the row at the same place may be this very one: then the
+        # next.
         turns = [(place + step) % len(other) for step in range(len(other))]
         unlike = next((turn for turn in turns if other[turn] != victim), None)
         if unlike is None:

@@ -42,16 +42,17 @@ def refuse_foreign_rows(
     """Refuses lines of other runs, which would name files and count in the tables.
 
     Args:
-        out: the run's folder.
-        keys: identify the run's results.
-        stacks: names of its defense stacks.
-        last: its number of rounds.
+        out: Folder of the run.
+        keys: Keys of the run's results (`rows.key`).
+        stacks: Names of its defense stacks.
+        last: Number of its rounds.
 
     Raises:
         FedsimError: a line is damaged or of another run; with the file and the line.
     """
 
     def result(row: record.Row) -> bool:
+        # Refused now, since controls and report read these keys of every row at the run's end.
         is_complete = isinstance(row["control"], dict) and row.keys() >= _RESULT_KEYS
         return is_complete and rows.key(row) in keys and fits(row, "results.jsonl")
 
@@ -67,6 +68,7 @@ def refuse_foreign_rows(
         ("rounds.jsonl", round),
         ("audit.jsonl", audit),
     ):
+        # Read for its refusals alone.
         record.read_lines(out / name, belongs)
 
 

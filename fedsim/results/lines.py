@@ -1,4 +1,4 @@
-"""Lines of results.jsonl, rounds.jsonl and audit.jsonl, each built, written and read by a class."""
+"""Defines the lines of results.jsonl, rounds.jsonl and audit.jsonl, each as a class."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ class RowPart(BaseModel):
 
 
 def _numbers(value: object) -> Iterator[float]:
-    """Yields the floating-point numbers in a field, but for those of a part that has its own."""
+    """Yields the floating-point numbers in a field; nested parts check their own."""
     if isinstance(value, float):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _numbers(item)
+    # A nested `RowPart` is none of these types: its own validator has checked it.
     elif isinstance(value, dict):
         yield from _numbers(list(value.values()))
 
@@ -70,8 +71,7 @@ class Metrics(RowPart):
 
 
 PerImage = dict[str, list[float | None]]
-"""Metric -> its value for each true image, in the order of the truth; None of what was not
-scored."""
+"""Metric -> its value for each true image, in the order of the truth; None where not scored."""
 
 
 class DefenseOf(RowPart):
@@ -89,7 +89,7 @@ class AttackOf(RowPart):
     restarts: int = 1
     parameters: dict[str, Any] = {}
     brought: tuple[str, ...] = ()
-    """What the attack had that no grant names, as `public=photos`."""
+    """Knowledge of the attack that no grant names, as `public=photos`."""
     ignores_update: bool = False
     """Whether it never looks at the update, as a control does."""
 
@@ -121,8 +121,8 @@ class BaselineOf(Metrics):
 
 
 ControlKind = Literal["client", "public", "batch", "release"]
-"""What another update is of: another client, public images, another batch of the same client, or
-another release of a table."""
+"""Sources of a control's update: another client, public images, another batch of the same
+client, or another release of a table."""
 
 
 class ControlOf(RowPart):
@@ -130,7 +130,7 @@ class ControlOf(RowPart):
 
     other_update: Metrics | None = None
     of: ControlKind | None = None
-    """None without any, and in rows that do not say."""
+    """Source of the other update; None without a control, and in rows that do not say."""
     per_image: PerImage = {}
 
 
@@ -140,9 +140,9 @@ class CertificateOf(RowPart):
     images: int
     determined: int | None = None
     certified: int | None = None
-    """None of an attack that certifies nothing."""
+    """Number of images that the attack certifies; None if it certifies nothing."""
     false: int | None = None
-    """How many certificates are false by the truth; None if that cannot be told."""
+    """Number of certificates that the truth refutes; None if that cannot be told."""
     per_image: dict[str, list[bool]] = {}
 
 
@@ -175,7 +175,7 @@ class ClaimOf(RowPart):
     accountant: str | None = None
     unit: str | None = None
     relation: str | None = None
-    """Relation of data sets that count as neighbours."""
+    """Relation between data sets that count as neighbours."""
     reason: str | None = None
     covers: str | None = None
     """Releases that the claim covers, in words."""
@@ -206,9 +206,9 @@ class TheoryOf(RowPart):
     """States what theory predicts of the attack."""
 
     tensor_rate: float | None = None
-    """How the attack's error grows, up to a constant; None if theory predicts nothing."""
+    """Predicted error of the attack, up to a constant; None if theory predicts nothing."""
     membership_auc: float | None = None
-    """The largest area that the privacy claim allows; None if it does not bound membership."""
+    """Largest AUC of membership that the claim allows; None if it does not bound membership."""
     membership_tpr: float | None = None
 
 
@@ -229,8 +229,8 @@ class ResultRow(RowPart):
     attack: AttackOf
     vantage: str
     server: Server = "honest"
-    """What the server has done to the model: what the row says, or what the model's parameters say
-    if that is more."""
+    """Manipulation of the model by the server, as the row states it, or as the model's parameters
+    show it if that is more."""
     knowledge: KnowledgeOf
     batch_size: int
     round: int
@@ -254,28 +254,26 @@ class ResultRow(RowPart):
     cost: CostOf | None = None
     per_image: dict[str, list[float]] | None = None
     certificate: CertificateOf | None = None
-    """None if the attack says nothing of what it knows, and in rows before there were any."""
+    """Certificate of the attack; None if it gives none, and in rows of earlier versions."""
     features_by: str | None = None
-    """Other attack that was asked for the features; None if none, and in rows before."""
+    """Name of another attack that the features are from; None if none, and in earlier rows."""
     stages: int | None = None
-    """Number of stages that the attack cut the body into; None if it cuts none, and in rows
-    before."""
+    """Number of stages that the attack cut the body into; None if none, and in earlier rows."""
     simulation_error: float | None = None
     """Distance of the update that attacks simulate from the recorded one, of an assessed app."""
     folder: Path = Path()
-    """Folder of the run that it was read from."""
+    """Folder of the run that the row was read from."""
     ended: bool = True
-    """Whether that run has ended, and is scored to its end."""
+    """Whether that run has ended and all of its attacks are scored."""
 
     @classmethod
     def of(cls, job: Job, result: Result, **of_run: Any) -> Self:
         """Builds the line of one attack on one observation.
 
         Args:
-            job: the attack, and on what.
-            result: what it left.
-            of_run: fields of which the run knows more than the job; the control is added at its
-                end.
+            job: The attack and its observation.
+            result: Outcome of the job.
+            of_run: Fields that only the run knows; the control is added at the run's end.
         """
         seen, plugin = result.observation, job.plugin
         parts = {name: getattr(result, name) for name in _OF_RESULT}
@@ -308,6 +306,8 @@ class ResultRow(RowPart):
 
     def dump(self) -> dict[str, Any]:
         """Returns the line as it is written."""
+        # `simulation_error` is written only where it was set, as rows of runs do not have the
+        # field.
         beside = {"folder", "ended"} | ({"simulation_error"} - set(self.model_fields_set))
         return self.model_dump(mode="json", exclude=beside)
 
@@ -318,6 +318,8 @@ class ResultRow(RowPart):
         if not isinstance(row, dict) or not isinstance(parameters, dict):
             return row
         stated, least = row.get("server", "honest"), server_of(parameters)
+        # `Server` lists its values from least to most: a row cannot claim less than its model
+        # shows.
         known = get_args(Server)
         if stated in known and known.index(stated) < known.index(least):
             return {**row, "server": least}
@@ -335,12 +337,12 @@ class ResultRow(RowPart):
 
     @property
     def main(self) -> Target:
-        """What the attack is after, whatever it answered."""
+        """Main target of attacks on what the clients sent, whatever this attack answered."""
         return main_target(self.release["kind"] if self.release else "update")
 
     @property
     def computed(self) -> str:
-        """The model that was trained, or the learner that trains none."""
+        """Name of the model that was trained, or of the learner that trains none."""
         return self.model.name if self.model else self.learner
 
     @property
@@ -356,7 +358,7 @@ class ResultRow(RowPart):
 
     @property
     def cell(self) -> str:
-        """Identifies the leaderboard line that this trial belongs to."""
+        """Text that identifies the leaderboard line of this trial."""
         fields = {"scenario", "variant", "dataset", "model", "learner", "training", "defense"}
         fields |= {"release"} if self.release else set()
         fields |= {"attack", "vantage", "server", "knowledge", "batch_size", "round", "releases"}
@@ -364,16 +366,16 @@ class ResultRow(RowPart):
 
     @property
     def place(self) -> str:
-        """Identifies, among trials of one scenario and seed, which one this is, by names alone."""
+        """Text that identifies this trial among those of one scenario and seed, by names alone."""
         fields = {"client", "trial", "seed"}
         return self.cell + canonical(self.model_dump(include=fields))
 
     @cached_property
     def content(self) -> str:
-        """Digest of what was measured: of whom, how, and with which figures.
+        """Digest of the measurement: whose data, how it was attacked, and its figures.
 
-        Left out is what a copy may lack or state otherwise: what other rows of its run make of it,
-        and what the attack took.
+        It leaves out what a copy may lack or state otherwise: fields that depend on other rows of
+        the run, and the attack's cost.
         """
         return digest_of(self.model_dump(exclude=_BESIDE))
 
@@ -382,10 +384,10 @@ _OF_RESULT = (
     *("seed", "status", "reason", "metrics", "per_image", "features_by", "stages", "victims"),
     *("baseline", "cost"),
 )
-"""Fields that are the result's as they are."""
+"""Fields that are copied from the job's result."""
 
 _OF_OBSERVATION = ("vantage", "server", "round", "client", "trial", "releases")
-"""Fields that are the observation's as they are."""
+"""Fields that are copied from the observation."""
 
 _BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder", "ended"}
 """Fields of a row that are no part of its `content`."""
@@ -398,7 +400,7 @@ class RoundRow(RowPart):
     round: int
     participants: list[int] = []
     aggregated: int | None = None
-    """How many updates moved the model; None if the line does not say."""
+    """Number of updates that moved the model; None if the line does not say."""
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
@@ -408,12 +410,12 @@ class RoundRow(RowPart):
     privacy: PrivacyOf | None = None
     sigma: float | None = None
     failures: dict[str, int] = {}
-    """Reason -> how many updates were left out of the round."""
+    """Reason -> number of updates that it left out of the round."""
     details: list[str] = []
     zero_updates: int = 0
     probe_failures: int = 0
     seconds: float | None = None
-    """What the round took; None if the line does not say."""
+    """Wall-clock seconds of the round; None if the line does not say."""
 
 
 class AuditRow(RowPart):

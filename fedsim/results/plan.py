@@ -1,4 +1,4 @@
-"""What a run sets out to do, written before it begins: so that anybody can say how far it is."""
+"""Writes what a run sets out to do before it begins, so that anybody can tell how far it is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Plan(BaseModel):
-    """Holds what a run, or a variant of a sweep, will have done at its end."""
+    """Counts what a run, or a variant of a sweep, will have done at its end."""
 
     # Others may have changed the file: values of other kinds are refused.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -35,11 +35,11 @@ class Plan(BaseModel):
     """Rounds of training, of all defense stacks together."""
     attack_runs: Count
     lines: Count
-    """Lines of the leaderboard, each of several attack runs."""
+    """Number of lines of the leaderboard, each of several attack runs."""
     resumable: bool
     """Whether `--resume` goes on with it."""
     origin: Annotated[str, Field(pattern=r"^$|^[^:]+:.")] = ""
-    """Digest of what it measures, behind its kind, as `data:5f3a...`; empty: not known.
+    """Kind and digest of what the run measures, as `data:5f3a...`; empty if not known.
 
     Runs of one name and of two origins are never pooled."""
 
@@ -54,7 +54,7 @@ class Plan(BaseModel):
         resumable: bool = True,
         origin: str = "",
     ) -> Plan:
-        """Returns the plan to make each of `jobs`."""
+        """Returns the plan of a run that makes each of `jobs`."""
         every = [
             (
                 seen.id.partition("/")[0],
@@ -81,7 +81,7 @@ class Plan(BaseModel):
 
 
 def load_plan(folder: Path) -> Plan | None:
-    """Reads the plan of the run in `folder`; None of a run from before there were any.
+    """Reads the plan of the run in `folder`; None if it has none, as runs of earlier versions.
 
     Raises:
         FedsimError: it is damaged.

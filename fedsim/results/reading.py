@@ -42,9 +42,9 @@ class Run:
     folder: Path
     rows: list[ResultRow]
     unscored: int
-    """How many rows wait for the truth, which is elsewhere; they are none of `rows`."""
+    """Number of rows that wait for the truth, which is elsewhere; `rows` has none of them."""
     unseen: int
-    """How many rows are of a vantage that shows no update; they are none of `rows`."""
+    """Number of rows of a vantage that shows no update; `rows` has none of them."""
     rounds: list[RoundRow]
     audits: list[AuditRow]
     record: dict[str, Any]
@@ -53,20 +53,20 @@ class Run:
     scenario: dict[str, Any]
     """`scenario.yaml`, as text and parsed; None and empty if there is none."""
     plan: Plan | None
-    """What it set out to do; None of a run from before that was written."""
+    """Plan of the run; None if it has none, as runs of earlier versions."""
     at_work: bool
-    """Whether a process is at work in it."""
+    """Whether a process is at work in the folder."""
     apart: dict[str, Any] = field(default_factory=dict)
-    """What sets it apart from others of its name that were read with it."""
+    """Settings or digests that set it apart from runs of its name that were read with it."""
 
     @property
     def attack_runs(self) -> int:
-        """How many attacks were run on recordings, scored or not."""
+        """Number of attack runs that have a row, scored or not."""
         return len(self.rows) + self.unscored + self.unseen
 
     @property
     def lines(self) -> set[Line]:
-        """The lines of the leaderboard that it has some row of."""
+        """Lines of the leaderboard of which the run has at least one row."""
         return {
             (row.defense.name, row.attack.label, row.vantage, row.batch_size, row.round)
             for row in self.rows
@@ -74,25 +74,25 @@ class Run:
 
     @property
     def rounds_trained(self) -> int:
-        """How many rounds were trained, of all defense stacks together."""
+        """Number of rounds trained, of all defense stacks together."""
         return len({(row.defense, row.round) for row in self.rounds})
 
     @property
     def ended(self) -> bool:
-        """Whether it has come to its end; its rows may still wait for their truth."""
+        """Whether the run has come to its end; rows may still wait for their truth."""
         if self.plan is None:
             return bool(self.record) or self.scenario_text is None
         return bool(self.record) and self.attack_runs >= self.plan.attack_runs
 
     @property
     def name(self) -> str:
-        """The scenario's name; that of the folder if nothing says it."""
+        """Name of the scenario, or of the folder if no file states one."""
         stated = self.rows[0].scenario if self.rows else self.setting("name")
         return str(stated or (self.plan and self.plan.scenario) or self.folder.name)
 
     @property
     def variant(self) -> dict[str, Any]:
-        """What a sweep has assigned in it, and what else sets it apart; empty if nothing does."""
+        """Keys and values that set the run apart: those of a sweep, and `apart`; may be empty."""
         assigned = self.record.get("variant") or (self.plan.variant if self.plan else {})
         if self.rows:
             assigned = self.rows[0].variant
@@ -100,7 +100,7 @@ class Run:
 
     @property
     def origin(self) -> str:
-        """Digest of what it measures, as `Plan.origin`; empty: not known."""
+        """Kind and digest of what the run measures, see `Plan.origin`; empty if not known."""
         return self.plan.origin if self.plan else ""
 
     @property
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def figures(self) -> dict[str, str]:
-        """Maps the place of each row, among all of its name, to the digest of its content."""
+        """Place of each row among all of the run's name -> digest of the row's content."""
         seed = str(self.setting("seed"))
         return {seed + row.place: row.content for row in self.rows}
 
@@ -136,15 +136,17 @@ def load_runs(folders: Iterable[Path | str]) -> list[Run]:
                 f"{folder}: no {RESULTS} in it or below it; run `fedsim run` with --out {folder}"
             )
         for path in paths:
+            # Such a name has bytes that are no UTF-8, and could be written into no page.
             if str(path) != str(path).encode(errors="replace").decode():
                 raise ReportError(f"{str(path)!r}: the name is no text; rename the folder")
+        # Resolved, so that a folder that is named twice, or through a link, is read once.
         parents |= dict.fromkeys(path.parent.resolve() for path in paths)
     # In the order of paths: that of the arguments decides nothing.
     return _set_apart([_load_run(folder) for folder in sorted(parents)])
 
 
 def _set_apart(runs: list[Run]) -> list[Run]:
-    """Turns runs of one name into variants of it where they are of different content."""
+    """Makes runs of one name into variants where they differ in settings, data or figures."""
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         groups.setdefault(run.name, []).append(index)
@@ -153,6 +155,8 @@ def _set_apart(runs: list[Run]) -> list[Run]:
         if len(indices) == 1:
             continue
         members = [runs[index] for index in indices]
+        # First by settings and origin; only runs that are still alike are told apart by their
+        # figures.
         settings = differences(_scenarios(members), [run.variant for run in members])
         members = [
             _with_variant(run, setting | origin)
@@ -178,14 +182,14 @@ def _with_variant(run: Run, apart: dict[str, Any]) -> Run:
 
 
 def _scenarios(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns the scenario of each run; where none has any, the stacks that its rows state."""
+    """Returns the scenario of each run; if no run has one, the stacks that its rows state."""
     if any(run.scenario for run in runs):
         return [run.scenario for run in runs]
     return [{"defenses": {r.defense.name: r.defense.stack for r in run.rows}} for run in runs]
 
 
 def _origins(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Returns the origin of each run that states one, if not all that do state the same."""
+    """Returns the origin of each run, or nothing for all if no two runs state different ones."""
     if len({run.origin for run in runs if run.origin}) < 2:
         return [{} for _ in runs]
     parts = [run.origin.partition(":") for run in runs]
@@ -193,23 +197,25 @@ def _origins(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 
 _SHOWN = 12
-"""Characters of a digest that tell one run from another."""
+"""Number of characters of a digest that are shown to tell runs apart."""
 
 
 def _contradictions(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Returns a digest of each run's figures, if any two runs state different ones of one place.
+    """Returns a digest of each run's figures, if two runs state different ones for one place.
 
     A copy that lacks rows has the digest of the run that has them all.
     """
     figures = [run.figures for run in runs]
     stated: dict[str, str] = {}
     for own in figures:
+        # `setdefault` returns what an earlier run stated of the place, if one did.
         if any(stated.setdefault(place, content) != content for place, content in own.items()):
             break
     else:
         return [{} for _ in runs]
     contents = [frozenset(own.items()) for own in figures]
     digests = {each: digest_of(sorted(each)) for each in contents}
+    # Each run goes with the largest one that holds all its figures; the digest breaks ties.
     wholes = [
         max((each for each in contents if each >= own), key=lambda e: (len(e), digests[e]))
         for own in contents
@@ -221,9 +227,10 @@ def _contradictions(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 
 def name_by_place(runs: Iterable[Run], root: Path | str) -> list[Run]:
-    """Names runs by their places below `root` where a digest tells them apart that none has later.
+    """Replaces digests that tell runs apart by the runs' folders relative to `root`.
 
-    So each of several recordings can be compared with a later one in a folder of the same name.
+    No later run has the same digest. By folder, each of several recordings can be compared with a
+    later one in a folder of the same name.
     """
     named = []
     for run in runs:
@@ -234,7 +241,7 @@ def name_by_place(runs: Iterable[Run], root: Path | str) -> list[Run]:
 
 
 def measurements(runs: Iterable[Run]) -> list[ResultRow]:
-    """Returns all rows of `runs`; of equal ones, as after a copy, the one with the weakest claim.
+    """Returns all rows of `runs`, and of equal ones, as of a copy, the one of the weakest claim.
 
     Rows do not state the scenario's seed; their own is of the attack, and the same under each.
     """
@@ -242,14 +249,16 @@ def measurements(runs: Iterable[Run]) -> list[ResultRow]:
     for run in runs:
         seed = str(run.setting("seed"))
         for row in run.rows:
+            # The same row at another seed or in another variant is a trial of its own.
             key = (seed, canonical(row.variant), row.content)
+            # The weakest claim wins: a copy must not make the run look more private.
             if key not in rows or _rank_copy(row) >= _rank_copy(rows[key]):
                 rows[key] = row
     return list(rows.values())
 
 
 def _rank_copy(row: ResultRow) -> tuple[float, bool, bool]:
-    """Sorts equal rows: by ε, and by whether their run got to its end and to controls."""
+    """Ranks equal rows: by ε, then by whether their run ended, then by whether it has controls."""
     return (row.epsilon or 0.0, row.ended, row.other_update is not None)
 
 
@@ -273,6 +282,7 @@ def _load_run(folder: Path) -> Run:
         # A variant that is still to come has no lock yet; the sweep's is in the folder above.
         at_work=is_locked(folder) or bool(plan and plan.variant and is_locked(folder.parent)),
     )
+    # Known only once the run is put together: `ended` compares its rows with the plan.
     of_run = {"folder": folder, "ended": run.ended and not run.unscored}
     return replace(run, rows=[row.model_copy(update=of_run) for row in scored])
 
@@ -285,7 +295,7 @@ def _plan(folder: Path) -> Plan | None:
 
 
 def fits(row: dict[str, Any], name: str) -> bool:
-    """Whether `row` may stand in the file of lines called `name`."""
+    """Returns whether `row` is a valid line of the file called `name`."""
     kinds: dict[str, type[RowPart]] = {
         RESULTS: ResultRow,
         "rounds.jsonl": RoundRow,
@@ -309,6 +319,7 @@ def _read(path: Path, kind: type[P], optional: bool = False) -> list[P]:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(kind.model_validate_json(line))
+            # Parsed again: pydantic looks for NaN in none of the fields that it ignores.
             strict_json(line)
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):

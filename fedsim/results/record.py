@@ -33,6 +33,7 @@ def append_line(path: Path, row: Row) -> None:
     with naming(path), path.open("ab") as file:
         file.write(_line(row))
         file.flush()
+        # A result may have taken hours: it outlives a crash of the machine as well.
         os.fsync(file.fileno())
 
 
@@ -48,6 +49,7 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
     for number, line in enumerate(
         paths.content(path, paths.LINES).splitlines(keepends=True), start=1
     ):
+        # Only the last line can lack its end: a kill cut it, and its work is done again.
         if not line.endswith(b"\n"):
             continue
         try:
@@ -73,17 +75,18 @@ def strict_json(line: bytes | str) -> Any:
     """
     text = line if isinstance(line, str) else line.decode()
     value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    # Encoding fails on half a character; texts without such escapes need no check.
     if _HALF.search(text):  # of a whole one, too
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""Escape of half a character of UTF-16."""
+"""Pattern of an escaped surrogate: half a character of UTF-16."""
 
 
 def describe_fault(error: Exception) -> str:
-    """Words an error of reading; of a failed check the first fault, behind its place."""
+    """Words an error of reading; a failed validation is worded as its first fault, with place."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
@@ -105,10 +108,11 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Makes a file that a kill may have cut inside a line safe to append to."""
+    """Removes a last line that a kill cut short, so that the file can be appended to."""
     if not path.exists():
         return
     with paths.open_regular(path, paths.LINES) as file:
+        # The last byte tells: rewriting a long file for nothing would take its time.
         file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
         last = file.read(1)
     if last != b"\n":
@@ -132,11 +136,11 @@ def environment() -> Row:
 
 
 CONTROL = "control"
-"""Folder within a run's of updates of public images (`controls`), which no client made."""
+"""Name of a run's subfolder of updates of public images (`controls`), which no client made."""
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns the files below a run's folder, or a sweep's, that are of its clients."""
+    """Returns matching files below a run's or a sweep's folder, but for those in `CONTROL`."""
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 

@@ -1,4 +1,4 @@
-"""The lines of `rounds.jsonl` and `results.jsonl`: projections of what a run computed.
+"""Makes the lines of `rounds.jsonl`, `results.jsonl` and `audit.jsonl` of what a run computed.
 
 Their fields are a stable format that others read; see docs/formats.md. What does not apply is null,
 never absent and never 0. An infinite ε is the string "inf" (JSON has no such number).
@@ -33,9 +33,10 @@ Key = tuple[str, str, str]
 
 
 def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
-    """A line of `audit.jsonl`, by canaries; None if none are asked for or nothing is claimed.
+    """Audits a stack by canaries, and returns its line of `audit.jsonl`.
 
-    `on_progress` is told how many of how many steps are done.
+    It is None if no audit is asked for or nothing is claimed. `on_progress` is called with the
+    number of steps done and of all steps.
     """
     audit, last = workload.scenario.audit, workload.scenario.training.rounds
     # Canaries take part in the training, and probes are not asked of them.
@@ -62,7 +63,7 @@ def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
 
 
 def round_row(server: Server, result: RoundRecord) -> Row:
-    """A line of `rounds.jsonl`, accounted up to its round."""
+    """Returns a line of `rounds.jsonl`, whose ε covers all rounds up to its own."""
     fields = asdict(result)
     claimed = spent_by(server, result.round)
     examples, chance = server.test_set()
@@ -79,31 +80,34 @@ def round_row(server: Server, result: RoundRecord) -> Row:
 
 
 def row_noise(server: Server) -> float | None:
-    """σ of the rows σ I that one client appends to its own; None where no defense acts on rows."""
+    """Returns σ of the rows σ I that a client appends; None where no defense acts on rows."""
     defense, release = server.stack.data_defense, server.release
     return defense.sigma(release) if defense and release else None
 
 
 @dataclass(frozen=True)
 class Context:
-    """What every line of `results.jsonl` of one run has in common, or by stack."""
+    """Holds what lines of `results.jsonl` of one run have in common, or share by stack."""
 
     scenario: Scenario
     variant: Mapping[str, Any]
     servers: Mapping[str, Server]
     rounds: Sequence[Row]
     audited: Mapping[str, float]
-    """Stack -> lower bound of its ε, by canaries; not there of a stack that was not audited."""
+    """Stack -> lower bound of its ε, by canaries; stacks that were not audited are missing."""
 
     def row(self, job: Job, result: Result) -> ResultRow:
-        """The line of one attack on one observation; its control is added at the end."""
+        """Returns the line of one attack on one observation; its control is added at the end."""
         seen = result.observation
         stack = seen.id.partition("/")[0]
         own = [row for row in self.rounds if row["defense"] == stack]
+        # Utility is the final model's; the cost is that of the attacked round.
         last = max(own, key=lambda row: int(row["round"]))
         attacked = next(row for row in own if row["round"] == seen.round)
         server = self.servers[stack]
         guarantee = claim_of(server, seen)
+        # `guarantee` is the claim for this release alone, `whole` that for all which the watcher
+        # sees.
         whole = spent(server, self.scenario.training.rounds, seen_from=seen.vantage)
         return ResultRow.of(
             job,
@@ -134,16 +138,16 @@ def _privacy(claim: PrivacyClaim) -> Row:
 
 
 ROUND_KEYS = frozenset(field.name for field in fields(RoundRecord))
-"""What a line of `rounds.jsonl` has, among others."""
+"""Keys that every line of `rounds.jsonl` has, among others."""
 
 
 def key(row: Row) -> Key:
-    """What identifies a line of `results.jsonl` within a run."""
+    """Returns the key that identifies a line of `results.jsonl` within a run."""
     return row["defense"]["name"], row["attack"]["label"], row["observation"]
 
 
 def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
-    """Sorting key of the canonical order: as the scenario lists defenses, attacks, vantages."""
+    """Returns the sorting key of rows: in the scenario's order of defenses, attacks, vantages."""
     stacks = list(scenario.defenses)
     labels = [entry.label or entry.name for entry in scenario.attacks]
     watchers: list[str] = list(scenario.observe.vantages)
@@ -171,8 +175,9 @@ def _spec(seen: Observation) -> Row:
 
 
 def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
-    """The most that the claim allows an attack to tell of one row's presence, if it claims that."""
+    """Returns the largest AUC and TPR of membership that the claim allows; None if it says none."""
     epsilon, delta = guarantee.epsilon, guarantee.delta
+    # Only under this relation do the two worlds differ in one row's presence.
     if guarantee.relation != "add_or_remove" or delta is None:
         return {"membership_auc": None, "membership_tpr": None}
     return {
@@ -182,7 +187,7 @@ def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
 
 
 def number(value: float) -> float | str:
-    """A JSON value of a number that may be infinite."""
+    """Returns a JSON value of a number that may be infinite."""
     return value if math.isfinite(value) else "inf"
 
 

@@ -16,8 +16,8 @@ _DECISIVE = (
     "observe.plant",
     "privacy",
 )
-"""Keys of a scenario that decide figures and that rows do not all state. The seed is not among
-them: trials are pooled over it."""
+"""Keys of a scenario that decide figures and that not all rows state. The seed is none of them,
+since trials are pooled over it."""
 _NEVER = ("training.evaluate_every",)
 
 
@@ -33,10 +33,12 @@ def differences(
     shown = {key for variant in stated for key in variant}
     settings = [dict(_decisive(scenario)) for scenario in scenarios]
     keys = {key: None for setting in settings for key in setting if not _within(key, shown)}
+    # A run that lost its scenario has no values to differ in, and gets none.
     present = [setting for setting in settings if setting]
     differing = [key for key in keys if any(s.get(key) != present[0].get(key) for s in present)]
     stacks = [stacks_of(scenario) for scenario in scenarios]
     names = {name: None for own in stacks for name in own if not _within(f"defenses.{name}", shown)}
+    # A stack that only one run has is no difference: its rows have a name of their own.
     defined = {name: [own[name] for own in stacks if name in own] for name in names}
     other = [name for name, own in defined.items() if any(each != own[0] for each in own)]
     return [
@@ -61,6 +63,7 @@ def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def leaves_of(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields dotted keys and values; a list is a value."""
     for key, value in mapping.items():
+        # An empty mapping is a value: it would yield no key at all.
         if isinstance(value, Mapping) and value:
             yield from leaves_of(value, f"{path}{key}.")
         else:
