@@ -55,7 +55,8 @@ def is_explained(problem: Consistency | Profile, loss: float) -> bool:
 def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
     """Bounds the relative error of each image's features (N,) in the start `index` of `fits`.
 
-    By the gradient's own deviation, or by what the fit leaves, if that is more. An image whose
+    The bound follows from the gradient's own deviation, or from what the fit leaves, if that is
+    more. An image whose
     error signal has vanished has no bound. Bounds are of first order (`widen_bounds`).
     """
     classifier = problem.classifier
@@ -97,6 +98,7 @@ _ITERATIONS = 20
 _PROMISING = 1e4
 """Times the tolerance, up to which a rival is descended further: it may be on its way."""
 _FURTHER = 120
+"""Iterations of a promising rival's second descent."""
 _AS_GOOD = 100.0
 """Times the tolerance, up to which a rival explains the gradient too."""
 
@@ -116,6 +118,7 @@ def certify_images(
     if not is_declared(classifier) or not bool(features.isfinite().all()):
         return none
     problem = Consistency(classifier)
+    # The answer may be of another fit of the same gradient: the nearest solution here is judged.
     fit = problem.descend(problem.unknowns(features[None]), labels[None], _ITERATIONS)
     if not (bool(fit.features.isfinite().all()) and is_reproduced(problem, fit)):
         return none
@@ -123,6 +126,7 @@ def certify_images(
         return none
     moved = (fit.features[0] - features).norm(dim=1)
     sure = widen_bounds(bound_errors(problem, fit, 0)) < _RIGHT
+    # A certificate is for what was answered, not for what this descent has made of it.
     sure &= (moved <= _RIGHT * features.norm(dim=1)) & _stand_apart(fit)
     if bool(sure.any()):
         sure &= _are_in_all_rivals(problem, fit, _seek_rivals(problem, fit, others))
@@ -130,19 +134,19 @@ def certify_images(
 
 
 def is_declared(classifier: ClassifierGradient) -> bool:
-    """Says whether the gradient is declared to be the client's own, but for factors."""
+    """Says whether the gradient is declared to be what the client computed, up to clipping."""
     return classifier.exact and not classifier.dropout and not classifier.approximation
 
 
 def tolerance(classifier: ClassifierGradient) -> float:
-    """Share of the gradient that rounding may leave."""
+    """Returns the share of the gradient that rounding may leave."""
     return (_ROUNDING * classifier.rounding) ** 2
 
 
 def is_reproduced(problem: Consistency, fit: Fits) -> bool:
     """Says whether `fit` leaves no more than rounding of the whole gradient.
 
-    Inside its strongest directions, which are all that is fitted, and outside.
+    What is outside the strongest directions, which alone are fitted, counts too.
     """
     return float(fit.losses[0]) + problem.outside <= tolerance(problem.classifier)
 
@@ -156,9 +160,9 @@ def is_overdetermined(problem: Consistency, fit: Fits) -> bool:
 def exceeds_chance(
     classifier: ClassifierGradient, columns: int, unknowns: int, loss: float
 ) -> bool:
-    """Says whether more equations hold than `unknowns` explain, or chance does, for any labels.
+    """Says whether more equations hold than unknowns or coincidence explain, whatever the labels.
 
-    Up to a share `loss` of the gradient, as they do. A class that hardly any image is taken for
+    Equations hold up to a share `loss` of the gradient. A class that hardly any image is taken for
     has a small row in the gradient, and its equations hold nearly whatever the features are: each
     counts by how far its row's share of the gradient is above what is left; squared, as a mixture
     of images that are alike leaves less of it than wrong labels do. One row follows from the
@@ -177,6 +181,7 @@ def exceeds_chance(
     rows = rows[1:] / rows.square().sum().sqrt()
     # Log-odds of each equation: how improbable it is that a wrong answer meets it so well.
     each = (_WRONG * rows.square() / left).clamp_min(1.0).log().repeat_interleave(columns)
+    # The search could choose among K^N labellings: a union bound over them costs N ln K nats.
     return float(each[unknowns:].sum()) >= images * math.log(classes) + _NATS
 
 
@@ -185,6 +190,7 @@ def _stand_apart(fit: Fits) -> Tensor:
     features, labels = fit.features[0], fit.labels[0]
     near = torch.cdist(features, features) <= _RIGHT * features.norm(dim=1, keepdim=True)
     twins = near & (labels[:, None] == labels)
+    # Every image is near itself, so that 1 means no other.
     alone: Tensor = twins.sum(1) == 1
     return alone
 
@@ -198,6 +204,7 @@ def _seek_rivals(problem: Consistency, fit: Fits, others: Tensor) -> Fits:
     starts = torch.cat([point.expand(len(changed), -1), elsewhere])
     answers = torch.cat([changed, labels.expand(len(elsewhere), -1)])
     rivals = problem.descend(starts, answers, _ITERATIONS)
+    # A rival above both bounds is far from any solution; one between them may still arrive.
     enough, near = (times * tolerance(problem.classifier) for times in (_AS_GOOD, _PROMISING))
     promising = (rivals.losses > enough) & (rivals.losses <= near)
     if bool(promising.any()):
@@ -214,6 +221,7 @@ def _change_labels(problem: Consistency, fit: Fits) -> Tensor:
     scale = problem.scale(fit.points[0])
     # p - 2 y: the class that the model takes an image for, beside its label, comes first.
     likely = problem.errors(fit.points[0], labels) / scale - held
+    # A descent solves systems of as many unknowns, at the cost of their cube.
     affordable = int(_WORK / max(1, fit.points.shape[1]) ** 3)
     count = min(max(1, affordable), _CHANGES, held.numel() - len(labels))
     places = likely.flatten().topk(count).indices

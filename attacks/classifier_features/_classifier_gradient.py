@@ -44,14 +44,15 @@ class ClassifierGradient:
     biased: bool
     """Whether the last feature is the constant 1."""
     num_images: int
+    """Number N of images in the batch."""
     factors: int
     """Number of factors in (0, 1] that only the client knows: 0, 1, or one for each image (N)."""
     removed: bool
-    """Whether entries of it are set to zero."""
+    """Whether a defense set entries of the gradient to zero."""
     mixed: bool
-    """Whether entries of it depend on those at other positions."""
+    """Whether a defense mixed entries, so that one depends on those at other positions."""
     noisy: bool
-    """Whether noise is added to it."""
+    """Whether noise was added to the gradient."""
     exact: bool
     """Whether the row space of the gradient is as the client computed it."""
     dropout: bool
@@ -59,6 +60,7 @@ class ClassifierGradient:
     rates: tuple[float, ...]
     """Learning rate after each local step on the same batch but the last; none if there is one."""
     momentum: float
+    """Momentum of those steps."""
     bias_weight: float = 1.0
     """How much more precise the bias's gradient is than an entry of the weights'."""
     removed_below: Tensor | None = None
@@ -91,12 +93,14 @@ class ClassifierGradient:
                 "not sent: use an attack that compares the update of other layers"
             )
         effect, training = observation.effect, observation.training
+        # An update is -lr times a weighted sum of gradients; the factor turns it into their mean.
         factor = mean_gradient_factor(training)
         parts = [(layer.weight, f"{name}.weight")]
         biased = layer.bias is not None and f"{name}.bias" in observation.update
         if biased:
             parts.append((layer.bias, f"{name}.bias"))
         weights = [part.detach().double().reshape(len(layer.weight), -1) for part, _ in parts]
+        # One bound for each column: the weights have d, the bias has one.
         below = [
             _smallest(observation, f"{name}.{kind}") * abs(factor)
             for kind, part in (("weight", layer.weight), ("bias", layer.bias))
@@ -158,6 +162,7 @@ class ClassifierGradient:
     def excess(self) -> str:
         """Says why the gradient cannot tell apart so many images; empty if it can."""
         classes = len(self.weights)
+        # Error signals sum to 0 over the classes, so that D has rank K - 1 at most.
         most = min(classes - 1, self.gradient.shape[1])
         if self.num_images <= most:
             return ""
@@ -179,6 +184,7 @@ class ClassifierGradient:
         # entries.
         sums = self.gradient.sum(0)
         added = float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
+        # Errors that are uniform over a spacing have a standard deviation of spacing / √12.
         added = max(added, self.grid / math.sqrt(12))
         return math.hypot(added, self.approximation * float(self.gradient.square().mean().sqrt()))
 
@@ -186,12 +192,13 @@ class ClassifierGradient:
     def unique(self) -> bool:
         """Whether there are more equations than unknowns.
 
-        As many have several exact solutions, whose labels differ, too. A single image of a
-        classifier with a bias needs none: its features are the ratio to the constant's column.
+        With only as many, several solutions are exact, and differ in their labels too. A single
+        image of a classifier with a bias needs none: its features are the ratio to the constant's column.
         """
         images = self.num_images
         if images == 1 and self.biased:
             return True
+        # In the row space the gradient has N columns of K - 1 free entries each.
         equations = images * (len(self.weights) - 1)
         return equations > images * (images - int(self.biased)) + self.factors
 
@@ -214,6 +221,7 @@ class ClassifierGradient:
         """
         if not self.factors:
             return read.new_ones(1, 1)
+        # Least squares of read ≈ c · errors, over all entries or over each image's.
         over = (0, 1) if self.factors == 1 else 1
         return (read * errors).sum(over, keepdim=True) / errors.square().sum(over, keepdim=True)
 
@@ -230,7 +238,7 @@ class ClassifierGradient:
     def noise(self) -> float:
         """Variance of noise, rounding or approximation in an entry; 0 where none is declared.
 
-        Of a gradient without its smallest entries too: what is left of a column does not sum to 0.
+        It is 0, too, where entries were removed: columns do not sum to 0 then, and tell no noise.
         """
         exact = self.exact and not self.approximation
         return 0.0 if exact or self.removed else self.deviation**2
@@ -272,6 +280,7 @@ def _spacing(tensor: Tensor) -> float:
     chosen = torch.linspace(0, len(values) - 1, _COMPARED).long()
     levels = values[chosen][:, None] / spacings
     fits = ((levels - levels.round()).abs() < _OFF).all(0)
+    # Spacings fall, so that the first that fits is the largest.
     return float(spacings[fits.double().argmax()])
 
 
@@ -310,12 +319,14 @@ def derive_signals(
     read = classifier.num_images * torch.linalg.pinv(whole.T) @ classifier.gradient.T
     probabilities = (whole @ classifier.weights.T).softmax(1)
     labels = read.argmin(1)
+    # The scale needs labels and labels need the scale: the first labels take it for 1.
     for _ in range(2):
         errors = probabilities - F.one_hot(labels, probabilities.shape[1])
         scale = classifier.fit_scale(read, errors)
         labels = (read / scale - probabilities).argmin(1)
     errors = probabilities - F.one_hot(labels, probabilities.shape[1])
     weights = classifier.weights[:, :-1] if classifier.biased else classifier.weights
+    # ∂L/∂x_i = W'D_i / N, which backpropagation hands on to the body.
     signals = errors @ weights / classifier.num_images
     if classifier.factors > 1:
         signals, scale = scale * signals, read.new_ones(1, 1)

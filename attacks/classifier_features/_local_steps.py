@@ -66,12 +66,13 @@ def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
 
 
 def decaying(training: LocalTraining) -> list[float]:
-    """Computes the share of the update before each step whose gradient decays as is usual."""
+    """Computes the share of the update before each step, for gradients that decay by `_DECAY`."""
     return positions(training, [_DECAY**step for step in range(training.steps)])
 
 
 def middle(training: LocalTraining, shares: Sequence[float]) -> float:
     """Computes the share of the update at which one gradient is the mean of all steps'."""
+    # Where gradients change linearly along the path, their mean is that at the mean position.
     weights = step_weights(training)
     return sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
 
@@ -81,7 +82,7 @@ _IMAGES = 256
 _BRIGHTNESS = 0.5
 """Standard deviation of their means, in units of that of their pixels."""
 _TRIED = 128
-"""Others on which it is tried how well their drift is told."""
+"""Further images of noise, on which the predicted drift is tested."""
 _PARTS = slice(_IMAGES), slice(_IMAGES, None)
 _RIDGE = 1e-2
 """Ridge of the drift's regression, over the mean square of a feature."""
@@ -116,6 +117,7 @@ class Drift:
         """(P, d), of the noise, at the middle."""
         self._middle = middle
         mean_square = self.features.square().sum(1).mean()
+        # A constant as large as features, so that the ridge treats offset and features alike.
         self._unit = mean_square.clamp_min(torch.finfo(mean_square.dtype).tiny).sqrt()
         inputs = self._with_unit(self.features)
         normal = inputs.T @ inputs / len(inputs)
@@ -128,6 +130,7 @@ class Drift:
         # Of a (s - m) + b (s - m)², both ends tell a and b.
         self._curved = end / (1 - middle) + start / middle
         self._straight = self._curved * middle - start / middle
+        # The fit's own noise says nothing of its worth: images held back do.
         missed = [self(tried, share) - end for share, end in zip((0.0, 1.0), others, strict=True)]
         spread = (tried - tried.mean(0)).norm()
         self.unexplained = float(torch.stack(missed).norm(dim=(1, 2)).max() / spread)
@@ -173,28 +176,33 @@ class LocalPath:
         """One gradient, at the middle."""
         self._classifier = ClassifierGradient.read(self.observation)
         self._sent = ClassifierGradient.read(as_one_gradient(observation)).weights
+        # The middle lies a `share` along the path: extrapolated, it gives the classifier that came
+        # back.
         self._came = self._sent + (self._classifier.weights - self._sent) / share
         self.drift = Drift(observation, share, rng)
 
     @staticmethod
     def suits(observation: Observation, classifier: ClassifierGradient) -> bool:
         """Says whether an update is of one client's exact steps on one batch, and moves a body."""
+        # Under a frozen body features stay, and `Consistency` follows the classifier's steps
+        # itself.
         body = len(observation.parameters) > 1 + int(classifier.biased)
         exact = classifier.exact and not classifier.factors
         return bool(classifier.rates) and observation.num_clients == 1 and body and exact
 
     @property
     def is_told(self) -> bool:
-        """Whether a linear map tells how features drift, so that corrections mean anything."""
+        """Whether a linear map predicts the features' drift well enough for corrections."""
         return self.drift.unexplained <= _FOLLOWED
 
     @property
     def classifier(self) -> ClassifierGradient:
-        """What the middle shows, as far as it is one gradient."""
+        """The classifier's gradient at the middle, marked as an approximation."""
         return replace(self._classifier, approximation=_MIDDLE_ERROR)
 
     def follow(self, features: Tensor, labels: Tensor) -> tuple[Profile, Fits]:
         """Corrects and fits again, from `features` (N, d) of `labels` (N,) at the middle."""
+        # Deferred correction (Fox, 1947): each is computed from a better fit than the last.
         for error in _ERRORS:
             correction = self._correction(features, labels)
             classifier = replace(
@@ -217,6 +225,7 @@ class LocalPath:
         total, sizes = torch.zeros_like(weights), []
         for share, entering in zip(self._shares, step_weights(training), strict=True):
             gradient = self._gradient(weights, self.drift(features, share), targets)
+            # Weights move against the gradient: its size along the path is positive downhill.
             sizes.append(-float((gradient * path).sum()))
             total = total + entering * gradient
             velocity = training.momentum * velocity + gradient

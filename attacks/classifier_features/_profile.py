@@ -57,7 +57,7 @@ class Minima(NamedTuple):
     """Where descents from several starts have come to."""
 
     points: Tensor
-    """(S, n)."""
+    """(S, n): the last point of each start."""
     losses: Tensor
     """(S,): the sums of squares there."""
 
@@ -73,24 +73,28 @@ def minimize(
     """Descends the squared norm of `residuals` from each of `starts`.
 
     Args:
-        residuals: of points and their entries of `given`.
-        normals: of the same.
+        residuals: function from points and their entries of `given` to residuals (S, e).
+        normals: function from points, `given` and residuals to J'J and J'r.
         starts: (S, n) float64.
-        given: (S, ...), constant.
-        iterations: steps that are tried at most; fewer where none lowers any start's.
+        given: (S, ...), constants of each start, such as its labels.
+        iterations: steps that are tried at most; fewer where none lowers any start's sum.
         enough: sum of squares below which the first start to come ends the descent of all.
     """
     points = starts
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)
     there = residuals(points, given)
     losses = there.square().sum(1)
+    # A single image with a bias has no unknowns: its row space and the constant fix it.
     if not starts.shape[1]:
         return Minima(points, losses)
     for _ in range(iterations):
+        # Damping at its bound everywhere means that no start can be lowered any more.
         if bool((losses < enough).any()) or bool((damping >= _DAMPING[1]).all()):
             break
         normal, downhill = normals(points, given, there)
         diagonal = normal.diagonal(dim1=1, dim2=2)
+        # A direction that the residual does not see has curvature 0, and would make the system
+        # singular.
         floor = _FLAT * diagonal.amax(1, keepdim=True) + torch.finfo(starts.dtype).tiny
         # Marquardt's scaling: damped in units of each unknown's own curvature.
         damped = normal + torch.diag_embed(damping[:, None] * (diagonal + floor))
@@ -99,6 +103,7 @@ def minimize(
         tried = points - step
         left = residuals(tried, given)
         reached = left.square().sum(1)
+        # A NaN compares as not less, so that a step that overflows is refused like one that climbs.
         better = (reached < losses) & (broken == 0)
         points = torch.where(better[:, None], tried, points)
         there = torch.where(better[:, None], left, there)
@@ -147,6 +152,7 @@ class Consistency:
         """Finds the row space: the N strongest right singular directions of the gradient."""
         self.classifier = classifier
         count = classifier.num_images
+        # ∂L/∂W = D'X / N has rank N at most, and its row space is that of the features X.
         directions = torch.linalg.svd(classifier.gradient, full_matrices=False)[2][:count]
         self._basis = directions
         self._observed = classifier.gradient @ directions.T
@@ -162,17 +168,20 @@ class Consistency:
             # subspace.
             constant = directions[:, -1]
             self._origin = constant / constant.square().sum()
+            # The other right singular vectors of a single row span all that is orthogonal to it.
             self._free = torch.linalg.svd(constant[None])[2][1:].T
 
     @property
     def classes(self) -> int:
-        """K."""
+        """Number of classes K."""
         return len(self.classifier.weights)
 
     def unknowns(self, features: Tensor) -> Tensor:
         """Projects `features` (S, N, d) to unknowns (S, n) of the row space."""
         features = self.classifier.with_constant(features.double())
         inside = (features @ self._basis.T - self._origin) @ self._free
+        # A factor is stored as its logarithm: 0 stands for no clipping, and no step makes it
+        # negative.
         return F.pad(inside.flatten(1), (0, self.classifier.factors))
 
     def features(self, points: Tensor, labels: Tensor) -> Tensor:
@@ -190,6 +199,7 @@ class Consistency:
         size = max(1, _CHUNK // (3 * jacobian))
         found: list[Minima] = []
         normals: Normals = self._normals
+        # The products in `_normals` hold for one step without factors; else J itself is built.
         if self.classifier.rates or self.classifier.factors:
             normals = make_normals(vmap(jacfwd(self.residual)))
         share = enough * float(self._energy)
@@ -198,13 +208,14 @@ class Consistency:
             if bool((found[-1].losses < share).any()):
                 break
         minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        # Chunks after the one that explained enough were not descended.
         labels = labels[: len(minima.losses)]
         losses = minima.losses / self._energy
         return Fits(self.features(minima.points, labels), labels, losses, minima.points)
 
     @property
     def freedom(self) -> int:
-        """How many more equations there are than unknowns."""
+        """Number of equations beyond the unknowns, at least 1."""
         count = self.classifier.num_images
         unknowns = count * self._free.shape[1] + self.classifier.factors
         return max(1, self.classes * count - unknowns)
@@ -220,18 +231,21 @@ class Consistency:
         if len(point):
             jacobian = jacfwd(self.residual)(point, targets)
             _, lengths, directions = torch.linalg.svd(jacobian, full_matrices=False)
+            # J⁺ = V Λ⁻¹ U': the squared norms of its rows are variances at unit noise.
             amplified = directions / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)[:, None]
             variances = amplified.square().sum(0)
         variances = variances[: len(variances) - self.classifier.factors]
         count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
         # The row space is orthonormal: variances of coordinates are those of features.
         inside = variances.reshape(count, -1).sum(1)
+        # Outside the row space X = (D' / N)⁺ M: each column adds the squared norm of that inverse's
+        # row.
         errors = self.errors(point, labels) / count
         total: Tensor = inside + columns * whole_inverse(errors.T).square().sum(1)
         return total
 
     def _normals(self, points: Tensor, targets: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-        """J'J and J'r at points (S, n) whose residuals are `left`, of one step without factors.
+        """Computes J'J and J'r at points (S, n) with residuals `left`, of one step without factors.
 
         With M_i the slopes of D_i and C the coordinates, J is M_ikl C_ij + D_ik F_jl: products of
         small matrices, so that J itself, of N K N by N² entries, is never needed.
@@ -242,15 +256,19 @@ class Consistency:
         errors = (shares - targets) / count
         weights = self._weights @ free
         mean = shares @ weights
+        # Slope of the softmax: ∂p_k/∂x = p_k (w_k - Σ_j p_j w_j).
         moved = shares[..., None] / count * (weights - mean[:, :, None])  # (S, N, K, l)
         flat = moved.transpose(2, 3).flatten(1, 2)  # (S, N l, K)
         own = free.shape[1]
         grams = coordinates @ coordinates.transpose(1, 2)
         shape = (len(points), count, own, count, own)
+        # Σ_kj (M_ikl C_ij)(M_pkm C_pj) = (M_i'M_p)_lm (C C')_ip.
         normal = (flat @ flat.transpose(1, 2)).view(shape) * grams[:, :, None, :, None]
+        # Cross terms: (M_i'D_p)_l (C_i F)_m, and the transpose.
         crossed = (flat @ errors.transpose(1, 2)).view(shape[:4])
         mixed = crossed[..., None] * (coordinates @ free)[:, :, None, None]
         normal = normal + mixed + mixed.permute(0, 3, 4, 1, 2)
+        # F has orthonormal columns: D's own term (D D')_ip stands only where l = m.
         energies = errors @ errors.transpose(1, 2)
         normal.diagonal(dim1=2, dim2=4).add_(energies[..., None])
         rest = left.view(len(points), self.classes, count)
@@ -263,12 +281,14 @@ class Consistency:
         coordinates, scale, weights = self._coordinates(point), self.scale(point), self._weights
         velocity = total = torch.zeros_like(weights)
         entered = momentum = 0.0
+        # The last step's gradient counts, but no weights follow it: its rate does not matter.
         for rate in (*self.classifier.rates, 0.0):
             errors = scale * ((coordinates @ weights.T).softmax(-1) - targets)
             velocity = self.classifier.momentum * velocity + errors.T @ coordinates
             momentum = self.classifier.momentum * momentum + 1
             total, entered = total + velocity, entered + momentum
             weights = weights - rate / len(coordinates) * velocity
+        # Momentum lets a gradient enter all later steps: divided by how often, the sum is a mean.
         mean = total / (entered * len(coordinates))
         left: Tensor = (mean - self._observed).flatten()
         return left
@@ -336,6 +356,7 @@ class Profile:
         self.classifier = classifier
         self._ridge = 0.0
         if spread is not None:
+            # Ridge (N σ / τ)² of Y ~ N(0, τ²), which enters the gradient as D'Y / N with noise σ.
             self._ridge = (classifier.num_images * classifier.deviation / spread) ** 2
         biased = classifier.biased
         weights = classifier.weights[:, :-1] if biased else classifier.weights
@@ -351,13 +372,14 @@ class Profile:
         # d - r columns outside the span are K numbers each: turned, K columns say the same.
         turned, lengths, self._turn = torch.linalg.svd(outside, full_matrices=False)
         rest = turned * lengths
+        # Least squares weigh equations by their precision, and the bias may be rounded more finely.
         own = centred[:, -1:] * classifier.bias_weight
         self._observed = torch.cat([inside, own, rest] if biased else [inside, rest], 1)
         self._energy = classifier.gradient.square().sum()
 
     @property
     def classes(self) -> int:
-        """K."""
+        """Number of classes K."""
         return len(self.classifier.weights)
 
     @property
@@ -367,10 +389,12 @@ class Profile:
 
     @property
     def freedom(self) -> int:
-        """How many more equations there are than unknowns."""
+        """Number of equations beyond the unknowns, at least 1."""
         count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
         inside = self.rank + int(self.classifier.biased)
+        # Columns sum to 0, so that K - 1 of a column's K entries are equations.
         equations = (self.classes - 1) * inside - count * self.rank - self.classifier.factors
+        # A column outside the span has N unknowns of its own, those of Y.
         return max(1, equations + max(0, self.classes - 1 - count) * (columns - inside))
 
     def variances(self, point: Tensor, labels: Tensor) -> Tensor:
@@ -409,6 +433,7 @@ class Profile:
         count, noise = len(labels), self.classifier.deviation**2
         columns = self.classifier.gradient.shape[1] - self.rank - int(self.classifier.biased)
         rest = self._observed[:, self._observed.shape[1] - len(self._turn) :]
+        # Covariance of the images' Y over the variance: a part of each, and one that all share.
         shared = torch.eye(count, dtype=errors.dtype) + _SHARED
         inverse = torch.linalg.inv(shared)
         solved = torch.linalg.lstsq(errors.T, rest).solution
@@ -466,9 +491,10 @@ class Profile:
         return Fits(self.features(minima.points, labels), labels, losses, minima.points)
 
     def narrow(self, fit: Fits, iterations: int) -> Fits:
-        """Goes on from a `fit` with what is known beforehand: that features differ only so much.
+        """Fits again from `fit` with a prior on Y, whose spread is estimated from the fit itself.
 
-        Features that are wholly in the span of the classifier's rows have no such rest.
+        The prior keeps noise from spreading Y. Returns `fit` unchanged where features have no part
+        outside the span of the classifier's rows.
         """
         if self.classifier.gradient.shape[1] <= self.rank + int(self.classifier.biased):
             return fit
@@ -492,6 +518,7 @@ class Profile:
         known = torch.einsum("snkl,snj->skjnl", slopes, parts.inputs[..., :fixed])
         # ∂(D'A)/∂A beside ∂D/∂A: each column of the span has a point's own entry.
         known[:, :, range(rank), :, range(rank)] += parts.errors.transpose(1, 2) / count
+        # Kaufman, 1975: of the projected columns' slopes only the projector times ∂D' Y is kept.
         turned = torch.einsum("sqk,snkl->snql", parts.outside, slopes)
         free = torch.einsum("snkl,snj->skjnl", turned, parts.inputs[..., fixed:])
         whole = torch.cat([known, free], 2).flatten(3).flatten(1, 2)
@@ -514,21 +541,26 @@ class Profile:
         if factors:
             scale = points[:, -factors:].clamp(max=_LARGEST).exp()[..., None]
         shares = (inside @ self._weights.T + self._bias).softmax(-1)
+        # A tried step may overflow, and a NaN in one start would make `eigh` raise for all.
         errors = (scale * (shares - targets)).nan_to_num(0.0, 0.0, 0.0)
         mean = shares @ self._weights
         slopes = scale[..., None] * shares[..., None] * (self._weights - mean[:, :, None])
         known = errors
         if self._ridge:
+            # V D, where V = 1 + `_SHARED` 11' is the prior covariance of the images' Y.
             known = errors + _SHARED * errors.sum(1, keepdim=True)
         # Ridge of Y by eigenvalues of D'V D: one factorization serves all columns.
         energies, axes = _eigen(errors.transpose(1, 2) @ known)
         energies = torch.where(energies > _VANISHED * energies[:, -1:], energies, 0)
         ridged = energies + self._ridge
         inverse = torch.where(ridged > 0, 1 / ridged, 0)
+        # Residual and penalty together are |√(1 - e / (e + ridge)) M|²; without a ridge, a
+        # projector.
         part = (1 - energies * inverse).clamp_min(0).sqrt()
         outside = (axes * part[:, None]) @ axes.transpose(1, 2)
         rest = self._observed[:, self._observed.shape[1] - len(self._turn) :]
         solved = (axes * inverse[:, None]) @ (axes.transpose(1, 2) @ rest)
+        # Y = N V D (D'V D + ridge)⁻¹ M.
         free = count * (known @ solved)
         fixed = inside
         if self.classifier.biased:
@@ -554,9 +586,9 @@ def _eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _TURNS = 200
-"""Times that the missing entries are filled in."""
+"""Times that the missing entries are filled in, at most."""
 _STEPS = 2
-"""Iterations of the fit after each."""
+"""Iterations of the fit after each filling in."""
 _STRIDE = 1.8
 """How far entries move, over what the features imply: a little beyond it converges sooner."""
 _STILL = 1e-9
@@ -577,6 +609,7 @@ def complete_gradient(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
     for _ in range(_TURNS):
         implied = problem.compute_gradient(fits.points, fits.labels)[0]
         before = problem.classifier.gradient
+        # Pruning removed the smallest entries: none may be filled in beyond what was kept.
         moved = (before + _STRIDE * (implied - before)).clamp(min=-bound, max=bound)
         gradient = torch.where(missing, moved, before)
         problem = Profile(replace(classifier, gradient=gradient))
@@ -616,8 +649,10 @@ def exchange_images(
         Unknowns (S, N, u) and labels (S, N).
     """
     starts, count = drawn.shape[:2]
+    # A random permutation for each start, whose first places are exchanged.
     order = torch.rand(starts, count, generator=rng).argsort(1)
     replaced = order < min(count, 1 + failed % _MOST)
+    # An offset of 1 to K - 1 gives any label but the present one.
     others = (labels + torch.randint(1, classes, (starts, count), generator=rng)) % classes
     relabelled = replaced & (torch.rand(starts, 1, generator=rng) < 0.5)
     return torch.where(replaced[..., None], drawn, images), torch.where(relabelled, others, labels)

@@ -72,13 +72,14 @@ class ClassifierSolver(FeatureSolver):
     """Searches labels and features together, and descends the best ones to the end."""
 
     problem: Consistency | Profile
+    """Residual of the gradient that is minimized."""
     pool: Tensor
     """(P, d): features that starts are drawn from."""
     rng: torch.Generator
     labels: Tensor
     """(N,): those read off the gradient, from which the search starts."""
     starts: int
-    """A quarter of the first ones, an eighth of those that are descended to the end."""
+    """Unit of the number of starts: four times as many at first, eight times to the end."""
     iterations: int
     """Iterations of a descent to the end."""
     exchanges: int
@@ -89,7 +90,7 @@ class ClassifierSolver(FeatureSolver):
     """The search of another problem of the same gradient, which comes first: starts lead elsewhere
     there, and sooner. What it finds is the answer where `problem` ends unexplained."""
     path: LocalPath | None = None
-    """Path of several local steps, whose middle is fitted first."""
+    """Path of several local steps, whose middle is fitted first; None for a single step."""
     deep: bool = False
     """Whether the best start has been descended to the end."""
     rounds: int = 0
@@ -149,6 +150,7 @@ class ClassifierSolver(FeatureSolver):
             failed=self.failed,
             rng=self.rng,
         )
+        # Factors of clipping stay: they belong to the batch, not to the exchanged images.
         scales = self.best.points[:, unknowns - factors :].expand(len(drawn), -1)
         self._descend(torch.cat([replaced.flatten(1), scales], 1), labels, _EXCHANGED)
         self.rounds += 1
@@ -157,6 +159,7 @@ class ClassifierSolver(FeatureSolver):
     def _end(self) -> None:
         """Takes account of noise, of what was removed, and of local steps."""
         assert self.best is not None
+        # Earlier descents stop as soon as all is explained; this one goes on to the minimum.
         self._keep(self.problem.descend(self.best.points, self.best.labels, self.iterations))
         self.iteration += self.iterations
         if isinstance(self.problem, Profile):
@@ -186,6 +189,7 @@ class ClassifierSolver(FeatureSolver):
         points = self.problem.unknowns(first.best.features)
         self._descend(points, first.best.labels, self.iterations)
         if not self._explained:
+            # The first search keeps its own answer: here all begins anew, and `_end` compares them.
             self.best, self.loss = None, torch.full_like(self.loss, torch.inf)
 
     def _keep(self, fits: Fits) -> None:
@@ -201,6 +205,7 @@ class ClassifierSolver(FeatureSolver):
         count = max(1, min(most, _TOGETHER // max(1, unknowns)))
         chosen = torch.randint(len(self.pool), (count, images), generator=self.rng)
         features = self.pool[chosen]
+        # A single image with a bias has a closed form, from which some of the starts begin.
         if (quotient := self.problem.classifier.quotient) is not None:
             features[:: self.starts] = quotient.to(features)
         return self.problem.unknowns(features)
@@ -222,6 +227,8 @@ class ClassifierSolver(FeatureSolver):
         )
         features = self.best.features[0]
         if self.path is not None:
+            # They were fitted at the path's middle, and the weights that were sent are its
+            # beginning.
             features = self.path.drift(features, 0.0)
         return Reconstruction(
             features=features.float(),
@@ -271,6 +278,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             else:
                 path = None
         model = rebuild(observation)
+        # The model's own features of noise lie where its activations can, as above 0 behind a ReLU.
         noise = torch.randn(_POOL, *observation.model.input_shape, generator=rng)
         device = classifier.weights.device
         pool = features_of(
@@ -300,6 +308,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             iterations=self.iterations,
             exchanges=self.exchanges,
         )
+        # Only the row space of an exact gradient is that of the features.
         if whole and classifier.exact and not path:
             solver.first = replace(solver, problem=Consistency(classifier))
         return solver

@@ -39,7 +39,7 @@ _EXACT = 1e-6
 """Scale of the noise on rows to which none was added: they are read as exactly as that."""
 
 _FAR = 1e6
-"""Log-likelihood that what cannot be costs; finite, so that a match is the best of bad ones."""
+"""Loss of log-likelihood where a row is impossible; finite, so that the least bad match exists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +51,29 @@ class KernelModel:
     alpha: Tensor
     """(n, c) α̃."""
     labels: Tensor
-    """(n, c) Y, an entry of 1 in each row, as α̃ tells it."""
+    """(n, c) Y, one entry of 1 in each row, derived from α̃."""
     scale: float
-    """b of the noise on each entry of X̃; 0 without noise."""
+    """Scale b of the Laplace noise on each entry of X̃; 0 without noise."""
     bound: float
-    """B, which no noise exceeds; infinite where the rows' lengths are estimates."""
+    """Bound B that no noise exceeds; infinite where the rows' lengths are estimates."""
     draws: float
-    """k; infinite where α̃ is computed from K itself."""
+    """Number k of Gaussian draws in K̃; infinite where α̃ is computed from K itself."""
     lift: float
-    """γ."""
+    """γ, added to the diagonal of K before it is sampled."""
     ridge: float
-    """λ."""
+    """λ of the kernel ridge regression."""
     kernel: Tensor
-    """(d, d) S."""
+    """(d, d) matrix S of the kernel K(x, z) = (x'z)(x'Sz)."""
     clients: int
     """Number of clients whose rows these are; each has coefficients of its own."""
 
     def log_density(self, rows: Tensor) -> Tensor:
-        """Evaluates each row of X̃ as the noisy version of each of (m, d) `rows`: (m, n)."""
+        """Evaluates the log density of each row of X̃ if it is `rows` (m, d) plus noise: (m, n)."""
         scale = self.scale or _EXACT
         deviation = (self.rows - rows[:, None]).abs()
         # Normalization of Laplace noise cut off at ±B: 2 b (1 - exp(-B / b)).
         level = math.log(-2 * scale * math.expm1(-self.bound / scale))
+        # Rounding may put noise that is at its bound a little beyond it.
         beyond = (deviation > self.bound * (1 + 1e-9)).sum(2)
         return -deviation.sum(2) / scale - rows.shape[1] * level - _FAR * beyond
 
@@ -88,7 +89,7 @@ class Matched:
     model: KernelModel
     """The others' rows first, in the order in which they are known; then the target's."""
     others: Tensor
-    """(n - 1, d + c) the others: unit features and label."""
+    """(n - 1, d + c): unit features and one-hot label of each row but the target's."""
     likelihood: float
     """Log-likelihood of the match."""
 
@@ -112,17 +113,21 @@ def read_model(observation: Observation, known: Tensor) -> KernelModel:
     kernel = observation.buffers["kernel"].double().cpu()
     if spec.kind == "kernel_model":
         rows, alpha = (observation.update[name].double().cpu() for name in ("features", "alpha"))
+        # Rows of zeros pad a release to its declared size, and predict nothing.
         nonzero = rows.any(1) | alpha.any(1)
         rows, alpha = rows[nonzero], alpha[nonzero]
         labels = symmetric_labels(alpha)
     else:
+        # The server sees the clients' mean, and the rows that are sought make up the sum.
         d, form = len(kernel), observation.num_clients * observation.update["form"].double().cpu()
+        # A decomposition tells at most d rows apart; more take the known ones, if they are exact.
         if noise["scale"] == 0 and len(known) >= d:
             rows, alpha = complete_rows(form, kernel, known[:, :d])
             labels = _last_label(alpha, known[:, d:])
         else:
             rows, alpha = _decompose_once(form.numpy().tobytes(), kernel.numpy().tobytes(), d)
             labels = symmetric_labels(alpha)
+        # x and -x predict alike: of the two, rows are like the others.
         usual = known[:, :d].sum(0)
         rows = torch.where((rows @ usual < 0)[:, None], -rows, rows)
     model = KernelModel(
@@ -154,11 +159,13 @@ def symmetric_labels(alpha: Tensor) -> Tensor:
         gap = gap - gap.T
         # With u a row's coefficients and v what its label changes by, gap changes by uv' - vu'.
         along, own = alpha @ gap, labels[:, None]
+        # |gap|² changes by 4 u'gap v + 4 |u|² - 2 (u'v)², where v is e_new - e_old.
         change = 4 * (along - along.gather(1, own))
         change += 4 * alpha.square().sum(1, keepdim=True)
         change -= 2 * (alpha - alpha.gather(1, own)).square()
         change.scatter_(1, own, 0.0)
         best = int(change.argmin())
+        # Changes within rounding could be made and undone for ever.
         if float(change.view(-1)[best]) >= -1e-9 * float(gap.square().sum()):
             break
         labels = labels.index_fill(0, torch.tensor(best // c), best % c)
@@ -177,7 +184,10 @@ def _last_label(alpha: Tensor, known: Tensor) -> Tensor:
 
 
 def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
-    """Matches (m, d + c) `others` with the m + 1 rows; with `alpha` only where the labels agree."""
+    """Assigns each of (m, d + c) `others` one of the m + 1 released rows, as is likeliest.
+
+    With `alpha` rows are assigned only where the labels agree.
+    """
     require_one_missing(model, others)
     places, likelihood = best_assignment(log_likelihoods(model, others, alpha))
     unmatched = sorted(set(range(len(model.rows))) - set(places))
@@ -202,7 +212,10 @@ def require_one_missing(model: KernelModel, others: Tensor) -> None:
 
 
 def log_likelihoods(model: KernelModel, rows: Tensor, alpha: bool) -> Tensor:
-    """Computes (m, n) of each place for each of (m, d + c) `rows`; with `alpha` also by label."""
+    """Computes the log-likelihood (m, n) that each of (m, d + c) `rows` is each released row.
+
+    With `alpha` a label that disagrees with the coefficients makes it impossible.
+    """
     d = model.rows.shape[1]
     density = model.log_density(rows[:, :d])
     return density - _FAR * (1 - rows[:, d:] @ model.labels.T) if alpha else density
@@ -252,11 +265,14 @@ def _rescale(model: KernelModel) -> KernelModel:
         parts = model.alpha[:, :, None] * model.labels[:, None, :]
         parts = (parts - parts.transpose(1, 2)).flatten(1)
         _, values, vectors = torch.linalg.svd(parts.T, full_matrices=False)
+        # The null vector is w up to a factor: its sign is known, as w is positive.
         inverse = vectors[-1] * vectors[-1].sum().sign()
         if values[-1] < 1e-6 * values[0] and bool((inverse > 0).all()):
+            # The open factor is set so that the mean of the squared lengths is the expected one.
             squares = squares * len(inverse) / (1 / inverse).sum() / inverse
     return replace(
         model,
+        # s x with α / s² predict the same; lengths are estimates now, and bound no noise.
         rows=model.rows * squares.sqrt()[:, None],
         alpha=model.alpha / squares[:, None],
         bound=math.inf,
@@ -276,11 +292,11 @@ class KernelPosterior:
 
     matched: Matched
     others: Tensor
-    """(m, d + c)."""
+    """(m, d + c): the known rows."""
     learned: bool
-    """Whether the row is like the others; else any unit vector."""
+    """Whether the prior is fitted to the others; else any unit vector is as likely."""
     alpha: bool
-    """Whether the coefficients are used, too."""
+    """Whether the coefficients α̃ are used beside the rows X̃."""
 
     def scale_rows(self, rows: Tensor) -> Tensor:
         """Scales features down to unit length at most; the classes stay."""
@@ -317,11 +333,11 @@ class ClassPrior:
     """A normal distribution of each class's features, and the shares of the classes."""
 
     means: Tensor
-    """(c, d)."""
+    """(c, d): mean features of each class."""
     covariance: Tensor
-    """(d, d), of all classes."""
+    """(d, d): covariance within a class, the same for all."""
     shares: Tensor
-    """(c,) of rows in each class."""
+    """(c,): share of the rows in each class."""
 
     def marginal(self) -> tuple[Tensor, Tensor]:
         """Computes mean (d,) and covariance (d, d) of the features over all classes."""
@@ -335,11 +351,11 @@ class Equations:
     """Values of K(x_j, x) that α̃ determines, with normal errors, for the others x_j."""
 
     rows: Tensor
-    """(m, d) x_j."""
+    """(m, d): the other rows x_j."""
     kernel: Tensor
-    """(d, d) S."""
+    """(d, d) matrix S of the kernel."""
     values: Tensor
-    """(m,)."""
+    """(m,): what K(x_j, x) is up to those errors."""
     precision: Tensor
     """(m, m) inverse of the errors' covariance."""
 
@@ -368,6 +384,7 @@ def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
     total, sums, counts = features.sum(0), labels.T @ features, labels.sum(0)
     rest = (total - features) / (len(others) - 1)
     residuals = []
+    # Each row is predicted from the rest alone: its own part is taken off both means.
     for weight in _WEIGHTS:
         own = labels @ sums - features + weight * rest
         residuals.append(features - own / (labels @ counts - 1 + weight)[:, None])
@@ -378,6 +395,7 @@ def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
         means=(sums + weight * total / len(others)) / (counts[:, None] + weight),
         # Nothing is singular, even if all rows are alike.
         covariance=torch.from_numpy(covariance) + 1e-9 * any_direction,
+        # One more row, shared by all classes, leaves none of them impossible.
         shares=(counts + 1 / c) / (len(others) + 1),
     )
 
@@ -388,6 +406,7 @@ def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
     The mixture α̃ u of the columns is that with 1 at the target and the least error.
     """
     model, (m, d) = matched.model, (len(matched.others), len(row))
+    # Coefficients are of one client's rows; without draws α̃ is Y / λ and tells nothing of K.
     if model.clients > 1 or model.draws == 0 or m == 0:
         return None
     known = matched.others[:, :d]
@@ -399,9 +418,11 @@ def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
     spread = model.alpha.T @ gram @ model.alpha
     target = model.alpha[-1]
     mixture = torch.linalg.lstsq(spread, target[:, None], driver="gelsd").solution[:, 0]
+    # Weight 1 at the target: the equations hold K(x_j, x) itself, unscaled.
     mixture = mixture / (target @ mixture)
     weights = model.alpha @ mixture
     values = model.labels @ mixture - model.ridge * weights
+    # What the known rows add is computed and taken off, which leaves K(x_j, x).
     values = values[:-1] - gram[:-1, :-1] @ weights[:-1]
     along = (gram @ weights)[:-1]
     # Covariance of K̃ w for a Wishart K̃ of k draws: (K w'K w + K w w'K) / k.
@@ -429,10 +450,10 @@ def posterior_mean(
 
     Args:
         matched: the model and the known rows.
-        prior: of the features.
+        prior: distribution of the features without the release.
         alpha: whether the coefficients are used.
-        samples: draws that count.
-        generator: of the draws.
+        samples: number of draws that are averaged.
+        generator: source of the draws.
     """
     model = matched.model
     released = model.rows[-1]
@@ -443,6 +464,7 @@ def posterior_mean(
         mean, covariance = model.labels[-1] @ prior.means, prior.covariance
     precision = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
     pull = precision @ mean
+    # The variances start at the Laplace noise's own, 2 b².
     noise = torch.full_like(released, model.variance())
     row = torch.linalg.solve(precision + (1 / noise).diag(), pull + released / noise)
     exact = derive_equations(matched, row) if alpha else None
@@ -450,6 +472,7 @@ def posterior_mean(
     burn_in = max(20, samples // 5)
     for draw in range(burn_in + samples):
         inverse = 1 / noise
+        # Given the variances x is normal: precisions of prior, noise and linearized equations add.
         own, right = precision + inverse.diag(), pull + released * inverse
         if exact:
             values, slopes = exact.linear(row)
@@ -459,6 +482,7 @@ def posterior_mean(
         lower = torch.linalg.cholesky(own)
         center = torch.cholesky_solve(right[:, None], lower)[:, 0]
         step = torch.randn(len(released), 1, generator=generator, dtype=torch.float64)
+        # White noise through L'⁻¹ has the covariance (L L')⁻¹.
         row = center + torch.linalg.solve_triangular(lower.T, step, upper=True)[:, 0]
         noise = 1 / _inverse_variances((released - row).abs(), model.scale, generator)
         # Averaging the conditional means and not the draws takes out their own noise (Rao-
@@ -466,6 +490,7 @@ def posterior_mean(
         if draw >= burn_in:
             total += center
     mean_row = total / samples
+    # The sampler knows no bound of the noise; the row is within it.
     return released + (mean_row - released).clamp(-model.bound, model.bound)
 
 
@@ -475,6 +500,7 @@ def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -
     It is inverse Gaussian of mean 1 / (b |e|) and shape 1 / b² (Michael, Schucany and Haas, The
     American Statistician 1976).
     """
+    # An error of exactly 0 would have an infinite mean.
     mean = 1 / (scale * size.clamp_min(1e-9 * scale))
     shape = 1 / scale**2
     chi = torch.randn(size.shape, generator=generator, dtype=torch.float64).square()
@@ -482,6 +508,7 @@ def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -
     # The smaller root, without the cancellation of 1 + ratio - sqrt(ratio (2 + ratio)).
     root = mean / (1 + ratio + (ratio * (2 + ratio)).sqrt())
     share = torch.rand(size.shape, generator=generator, dtype=torch.float64)
+    # The other root, mean² / root, has the probability that is left.
     return torch.where(share <= mean / (mean + root), root, mean.square() / root)
 
 

@@ -40,6 +40,7 @@ def unpack(packed: Tensor, size: int) -> Tensor:
 
 
 def _weights(row: Tensor, column: Tensor, like: Tensor) -> Tensor:
+    # An entry off the diagonal stands twice in the matrix: √2 keeps inner products.
     return torch.where(row == column, 1.0, 2.0).to(like.dtype).sqrt()
 
 
@@ -77,6 +78,7 @@ def decompose_form(
     left_vectors, values, _ = torch.linalg.svd(
         parts.transpose(0, 1).reshape(d, c * d), full_matrices=False
     )
+    # All A_j have their columns in the span of the n rows, which leaves n by n problems.
     basis = left_vectors[:, values > _RANK * values[0]]
     inner = basis.T @ parts @ basis
     best: tuple[float, Tensor, Tensor] | None = None
@@ -84,6 +86,7 @@ def decompose_form(
         mixed = torch.randn(2, c, generator=generator, dtype=torch.float64)
         over, under = torch.einsum("mc,cij->mij", mixed, inner)
         solved, info = torch.linalg.inv_ex(under)
+        # A random mixture may be singular: others are drawn.
         if int(info):
             continue
         # Leurgans, Ross and Abel 1993: both mixtures are diagonal in the rows.
@@ -114,6 +117,7 @@ def complete_rows(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, 
     parts = _unsmooth(form, kernel)
     d = parts.shape[1]
     entries = d * (d + 1) // 2
+    # The known x_i x_i' must leave more directions than the missing row has entries.
     if len(known) + d > entries or len(known) * entries > _LARGEST:
         raise AttackFailed(
             f"{number_of(len(known), 'known row')} of {number_of(d, 'entry', 'entries')} are too "
@@ -124,6 +128,7 @@ def complete_rows(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, 
     # What known rows span is projected out: each A_j becomes α_j times one matrix.
     rest = packed - (packed @ basis) @ basis.T
     _, values, target = torch.linalg.svd(rest, full_matrices=False)
+    # One missing row leaves multiples of a single matrix: rank 1, and not 0.
     if values[0] < _RANK * packed.norm() or values[1:].norm() > _MISSED * values[0]:
         raise AttackFailed(
             "the predictor is not of the known rows and one other: none is missing or several are, "
@@ -142,9 +147,12 @@ def _missing_row(target: Tensor, basis: Tensor, dimension: int) -> Tensor:
     _, vectors = torch.linalg.eigh(whole)
     best = torch.inf, vectors[:, 0]
     for start in (*vectors[:, :_STARTS].T, *vectors[:, -_STARTS:].T.flip(0)):
+        # Coefficients may be negative, and the target stands for either sign: the start tells
+        # which.
         x, sign, damping = start, float(torch.sign(start @ whole @ start)) or 1.0, 1e-3
         residual = _residual(x, sign * target, basis)
         for _ in range(_STEPS):
+            # ∂(x x')/∂x_i = e_i x' + x e_i'.
             slopes = _eye(x)[:, :, None] * x
             slopes = pack(slopes + slopes.transpose(1, 2))
             slopes = slopes - (slopes @ basis) @ basis.T

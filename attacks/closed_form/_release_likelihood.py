@@ -49,6 +49,7 @@ class ReleaseLikelihood:
 
     kind: ReleaseKind
     columns: int
+    """Number r of columns of the sketch."""
     observed: Tensor
     """The sketch (d + 1, r), or the coefficients (d,), of the rows of `gram` and v; of a sum of
     clients' coefficients, the sum less the others' expected ones."""
@@ -64,12 +65,14 @@ class ReleaseLikelihood:
         sketch = self.kind == "sketch"
         rows = self.scale * rows if sketch else rows
         factor = torch.linalg.cholesky(self.gram + rows[:, :, None] * rows[:, None, :])
+        # r columns N(0, L L'): log density -r log|L| - |L⁻¹ S|² / 2, up to a constant.
         if sketch:
             inner: Tensor = torch.linalg.solve_triangular(
                 factor, self.observed.expand(len(rows), -1, -1), upper=False
             )
             volume: Tensor = factor.diagonal(dim1=1, dim2=2).log().sum(1)
             return -self.columns * volume - inner.square().sum((1, 2)) / 2
+        # With noise or clipping the distribution is no t any more: `_normal` takes its covariance.
         if self.kind == "sketched_coefficients" and self.variance is None and self.scale == 1:
             return self._student_t(factor)
         return self._normal(factor)
@@ -93,6 +96,7 @@ class ReleaseLikelihood:
 
     def _parts(self, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Computes (factor of A, e, z'Kz of z = [observed; -1]) of each row's K = LL'."""
+        # z'Kz = e² + (x - x̂)'A (x - x̂), the kernel of the t distribution times e².
         ends = torch.cat([self.observed, -self.observed.new_ones(1)])
         distance = (factor.mT @ ends).square().sum(1)
         return factor[:, :-1, :-1], factor[:, -1, -1], distance
@@ -107,6 +111,7 @@ def release_likelihood(observation: Observation, knowledge: Knowledge) -> Releas
     spec = observation.release
     if not knowledge.other_rows:
         raise AttackFailed("the other rows are not known: grant knowledge.rows: others")
+    # The update is the mean over clients; below, the sum is compared.
     (observed,) = observation.update.values()
     observed, clients = observed.double(), observation.num_clients
     size = len(spec.names)
@@ -114,6 +119,7 @@ def release_likelihood(observation: Observation, knowledge: Knowledge) -> Releas
     grams = [rows.T @ rows + regular for rows in knowledge.other_rows]
     bound, variance = _read_noise(observation)
     if spec.kind == "sketch":
+        # A sketch D'G has an expected squared norm of r tr K.
         scales = [_clipping_factor(bound, spec.columns * float(gram.trace())) for gram in grams]
         total = sum(
             (scale**2 * gram for scale, gram in zip(scales, grams, strict=True)),
@@ -139,6 +145,7 @@ def release_likelihood(observation: Observation, knowledge: Knowledge) -> Releas
         features += scale**2 * _covariance(
             spec.kind, spec.columns, factor[:-1, :-1], factor[-1, -1]
         )
+    # Without any randomness the covariance would be 0.
     if spec.kind == "coefficients":
         features += _EXACT**2 * torch.eye(size - 1, dtype=torch.float64)
     best = _solve_coefficients(torch.linalg.cholesky(own))
@@ -165,7 +172,7 @@ def _covariance(kind: ReleaseKind, columns: int, features: Tensor, residual: Ten
     d = features.shape[-1]
     divisor = {
         "normal_coefficients": float(columns),
-        # of the t distribution; below three degrees of freedom it has none
+        # ν / (ν - 2) · 1 / ν of the t distribution, which has no covariance for ν < 3.
         "sketched_coefficients": float(max(columns - d - 1, 1)),
         "coefficients": math.inf,
     }[kind]
@@ -194,7 +201,7 @@ def _read_noise(observation: Observation) -> tuple[float, float]:
         raise AttackFailed("a defense does not declare its effect: what is likely is not known")
     variance = 0.0
     for noise in effect.noise:
-        # of the server: on the sum, and the last round's
+        # Correlated noise is z_t - λ z_{t-1}: the last round's adds λ² of the variance.
         taken_back = noise.correlation**2 if observation.round > 1 else 0.0
         shared = observation.num_clients if noise.on == "sum" else 1
         variance += (1 + taken_back) * noise.variance / shared

@@ -62,6 +62,7 @@ class MembershipInference(DirectAttack):
         if observation.payload in KERNELS:
             absent, present = self._compare_worlds(observation, knowledge, knowledge.candidate)
         else:
+            # A row of zeros adds nothing to a Gram matrix: it stands for no row.
             worlds = torch.stack([torch.zeros_like(knowledge.candidate), knowledge.candidate])
             absent, present = release_likelihood(observation, knowledge).log_likelihood(worlds)
         ratio, loss = present - absent, -torch.maximum(absent, present)
@@ -78,10 +79,12 @@ class MembershipInference(DirectAttack):
         d = model.rows.shape[1]
         prior = class_prior(known, d, learned=True)
         mean, covariance = prior.marginal()
+        # A row like the others behind Laplace noise, taken as normal of the same covariance.
         noisy = covariance + model.variance() * torch.eye(d, dtype=torch.float64)
         other = log_normal(model.rows, mean, noisy)
         if self.alpha:
             other = other + (model.labels @ prior.shares).log()
+        # Both worlds match all known rows anew: the candidate may be confused with one of them.
         _, absent = best_assignment(torch.cat([likelihoods[:-1], other[None]]))
         _, present = best_assignment(likelihoods)
         return model.rows.new_tensor(absent), model.rows.new_tensor(present)

@@ -64,15 +64,17 @@ class Prior:
     """
 
     mean: Tensor
-    """(d + 1,)."""
+    """(d + 1,): features, then the target."""
     precision: Tensor
-    """(d + 1, d + 1)."""
+    """(d + 1, d + 1): inverse covariance."""
     low: Tensor
-    """(d + 1,) of each entry; the constant feature's is 1."""
+    """(d + 1,): least value of each entry; 1 for the constant feature."""
     high: Tensor
+    """(d + 1,): largest value of each entry; 1 for the constant feature."""
     row_norm: float
+    """Bound on the Euclidean norm of a row with its target, to which clients scale."""
     targets: tuple[float, ...]
-    """What the target can be, if it is of two classes."""
+    """Values that the target can have if it is one of two classes; else empty."""
 
     def log_density(self, rows: Tensor) -> Tensor:
         """Evaluates (k, d + 1) rows, up to a constant: (k,)."""
@@ -93,9 +95,11 @@ def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:
     rows = torch.zeros(0, size, dtype=torch.float64)
     if learned and knowledge.other_rows:
         rows = torch.cat(knowledge.other_rows)
+    # Equal ends mark the constant feature as fixed: it is not searched.
     if spec.intercept:
         low[-2] = 1
         rows = rows / rows[:, -2:-1]  # undoes the scaling
+    # One row of zeros more: a few others shall not make the mean too sure.
     mean = rows.sum(0) / (len(rows) + 1)
     if spec.intercept:
         mean[-2] = 1
@@ -142,10 +146,10 @@ class RowPosterior:
         return free
 
     def width(self, row: Tensor, places: Tensor) -> Tensor:
-        """Computes coordinates (k, k) in which the density at (d + 1,) `row` falls alike.
+        """Computes a basis (k, k) of the entries `places`, scaled to the posterior's width.
 
-        They are of the entries `places`. A release may tell some directions a million times as well
-        as others.
+        Along each of its vectors the density falls alike around `row` (d + 1,). A release may tell
+        some directions a million times as well as others.
         """
 
         with torch.enable_grad():
@@ -156,6 +160,7 @@ class RowPosterior:
         # Absolute curvatures: away from a maximum some are negative.
         values, vectors = torch.linalg.eigh(torch.stack(hessian))
         values = values.abs()
+        # A flat direction would be infinitely wide.
         width: Tensor = vectors / values.clamp_min(1e-12 * float(values.max()) + 1e-300).sqrt()
         return width
 
@@ -168,6 +173,7 @@ class RowPosterior:
         parts: list[_Part] = []
         for target in self.prior.targets or (None,):
             parts.append(self._condition_prior(places, target))
+            # Each class has a maximum of its own, and importance sampling needs draws around both.
             near = [row for row in maxima if target is None or float(row[-1]) == target]
             if near and len(places):
                 spread = _WIDER * self.width(near[0], places)
@@ -183,14 +189,16 @@ class RowPosterior:
         return weights.softmax(0) @ self.prior.scale_rows(rows)
 
     def _condition_prior(self, places: Tensor, target: float | None) -> _Part:
-        """Conditions the prior of the entries `places` on the others and the class."""
+        """Conditions the prior of the entries `places` on the other entries and the class."""
         center = self.prior.mean.clone()
         if target is not None:
             center[-1] = target
         own = self.prior.precision[places][:, places]
         deviation = center - self.prior.mean
+        # Conditional mean by the precision Λ: μ_a - Λ_aa⁻¹ Λ_ab (x_b - μ_b).
         center[places] -= torch.linalg.solve(own, self.prior.precision[places] @ deviation)
         covariance = torch.linalg.inv(own)
+        # An inverse is symmetric only up to rounding.
         spread = torch.linalg.cholesky((covariance + covariance.T) / 2)
         return _Part(center=center, spread=spread, target=target)
 
@@ -200,9 +208,11 @@ class _Part:
     """A normal distribution of the free entries, in one class."""
 
     center: Tensor
+    """(d + 1,): mean, with the fixed entries in their places."""
     spread: Tensor
-    """(k, k) a square root of the covariance."""
+    """(k, k): a square root of the covariance of the free entries."""
     target: float | None
+    """Class of all draws; None for a target that is a quantity."""
 
     def draw(self, places: Tensor, samples: int, rng: torch.Generator) -> Tensor:
         """Draws (samples, d + 1) rows."""
@@ -217,6 +227,7 @@ class _Part:
         steps = torch.linalg.solve(self.spread, deviation.T)
         density: Tensor = -steps.square().sum(0) / 2 - torch.linalg.slogdet(self.spread).logabsdet
         return (
+            # Targets are copied and never computed, so that they compare exactly.
             density if self.target is None else density.where(rows[:, -1] == self.target, -math.inf)
         )
 
@@ -343,6 +354,7 @@ class RowReconstruction(Attack[RowSearch]):
         """Maximizes the posterior over the entries `places` of `start`."""
         from scipy.optimize import minimize
 
+        # In this basis all curvatures are alike, and the problem is well conditioned for L-BFGS.
         basis = posterior.width(start, places)
 
         def at(steps: Tensor) -> Tensor:
@@ -376,6 +388,7 @@ def _estimates(known: ReleaseLikelihood, expected: Prior) -> Iterator[Tensor]:
     coefficients = known.observed / known.scale
     # Balle et al., section III: B'Bx - B'b = f (t - f'x).
     direction = known.gram[:-1, :-1] @ coefficients - known.gram[:-1, -1]
+    # A residual of 0 hides the row: then B'Bx = B'b holds for the known rows alone.
     if not bool(direction.any()):
         return
     for residual in _residuals(direction, coefficients, expected):
