@@ -193,7 +193,8 @@ class ClassifierGradient:
         """Whether there are more equations than unknowns.
 
         With only as many, several solutions are exact, and differ in their labels too. A single
-        image of a classifier with a bias needs none: its features are the ratio to the constant's column.
+        image of a classifier with a bias needs none: its features are the ratio to the constant's
+        column.
         """
         images = self.num_images
         if images == 1 and self.biased:
