@@ -69,6 +69,7 @@ def federate(
         raise FedsimError(
             f"{out} holds results of the stack {stack!r}; resume that run, or use another folder"
         )
+    # Recordings that are younger than the checkpoint go, since their rounds are trained again.
     checkpoints.start()
     if checkpoints.complete:
         return
@@ -78,6 +79,7 @@ def federate(
         out=str(out.resolve()),
         threads=scenario.threads,
     )
+    # The number of threads decides the order of summation, hence the last bits of every result.
     with strategies.quiet_flower(), threads.fix_within(scenario.threads):
         known = server or Workload(scenario, stack)
         build_engine(scenario).train(job, known, on_round, link)

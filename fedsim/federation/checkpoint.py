@@ -33,7 +33,7 @@ _INDEX = "checkpoint"
 
 
 class _Index(BaseModel):
-    """What is not a tensor: JSON in the file's metadata."""
+    """The file's JSON metadata: everything but the tensors."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,12 +43,12 @@ class _Index(BaseModel):
     rounds: int
     strategy: dict[str, Any]
     held: list[int] | None = None
-    """How many examples each client holds; None: not said."""
+    """Number of examples of each client, by client; None if it was not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The state of a stack's training after `round`."""
+    """State of a stack's training after `round`."""
 
     round: int
     parameters: Tensors
@@ -58,12 +58,12 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one stack of one run. Only the latest is kept."""
+    """Writes and reads the checkpoint of one stack of one run; only the latest is kept."""
 
     def __init__(
         self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None
     ) -> None:
-        """Those below `out`; `held` is how many examples each client holds, if that is known."""
+        """Looks below `out`; `held` is the number of examples of each client, if that is known."""
         self._out = out
         self._held = None if held is None else list(held)
         self._stack = stack
@@ -73,9 +73,9 @@ class Checkpoints:
         self._recordings = out / "observations" / stack
 
     def start(self) -> int:
-        """Make the recordings what they were at the last checkpoint; returns its round, or 0.
+        """Removes recordings of later rounds than the last checkpoint's; returns its round, or 0.
 
-        Later rounds come again.
+        Those rounds are trained again.
         """
         index = self._index()
         done = index.round if index else 0
@@ -102,6 +102,7 @@ class Checkpoints:
         tensors = {f"parameter.{name}": value for name, value in checkpoint.parameters.items()}
         tensors |= {f"buffer.{name}": value for name, value in checkpoint.buffers.items()}
         tensors |= {f"strategy.{n}": value for n, value in checkpoint.strategy_tensors.items()}
+        # safetensors refuses to write views that are not contiguous.
         tensors = {name: value.contiguous() for name, value in tensors.items()}
         index = _Index(
             fingerprint=self._fingerprint,
@@ -114,7 +115,11 @@ class Checkpoints:
         write_bytes(self._path, content, private=True)
 
     def load(self) -> Checkpoint | None:
-        """The latest checkpoint; None if there is none."""
+        """Returns the latest checkpoint; None if there is none.
+
+        Raises:
+            FedsimError: it is damaged, or of another scenario or other data.
+        """
         index = self._index()
         if index is None:
             return None
@@ -153,12 +158,13 @@ class Checkpoints:
 
 
 def fingerprint(scenario: Scenario, stack: str) -> str:
-    """A digest of everything that decides the results of `stack`'s training."""
+    """Returns a SHA-256 digest of everything that decides the results of `stack`'s training."""
     sections = scenario.model_dump(
         mode="json",
         include={"seed", "device", "threads", "data", "learner", "model", "training", "observe"},
     )
     if scenario.training.weights is not None:
+        # By content, since another file under the same name would train another model.
         with open_regular(from_home(scenario.training.weights), memory.limit()) as file:
             sections["weights"] = hashlib.file_digest(file, "sha256").hexdigest()
     # The noise of an ε that is asked for follows from δ, and from what is counted. Fingerprints of
@@ -166,6 +172,7 @@ def fingerprint(scenario: Scenario, stack: str) -> str:
     if scenario.privacy != Privacy():
         sections["privacy"] = scenario.privacy.model_dump(mode="json")
     sections["defense"] = [ref.model_dump(mode="json") for ref in scenario.defenses[stack]]
+    # Engines compute the same bytes, and the other two decide nothing that clients compute.
     sections["federation"] = scenario.federation.model_dump(
         mode="json", exclude={"engine", "timeout", "checkpoint_every"}
     )

@@ -31,7 +31,7 @@ from fedsim.types import FedsimError, Tensors
 
 @dataclass(frozen=True)
 class FederationJob:
-    """What every process of a federation is told: all else follows from it."""
+    """What every process of a federation is told; all else follows from it."""
 
     scenario: str
     """The scenario as JSON."""
@@ -41,7 +41,7 @@ class FederationJob:
     """Threads of each process. They fix the order of summation, hence the last bits."""
 
     def workload(self) -> Workload:
-        """The federation's computations, built once per process."""
+        """Returns the federation's computations, which are built once per process."""
         return _workload(self.scenario, self.stack)
 
 
@@ -56,13 +56,13 @@ def build(
     party: Party | None = None,
     on_release: Callable[[], None] | None = None,
 ) -> ClientApp:
-    """The ClientApp of `job`.
+    """Builds the ClientApp of `job`.
 
     Args:
         job: What every process is told.
-        workload: Spares this process building it.
-        party: Who the client is in secure sums, where it is on a machine of its own.
-        on_release: Called before anything is released, of training or of a probe; may refuse it.
+        workload: Computations of the job; without them this process builds its own.
+        party: Identity of the client in secure sums, where it is on a machine of its own.
+        on_release: Called before each release, of training or of a probe; may refuse it by raising.
     """
     client = FederationClient(job, workload, on_release)
     sums = Answers(client, party)
@@ -94,7 +94,7 @@ class FederationClient:
 
     @property
     def out(self) -> Path:
-        """Where clients keep what they remember."""
+        """Folder below which clients keep what they remember."""
         return Path(self._job.out)
 
     def __reduce__(self) -> tuple[type[FederationClient], tuple[FederationJob]]:
@@ -152,7 +152,8 @@ class FederationClient:
         return Message(wire.answer(result.update, loss), reply_to=message)
 
     def read_order(self, message: Message) -> wire.Order:
-        """What `message` asks, at a model of the scenario's form, in its own order of tensors.
+        """Reads what `message` asks; its tensors must be like the scenario's model, and come in its
+        order.
 
         Raises:
             MalformedError: a part is missing or of another form.
@@ -160,7 +161,7 @@ class FederationClient:
         return wire.read_order(message.content, self._form[:2])
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
-        """What `client` releases to answer `order`; its truth and state are kept.
+        """Computes what `client` releases to answer `order`, and keeps its truth and state on disk.
 
         Raises:
             FedsimError: the round is none of the scenario's, or the client has answered in it for
@@ -191,6 +192,7 @@ class FederationClient:
             probe=order.probe,
         )
         self._keep_truth(client, order, result)
+        # Probes leave the client's memory as it is, so that training does not depend on them.
         if order.probe is None and result.state:
             memory.save(round, result.state, workload.scenario.federation.checkpoint_every)
         update = result.update
@@ -209,9 +211,11 @@ class FederationClient:
                 save_truth(result.truth, self.out, observation, client)
 
     def _look(self, client: int, order: wire.Order, memory: ClientState) -> None:
-        """Record what the new global model tells `client` of the others' round before, if it looks.
+        """Records what the new global model tells `client` of the others in the round before, if it
+        looks.
 
-        Whoever was told that its own answer is no part of that round has nothing to take off.
+        A client whose own answer was left out of that round has nothing to subtract, and records
+        nothing.
         """
         if order.round > 1 and client in self.workload.plan(order.round - 1).lookers:
             sent = memory.load_sent(order.round - 1)
@@ -227,7 +231,7 @@ class FederationClient:
                 save_observation(seen, self.out)
 
     def client(self, context: Context) -> int:
-        """The client's id, as its own node was configured.
+        """Returns the client's number, as its own node was configured.
 
         Raises:
             FedsimError: it is not one of the scenario's clients.
@@ -252,7 +256,7 @@ class FederationClient:
 
     @cached_property
     def workload(self) -> Workload:
-        """What it computes."""
+        """Computations of the job, built at first use if none were given."""
         if self._given is not None:
             return self._given
         threads.fix(self._job.threads)

@@ -47,19 +47,20 @@ _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 
 @dataclass(frozen=True)
 class ClientState:
-    """The memory of one client of one stack. `client` is a checked integer."""
+    """Files in which one client of one stack remembers; `client` is a checked integer."""
 
     out: Path
     stack: str
     client: int
 
     def before(self, round: int) -> Tensors:
-        """The state after the client's last round before `round`; empty if there was none."""
+        """Returns the state after the client's last round before `round`; empty if there was
+        none."""
         earlier = [past for past in self._rounds() if past < round]
         return read_tensors(self._path(max(earlier))) if earlier else {}
 
     def save(self, round: int, state: Tensors, checkpoint_every: int) -> None:
-        """Keep `state` after `round`; forget what no checkpoint that may be resumed needs.
+        """Keeps `state` after `round`, and forgets what no checkpoint that may be resumed needs.
 
         While a client trains `round`, the last checkpoint is that of the last multiple of
         `checkpoint_every` before it.
@@ -76,7 +77,7 @@ class ClientState:
         write_tensors(self._sent_path(round), sent)
 
     def load_sent(self, round: int) -> Tensors:
-        """What `save_sent` kept; empty if nothing was, or it was forgotten."""
+        """Returns what `save_sent` kept; empty if nothing was, or it was forgotten."""
         path = self._sent_path(round)
         return read_tensors(path) if path.exists() else {}
 
@@ -85,9 +86,9 @@ class ClientState:
         self._sent_path(round).unlink(missing_ok=True)
 
     def rewind(self, done: int) -> None:
-        """Make what the client keeps what it was after round `done`: later rounds come again.
+        """Removes what the client kept in rounds after `done`, since these come again.
 
-        But for what it has noted of its answers, and what it remembers of these.
+        Its notes of answers stay, and so does the state of the rounds that they name.
         """
         truth.forget_rounds(self.out, self.stack, self.client, done)
         # A client that forgets what it has released would release the same again as its first.
@@ -103,38 +104,45 @@ class ClientState:
         remove_torn(self._path(0).parent)
 
     def answer(self, asked: tuple[int, ...], inputs: Sequence[Tensors]) -> None:
-        """Note that the client answers what it is `asked` at these `inputs`, and at no others.
+        """Notes that the client answers the order `asked` at these `inputs`, and at no others.
 
         Args:
-            asked: As `noise_use.release_key` says.
+            asked: Key of the release, as `noise_use.release_key` returns it.
             inputs: All that decides the answer beside the client's data: weights, buffers, memory.
         """
         refuse_past(self._notes, asked, f"client {self.client}")
         use_once(self._notes, asked, inputs, f"client {self.client}")
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Note all that the client releases to what it is `asked`, last of all before it does."""
+        """Notes all that the client releases to the order `asked`, as the last step before it
+        does."""
         note_release(self._notes, asked, release, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
-        """Note that the client agrees to a sum of `round` for these clients, and for no others.
+        """Notes that the client agrees to a sum of `round` over these clients, and over no others.
 
-        Of two sums that differ in who is in them, the difference is what a client sent.
+        The difference of two sums over different clients is what a client sent.
         """
         path = self._path(0).with_name("opened.jsonl")
+        # Noted like noise: the first set of clients holds, and any other is refused.
         members = {"survivors": torch.tensor(sorted(survivors))}
         use_once(path, (round,), [members], f"client {self.client}", "consent to a sum")
 
     def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
-        """Keep what the client remembers of the secure sum of `round`, from others than its owner.
+        """Keeps what the client remembers of the secure sum of `round`, readable by its owner
+        alone.
 
-        It takes the place of what it remembers of any other.
+        It replaces what the client remembered of any other sum.
         """
         content = json.dumps({"round": round, "memory": memory}).encode()
         write_bytes(self._path(0).with_name("sum.json"), content, private=True)
 
     def sum_of(self, round: int) -> dict[str, Any]:
-        """What `save_sum` kept; empty if it kept nothing of that round."""
+        """Returns what `save_sum` kept; empty if it kept nothing of that round.
+
+        Raises:
+            FedsimError: the file is damaged.
+        """
         path = self._path(0).with_name("sum.json")
         if not path.exists():
             return {}

@@ -17,7 +17,7 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of, printable
 
 OnWait = Callable[[int], None]
-"""Told how many nodes are there, of those that have to come."""
+"""Called with the number of nodes that are there, of those that have to come."""
 _POLL_SECONDS = 0.05
 _REASON = 500
 _GONE = (
@@ -26,7 +26,8 @@ _GONE = (
     ErrorCode.NODE_UNAVAILABLE,
 )
 START_SECONDS = 600.0
-"""How long the first answer may take: an engine's workers import torch and load the data first."""
+"""Seconds that the first answer may take: an engine's workers import torch and load the data
+first."""
 # How long a node that has just come may take to say who it is.
 _RETURN_SECONDS = 30.0
 
@@ -50,17 +51,17 @@ def exchange(
     *,
     expire_after: float | None = None,
 ) -> Iterator[tuple[int, Message | None]]:
-    """Send `messages`; yield (position, reply) in order of arrival, then (position, None) for each
-    that is late.
+    """Sends `messages`; yields (position, reply) as replies arrive, then (position, None) for each
+    late one.
 
     An answer is late if Flower says that it expired, if its node is gone, or if nobody has answered
-    for `timeout` seconds: so a client is never late for having had to wait until an engine with
-    fewer workers than clients got to it. Replies are fetched one at a time and not kept.
+    for `timeout` seconds. So a client is never late for having had to wait for an engine with fewer
+    workers than clients. Replies are fetched one at a time and not kept.
 
     Args:
-        grid: Of any engine.
-        messages: Each with a node to go to.
-        timeout: In seconds.
+        grid: Grid of any engine.
+        messages: Messages with the nodes that they go to.
+        timeout: Seconds without any answer after which all missing ones are late.
         expire_after: Seconds after which a message is void; by default Flower's 12 hours.
     """
     pending: dict[str, int] = {}
@@ -99,15 +100,15 @@ def roll_call(
     patience: float,
     on_wait: OnWait | None = None,
 ) -> Iterator[tuple[int, RecordDict]]:
-    """Query all nodes once there are `count`; yield (node, answer) of each.
+    """Queries all nodes once there are `count`; yields (node, content of its answer).
 
     A node that is gone before it has answered is asked again when it is back.
 
     Args:
-        grid: Of any engine.
-        count: How many nodes there have to be.
-        content: Of each query.
-        action: Of each query.
+        grid: Grid of any engine.
+        count: Number of nodes that have to come.
+        content: Content of each query.
+        action: Action of each query.
         patience: Seconds in which as many nodes have to come. The first answer may take longer:
             nodes load their data for it.
         on_wait: Told how many nodes are there, whenever that changes while more have to come.
@@ -144,6 +145,8 @@ def roll_call(
                 said = printable(str(reply.error.reason)[:_REASON])
                 raise FedsimError(f"a node refuses: {said}")
             answered.add(asked[position])
+            # Only an answer takes a node off the list: one that went away is asked again once it is
+            # back.
             yield asked[position], reply.content
 
 
@@ -151,7 +154,7 @@ class Nodes:
     """Keeps track of each client's node, in a federation whose nodes may come back as others."""
 
     def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
-        """None is known before `gather`, which waits for them for `patience` seconds."""
+        """Knows no node before `gather`, which waits for them for `patience` seconds."""
         self._grid = grid
         self._count = clients
         self._patience = patience

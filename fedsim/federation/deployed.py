@@ -32,7 +32,7 @@ _RUN_BYTES = 16
 
 @dataclass(frozen=True)
 class Deployed:
-    """What is known of a deployed run beside its scenario."""
+    """Facts of a deployed run that its scenario does not hold."""
 
     census: Census
     secret: bytes | None
@@ -40,7 +40,11 @@ class Deployed:
 
     @classmethod
     def read(cls, out: Path) -> Deployed:
-        """What `save` wrote."""
+        """Reads what `save` wrote below `out`.
+
+        Raises:
+            FedsimError: nothing is there, or it is damaged.
+        """
         path = out / "census.json"
         if not path.exists():
             raise FedsimError(NO_LINK)
@@ -69,12 +73,13 @@ class Deployed:
         )
         path = out / "server.secret"
         if self.secret is not None and not path.exists():
+            # Never replaced (O_EXCL): rounds that are trained again need the noise that they had.
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "wb") as file:
                 file.write(self.secret)
 
     def servers(self, scenario: Scenario) -> dict[str, Server]:
-        """What the server of each stack knows."""
+        """Returns what the server of each stack knows, by name of the stack."""
         described = load_dataset(scenario).without_training()
         return {
             name: Server(scenario, name, described, self.census, self._noise_seed(name))
@@ -85,6 +90,8 @@ class Deployed:
         """Derives the seed of the noise that the server adds behind `stack` alone."""
         if self.secret is None:
             return None
+        # Noise of its own for each stack: two sums with the same noise have a difference without
+        # any.
         digest = hashlib.sha256(b"fedsim server\0" + self.secret + stack.encode()).digest()
         return int.from_bytes(digest, "big")
 

@@ -70,8 +70,10 @@ class Deployment(FlowerEngine):
             )
         census = take_census(scenario, link, on_wait)
         path = out / "server.secret"
+        # All noise then follows from the seed, as on the other engines.
         if link.shared_seed:
             return Deployed(census, None)
+        # A resumed run draws the same noise: another would be a second release of its rounds.
         kept = paths.content(path, paths.TEXT) if path.exists() else None
         return Deployed(census, kept or secrets.token_bytes(_SECRET_BYTES))
 
@@ -133,7 +135,8 @@ class Deployment(FlowerEngine):
 
 
 def most_bytes(server: Server) -> int:
-    """How many bytes a client's answer may have: twice the tensors asked for, and their names."""
+    """Returns the most bytes that a client's answer may have: twice the tensors asked for, and
+    their names."""
     from fedsim.federation.secure_aggregation import plan
 
     parameters, buffers = server.initial()
@@ -143,6 +146,7 @@ def most_bytes(server: Server) -> int:
         layouts = [
             plan.layout(server, n) for n in {1, *filter(server.schedule.is_observed, rounds)}
         ]
+        # Under a secure sum an answer is one masked vector of all parts.
         asked = max(len(one.sums) * one.length * one.ring_bits // 8 for one in layouts)
     parts = len(parameters) + len(buffers) + server.scenario.data.clients
     # Twice: no honest answer is refused for a few bytes, and a hostile one is bounded all the same.
@@ -167,7 +171,11 @@ def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -
 
 
 def _find_owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
-    """What each client keeps of the run in `out`, by client."""
+    """Returns the folder that each client's node keeps of the run in `out`, by client.
+
+    Raises:
+        FedsimError: a home is no folder, or holds truth of another client than its own.
+    """
     owned: dict[int, Path] = {}
     for home in homes:
         if not home.is_dir():
@@ -176,6 +184,7 @@ def _find_owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
         client = truth.owner(kept)
         if client is None:
             continue
+        # The folders of `fedsim up` say in their names whose truth may be in them.
         own = home.name.removeprefix("node-") if home.parent == out / "nodes" else str(client)
         if client in owned or own != str(client):
             raise FedsimError(

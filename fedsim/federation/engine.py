@@ -52,13 +52,14 @@ class FlowerEngine(Engine):
     def clients_of(
         self, scenario: Scenario, out: Path, link: Link | None, on_wait: OnWait | None
     ) -> Deployed | None:
-        """What is known of clients that are elsewhere; None: they are in this machine's processes.
+        """Returns what is known of clients on other machines; None if they are in this machine's
+        processes.
 
         Args:
             scenario: What the clients are to answer.
             out: The run's folder.
-            link: To the nodes, which are asked; without it, what `out` says of them is read.
-            on_wait: Called with how many are there while more have to come.
+            link: Way to the nodes, which are asked; without it, what `out` says of them is read.
+            on_wait: Called with the number of nodes that are there while more have to come.
 
         Raises:
             FedsimError: there is no link and nothing in `out`, or a node refuses.
@@ -84,7 +85,7 @@ class Local(FlowerEngine):
     """Runs all clients in this process, one after the other."""
 
     def check(self) -> None:
-        """Any machine will do."""
+        """Accepts any machine."""
 
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None

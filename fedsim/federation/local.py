@@ -36,7 +36,8 @@ class LocalGrid(Grid):
     """Runs `app` for nodes of partition-id 0 to `clients` - 1."""
 
     def __init__(self, app: ClientApp, clients: int, timeout: float) -> None:
-        """A client that computes for longer than `timeout` seconds is late: its reply expires."""
+        """Prepares `clients` nodes; a client that computes for longer than `timeout` seconds is
+        late."""
         self._app = app
         self._timeout = timeout
         self._run = Run.create_empty(_RUN_ID)
@@ -67,7 +68,7 @@ class LocalGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Node ids by ascending partition-id."""
+        """Returns node ids by ascending partition-id."""
         return self._nodes
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
@@ -99,6 +100,8 @@ class LocalGrid(Grid):
         return list(self.pull_messages(self.push_messages(messages)))
 
     def _deliver(self, metadata: Metadata, content: bytes) -> Message:
+        # The content was serialized once for all clients of the round; only the envelope is each
+        # one's own.
         envelope = ProtoMessage(metadata=metadata_to_proto(metadata)).SerializeToString()
         arrived = ProtoMessage.FromString(envelope)
         arrived.content.ParseFromString(content)
@@ -112,6 +115,7 @@ class LocalGrid(Grid):
             reply = Message(
                 Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=received
             )
+        # Judged afterwards, since a client in this process cannot be interrupted.
         if time.monotonic() - start > self._timeout:
             reply = Message(
                 Error(code=ErrorCode.REPLY_MESSAGE_UNAVAILABLE, reason="late"), reply_to=received

@@ -20,26 +20,31 @@ from fedsim.types import FedsimError, Tensors
 
 
 def release_key(round: int, probe: Probe | None) -> tuple[int, ...]:
-    """What decides the noise of a release: its round, and of a probe which one it is."""
+    """Returns what decides the noise of a release: its round and, of a probe, size, trial and
+    release."""
     return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
 
 
 def notes(out: Path, stack: str, who: str) -> Path:
-    """Where it is noted what the noise of `who`, a client or the server, was used for."""
+    """Returns the file that notes what the noise of `who` (a client or the server) was used for."""
     return out / "client_state" / stack / who / "answered.jsonl"
 
 
 def use_once(
     path: Path, own: tuple[int, ...], values: Sequence[Tensors], who: str, what: str = "noise"
 ) -> None:
-    """Note in `path` that the noise of what was `asked` is used for `values`; for no others.
+    """Notes in `path` that the noise of one release is used for `values`, and refuses any others
+    later.
 
     Args:
         path: A file of JSON lines, made if it is not there.
-        own: As `release_key` says.
-        values: What decides the release, or the release itself.
-        who: Uses the noise, for the message.
-        what: It uses, for the message.
+        own: Key of the release, as `release_key` returns it.
+        values: All that decides the release, or the release itself.
+        who: Owner of the noise, for the error.
+        what: What is used once, for the error.
+
+    Raises:
+        FedsimError: it was used for other values.
     """
     at, noted = digest(*values), _read(path)
     before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
@@ -48,18 +53,24 @@ def use_once(
             f"{who} has answered in round {own[0]} for other values, and its {what} is not used "
             "twice: run the scenario anew, with another --out"
         )
+    # The same question at the same values has the same answer: it needs no second note.
     if not before:
         _write(path, [*noted, {"asked": list(own), "digest": at}])
 
 
 def noted_rounds(path: Path) -> list[int]:
-    """The rounds in which noise was used."""
+    """Returns the rounds in which noise was used, in the order of use."""
     return [entry["asked"][0] for entry in _read(path)]
 
 
 def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
-    """Refuse what was not answered in its turn: a later round has been."""
+    """Refuses a release that was not made in its turn, once a later round has been answered.
+
+    Raises:
+        FedsimError: a later round is noted, and this release was never made.
+    """
     noted = _read(path)
+    # What was released before may be said again, since it is the same bytes.
     is_released = any("release" in entry for entry in noted if entry["asked"] == list(own))
     last = max(noted_rounds(path), default=0)
     if own[0] < last and not is_released:
@@ -70,16 +81,20 @@ def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
 
 
 def note_release(path: Path, own: tuple[int, ...], release: Sequence[Tensors], who: str) -> None:
-    """Note what is released of that for which noise is used: nothing else ever is.
+    """Notes a digest of what is released, so that nothing else is released with the same noise.
 
     Args:
-        path: As `use_once` has written it.
-        own: As `release_key` says.
-        release: All of it.
-        who: Releases it, for the message.
+        path: File that `use_once` has written.
+        own: Key of the release, as `release_key` returns it.
+        release: All tensors that are released.
+        who: Owner of the noise, for the error.
+
+    Raises:
+        FedsimError: something else was released before.
     """
     at, noted = digest(*release), _read(path)
     for entry in noted:
+        # The first digest stays, and every later answer is held against it.
         if entry["asked"] == list(own) and entry.setdefault("release", at) != at:
             raise FedsimError(
                 f"{who} has answered in round {own[0]} with other bytes than it computes now, and "

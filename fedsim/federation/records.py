@@ -20,26 +20,27 @@ class RoundRecord:
     participants: tuple[int, ...]
     """Clients that were asked to train, ascending."""
     aggregated: int
-    """How many of their updates went into the new global model; 0: it stayed as it was."""
+    """Number of updates in the new global model; with 0 it stayed as it was."""
     train_loss: float | None
     """Mean loss of the clients' first batches under the global model, weighted by examples. None
     if nobody reported one: under secure aggregation or differential privacy no client does, since
     the report would be a leak that the defense does not cover."""
     test_loss: float | None
-    """None in rounds that are not evaluated, or if it is not finite."""
+    """Mean loss on the test data; None in rounds that are not evaluated, or if it is not finite."""
     test_accuracy: float | None
-    """Accuracy in [0, 1]; None where `test_loss` is for want of an evaluation."""
+    """Accuracy on the test data, in [0, 1]; None in rounds that are not evaluated."""
     failures: Mapping[str, int]
-    """How many updates were left out, for each of `REASONS`."""
+    """Number of updates that were left out, for each of `REASONS`."""
     details: tuple[str, ...]
     """One short line per failure (of a probe, too), at most 20."""
     zero_updates: int
-    """Aggregated updates that were zero everywhere."""
+    """Number of aggregated updates that were zero everywhere."""
     probe_failures: int
-    """Probes without a recording. They are never aggregated, so they are no `failures`."""
+    """Number of probes without a recording; they are never aggregated, and so no `failures`."""
     bytes_up: int
-    """Serialized size of the clients' answers to the training messages, without probes."""
+    """Serialized size of the clients' answers to the training messages, in bytes, without
+    probes."""
     bytes_down: int
-    """Serialized size of the training messages."""
+    """Serialized size of the training messages, in bytes."""
     seconds: float
-    """Wall time of the round, with probes, recording and evaluation."""
+    """Wall time of the round in seconds, with probes, recording and evaluation."""

@@ -28,7 +28,7 @@ from fedsim.types import FedsimError, PrivacyClaim
 from fedsim.words import number_of
 
 Claims = Mapping[str, PrivacyClaim]
-"""What the ledger states of each stack."""
+"""Privacy claim that the ledger states of each stack, by name of the stack."""
 
 
 def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) -> None:
@@ -68,13 +68,16 @@ def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims)
 
 
 def engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
-    """An engine may need another package, or a Flower of another version."""
+    """Refuses a machine that lacks what the engine needs: a package, or a known version of
+    Flower."""
     build_engine(scenario.federation.engine).check()
 
 
 def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
-    """A strategy has parameters of its own, and may need updates or losses that a stack hides."""
+    """Refuses a strategy with wrong parameters, or that needs updates or losses which a stack
+    hides."""
     federation, trains = scenario.federation, build_learner(scenario.learner).trains
+    # Building it checks its parameters.
     with strategies.quiet_flower():
         strategies.build(federation.strategy, federation.strategy_parameters)
     if not trains and federation.strategy != "FedAvg":
@@ -103,7 +106,7 @@ OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [
 
 
 def neurons_to_plant(server: Server) -> None:
-    """A server plants neurons for probes, in a model that has some for it."""
+    """Refuses to plant neurons where no probe uses them, or in a model that has none to plant."""
     observe = server.scenario.observe
     if observe.plant and not observe.batch_sizes:
         raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
@@ -115,7 +118,7 @@ def neurons_to_plant(server: Server) -> None:
 
 
 def somebody_is_observed(server: Server) -> None:
-    """Each observed round has an observed client in it."""
+    """Refuses an observed round in which no observed client takes part."""
     scenario = server.scenario
     if not server.schedule.records or scenario.observe.vantages == ["client"]:
         return
@@ -129,7 +132,8 @@ def somebody_is_observed(server: Server) -> None:
 
 
 def somebody_looks(server: Server) -> None:
-    """Somebody has to look, at others, and the global models have to tell."""
+    """Refuses the vantage `client` where no client can look at others, or global models tell
+    nothing."""
     scenario = server.scenario
     if "client" not in scenario.observe.vantages:
         return
@@ -149,11 +153,13 @@ def somebody_looks(server: Server) -> None:
     parameters, _ = server.initial()
     with blaming("observe.vantages"):
         for value in parameters.values():
+            # It raises if global models do not tell the update; the values do not matter here.
             server.computation.told_update(value, value, server.training)
 
 
 def enough_share_the_noise(server: Server) -> None:
-    """Clients that share their noise have to take part together."""
+    """Refuses shared noise with fewer clients in a round than it needs, or with clients that may
+    collude."""
     least, sampled = server.stack.least_clients, len(server.plan(1).participants)
     if sampled < least:
         raise FedsimError(
@@ -184,7 +190,8 @@ OF_STACK: list[Callable[[Server], None]] = [
 
 
 def classes_to_tell_apart(workload: Workload) -> None:
-    """Images of one class have nothing to tell apart: no loss, no gradient, nothing to attack."""
+    """Refuses images of one class: a classifier has no loss on them, no gradient, nothing to
+    attack."""
     dataset = workload.dataset
     if dataset.noun == "image" and len(dataset.classes or ()) < 2:
         raise FedsimError(
@@ -195,7 +202,7 @@ def classes_to_tell_apart(workload: Workload) -> None:
 
 
 def attacks_answer(workload: Workload) -> None:
-    """Attacks that take inputs for images have no answer to rows of a table."""
+    """Refuses attacks that reconstruct images alone where the data are rows of a table."""
     if workload.spec is None or not workload.spec.columns:
         return
     for index, entry in enumerate(workload.scenario.attacks):
@@ -205,13 +212,15 @@ def attacks_answer(workload: Workload) -> None:
 
 
 def batches_are_full(workload: Workload) -> None:
-    """No batch is larger than a client's data, and no trial repeats another's images."""
+    """Refuses batches larger than a client's data, and trials that would repeat each other's
+    images."""
     observe, parts = workload.scenario.observe, {one.number: one.own for one in workload.clients}
     everyone = list(parts)
     sizes, trains = [], workload.release is None
     if trains:
         sizes += [("training.local.batch_size", workload.training.batch_size, everyone)]
     named = everyone if observe.clients == "all" else observe.clients
+    # Where the stack combines updates, probes go to every participant and not to the named alone.
     seen = everyone if workload.stack.aggregation else [one for one in named if one in parts]
     sizes += [("observe.batch_sizes", size, seen) for size in observe.batch_sizes or []]
     for key, size, clients in sizes:
@@ -230,7 +239,7 @@ def batches_are_full(workload: Workload) -> None:
 
 
 def data_keep_to_the_claim(workload: Workload) -> None:
-    """A claim may assume something of each client's rows."""
+    """Refuses data that break what the stack's claim assumes of each client's rows."""
     with blaming(f"defenses.{workload.stack_name}"):
         workload.check_assumptions()
 
@@ -240,7 +249,8 @@ _STEP_BYTES = 4
 
 
 def batches_fit_memory(workload: Workload) -> None:
-    """Batches and their gradients have to fit, of training and of probes."""
+    """Refuses batches, of training or of probes, that do not fit into memory with their
+    gradients."""
     spec, observe = workload.spec, workload.scenario.observe
     if spec is None:
         return
@@ -260,9 +270,9 @@ def batches_fit_memory(workload: Workload) -> None:
 
 
 def a_client_can_train(workload: Workload) -> None:
-    """Two steps show what many would: an epoch of them takes minutes.
+    """Trains one client for two steps, which show what many would, and refuses what fails.
 
-    A learner that takes no step through the stack is not protected by what acts on steps.
+    A learner that takes no step through the stack is not protected by defenses that act on steps.
     """
     stack = workload.stack
     parameters, buffers = workload.initial()
@@ -293,7 +303,7 @@ OF_CLIENTS: list[Callable[[Workload], None]] = [
 def audit_shows_something(
     scenario: Scenario, servers: Mapping[str, Server], claims: Claims
 ) -> None:
-    """An audit needs a claim that canaries can refute."""
+    """Refuses an audit without a claim that canaries can refute."""
     from fedsim import audit
 
     if scenario.audit:
@@ -301,7 +311,7 @@ def audit_shows_something(
 
 
 def scorer_is_there(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
-    """Weights that a scenario names for LPIPS are read before hours of work, not after."""
+    """Refuses missing or damaged weights for LPIPS before hours of work, not after."""
     from fedsim import scoring
 
     wanted, described = scenario.scoring, next(iter(servers.values())).described

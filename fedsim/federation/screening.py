@@ -22,11 +22,11 @@ _GLANCE = 64
 
 @dataclass(frozen=True)
 class Screening:
-    """An answer as far as it could be read, and why it is left out, if it is."""
+    """Verdict on one answer: what could be read of it, and why it is left out, if it is."""
 
     answer: wire.WireAnswer | None = None
     reason: str | None = None
-    """One of `REASONS`."""
+    """One of `REASONS`; None if the answer is accepted."""
     text: str = ""
 
 
@@ -51,7 +51,7 @@ def judge(reply: Message | None, expected: wire.Shape) -> Screening:
 
 
 def explain_missing(reply: Message | None) -> Screening:
-    """Why a reply without content, or none at all (None), is left out."""
+    """Returns why a reply without content, or none at all (None), is left out."""
     if reply is None:
         return Screening(reason="late", text="no answer in time")
     if reply.has_error():
@@ -60,7 +60,7 @@ def explain_missing(reply: Message | None) -> Screening:
 
 
 def is_zero(update: Tensors) -> bool:
-    """Whether every entry is zero."""
+    """Returns whether every entry of an update is zero."""
     flat = [tensor.flatten() for tensor in update.values()]
     # Nearly every update differs from 0 in its first entries, which spares reading the rest.
     if any(bool(tensor[:_GLANCE].any()) for tensor in flat):
@@ -75,7 +75,7 @@ def _finite(tensor: Tensor) -> bool:
 
 @dataclass
 class Tally:
-    """What happened to the messages of one round."""
+    """Counts what happened to the messages of one round."""
 
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     details: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Tally:
 
     @property
     def failed(self) -> int:
-        """How many answers are left out, of training."""
+        """Number of training answers that are left out."""
         return sum(self.failures.values())
 
     def fail(self, verdict: Screening, client: int, probe: Probe | None) -> None:

@@ -44,9 +44,11 @@ def message_to_bytes(message: Message) -> bytes:
 def _fill(proto: ProtoRecordDict, content: RecordDict) -> None:
     for name, record in content.items():
         if not isinstance(record, ArrayRecord):
+            # Copies of small records cost little: Flower's own way will do.
             proto.MergeFrom(recorddict_to_proto(RecordDict({name: record})))
             continue
         arrays = proto.items.add(key=name).array_record
+        # Marks the record as present even if no array follows.
         arrays.SetInParent()
         for key, array in record.items():
             value = arrays.items.add(key=key).value

@@ -34,9 +34,10 @@ _ONE_MACHINE = Delivery()
 def build(
     server: Server, out: Path, on_round: OnRound, delivery: Delivery = _ONE_MACHINE
 ) -> ServerApp:
-    """The ServerApp that trains what `server` knows, from its last checkpoint below `out` if any.
+    """Returns the ServerApp that trains what `server` knows, from its last checkpoint below `out`
+    if any.
 
-    It calls `on_round` after every round, then writes the checkpoint.
+    It calls `on_round` after every round, then writes the checkpoint if one is due.
     """
     app = ServerApp()
 
@@ -51,7 +52,7 @@ def build(
 
 
 class _Training:
-    """One stack's training: the global model, the strategy, and the tap between them."""
+    """Trains one stack: holds its global model and strategy, and the tap between them."""
 
     def __init__(self, server: Server, tap: TapGrid, nodes: Nodes, out: Path) -> None:
         self._server = server
@@ -93,6 +94,7 @@ class _Training:
 
     def _round(self, round: int) -> RoundRecord:
         started = time.perf_counter()
+        # Before the round begins, since `begin` fixes the nodes that it talks to.
         refused = self._nodes.refresh(round - 1)
         self._tap.begin(round, self._buffers)
         for line in refused:
@@ -122,9 +124,11 @@ class _Training:
         )
 
     def _train(self, round: int) -> Tensors | None:
-        """The global parameters after `round`; None if they stay, for want of a usable update."""
+        """Returns the global parameters after `round`; None if they stay, for want of a usable
+        update."""
         arrays = wire.encode(self._parameters)
         name = type(self._strategy).__name__
+        # Seeded by round, so that a resumed run draws what an uninterrupted one does.
         with _numpy_stream(rng.derive(self._server.scenario.seed, "strategy", round)):
             messages = self._strategy.configure_train(round, arrays, ConfigRecord(), self._tap)
             replies = self._tap.send_and_receive(messages)
@@ -132,6 +136,7 @@ class _Training:
                 return None
             try:
                 aggregated, _ = self._strategy.aggregate_train(round, replies)
+            # These name their cause already, and a full disk is not the strategy's doing.
             except (FedsimError, OSError):
                 raise
             except Exception as error:  # Flower's strategies raise what they happen to raise
@@ -147,7 +152,7 @@ class _Training:
         return self._server.finalize(self._cast(aggregated), clients)
 
     def _cast(self, arrays: ArrayRecord) -> Tensors:
-        """The strategy's result as the model's parameters (FedAdam computes in float64)."""
+        """Casts the strategy's result to the parameters' types (FedAdam computes in float64)."""
         result = wire.decode(arrays)
         if set(result) != set(self._parameters):
             raise FedsimError(

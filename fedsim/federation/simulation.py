@@ -42,13 +42,16 @@ if TYPE_CHECKING:
     from fedsim.training.server import Server
 
 _RECORD: TypeAdapter[RoundRecord] = TypeAdapter(RoundRecord)
+# Time in which Ray may shut down in order before the child is killed.
 _GRACE_SECONDS = 10.0
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "PYTHONWARNINGS": "ignore",
 }
+# Bytes of the child's output that an error quotes.
 _TAIL = 2000
+# A Unix socket's path has at most 107 bytes on Linux, of which the names that Ray adds need most.
 _SHORT_PATH = 40
 
 
@@ -83,6 +86,8 @@ class Simulation(FlowerEngine):
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
+                    # A process group of its own, so that Ray's processes can be killed together
+                    # with it.
                     start_new_session=True,
                     env={**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(job.threads)},
                 )
@@ -107,7 +112,7 @@ class Simulation(FlowerEngine):
 
 
 class _ChildDied(Exception):  # noqa: N818
-    """The child's output ended in the middle."""
+    """Raised when the child's output ends before the child has said that it is done."""
 
 
 def _follow(
@@ -149,7 +154,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """The child: read the job from stdin, train it, write its rounds to stdout as JSON lines."""
+    """Runs as the child: reads the job from stdin, trains it, writes its rounds to stdout as JSON
+    lines."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     # Whatever a library prints is no line of ours.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -166,6 +172,7 @@ def main() -> None:
 
     def on_round(record: RoundRecord) -> None:
         say({"round": asdict(record)})
+        # The checkpoint is written once this returns: not before the parent has the round.
         recorded.get()
 
     try:
@@ -185,6 +192,7 @@ def _listen(orders: IO[bytes], recorded: queue.Queue[int], scratch: Path) -> Non
     for line in orders:
         recorded.put(json.loads(line)["recorded"])
     shutil.rmtree(scratch, ignore_errors=True)
+    # Only as the leader of its own group: any other group holds somebody else's processes.
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -207,11 +215,12 @@ def _simulate(settings: dict[str, Any], scratch: Path, on_round: OnRound) -> Non
 
 
 def _resources(per_client: int, server: Server, scratch: Path) -> dict[str, Any]:
-    """Ray's cluster: as many workers as there are clients to run at a time, at most."""
+    """Returns Ray's settings: at most as many workers as clients run at a time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     per_client = min(per_client, cores or 1)
     schedule, last = server.schedule, server.scenario.training.rounds
     busy = max(len(schedule.round(1).participants), len(schedule.round(last).observed))
+    # A worker beyond the clients that are asked at once would load the data for nothing.
     workers = max(1, min((cores or 1) // per_client, busy))
     init: dict[str, Any] = {
         "num_cpus": workers * per_client,
@@ -220,6 +229,7 @@ def _resources(per_client: int, server: Server, scratch: Path) -> dict[str, Any]
     }
     if len(str(scratch)) < _SHORT_PATH:
         init["_temp_dir"] = str(scratch / "ray")
+    # Workers share the GPUs in fractions: Ray would not place one that asks for more than is there.
     gpus = torch.cuda.device_count() if server.device.type == "cuda" else 0
     return {
         "init_args": init,

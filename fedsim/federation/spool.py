@@ -35,15 +35,20 @@ _BUFFER = "buffer."
 
 
 def scratch(out: Path, stack: str) -> Path:
-    """Where a round of `stack` is spooled below `out`; it is gone when the round ends."""
+    """Returns the folder below `out` where a round of `stack` is spooled; it is gone when the round
+    ends."""
     return out / f".spool-{stack}"
 
 
 class Spool:
-    """The accepted answers of one round, by client. A context manager: leaving it forgets them."""
+    """Holds the accepted answers of one round, by client; as a context manager it forgets them at
+    its end."""
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
-        """`folder` is the spool's own: it is emptied at entry and removed at exit."""
+        """Spools in `folder`, which it empties at entry and removes at exit.
+
+        `budget` is how many bytes stay in memory; further answers go to disk.
+        """
         self._folder = folder
         self._budget = budget
         self._held = 0
@@ -69,7 +74,7 @@ class Spool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def put(self, client: int, answer: WireAnswer) -> None:
-        """Keep what `client` answered, in place of what it answered before."""
+        """Keeps what `client` answered, in place of an earlier answer of its."""
         tensors = {_UPDATE + name: value for name, value in answer.update.tensors.items()}
         tensors |= {_BUFFER + name: value for name, value in answer.update.buffers.items()}
         # What it replaces gives its room back first, so that a running mean stays in memory.
@@ -80,6 +85,8 @@ class Spool:
             self._held += size
             self._in_memory[client] = tensors
         else:
+            # Single updates are private where the server sees their combination: no other user may
+            # read them.
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             save_file(tensors, self._path(client))
         self._answers[client] = (answer.update.num_examples, answer.loss)
@@ -89,25 +96,25 @@ class Spool:
         return sorted(self._answers)
 
     def num_examples(self, client: int) -> int:
-        """The weight that `client` reported."""
+        """Returns the number of examples that `client` reported, its weight in means."""
         return self._answers[client][0]
 
     def loss(self, client: int) -> float | None:
-        """The loss that `client` reported, if it did."""
+        """Returns the loss that `client` reported; None if it reported none."""
         return self._answers[client][1]
 
     def update(self, client: int, name: str) -> Tensor:
-        """One tensor of `client`'s update."""
+        """Returns the tensor called `name` of `client`'s update."""
         return self._read(client, _UPDATE + name)
 
     def updates(self, names: Iterable[str], buffers: Iterable[str]) -> Iterator[Update]:
-        """Every update, by ascending client, one at a time."""
+        """Yields every update, by ascending client, one at a time."""
         names, buffers = list(names), list(buffers)
         for client in self.clients():
             yield self.get(client, names, buffers)
 
     def get(self, client: int, names: Iterable[str], buffers: Iterable[str]) -> Update:
-        """`client`'s update."""
+        """Returns `client`'s update, with the named tensors and buffers."""
         return Update(
             tensors={name: self.update(client, name) for name in names},
             num_examples=self.num_examples(client),
@@ -115,13 +122,14 @@ class Spool:
         )
 
     def mean_loss(self) -> float | None:
-        """Mean of the reported losses, weighted by examples; None if none was reported."""
+        """Returns the mean of the reported losses, weighted by examples; None if none was
+        reported."""
         reported = [(loss, examples) for examples, loss in self._by_client() if loss is not None]
         total = sum(examples for _, examples in reported)
         return sum(loss * examples for loss, examples in reported) / total if reported else None
 
     def mean_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Mean of the clients' new buffers, weighted by examples."""
+        """Returns the mean of the clients' new buffers, weighted by examples."""
         total = sum(examples for examples, _ in self._by_client())
         mean: dict[str, Tensor] = {}
         for client in self.clients():
@@ -146,7 +154,7 @@ class Spool:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanRelease:
-    """The mean of several releases of one client; client -1: of the aggregate."""
+    """Mean of several releases of one client, or of the aggregate (client -1)."""
 
     client: int
     update: Update
@@ -155,10 +163,11 @@ class MeanRelease:
 
 
 class Averages:
-    """The mean of each client's releases so far. A context manager: leaving it forgets them."""
+    """Keeps the mean of each client's releases so far; as a context manager it forgets them at its
+    end."""
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
-        """`folder` is its own: it is emptied at entry and removed at exit."""
+        """Averages in `folder`, which it empties at entry and removes at exit; see `Spool`."""
         self._spool = Spool(folder, budget)
         self._counts: dict[int, tuple[int, int]] = {}
         self._names: tuple[list[str], list[str]] = [], []
@@ -171,7 +180,8 @@ class Averages:
         self._forget()
 
     def add(self, release: MeanRelease) -> None:
-        """One more release; left out if it combines another number of clients than the first."""
+        """Adds one more release to the client's mean, unless it combines another number of clients
+        than the first."""
         client, update = release.client, release.update
         count, clients = self._counts.get(client, (0, release.num_clients))
         if clients != release.num_clients:
@@ -206,15 +216,17 @@ class Averages:
 
 
 def _nearer(mean: Tensors, value: Tensors, count: int) -> dict[str, Tensor]:
-    """The mean of `count` values; exactly their value where all are the same."""
+    """Returns the mean of `count` values, of which `mean` is that of all but the last, `value`."""
+    # The difference is exactly 0 where all values are the same, and so leaves the mean as it is.
     return {name: old + (value[name] - old) / count for name, old in mean.items()}
 
 
 class LazyArray(Array):
-    """A Flower array that is computed each time it is read."""
+    """Flower array that is computed each time it is read."""
 
     def __init__(self, like: Tensor, load: Callable[[], Tensor]) -> None:
-        """`load` returns a tensor of the dtype and shape of `like`, of its own memory."""
+        """Reads by `load`, which returns a tensor in its own memory with the dtype and shape of
+        `like`."""
         self.dtype = str(like.numpy().dtype)
         self.shape = tuple(like.shape)
         self.stype = "numpy.ndarray"
@@ -222,16 +234,17 @@ class LazyArray(Array):
 
     @property
     def data(self) -> bytes:  # type: ignore[override]  # written nowhere
-        """The bytes in NumPy's file format, as every Flower array has them."""
+        """Bytes of the array in NumPy's file format, as every Flower array has them."""
         return Array.from_numpy_ndarray(self.numpy()).data
 
     def numpy(self) -> NDArray[np.generic]:
-        """The array, writable, of its own memory."""
+        """Returns the array, writable and in memory of its own."""
         return cast("NDArray[np.generic]", self.__dict__["_load"]().numpy())
 
 
 def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
-    """Arrays named and shaped like `like`, in its order, each read by `load(name)`."""
+    """Returns arrays with the names, order and shapes of `like`, each of which `load(name)`
+    reads."""
     record = ArrayRecord()
     for name, tensor in like.items():
         record[name] = LazyArray(tensor, partial(load, name))

@@ -27,6 +27,7 @@ _SET_BY_FEDSIM: dict[str, Any] = {
     "min_evaluate_nodes": 0,
     "min_available_nodes": 1,
 }
+# Parameters that have to match fedsim's own messages, or that fedsim decides itself.
 _LEFT_ALONE = (
     "weighted_by_key",
     "arrayrecord_key",
@@ -49,18 +50,19 @@ REFUSED = {
 }
 """Strategies that would run and not do what their name says, with the reason."""
 
+# Strategies that use nothing but the mean of the updates, and those that weigh by losses.
 _FROM_MEAN = ("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi")
 _FROM_LOSS = ("QFedAvg",)
 
 
 def names() -> list[str]:
-    """The strategies that fedsim runs."""
+    """Returns the names of the strategies that fedsim runs, sorted."""
     base = ("Result", "Strategy")
     return sorted(name for name in flower.__all__ if name not in base and name not in REFUSED)
 
 
 def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
-    """A fresh strategy of class `name`.
+    """Builds a fresh strategy of class `name`.
 
     A wrapper's `strategy` is written `{name: FedAvg, <parameter>: ...}` or as just the name.
 
@@ -76,6 +78,7 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
             f"{_nearest(name, names())} (there are: {', '.join(names())})"
         )
     cls = getattr(flower, name)
+    # The annotations are strings, and values are validated against the types that they name.
     accepted = inspect.signature(cls, eval_str=True).parameters
     free = {
         key: parameter
@@ -134,6 +137,7 @@ def _value(name: str, key: str, value: Any, accepted: Mapping[str, inspect.Param
         )
     if key == "strategy":
         return build(*_inner(value))
+    # Strict, so that neither a text nor a boolean passes for a number.
     adapter: TypeAdapter[Any] = TypeAdapter(
         accepted[key].annotation, config=ConfigDict(strict=True, allow_inf_nan=False)
     )

@@ -19,11 +19,11 @@ from torch import Tensor
 from fedsim.types import FedsimError, Tensors
 
 Plain = Any
-"""What JSON can hold."""
+"""Any value that JSON can hold."""
 
 
 def save(strategy: Strategy) -> tuple[Plain, dict[str, Tensor]]:
-    """The strategy's memory as (JSON, tensors that it refers to by name)."""
+    """Returns the strategy's memory as (JSON, tensors that the JSON refers to by name)."""
     tensors: dict[str, Tensor] = {}
     return _save_attributes(strategy, type(strategy).__name__, tensors), tensors
 
@@ -46,6 +46,7 @@ def _save_attributes(strategy: Strategy, path: str, tensors: dict[str, Tensor]) 
 
 
 def _save(value: object, path: str, tensors: dict[str, Tensor]) -> Plain:
+    # Exact types: an enumeration's member, say, would come back as a bare integer or text.
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:  # as hexadecimal, to the last bit; JSON also has no NaN
@@ -65,6 +66,7 @@ def _save(value: object, path: str, tensors: dict[str, Tensor]) -> Plain:
         return {"kind": "list" if isinstance(value, list) else "tuple", "items": items}
     if isinstance(value, dict):
         return {
+            # Pairs, since JSON's keys can only be texts.
             "kind": "dict",
             "items": [
                 [_save(key, path, tensors), _save(item, f"{path}.{key}", tensors)]

@@ -46,7 +46,7 @@ from fedsim.words import number_of
 
 @dataclass(frozen=True)
 class _Ordered:
-    """A message to a client, of training (None) or for a probe."""
+    """A message to a client that asks for training (probe None) or for a probe."""
 
     message: Message
     client: int
@@ -64,13 +64,13 @@ class TapGrid(WrappedGrid):
         out: Path,
         delivery: Delivery,
     ) -> None:
-        """A tap that has recorded nothing.
+        """Wraps `grid`, before any round.
 
         Args:
-            grid: Of any engine.
-            server: What is trained.
-            nodes: The node of each client, as it is when a round begins.
-            out: Recordings go below it.
+            grid: Grid of any engine.
+            server: What the server of the stack knows.
+            nodes: The node of each client, looked up when a round begins.
+            out: Folder below which recordings go.
             delivery: How messages travel.
         """
         super().__init__(grid)
@@ -88,6 +88,7 @@ class TapGrid(WrappedGrid):
             buffers=wire.floating(buffers) if server.releases_statistics else {},
             loss=server.reports_loss,
         )
+        # Integer buffers (batch norm's counter) never change and never cross the wire.
         self._constants = {n: b for n, b in buffers.items() if not b.is_floating_point()}
         self._round = 0
         self._arrays = ArrayRecord()
@@ -98,10 +99,12 @@ class TapGrid(WrappedGrid):
         self.tally = Tally()
 
     def begin(self, round: int, buffers: Tensors) -> None:
-        """Start `round` with the global model's float `buffers`; its participants are sampled."""
+        """Starts `round`, whose global model has the float `buffers`, and samples its
+        participants."""
         self._round = round
         self._buffers = self._new_buffers = buffers
         self._plan = self._server.plan(round)
+        # A client's node may have come back under another number since the last round.
         self._clients = {node: client for client, node in self._nodes.items()}
         self.tally = Tally()
 
@@ -116,7 +119,8 @@ class TapGrid(WrappedGrid):
         return self._new_buffers
 
     def get_node_ids(self) -> Iterable[int]:
-        """The nodes of this round's participants: all that a strategy can sample from."""
+        """Returns the nodes of this round's participants, from which alone a strategy can
+        sample."""
         return [self._nodes[client] for client in self._plan.participants]
 
     def send_and_receive(
@@ -128,6 +132,8 @@ class TapGrid(WrappedGrid):
         its arrays being that client's new weights, computed when they are read; or, if the stack
         combines updates, one reply with the combination. They hold until `end`.
         """
+        # Sums depend on their order, and node numbers differ between engines: the order is by
+        # client.
         jobs = sorted(messages, key=self._client_of)
         if not jobs:
             return []
@@ -173,11 +179,13 @@ class TapGrid(WrappedGrid):
         layout = sum.layout
         trained = self._parameters
         planted = server.plant_probe(trained, self._round)
+        # As without secure sums, training is recorded in rounds without probes alone.
         is_recorded = [probe is not None or len(parts) == 1 for probe in parts]
         seen_alone = set(self._plan.singled)
 
         def record(part: int, client: int, update: Update, num_clients: int) -> None:
             if is_recorded[part] and self._plan.is_observed:
+                # A recording holds the weights at which its update was computed.
                 self._parameters = trained if parts[part] is None else planted
                 self._record(client, update, parts[part], num_clients=num_clients)
                 self._parameters = trained
@@ -210,6 +218,7 @@ class TapGrid(WrappedGrid):
             if left_out and self._plan.is_observed:
                 self._tell_left_out(probe, left_out)
         if opened is None:
+            # Clients that failed by themselves are counted already.
             tally.failures[why] += len(clients) - tally.failed
             tally.probe_failures += len(parts) - 1
             return []
@@ -217,7 +226,8 @@ class TapGrid(WrappedGrid):
         return [self._finish_combined(updates[0], opened.reply)]
 
     def _finish_combined(self, combined: Update, reply: Message) -> Message:
-        """What the strategy gets where the server sees one update; also the new buffers."""
+        """Turns the one update that the server sees into the strategy's reply, and keeps the new
+        buffers."""
         self._new_buffers = combined.buffers or self._buffers
         weights = {n: self._apply_update(n, combined.tensors[n]) for n in self._parameters}
         reply.content = _result(wire.encode(weights), combined.num_examples, None)
@@ -243,6 +253,7 @@ class TapGrid(WrappedGrid):
         timeout: float,
     ) -> None:
         """Ask all `observed` clients for all `probes` at once, as often as the scenario says."""
+        # The spools of all these probes stay within the budget together.
         budget = BUDGET // len(probes)
         with ExitStack() as until_answered:
             spools = [
@@ -313,20 +324,23 @@ class TapGrid(WrappedGrid):
             if reply is not None and reply.has_content() and probe is None:
                 self.tally.bytes_up += size_of(reply.content)
             verdict = judge(reply, self._expected_of(client, probe))
+            # Recorded even if it is then left out: the server did see it.
             if verdict.answer and client in observed and not combines:
                 self._record(client, verdict.answer.update, probe)
             if verdict.reason:
                 self.tally.fail(verdict, client, probe)
             elif verdict.answer and reply and (probe is None or combines):
                 spools[probe].put(client, verdict.answer)
+                # The update is spooled, and its reply is kept for the envelope alone.
                 reply.content = RecordDict()
                 accepted[probe][client] = reply
         return accepted
 
     def _expected_of(self, client: int, probe: Probe | None) -> wire.Shape:
-        """What an answer looks like, and of how many examples it can be."""
+        """Returns what an answer has to look like, and the most examples that it can be of."""
         training = self._server.declared_for(probe)
         held = self._server.census.held[client]
+        # Strategies weigh by this number: a client may not claim any weight it likes.
         most = max(1, held, training.batch_size * training.steps)
         return replace(self._expected, most_examples=most)
 
@@ -334,7 +348,8 @@ class TapGrid(WrappedGrid):
         return self._clients[message.metadata.dst_node_id]
 
     def _replies(self, accepted: dict[int, Message], *, record: bool) -> list[Message]:
-        """What the strategy gets of a round's training; also the new buffers and the summary."""
+        """Returns the strategy's replies for a round's training; keeps the new buffers, fills the
+        tally."""
         spool, tally = self._spool, self.tally
         tally.accepted = tuple(spool.clients())
         tally.zero_updates = spool.zero_updates
@@ -355,7 +370,8 @@ class TapGrid(WrappedGrid):
         return [accepted[client] for client in sorted(accepted)]
 
     def _too_few(self, accepted: Collection[int]) -> bool:
-        """Whether the clients that answered have too little noise among them; says so if so."""
+        """Returns whether the clients that answered have too little noise among them, and notes
+        it."""
         least = self._server.stack.least_clients
         if not accepted or len(accepted) >= least:
             return False
@@ -370,18 +386,20 @@ class TapGrid(WrappedGrid):
         return self._apply_update(name, self._spool.update(client, name))
 
     def _apply_update(self, name: str, update: Tensor) -> Tensor:
-        """The global weight `name` after `update`, in the learner's units."""
+        """Returns the global weight `name` after `update`, which is in the learner's units."""
         return self._server.apply_update(self._parameters[name], update)
 
     def _combine(self, spool: Spool, probe: Probe | None, *, record: bool) -> Update | None:
-        """What the server gets to see of all the spooled updates, if the stack combines them."""
+        """Combines all spooled updates into the one that the server sees; None if the stack shows
+        each."""
         aggregation, clients = self._server.stack.aggregation, spool.clients()
         if aggregation is None or not clients:
             return None
         updates = spool.updates(self._expected.update, self._expected.buffers)
         combined = self._server.combine_updates(updates, self._round, probe)
         if isinstance(aggregation, NoisyAggregation):
-            # The sum that the noise is on is as many answers as came: another one is another value.
+            # The sum depends on who answered, and two sums with the same noise have a difference
+            # without any.
             path = notes(self._out, self._server.stack_name, "server")
             use_once(path, release_key(self._round, probe), [combined.tensors], "the server")
         if shapes(combined.tensors) != shapes(self._parameters):
@@ -420,9 +438,9 @@ class TapGrid(WrappedGrid):
             save_observation(observation, self._out)
 
     def _tell_left_out(self, probe: Probe | None, left_out: Collection[int]) -> None:
-        """Tell clients who were asked that what is recorded has no part of theirs.
+        """Tells clients that were asked that their answer is in no recording.
 
-        A client keeps its truth before it answers, and only it can remove that again.
+        A client keeps its truth before it answers, and nobody else can remove it.
         """
         content = wire.order(self._round, ArrayRecord(), ArrayRecord(), probe)
         kind = f"query.{wire.LEFT_OUT}"

@@ -114,6 +114,7 @@ def client_tap(
         sent = None
         if tape:
             tape.begin([message])
+            # Before the app runs, which may fill the message's record anew.
             sent = tape.note(message, context.node_id)
         reply = call_next(message, context)
         if tape and sent:
@@ -163,7 +164,7 @@ def folder_with_room(out: str | Path, max_gib: float) -> tuple[Path, int]:
 
 @dataclass(kw_only=True)
 class _Broadcast:
-    """What was sent to some clients of a round."""
+    """A model that was sent to some clients of a round."""
 
     round: int
     digest: str | None = None
@@ -183,7 +184,7 @@ class _Sent:
 
 
 class _Tape:
-    """One run's recorder, as messages use it. It raises nothing, and writes behind its caller."""
+    """Feeds one run's recorder from messages; it raises nothing, and writes behind its caller."""
 
     def __init__(self, recorder: Recorder, counted: int = 0) -> None:
         self._recorder = recorder
@@ -195,6 +196,7 @@ class _Tape:
         """Count a round of messages to train that do not say which round it is."""
         for message in messages:
             if trains(message) and message.has_content():
+                # Once for all messages of a batch, which are of one round.
                 self._counted += round_of(message.content) is None
                 return
 
@@ -299,7 +301,7 @@ class _TappedGrid(WrappedGrid):
         weakref.finalize(self, behind.finish, _STALLED)
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine's grid has beside Flower's interface."""
+        """Returns what the engine's grid has beside Flower's interface."""
         if "_grid" not in self.__dict__:  # in a copy that is being made
             raise AttributeError(name)
         return getattr(self._grid, name)
@@ -316,6 +318,7 @@ class _TappedGrid(WrappedGrid):
         for message, sent in zip(sending, noted, strict=True):
             if sent:
                 self._pending[message.metadata.message_id] = sent
+        # Orders that are never answered must not pile up: the oldest go first.
         while len(self._pending) > _PENDING:
             self._pending.pop(next(iter(self._pending)))
         return ids
@@ -378,7 +381,7 @@ class _TappedGrid(WrappedGrid):
 
 
 def trains(message: Message) -> bool:
-    """Whether a message asks a client to train."""
+    """Returns whether a message asks a client to train."""
     return message.metadata.message_type.partition(".")[0] == TRAIN
 
 
@@ -415,9 +418,9 @@ def _content_of(arrays: ArrayRecord) -> _Content:
 
 
 def _same(first: _Content, second: _Content) -> bool:
-    """Whether both hold the very same bytes; a record that is filled anew does not.
+    """Returns whether both hold the very same bytes; a record that is filled anew does not.
 
-    Bytes cannot change: that they are one object says it without a look at them.
+    Bytes cannot change: if they are one object they are equal, without a look at them.
     """
     return list(first) == list(second) and all(
         (one.dtype, one.shape, one.stype) == (other.dtype, other.shape, other.stype)
@@ -427,7 +430,8 @@ def _same(first: _Content, second: _Content) -> bool:
 
 
 def _read_told(content: RecordDict) -> Told:
-    """Numbers and short texts of a message; numbers that are not finite as texts."""
+    """Returns the numbers and short texts of a message by record and key; infinite numbers as
+    texts."""
     return {
         name[:_LONGEST]: {
             key[:_LONGEST]: plain
@@ -440,6 +444,7 @@ def _read_told(content: RecordDict) -> Told:
 
 
 def _plain(value: object) -> bool | int | float | str | None:
+    # JSON has neither NaN nor infinity.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, bool | int | float):

@@ -61,7 +61,7 @@ class MalformedError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What the server asks of a client."""
+    """A server's order to a client: to train, or to answer a probe."""
 
     round: int
     parameters: Tensors
@@ -71,7 +71,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class WireAnswer:
-    """What a client answers."""
+    """A client's answer: its update, and its loss where it reports one."""
 
     update: Update
     loss: float | None
@@ -79,27 +79,28 @@ class WireAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What an answer must look like: name -> tensor of the right dtype and shape."""
+    """What an answer has to look like: a tensor of the right dtype and shape for each name."""
 
     update: Tensors
     buffers: Tensors
     loss: bool
     most_examples: int = 2**40
-    """It may say that it is of so many examples: strategies weigh by them."""
+    """Most examples that an answer may claim to be of; strategies weigh by them."""
 
 
 def floating(tensors: Tensors) -> dict[str, Tensor]:
-    """The floating-point ones of `tensors`."""
+    """Returns those of `tensors` that are floating-point."""
     return {name: value for name, value in tensors.items() if value.is_floating_point()}
 
 
 def form_of(tensors: Tensors) -> dict[str, Tensor]:
-    """Names, shapes and types of `tensors`, without their values."""
+    """Returns tensors without values (on the meta device), of the names, shapes and types of
+    `tensors`."""
     return {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
 
 
 def encode(tensors: Tensors) -> ArrayRecord:
-    """Tensors -> Flower arrays (NumPy's file format, never pickled), in the same order."""
+    """Converts tensors to Flower arrays (NumPy's file format, never pickled), in the same order."""
     record = ArrayRecord()
     for name, value in tensors.items():
         record[name] = Array.from_numpy_ndarray(value.detach().cpu().numpy())
@@ -107,19 +108,21 @@ def encode(tensors: Tensors) -> ArrayRecord:
 
 
 def decode(record: ArrayRecord) -> dict[str, Tensor]:
-    """Flower arrays -> tensors of their own memory, on the CPU."""
+    """Converts Flower arrays to tensors in memory of their own, on the CPU."""
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
 def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
-    """Flower arrays -> contiguous NumPy arrays that share the message's bytes if they can."""
+    """Converts Flower arrays to contiguous NumPy arrays, which share the message's bytes if they
+    can."""
     return {name: np.asarray(_values(name, array), order="C") for name, array in record.items()}
 
 
 def order(
     round: int, parameters: ArrayRecord, buffers: ArrayRecord, probe: Probe | None
 ) -> RecordDict:
-    """The message content that asks for an update (of training, or of a probe)."""
+    """Returns the message content that asks for an update, of training (probe None) or of a
+    probe."""
     asked = ConfigRecord({ROUND: round})
     if probe:
         asked[PROBE_SIZE], asked[PROBE_TRIAL] = probe.batch_size, probe.trial
@@ -128,12 +131,12 @@ def order(
 
 
 def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None) -> Order:
-    """What a client is asked.
+    """Reads what a client is asked.
 
     Args:
-        content: Of the message.
-        form: Parameters and buffers whose names, shapes and types those of the order have to have,
-            and in whose order they are returned: noise is drawn in it.
+        content: Content of the message.
+        form: Parameters and buffers whose names, shapes and types those of the order must have, and
+            in whose order they are returned: noise is drawn in it.
     """
     parameters, buffers = arrays_of(content, ARRAYS), arrays_of(content, BUFFERS)
     config = config_of(content)
@@ -153,7 +156,7 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
 
 
 def answer(update: Update, loss: float | None) -> RecordDict:
-    """The message content that carries an update; `loss` only if it is to be reported."""
+    """Returns the message content that carries an update; `loss` only if it is to be reported."""
     metrics = MetricRecord({EXAMPLES: update.num_examples})
     if loss is not None:
         metrics[LOSS] = loss
@@ -163,7 +166,7 @@ def answer(update: Update, loss: float | None) -> RecordDict:
 
 
 def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
-    """What a client answered, checked against what it must look like. Values are not judged."""
+    """Reads a client's answer and checks its form against `expected`. Values are not judged."""
     if set(content) != {ARRAYS, BUFFERS, METRICS}:
         raise MalformedError(f"the answer holds {_list_names(content)}")
     metrics = content[METRICS]
@@ -191,17 +194,17 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
 
 
 def greeting(done: int) -> RecordDict:
-    """The message content that asks a node which client it is, after so many rounds."""
+    """Returns the message content that asks a node which client it is, after `done` rounds."""
     return RecordDict({CONFIG: ConfigRecord({ROUND: done})})
 
 
 def read_done(content: RecordDict) -> int:
-    """After how many rounds a node is greeted."""
+    """Reads the number of rounds that are done from a greeting."""
     return integer(config_of(content), ROUND, 0)
 
 
 def identity(client: int) -> RecordDict:
-    """The message content that says which client a node is."""
+    """Returns the message content that says which client a node is."""
     return RecordDict({CONFIG: ConfigRecord({CLIENT: client})})
 
 
@@ -211,10 +214,11 @@ def read_client(content: RecordDict) -> int:
 
 
 def decode_like(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
-    """Decode arrays that have the names, types and shapes of `like`."""
+    """Decodes arrays that must have the names, types and shapes of `like`, in its order."""
     if set(record) != set(like):
         odd = sorted(set(record) ^ set(like))
         raise MalformedError(f"wrong names: {_list_names(odd)} (missing, or not of the model)")
+    # In the order of `like`, not of the message: noise is drawn and sums are formed in it.
     return {name: _tensor(name, record[name], tensor) for name, tensor in like.items()}
 
 
@@ -252,7 +256,7 @@ def _values(name: str, array: Array) -> np.ndarray[Any, Any]:
 
 
 def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """(shape, whether in Fortran's order, dtype, where the values start) of a NumPy file."""
+    """Reads (shape, whether in Fortran's order, dtype, where the values start) of a NumPy file."""
     # Version 1.0: 6 bytes of magic, 2 of version, 2 that say how long the header is.
     start = 10 + int.from_bytes(data[8:10], "little")
     try:
@@ -274,7 +278,7 @@ def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
-    """The arrays of a message under `key`."""
+    """Returns the arrays of a message under `key`."""
     record = content.get(key)
     if not isinstance(record, ArrayRecord):
         raise MalformedError(f"{key!r} is not an array record")
@@ -282,7 +286,7 @@ def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
 
 
 def config_of(content: RecordDict) -> ConfigRecord:
-    """The numbers and texts of a message."""
+    """Returns the record of a message that holds its numbers and texts."""
     record = content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise MalformedError(f"the message has no {CONFIG!r}")
@@ -290,8 +294,9 @@ def config_of(content: RecordDict) -> ConfigRecord:
 
 
 def integer(record: Mapping[str, object], key: str, least: int) -> int:
-    """An integer of a record, from `least` on."""
+    """Returns the integer under `key` of a record, which must be at least `least`."""
     value = record.get(key)
+    # Python counts booleans among its integers.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MAX_EXAMPLES:
         raise MalformedError(f"{key} is {str(value)[:40]!r}, expected an integer from {least}")
     return value

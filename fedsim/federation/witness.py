@@ -95,6 +95,7 @@ def _keep(
         **steps.loss,
     )
     images = torch.stack(steps.images)
+    # Counted on disk, since each message may come to another process.
     files = run_of(folder, context.run_id).rglob("*.safetensors")
     used = sum(path.stat().st_size for path in files)
     if used + images.numel() * images.element_size() > max_bytes:
