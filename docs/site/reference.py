@@ -24,6 +24,9 @@ from fedsim.contracts.plugins import parameters
 RESULTS = ("fedsim.results.record.Run", "fedsim.types.Observation", "fedsim.types.Reconstruction")
 """What the functions return, in the order of the page."""
 
+WITH_A_PAGE = {"attacks", "defenses", "mechanisms"}
+"""Kinds of plugins whose tables are docs/attacks.md, defenses.md and privacy-calculator.md."""
+
 LONGEST_DEFAULT = 40
 """Characters of a default that fit into its column; longer are only those of whole sections."""
 
@@ -87,9 +90,11 @@ def plugins() -> str:
 
 
 def plugins_in_short() -> str:
-    """What fedsim brings of each kind: name and summary."""
+    """What fedsim brings of each kind that has no page with a table of its own."""
     parts = []
     for kind in Kind:
+        if kind.value in WITH_A_PAGE:
+            continue
         own = [row for row in listing.rows([kind.value]) if row["package"] == "fedsim"]
         listed = ((f"`{row['name']}`", prose(row["summary"])) for row in own)
         parts.append(f"**{kind.value.capitalize()}**\n\n{table(('name', 'what it is'), listed)}")
