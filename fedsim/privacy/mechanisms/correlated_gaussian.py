@@ -94,7 +94,7 @@ class CorrelatedExperiment(_Steps, Experiment):
 
     @property
     def patterns(self) -> int:
-        """Patterns of participation."""
+        """Number of patterns of participation."""
         if self.sampling in ("full", "single_epoch"):
             return 1
         if self.sampling == "balls_in_bins":
@@ -122,6 +122,8 @@ class CorrelatedExperiment(_Steps, Experiment):
             count = min(chunk, draws - start)
             gradients = reach[present] * masks[rng.choice(len(masks), count, p=chances)]
             noise = sigma * rng.standard_normal((count, self.steps))
+            # The copy is z itself: in place, each step would be taken off what is correlated
+            # already.
             noise[:, 1:] -= self.correlation * noise[:, :-1].copy()
             seen = accumulate(gradients + noise, self.correlation)  # C makes the noise white
             likely = [_log_density(seen, means, chances, sigma) for means in whitened]
@@ -129,7 +131,7 @@ class CorrelatedExperiment(_Steps, Experiment):
         return np.concatenate(found)
 
     def _participations(self) -> tuple[Array, Array]:
-        """((M, T) zeros and ones, (M,) probabilities)."""
+        """Returns the patterns of participation: (M, T) zeros and ones, and (M,) probabilities."""
         if self.sampling == "full":
             return np.ones((1, self.steps)), np.ones(1)
         if self.sampling == "single_epoch":  # the first batch: its noise is seen the longest
@@ -145,7 +147,8 @@ class CorrelatedExperiment(_Steps, Experiment):
 
 
 def _log_density(seen: Array, means: Array, chances: Array, sigma: float) -> Array:
-    """(draws,) log Σ_m p_m N(seen; m, σ²), up to what does not depend on the means."""
+    """Returns (draws,) log Σ_m p_m N(seen; m, σ²), less a term that is free of the means."""
+    # The probabilities sum to 1, and a density of mean 0 is the unit that others are stated in.
     if not means.any():
         return np.zeros(len(seen))
     exponents = (seen @ means.T - (means**2).sum(1) / 2) / sigma**2
@@ -174,7 +177,7 @@ class _Keys(_Steps):
     """Monte-Carlo draws per direction; default 8,192 for Poisson sampling, else 200,000."""
 
     def neighbours(self) -> str:
-        """The relation, as reports write it."""
+        """Returns the relation between neighbours, as reports write it."""
         return self.relation.replace("_", " ")
 
     @model_validator(mode="after")
@@ -217,8 +220,10 @@ class _Keys(_Steps):
         )
 
     def _log_delta(self) -> tuple[Callable[[float, float], float], str] | None:
-        """(log δ of a noise multiplier and ε, method) where it needs no draws."""
+        """Returns (log δ of a noise multiplier and ε, method), or None where it needs draws."""
         factor = 2.0 if self.relation == "replace_one" else 1.0
+        # No sampling is counted on: one Gaussian release at the worst places of the example, which
+        # is exact.
         if self._always or self.sampling == "single_epoch":
             count = None if self._always else 1
             reach = factor * correlated.sensitivity(self.steps, self.correlation, count)
@@ -230,6 +235,7 @@ class _Keys(_Steps):
                 ),
                 _CONVEX if self.relation == "replace_one" else poisson.REVEALED,
             )
+        # Without correlation the sampled steps are independent, and their curve needs no draws.
         if self.sampling == "poisson" and self.correlation == 0:
             return (
                 lambda noise, eps: poisson.log_delta(
@@ -248,9 +254,10 @@ class _Keys(_Steps):
         return PairCurve(of, noise, draws, seed, most)
 
     def _least_method(self, method: str, noise: float, epsilon: float) -> str:
-        """The method, or that of several which proves the least δ."""
+        """Returns `method`, or the name of the one of several bounds that proves the least δ."""
         if method != poisson.PLD:
             return method
+        # δ is known already; asked again for the name of the bound that it was taken from.
         return poisson.least_bound(
             noise, min(epsilon, _LARGEST), steps=self.steps, sampling_rate=self.sampling_rate
         )[1]
@@ -335,7 +342,7 @@ class CorrelatedCurve(_Keys, Curve):
         return self._estimate(estimate, delta, (low, high), direction)
 
     def claim(self, delta: float, most: int = work.MOST) -> tuple[float, str]:
-        """(ε that may be claimed, method): of an estimate, the upper end of its interval alone."""
+        """Returns (ε that may be claimed, method); an estimate claims its interval's upper end."""
         if self.variant == "paper" or self._log_delta():
             found = self.epsilon(delta, most)
             return found.epsilon, found.method
@@ -357,6 +364,7 @@ class CorrelatedCurve(_Keys, Curve):
         return self._exact_answer(found, delta, poisson.REVEALED)
 
     def _paper_delta(self, epsilon: float) -> float:
+        # A hair above, lest rounding lift η above 1.
         least = baselines.kan_least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
         if least >= 1:
             self._paper_noise(epsilon, 0.5)  # says why it does not apply
@@ -403,6 +411,7 @@ class CorrelatedCalibration(_Keys, Calibration):
         return self._estimate(epsilon, delta)
 
     def _estimate(self, epsilon: float, delta: float) -> Answer:
+        # Few draws find the place; all of them, with other seeds, confirm it.
         few, target = max(1000, self._draws // 8), math.log(delta)
 
         def excess(log_noise: float) -> float:
@@ -439,7 +448,7 @@ def _least(holds: Callable[[float], bool]) -> float:
 
 
 def _search_noise(excess: Callable[[float], float], enough: float) -> tuple[float, float]:
-    """(how fast log δ falls with log noise, about the noise at which the excess is 0).
+    """Returns (how fast log δ falls with log noise, about the noise at which the excess is 0).
 
     By regula falsi down from what is `enough`, in at most `_SEARCH` evaluations.
     """
@@ -457,11 +466,12 @@ def _search_noise(excess: Callable[[float], float], enough: float) -> tuple[floa
             low, at_low = middle, found
         else:
             high, at_high = middle, found
+    # Estimates of few draws are noisy: their slope divides later, and is kept away from 0.
     return min(max((at_low - at_high) / (high - low), 0.5), 1e3), math.exp(high)
 
 
 def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40) -> float:
-    """The least noise that is enough, to 2^-`rounds` of its logarithm's bracket.
+    """Finds the least noise that is enough, to 2^-`rounds` of its logarithm's bracket.
 
     Raises:
         FedsimError: none is.
@@ -475,6 +485,7 @@ def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40)
     while holds(low):
         low, high = low / 2, low
     for _ in range(rounds):
+        # Halves the bracket of the logarithm.
         middle = math.sqrt(low * high)
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high

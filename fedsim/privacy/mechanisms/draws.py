@@ -17,24 +17,27 @@ _CHUNK = 4096
 
 
 def square_root(gram: Tensor) -> Tensor:
-    """(n, n) R with R R' = K: Cholesky's, or by eigenvectors where rounding makes K singular."""
+    """Returns (n, n) R with R R' = K: Cholesky's, or by eigenvectors where K is singular."""
     lower: Tensor
     lower, info = torch.linalg.cholesky_ex(gram)
     if int(info):
+        # Rounding may leave eigenvalues below 0, which have no root.
         values, vectors = torch.linalg.eigh(gram)
         lower = vectors * values.clamp(min=0).sqrt()
     return lower
 
 
 def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """(n, n) K̃ = (1/k) Σ g g' of k = `count` draws g of N(0, K), K = root root': Algorithm 1.
+    """Draws (n, n) K̃ = (1/k) Σ g g' of k = `count` draws g of N(0, K), K = root root'.
 
-    Zeros for a `count` of 0.
+    It is zeros for a `count` of 0. Source: Algorithm 1 of DP-NTK regression.
     """
     inner = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype)
     for start in range(0, count, _CHUNK):
         size = min(_CHUNK, count - start)
         part = normal((root.shape[1], size), generator, root.dtype)
+        # Squares are summed before the root is applied: two products in all, in place of two a
+        # chunk.
         inner += part @ part.T
     return root @ inner @ root.T / max(count, 1)
 
@@ -42,8 +45,9 @@ def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> 
 def truncated_laplace(
     value: Tensor, scale: float, bound: float, generator: torch.Generator
 ) -> Tensor:
-    """`value` plus noise of density ~ exp(-|x| / scale) within ± bound on every entry."""
+    """Adds noise of density ~ exp(-|x| / scale) within ± `bound` to every entry of `value`."""
     shape = value.shape
     share = uniform(shape, generator)
+    # The inverse distribution function of the truncated exponential, at a uniform share.
     size = -scale * torch.log1p(math.expm1(-bound / scale) * share)
     return value + signs(shape, generator) * size

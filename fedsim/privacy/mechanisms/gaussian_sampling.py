@@ -38,7 +38,7 @@ class Neighbours(Keys):
     distance: Size | None = None
     """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
     beta: Size | None = None
-    """How far one row moves at most, in L2 norm; in place of distance, for quadratic kernels."""
+    """Largest L2 distance that one row moves; in place of distance, for quadratic kernels."""
     lift: Size | None = None
     """γ of the γ I that is added to the kernel matrix; with beta."""
     gain: Size = 1.0
@@ -185,6 +185,8 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
         count, apart = self._drawn, self.separation()
         up, down = apart[0] if isinstance(apart, np.ndarray) else (0.0, apart)
         ratio = np.zeros(draws)
+        # With ratio 1 - a of a direction, the log ratio is (a S + k log(1 - a)) / 2, S summing k
+        # squares.
         for a in filter(None, (-up, down)):
             squares = rng.chisquare(count, draws) / (1 - a if present else 1.0)
             ratio += a * squares / 2 + count / 2 * math.log1p(-a)

@@ -39,22 +39,23 @@ from fedsim.privacy.numerics.special import Array
 from fedsim.types import FedsimError
 
 _PIECES = 128
-"""Into which each part of the curve of assumed eigenvalues is cut."""
+"""Number of pieces of each part of the curve of assumed eigenvalues."""
 
 
 def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """r = 2 sqrt(s) B β, how far φ moves at most.
+    """Computes r = 2 sqrt(s) B β, the largest distance that φ moves.
 
     `beta` is how far the row moves in L2 norm, `gain` s > 0 (σ² for the continuous kernel),
     `row_norm` B > 0, the bound on the L2 norm of a row.
     """
     for name, value in (("beta", beta), ("gain", gain), ("row_norm", row_norm)):
         _positive(name, value)
+    # Two rows within the bound are never farther apart than twice it.
     return 2 * math.sqrt(gain) * row_norm * min(beta, 2 * row_norm)
 
 
 def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """The largest M for K + γ I, γ being `lift`, whatever the rows are.
+    """Computes the largest M for K + γ I, γ being `lift`, whatever the rows are.
 
     >>> round(lift_distance(0.01, 4.0), 6)
     0.014142
@@ -66,25 +67,27 @@ def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: floa
 def eigenvalues_under_lift(
     beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0
 ) -> Array:
-    """(1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I, whatever the rows are.
+    """Computes (1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I and any rows.
 
     >>> eigenvalues_under_lift(0.1, 4.0).round(5)  # a = 0.1
     array([[0.10512, 0.09512]])
     """
     a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("lift", lift))
     s = 2 * math.asinh(a / 2)
+    # expm1 keeps the digits of a small move, which exp(s) - 1 would lose.
     return np.array([[math.expm1(s), -math.expm1(-s)]])
 
 
 def eigenvalues_above_floor(
     beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0
 ) -> Array:
-    """(n, 2) bounds of (λ+, λ-) if the neighbour's matrix has no eigenvalue below `least`.
+    """Computes (n, 2) bounds of (λ+, λ-) if the neighbour's matrix has no eigenvalue below `least`.
 
     Both eigenvalues of any two neighbours are within those of one of the lines, which bound pieces
     of a curve on which for each T D is the largest: a² - q² with q = u'w, and τ = 0 or a².
     """
     a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
+    # With q = a sin(t), D = a² cos²(t): even steps of t are dense where D falls fast.
     q: Array = a * np.sin(np.linspace(0, math.pi / 2, _PIECES + 1))
     low, high = q[:-1], q[1:]
     product = a**2 - low**2
@@ -99,9 +102,11 @@ def eigenvalues_above_floor(
 
 
 def _corners(least: Array, most: Array, product: Array) -> Array:
-    """(n, 2) the largest λ+ and the largest λ- where T is between `least` and `most` and D so."""
+    """Returns (n, 2) the largest λ+ and λ- for T between `least` and `most` and D = `product`."""
     return np.stack(
         [
+            # λ+ and -λ- solve λ² - T λ - D = 0: λ+ rises with T and λ- falls with it, and both rise
+            # with D.
             most / 2 + np.sqrt(most**2 / 4 + product),
             -least / 2 + np.sqrt(least**2 / 4 + product),
         ],

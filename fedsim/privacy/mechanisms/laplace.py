@@ -36,7 +36,7 @@ _MOST = np.finfo(float).max
 
 
 def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
-    """B, the largest magnitude of the noise at scale sensitivity / ε, in units of the sensitivity.
+    """Computes B, the noise's largest magnitude at scale sensitivity / ε, in the release's units.
 
     Raises:
         FedsimError: an argument is out of range, or ε = 0.
@@ -56,7 +56,7 @@ def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array
 def log_delta(
     sensitivity: ArrayLike, scale: ArrayLike, bound: ArrayLike, epsilon: ArrayLike
 ) -> Array:
-    """log δ of a number of that sensitivity behind noise of that scale within ± bound.
+    """Computes log δ of a number of that sensitivity behind noise of that scale within ± `bound`.
 
     The same in both directions; 0 where the sensitivity is at least twice the bound.
     """
@@ -77,6 +77,7 @@ def log_delta(
             np.log(np.exp(-reach) * np.expm1(ratio)),
             np.log(mass - np.expm1(reach - ratio)),
         )
+        # expm1 overflows for large ratios; from 30 on it is exp to double precision.
         edge = np.where(ratio <= reach, np.where(ratio > 30, ratio - reach, edge), edge)
         inner = (eps < ratio) & ((ratio - eps) / 2 > ratio - reach)
         result = np.where(inner, np.log(middle), edge) - np.log(2 * mass)
@@ -84,7 +85,7 @@ def log_delta(
 
 
 def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> float:
-    """The least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
+    """Computes the least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
 
     From ε = sensitivity / scale on δ is that of the noise's ends and falls no further.
     """
@@ -98,6 +99,7 @@ def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> flo
     last = sensitivity / scale
     if excess(0.0) <= 0:
         return 0.0
+    # Calibrated noise has exactly δ at its ends: rounding must not make that infinite.
     if excess(last) > 1e-12:
         return math.inf
     if excess(last) >= 0:
@@ -106,9 +108,10 @@ def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> flo
 
 
 def std(scale: float, bound: float) -> float:
-    """Standard deviation of the noise, in the units of `scale` and `bound`."""
+    """Computes the standard deviation of the noise, in the units of `scale` and `bound`."""
     from scipy.special import gammainc
 
+    # E[x²] of a truncated exponential is Γ(3) = 2 times the regularized gammainc(3), over its mass.
     reach = bound / scale
     return scale * math.sqrt(2 * float(gammainc(3.0, reach)) / -math.expm1(-reach))
 
@@ -173,6 +176,7 @@ class TruncatedLaplaceExperiment(Experiment):
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
         """(draws,) log likelihood ratios; infinite where only one neighbour can be the source."""
         scale, bound = self.sabotage * self.scale, self.sabotage * self.bound
+        # The inverse distribution function of the truncated exponential, at a uniform share.
         size = -scale * np.log1p(np.expm1(-bound / scale) * rng.random(draws))
         moved = self.sensitivity * present + rng.choice([-1.0, 1.0], draws) * size
         # |x| - |x - s|, without the rounding that would tell the neighbours apart

@@ -45,7 +45,7 @@ _UP = 1 + 1e-12
 
 
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
-    """δ∞: the probability that some entry's noise tells the neighbours apart for sure, at most."""
+    """Bounds δ∞, the probability that some entry's noise tells the neighbours apart for sure."""
     t, reach = _arguments(distance, scale, bound, dimension)
     with np.errstate(over="ignore"):
         return float(min(1.0, _spread(t, dimension) / (2 * np.expm1(reach))))
@@ -54,7 +54,7 @@ def outside(distance: float, scale: float, bound: float, dimension: int) -> floa
 def log_delta(
     distance: float, scale: float, bound: float, dimension: int, epsilon: ArrayLike
 ) -> Array:
-    """log δ, the least that is proven at each ε >= 0, the same in both directions.
+    """Computes log of the least δ proven at each ε >= 0, the same in both directions.
 
     `distance` β in L2 norm, `scale` b and `bound` B of each of the `dimension` entries' noise.
 
@@ -69,6 +69,8 @@ def log_delta(
     # Randomized response of ε0: (exp(ε0) - exp(ε)) / (1 + exp(ε0)).
     response = -np.expm1(np.minimum(eps - most, 0.0)) / (1 + math.exp(-most))
     with np.errstate(divide="ignore"):
+        # A release outside of the common support costs δ in full; within it, the better of two
+        # bounds holds.
         return np.log(lost + (1 - lost) * np.minimum(spread, response))
 
 
@@ -93,7 +95,7 @@ def calibrate_noise(
     delta: float,
     calibration: Calibration = "tight",
 ) -> tuple[float, float]:
-    """(scale, bound) of the noise on each entry that makes the vector (ε, δ)-private.
+    """Finds (scale, bound) of the noise on each entry that makes the vector (ε, δ)-private.
 
     `paper`: scale sqrt(d) β / ε and the bound of one number with that sensitivity. `tight`: the
     least scale that is proven to be enough.
@@ -107,8 +109,10 @@ def calibrate_noise(
         least = float(laplace.bound(wide, epsilon, delta))
         return wide / epsilon * _UP, least * _UP**2
     lost = _OUTSIDE * delta
+    # The δ that is left for the common support, as `log_delta` puts the two together.
     left = (delta - lost) / (1 - lost)
     spread = float(gaussian.noise_multiplier(epsilon, left)) * _GAUSSIAN * distance
+    # Whichever of the two bounds holds at the smaller scale is used.
     if spread < wide / epsilon:
         scale = spread
     else:
@@ -119,8 +123,9 @@ def calibrate_noise(
 
 
 def _spread(t: float, dimension: int) -> float:
-    """The largest Σ expm1(t_j) over so many t_j >= 0 with Σ t_j² <= t²."""
+    """Bounds Σ expm1(t_j) over `dimension` numbers t_j >= 0 with Σ t_j² <= t²."""
     root = math.sqrt(dimension)
+    # Equal t_j are the worst up to here; beyond, the lesser of two bounds.
     if t <= 1:
         return dimension * math.expm1(t / root)
     with np.errstate(over="ignore"):

@@ -51,6 +51,7 @@ from fedsim.types import FedsimError
 Variant = Literal["tight", "paper"]
 _MANY = np.finfo(float).max
 _ROUNDS = 18
+"""Refinements of a search: each halves the reach around its best points."""
 _LOWEST = -115.0
 """Logarithm of the smallest leverage that is looked for."""
 
@@ -90,7 +91,7 @@ def epsilon(
     delta: ArrayLike,
     direction: Direction = "both",
 ) -> Array:
-    """The least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1."""
+    """Computes the least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1."""
     return _largest(quadratic.epsilon, p, q, r, d, require_delta(delta), direction, math.inf)
 
 
@@ -125,7 +126,7 @@ class WorstRow:
 
 
 def worst(max_leverage: float, r: float, d: float, epsilon: float) -> WorstRow:
-    """The maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
+    """Finds the maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
 
     Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do), so the whole
     set is searched: on a grid, and then around its best points.
@@ -134,7 +135,7 @@ def worst(max_leverage: float, r: float, d: float, epsilon: float) -> WorstRow:
 
 
 def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int) -> WorstRow:
-    """`worst`, with so many rounds of looking closer around the best points of the grid."""
+    """Computes `worst` with `rounds` refinements around the best points of the grid."""
 
     def value(points: Array, reverse: NDArray[np.bool_]) -> Array:
         q = max_leverage * points[1]
@@ -148,6 +149,7 @@ def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int
     points = np.concatenate([grid, grid], axis=1)
     reverse = np.arange(points.shape[1]) >= grid.shape[1]
     values = value(points, reverse)
+    # The two best points of each direction, lest the grid's best lie beside the lower of two peaks.
     tops = [*np.argsort(values[~reverse])[-2:], *grid.shape[1] + np.argsort(values[reverse])[-2:]]
     best, reverse, values = points[:, tops], reverse[tops], values[tops, None]
     around = np.stack(np.meshgrid(*[np.linspace(-1, 1, 5)] * 2)).reshape(2, 1, -1)
@@ -168,7 +170,7 @@ def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int
 
 
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
-    """The largest bound s̄ on leverages in [B, b] at which every row's δ is at most `delta`."""
+    """Finds the largest bound on leverages in [B, b] at which every row's δ is at most `delta`."""
 
     def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
         return _search(float(1 / (1 + np.exp(-odds))), r, d, epsilon, rounds).log_delta
@@ -176,6 +178,7 @@ def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
     # The grid alone finds where to look: it is hardly below the maximum.
     rough = _crossing(lambda odds: log_worst(odds, 0), _LOWEST, 36.0, delta, tolerance=1e-2)
     low, high = rough - 0.1, min(rough + 0.02, 36.0)
+    # The grid alone may be off by more than the margin: then the whole range is searched.
     if not log_worst(low) <= np.log(delta) <= log_worst(high):
         low, high = _LOWEST, 36.0
     return float(1 / (1 + np.exp(-_crossing(log_worst, low, high, delta))))
@@ -189,7 +192,7 @@ def sigma(
     delta: float,
     variant: Variant = "tight",
 ) -> float:
-    """The σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
+    """Finds σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
 
     A row of norm up to `row_norm` = l then has leverages 0 <= p <= q <= l² / (l² + σ²), and all of
     these are attained (by a database of that one row). `tight` bounds δ over all of them, `paper`
@@ -202,7 +205,7 @@ def sigma(
 
 
 def _corner(epsilon: float, delta: float, r: float, d: float) -> float:
-    """The largest p at which δ of (p, 2 p) is at most `delta`."""
+    """Finds the largest p at which δ of leverages (p, 2 p) is at most `delta`."""
 
     def log_corner(log_p: float) -> float:
         p = float(np.exp(log_p))
@@ -218,7 +221,7 @@ def _crossing(
     delta: float,
     tolerance: float = 1e-13,
 ) -> float:
-    """Where a rising log δ of a leverage's logarithm (or log odds) meets `delta`."""
+    """Finds where log δ, rising with a leverage's logarithm (or log odds), meets `delta`."""
     from scipy.optimize import brentq
 
     target = float(np.log(require_delta(delta)))
@@ -236,7 +239,7 @@ def _crossing(
 
 
 def require_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
-    """The four broadcast together.
+    """Checks the four keys, and returns them broadcast together.
 
     Raises:
         FedsimError: one is out of range, or p is above q.
@@ -258,7 +261,8 @@ def require_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tupl
 def _form(
     p: Array, q: Array, r: Array, d: Array, direction: Direction
 ) -> tuple[Array, Array, Array, Array]:
-    """Theorem 4 as (a, rest, shift, count) of `quadratic`, for q < 1."""
+    """Writes Theorem 4 as (a, rest, shift, count) of `quadratic`, for q < 1."""
+    # 1 - a is given beside a, since the difference would lose its digits for a close to 1.
     s, kept = q - p, 1 - p
     if direction == "forward":
         first, second = kept**2 / (1 - q), kept / (1 - q)
@@ -280,7 +284,7 @@ _METHOD = "contour integral (Lu et al., Theorem 4)"
 
 
 class Leverages(Keys):
-    """What δ of least squares depends on."""
+    """The keys that δ of least squares depends on."""
 
     p: float = Field(ge=0, le=1)
     """Leverage of the row in B, the features."""
@@ -358,13 +362,13 @@ class RegressionRelease(ExactMechanism):
     accountant: str = "exact least squares, worst row"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """The worst row's, over all leverages in B; several releases by basic composition."""
+        """Returns ε of the worst row, over all leverages in B; releases compose by adding up."""
         return releases * _epsilon(self.leverage, self.columns, self.features, delta / releases)
 
 
 @cache
 def _epsilon(leverage: float, r: int, d: int, delta: float) -> float:
-    """The least ε at which every row of at most that leverage is private."""
+    """Computes the least ε at which every row of at most that leverage is private."""
     if leverage >= 1:
         return math.inf
     found = least_epsilon(

@@ -11,7 +11,7 @@ _UP = 1 + 1e-12
 
 
 def bound(sigma: float, row_norm: float, leverage: float) -> float:
-    """The largest leverage of a row v of norm up to l in [D; σ I], given that in D.
+    """Computes the largest leverage of a row v of norm up to l in [D; σ I], given that in D.
 
     v'(D'D)^-1 v <= p says that D'D - vv'/p is positive semidefinite, so that with σ² I added it is
     at most 1 / (1/p + σ²/l²), which is attained by a database of rows along v. Without any
@@ -21,7 +21,7 @@ def bound(sigma: float, row_norm: float, leverage: float) -> float:
 
 
 def lowering(allowed: float, row_norm: float, leverage: float) -> float:
-    """The least σ for which `bound` is at most `allowed`; 0 if `leverage` is no more than that.
+    """Computes the least σ for which `bound` is at most `allowed`; 0 if `leverage` is no more.
 
     Raises:
         FedsimError: no finite σ is enough.
@@ -34,7 +34,7 @@ def lowering(allowed: float, row_norm: float, leverage: float) -> float:
 
 
 def regularize_leverage(leverage: float, sabotage: float) -> float:
-    """The leverage of a row that stands alone, |v|² / (|v|² + σ²), once σ is `sabotage` times it.
+    """Computes a row's leverage |v|² / (|v|² + σ²), alone against σ, once σ is `sabotage` times it.
 
     >>> regularize_leverage(0.5, 1.0), regularize_leverage(0.5, 0.5)
     (0.5, 0.8)

@@ -41,6 +41,7 @@ class PoissonGaussianExperiment(Experiment):
             seen = sigma * rng.standard_normal(draws)
             if present:
                 seen += rng.random(draws) < self.sampling_rate
+            # log(1 - q + q exp((x - 1/2) / σ²)), in the form that keeps its digits for small q.
             total += np.log1p(self.sampling_rate * np.expm1((seen - 0.5) / sigma**2))
         return total
 

@@ -82,7 +82,7 @@ def log_delta(
 
 
 def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
-    """The largest leverage s̄ at which the projection is (ε, δ)-private.
+    """Computes the largest leverage s̄ at which the projection is (ε, δ)-private.
 
     >>> float(max_leverage(1.0, 1e-5, 20).round(6))
     0.058119
@@ -102,12 +102,13 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
         # Far out, where that is the difference of huge logarithms, log δ is -ε / p.
         return value - target, np.where(value < -1e8, -value, slope)
 
+    # Log odds from a leverage of 1e-300 up to 1 within rounding.
     odds = solve(rising, np.full(eps.shape, -690.0), np.full(eps.shape, 37.0))
     return (1 / (1 + np.exp(-odds)))[()]
 
 
 def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
-    """The least ε >= 0 such that the projection is (ε, δ)-private; inf for a leverage of 1."""
+    """Computes the least ε >= 0 such that the projection is (ε, δ)-private; inf for leverage 1."""
     p = require_range("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = require_range("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
     p, columns, target = np.broadcast_arrays(p, columns, np.log(require_delta(delta)))
@@ -118,6 +119,8 @@ def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
         value = log_delta(inner, columns, eps)
         with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
             upper = (eps - a * np.log1p(-inner)) / inner
+            # dδ/dε = -exp(ε) Pr[Γ(a) >= v], the removal's second term: the derivatives of both
+            # limits cancel.
             return target - value, np.exp(eps + log_gammaincc(a, upper) - value)
 
     # δ <= Pr[Γ(a) >= u] <= exp(a + sqrt(2 a t) - u) bounds u, and so ε, for t = -log δ.
@@ -134,7 +137,7 @@ def sigma(
     delta: ArrayLike,
     variant: Variant = "tight",
 ) -> Array:
-    """Standard deviation of the noise that makes D'G + N (ε, δ)-private for rows up to `row_norm`.
+    """Computes the noise's deviation that makes D'G + N (ε, δ)-private for rows up to `row_norm`.
 
     The noise acts as σ I appended to D, so a row v of D has leverage v'(D'D + σ² I)^-1 v. Since D
     holds the row itself, that is at most l² / (l² + σ²), which is attained: `tight` sets it to the
@@ -152,10 +155,11 @@ def sigma(
 
 
 def _excess(p: Array, a: Array, eps: Array) -> tuple[Array, Array]:
-    """u / a - 1 and v / a - 1, without cancellation for small p."""
+    """Computes u / a - 1 and v / a - 1, without cancellation for small p."""
     scaled = eps / a
     k = np.arange(1, 16)
     series = (np.minimum(p, 0.1)[..., None] ** k / (k + 1)).sum(-1)
+    # -log(1 - p) / p - 1 as Σ p^k / (k + 1): fifteen terms are exact below p = 0.1.
     beyond = np.where(p < 0.1, series, -np.log1p(-p) / p - 1)
     return (1 - p) * (scaled / p + beyond) - p, scaled / p + beyond
 
@@ -165,6 +169,7 @@ def _forward(p: Array, a: Array, eps: Array) -> Array:
     u = (1 - p) * v
     first = log_gammaincc(a, u)
     ratio = np.exp(eps + log_gammaincc(a, v) - first)
+    # Negated, so that a NaN, of two terms that underflow, is integrated as well.
     rest = ~(ratio < _APART)
     result = first + np.log1p(-np.where(rest, 0.0, ratio))
     if rest.any():
@@ -185,6 +190,7 @@ def _reverse(p: Array, a: Array, eps: Array) -> Array:
 
 
 _LEAST = 1e-300
+"""Smallest leverage that is computed with."""
 _APART = 0.7
 """Two terms whose ratio is below this lose nothing in their difference."""
 _DEPTH = 45.0
@@ -192,7 +198,7 @@ _DEPTH = 45.0
 
 
 def _upper_integral(p: Array, a: Array, eps: Array, u: Array) -> Array:
-    """log of the integral over t > 0 of f(u + t) (1 - exp(-t p / (1-p))), f the density of Γ(a)."""
+    """Computes log ∫ f(u + t) (1 - exp(-t p / (1-p))) dt over t > 0, f the density of Γ(a)."""
     # f falls from u by the depth at the root of a function that is convex for a > 1.
     linear, square = 1 - (a - 1) / u, np.maximum(a - 1, 0.0) / (2 * u**2)
     end = 2 * _DEPTH / (linear + np.sqrt(linear**2 + 4 * _DEPTH * square))
@@ -202,6 +208,7 @@ def _upper_integral(p: Array, a: Array, eps: Array, u: Array) -> Array:
     end = np.where(a <= 1, _DEPTH, end)
     # In z, u + t = u z², the integrand is smooth also for the odd r of a chi distribution.
     beyond = end / u / (1 + np.sqrt(1 + end / u))
+    # The integrand is positive throughout: small terms of it are summed, and none cancels.
     nodes, weights = legendre(40)
     z = beyond[:, None] * nodes
     t = u[:, None] * z * (z + 2)
@@ -211,7 +218,7 @@ def _upper_integral(p: Array, a: Array, eps: Array, u: Array) -> Array:
 
 
 def _lower_integral(p: Array, a: Array, y: Array) -> Array:
-    """log of the integral over x < y of f(x) (1 - exp(-p (y - x)))."""
+    """Computes log ∫ f(x) (1 - exp(-p (y - x))) dx over x < y, f the density of Γ(a)."""
     # In z, x = y z².
     linear, square = a - 0.5 - y, (a - 0.5) / 2
     depth = linear + np.sqrt(np.maximum(linear**2 + 4 * _DEPTH * square, 0.0))
@@ -290,11 +297,11 @@ class ProjectionRelease(ExactMechanism):
     accountant: str = "exact random projection"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Sketches of the same data by independent matrices are one of all their columns."""
+        """Returns ε: sketches of the same data by independent matrices are one of all columns."""
         return float(epsilon(self.leverage, self.columns * releases, delta))
 
     def with_share(self, share: float) -> ProjectionRelease:
-        """1 / p grows by σ² / l², which is the noise's variance in units of the row norm."""
+        """Returns the release with that share of the noise; 1 / p grows by its variance over l²."""
         bare = 1 / self.without_noise
         leverage = 1 / (bare + share * (1 / self.leverage - bare))
         return replace(self, leverage=leverage)
@@ -311,7 +318,7 @@ class RandomProjectionExperiment(Experiment):
 
     claims = RandomProjectionCurve
     leverage: Annotated[float, Field(ge=0, lt=1)]
-    """p = v' M⁻¹ v of the row, in the regularize_leverage database that holds it."""
+    """p = v' M⁻¹ v of the row, in the regularized database that holds it."""
     r: Count
     """Random combinations released."""
 

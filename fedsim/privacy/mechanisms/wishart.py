@@ -37,6 +37,7 @@ from fedsim.privacy.numerics.special import (
 )
 from fedsim.types import FedsimError
 
+# Numbers m of eigenvalues that are tried: all up to 32, and then 2^(1/2) times as many each.
 _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5.5, 20, 0.5)])))
 
 
@@ -60,6 +61,7 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
         rest = np.concatenate([1 - at, 1 + at, 1 / (1 - at), 1 / (1 + at)], axis=-1)[..., None]
         counts = np.tile(count[live, None] * _SPREADS, 4)[..., None]
         several = quadratic.log_delta(a, rest, np.zeros_like(a), counts, eps[live, None])
+        # As m grows, L tends to a normal variable: the Gaussian mechanism with μ = M sqrt(k / 2).
         limit = gaussian.log_delta(1 / (far[live] * np.sqrt(count[live] / 2)), eps[live])
         result[live] = np.maximum(several.max(-1), limit)
     return result.reshape(shape)[()]
@@ -76,6 +78,7 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
     """
     count, eps = require_range("k", k, 1.0, np.finfo(float).max, "draws"), require_epsilon(epsilon)
     up, down = require_range("eigenvalues", eigenvalues, 0.0, np.inf, "two of 0 or more").T
+    # One of the two is singular where the other is not, so that a draw tells them apart.
     if (down >= 1).any():
         return np.zeros(eps.shape)[()]
     a, rest = np.stack([-up, down], axis=-1), np.stack([1 + up, 1 - down], axis=-1)
@@ -115,6 +118,7 @@ def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
     """
     target = float(np.log(require_delta(delta)))
     low, high = 0, 1
+    # δ rises with k: doubling brackets the largest private k, and bisection finds it.
     while log_delta_at(high, separation, epsilon) <= target:
         low, high = high, 2 * high
         if high > 10**12:

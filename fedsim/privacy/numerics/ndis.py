@@ -27,6 +27,7 @@ _LARGEST = 1e100
 """Largest number in a mean or a covariance: squares must not overflow."""
 _LARGE = f"{{}}: holds a number beyond ± {_LARGEST:g}; use other units of measurement"
 _FARTHEST = 1e30
+"""Standard deviations between the means beyond which ε is not looked for."""
 _CERTAIN = 1e-10
 """Above this share of the largest, an eigenvalue is not 0."""
 
@@ -59,7 +60,7 @@ class NormalPair:
         return quadratic.log_delta(self.a, self.rest, self.shift, np.ones_like(self.a), eps)
 
     def epsilon(self, delta: ArrayLike) -> Array:
-        """The least ε >= 0 at which δ(ε) is at most δ in (0, 1)."""
+        """Computes the least ε >= 0 at which δ(ε) is at most δ in (0, 1)."""
         target = require_delta(delta)
         if self.apart:
             return np.full(target.shape, np.inf)[()]
@@ -71,13 +72,15 @@ class NormalPair:
         return quadratic.epsilon(self.a, self.rest, self.shift, np.ones_like(self.a), target)
 
     def log_ratio(self, z: Array) -> Array:
-        """log N1(x) / N2(x) at draws of N1: `z` standard normal, of shape (..., dimensions)."""
+        """Computes log N1(x) / N2(x) at draws x of N1: `z` (..., dimensions) is standard normal."""
+        # With this constant E[exp(-L)] = 1 under the first distribution, as of any likelihood
+        # ratio.
         constant = (np.log(self.rest) - self.shift / self.rest).sum() / 2
         return np.asarray(-(z**2 @ self.a / 2 + z @ np.sqrt(self.shift) + constant))
 
 
 def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -> NormalPair:
-    """N(mean1, cov1) against N(mean2, cov2); means (d,), covariances (d, d), positive semidefinite.
+    """Compares N(mean1, cov1) with N(mean2, cov2); means (d,), covariances (d, d), semidefinite.
 
     Directions in which neither varies are left out, if the means agree there. Where one varies and
     the other does not, the supports differ.
@@ -97,6 +100,7 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
     gap = means[0] - means[1]
     # Units of measurement do not matter: both are scaled to a joint variance of 1.
     spread = np.sqrt(np.diag(covs[0]) + np.diag(covs[1]))
+    # A coordinate that varies under neither tells them apart for sure if the means differ there.
     if gap[spread == 0].any():
         return _apart()
     kept = spread > 0
@@ -105,6 +109,7 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
     scale = 1 / spread[kept]
     gap = gap[kept] * scale
     covs = [cov[np.ix_(kept, kept)] * np.outer(scale, scale) for cov in covs]
+    # The null space of the sum has the other directions in which neither varies.
     values, vectors = np.linalg.eigh(covs[0] + covs[1])
     rank = _positive("cov1 + cov2", values)
     inside, outside = vectors[:, rank], vectors[:, ~rank]
@@ -112,10 +117,13 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
         return _apart()
     gap = gap @ inside
     covs = [_symmetric(inside.T @ cov @ inside) for cov in covs]
+    # A direction in which only one of the two varies makes their supports differ.
     for name, cov in (("cov1", covs[0]), ("cov2", covs[1])):
         if not _positive(name, np.linalg.eigvalsh(cov)).all():
             return _apart()
     first, second = (np.linalg.cholesky(cov) for cov in covs)
+    # a is 1 less eigenvalues of Σ2^(-1/2) Σ1 Σ2^(-1/2). The covariances' difference keeps its
+    # digits where the two are alike.
     solved = np.linalg.solve(second, np.linalg.solve(second, covs[1] - covs[0]).T)
     a, vectors = np.linalg.eigh(_symmetric(solved))
     if np.abs(a).max() > _LARGEST:  # its square is computed with
@@ -123,6 +131,7 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
             f"cov1 and cov2: variances differ by a factor of more than {_LARGEST:g}; drop the "
             "dimensions that hardly vary"
         )
+    # 1 - a as a sum of squares: positive, and exact where a is close to 1.
     root = np.linalg.solve(second, first).T @ vectors
     rest = (root**2).sum(0)
     shift = rest * (vectors.T @ np.linalg.solve(second, gap)) ** 2
@@ -143,7 +152,7 @@ class MonteCarloDelta:
 def estimate(
     pair: NormalPair, epsilon: float, *, error: float, confidence: float, rng: np.random.Generator
 ) -> MonteCarloDelta:
-    """The paper's estimator: the mean of (1 - exp(ε - L))+ over log(2 / γ) / (2 α²) draws.
+    """Estimates δ as the paper does: the mean of (1 - exp(ε - L))+ over log(2 / γ) / (2 α²) draws.
 
     By Hoeffding's inequality it is within `error` = α of δ with probability `confidence` = 1 - γ.
 
@@ -163,6 +172,7 @@ def estimate(
         while done < draws:
             part = min(size, draws - done)
             ratio = pair.log_ratio(rng.standard_normal((part, len(pair.a))))
+            # (1 - exp(ε - L))+ is 1 - exp(min(ε - L, 0)).
             total += float(-np.expm1(np.minimum(eps - ratio, 0.0)).sum())
             done += part
         mean = total / draws
@@ -227,6 +237,7 @@ def _symmetric(array: Array) -> Array:
 def _positive(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
     """Returns which eigenvalues are not 0."""
     share = values / values[-1]
+    # Between the two thresholds an eigenvalue may be rounding or not: neither answer is safe.
     unsure = (share > _ROUNDING * len(values)) & (share < _CERTAIN)
     if unsure.any():
         raise FedsimError(

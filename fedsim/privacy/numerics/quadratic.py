@@ -49,6 +49,7 @@ _LENGTHS = np.geomspace(2.8, 45.0, 32)
 _DENSITY = 9.0
 """Nodes per length at first: enough for nearly all integrands."""
 _MOST = 1 << 16
+"""Nodes beyond which an integral is not refined."""
 _AGREEMENT = 1e-12
 """Relative agreement of all nodes with half of them. At 1e-9 one of 10^5 agrees by chance, wrong
 by 7e-9."""
@@ -87,9 +88,12 @@ class Integrand:
             u += 1
             if powers:
                 power = self.power[j, some, None]
+                # log(1 + reach z), by modulus and angle.
                 size -= (power / 2) * np.log1p(excess)
                 phase -= power * np.arctan2(v, u)
             if bulks:
+                # z² / (1 + reach z) is z² times the conjugate of 1 + reach z, over its squared
+                # modulus.
                 share = self.bulk[j, some, None] / (1 + excess)
                 real, imaginary = x * x - y * y, 2 * x * y
                 size += share * (real * u + imaginary * v)
@@ -98,10 +102,11 @@ class Integrand:
 
 
 def integral(of: Integrand) -> tuple[Array, Array]:
-    """(N,) ∫ exp(E(z)) dz / (2 i) from end to end of the path, and the mean of z under exp(E)."""
+    """Returns (N,) ∫ exp(E(z)) dz / (2 i) along the whole path, and the mean of z under exp(E)."""
     path = _Path(of)
     every = np.arange(len(of.slope))
     total, grown = np.empty((2, len(every))), np.empty(len(every))
+    # Nearly all integrands fall along the first path. Only the others, or NaN, pay for a search.
     path.sum(every, total, grown, _GROWTH)
     wrong = every[~(grown < _GROWTH)]
     if len(wrong):
@@ -119,6 +124,8 @@ class _Path:
         skewness = -(of.reach * (of.power * of.reach**2 / 3 + of.bulk)).sum(0)
         self._side = np.sign(skewness)
         with np.errstate(divide="ignore"):
+            # Close to 0 the path is x = side _TILT y² / (2 bend): this bend makes that the steepest
+            # descent.
             self._bend = np.maximum(_SHARPEST, _TILT / 2 / np.abs(skewness))
         self._level = self._ends(np.arange(len(of.slope)), self._side, self._bend)
         """Index of the path's length among `_LENGTHS`."""
@@ -142,13 +149,14 @@ class _Path:
         self._level[chosen] = level[better]
 
     def sum(self, columns: Columns, total: Array, grown: Array, most: float) -> None:
-        """Write the integrals of exp(E) and of z exp(E), and how much E has grown.
+        """Writes integrals of exp(E) and of z exp(E) to `total`, and how far E rises to `grown`.
 
         Those that have grown by `most` or more are not worth more nodes.
         """
         for level in np.unique(self._level[columns]):
             length = _LENGTHS[level]
             alike = columns[self._level[columns] == level]
+            # An even number, so that every second node is the same rule with half of them.
             nodes = 2 * int(np.ceil(length * _DENSITY / 2))
             for some in _pieces(alike, nodes):
                 self._converge(some, length, nodes, total, grown, most)
@@ -170,6 +178,7 @@ class _Path:
             some, sums = some[apart], sums[:, apart]
             old = 2 * sums[0]
             for part in _pieces(np.arange(len(some)), nodes):
+                # Halving the step adds the midpoints; what is summed already is kept.
                 fresh = self._values(length * (np.arange(nodes) + 0.5) / nodes, some[part])[1:]
                 sums[:, part] += [each.sum(-1) for each in fresh]
             nodes *= 2
@@ -177,28 +186,32 @@ class _Path:
             total[:, some] = sums * (length / nodes)
 
     def _values(self, v: Array, some: Columns) -> tuple[Array, Array, Array]:
-        """E's real part, and the real parts of exp(E) dz / (i dv) and of z times that."""
+        """Returns E's real part, and the real parts of exp(E) dz / (i dv) and of z times that."""
         with np.errstate(over="ignore", invalid="ignore"):
             x, y, turn = _bend_path(v, self._side[some, None], self._bend[some, None])
             size, phase = self._of.log(x, y, some)
             weight = np.exp(size) * np.cosh(v)
             cosine, sine = np.cos(phase), np.sin(phase)
+            # dz = (1 - i dx/dy) i dy, and dy = cosh(v) dv, which is in the weight.
             values = weight * (cosine + turn * sine)
             moments = values * x - weight * (sine - turn * cosine) * y
         return size, values, moments
 
     def _fall(self, v: Array, some: Columns, side: Array, bend: Array) -> Array:
-        """log of the integrand's size by v, relative to the saddle point."""
+        """Returns log of the integrand's size by v, relative to the saddle point."""
         with np.errstate(over="ignore", invalid="ignore"):
             x, y, _ = _bend_path(v, side[:, None], bend[:, None])
             size = self._of.log(x, y, some)[0] + np.log(np.cosh(v))
+        # ∞ - ∞ far out counts as growth, so that no path is chosen for it.
         return np.where(np.isnan(size), np.inf, size)
 
     def _ends(self, columns: Columns, side: Array, bend: Array) -> Columns:
-        """The least level at which the integrand has fallen, if it is falling all the way."""
+        """Finds the least level at which the integrand has fallen, if it is falling all the way."""
         ends = np.empty(len(columns), dtype=np.intp)
         for part in _pieces(np.arange(len(columns)), 1):
             short, long = np.full(len(part), -1), np.full(len(part), len(_LENGTHS) - 1)
+            # Bisection over the lengths: right only if the integrand falls all the way, as the
+            # caller finds out.
             for _ in range(len(_LENGTHS).bit_length() - 1):
                 middle = (short + long) // 2
                 v = _LENGTHS[middle, None]
@@ -208,7 +221,7 @@ class _Path:
         return ends
 
     def choose(self, columns: Columns) -> None:
-        """Try where else the path may bend; take the shortest on which nothing grows."""
+        """Tries where else the path may bend; takes the shortest on which nothing grows."""
         v = np.arange(1, 2 * _LENGTHS[-1] + 1) / 2
         best = np.full(len(self._side), np.inf)
         for some in _pieces(columns, len(v)):
@@ -218,6 +231,8 @@ class _Path:
                     down = fall < -_DEPTH
                     first = np.where(down.any(-1), down.argmax(-1), len(v) - 1)
                     before = np.where(np.arange(len(v)) <= first[:, None], fall, -np.inf).max(-1)
+                    # Growth costs more than any length: a path on which E grows is taken only for
+                    # want of others.
                     cost = v[first] + 1e3 * np.maximum(before - _GROWTH, 0.0)
                     better = cost < best[some]
                     chosen = some[better]
@@ -226,10 +241,11 @@ class _Path:
 
 
 def _bend_path(v: Array, side: Array, bend: Array) -> tuple[Array, Array, Array]:
-    """x, y and dx / dy at v."""
+    """Returns x, y and dx / dy at v."""
     y = np.sinh(v)
     root = np.sqrt(y * y + bend * bend)
     towards = _TILT * side
+    # sqrt(y² + bend²) - bend without its cancellation; a bend of ∞ gives the vertical line.
     return towards * y * (y / (root + bend)), y, towards * (y / root)
 
 
@@ -246,12 +262,13 @@ _NEARNESS = 0.05
 _RESOLUTION = 1e-15
 """Steps towards the saddle point below which rounding allows no further one."""
 _FAR = 1e12
+"""-log of an integrand's peak from which on its width is lost in rounding."""
 
 
 def log_delta(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, epsilon: ArrayLike
 ) -> Array:
-    """log δ at `epsilon` >= 0; the last axis of the first four counts the groups j.
+    """Computes log δ at `epsilon` >= 0; the last axis of the first four counts the groups j.
 
     Args:
         a: a_j < 1, finite.
@@ -269,7 +286,7 @@ def log_delta(
 def log_delta_and_slope(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, epsilon: ArrayLike
 ) -> tuple[Array, Array]:
-    """`log_delta`, and its derivative with respect to ε from the same integral."""
+    """Computes `log_delta`, and its derivative with respect to ε from the same integral."""
     given = [np.asarray(x, dtype=np.float64) for x in (a, rest, shift, count)]
     eps = np.asarray(epsilon, dtype=np.float64)
     shape = np.broadcast_shapes(*(x.shape for x in given), (*eps.shape, 1))
@@ -277,6 +294,7 @@ def log_delta_and_slope(
         np.ascontiguousarray(np.broadcast_to(x, shape).reshape(-1, shape[-1]).T) for x in given
     )
     idle = (shift == 0) & (count == 0)
+    # A group without entries or shift must not limit how far the saddle point may lie.
     a, rest = np.where(idle, 0.0, a), np.where(idle, 1.0, rest)
     form = _Form.of(a, rest, shift, count, np.broadcast_to(eps, shape[:-1]).ravel())
     value, slope = np.full(form.eps.shape, -np.inf), np.full(form.eps.shape, -np.inf)
@@ -290,13 +308,14 @@ def log_delta_and_slope(
 def epsilon(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, delta: ArrayLike
 ) -> Array:
-    """The least ε >= 0 at which δ(ε) is at most `delta` in (0, 1); arguments as of `log_delta`."""
+    """Computes the least ε >= 0 at which δ(ε) is at most `delta`; arguments as of `log_delta`."""
     target = np.log(np.asarray(delta, dtype=np.float64))
     given = (a, rest, shift, count)
     shape = np.broadcast_shapes(*(np.shape(x)[:-1] for x in given), target.shape)
 
     def falling(eps: Array) -> tuple[Array, Array]:
         value, slope = log_delta_and_slope(*given, eps)
+        # Newton's steps need finite numbers, and log δ may be -∞.
         value, slope = np.maximum(value, -1e300), np.maximum(slope, -1e300)
         return target - value, -slope
 
@@ -330,17 +349,18 @@ class _Form:
         return _Form(*(getattr(self, name)[..., some] for name in self.__dataclass_fields__))
 
     def divergence(self) -> Array:
-        """K'(0), the Kullback-Leibler divergence of the first distribution from the second."""
+        """Computes K'(0), the Kullback-Leibler divergence of the first from the second."""
         each: Array = -self.count * (self.log_rest + self.a) + self.shift / self.rest
         return np.asarray(each.sum(0) / 2)
 
     def variance(self) -> Array:
-        """K''(0), the variance of L under the first distribution."""
+        """Computes K''(0), the variance of L under the first distribution."""
         return np.asarray((self.count * self.a**2 / 2 + self.shift).sum(0))
 
     def most(self) -> Array:
-        """The supremum of -ψ; where it is not positive, δ is 0."""
+        """Computes the supremum of -ψ; where it is not positive, δ is 0."""
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            # A shift without a square (a = 0) is divided by 0: ∞, as is right for a linear term.
             squares = np.where(self.shift > 0, self.shift / (self.a * self.rest), 0.0)
             highest = (squares - self.count * self.log_rest).sum(0) / 2 - self.eps
         bounded = np.where(self.count > 0, self.a >= 0, self.shift == 0).all(0)
@@ -359,7 +379,7 @@ class _Saddle:
     slope: Array
     """The derivative of the integrand's logarithm."""
     curvature: Array
-    """And the second derivative."""
+    """The second derivative of the integrand's logarithm."""
 
     def take(self, some: Columns) -> _Saddle:
         return _Saddle(*(getattr(self, name)[..., some] for name in self.__dataclass_fields__))
@@ -371,6 +391,7 @@ class _Saddle:
 
 
 def _log_delta(form: _Form) -> tuple[Array, Array]:
+    # Far below the mean of L δ is close to 1, and 1 - δ is the number that keeps its digits.
     left = form.divergence() - form.eps > np.sqrt(form.variance()) / 2
     value, slope = np.empty(form.eps.shape), np.empty(form.eps.shape)
     for some, sign in ((left, -1.0), (~left, 1.0)):
@@ -386,6 +407,8 @@ def _log_delta(form: _Form) -> tuple[Array, Array]:
                 log_integral[near] += np.log(area * width / np.pi)
                 mean[near] += offset * width
             if sign > 0:
+                # ε enters the integrand by exp(-s ε) alone: the slope of log δ is minus the mean of
+                # s.
                 value[some], slope[some] = log_integral, -mean
             else:
                 complement = np.minimum(np.exp(log_integral), 1.0)
@@ -395,17 +418,18 @@ def _log_delta(form: _Form) -> tuple[Array, Array]:
 
 
 def _saddle(form: _Form, sign: float) -> _Saddle:
-    """Close to the minimum of the integrand in (0, the first singularity), or (-1, 0) if sign < 0.
+    """Finds a point near the integrand's minimum in (0, first singularity), or (-1, 0) if sign < 0.
 
     Newton's method from where it would be if L were normal, and bisection where that fails. It
     stops in the width of the saddle, since the path need not cross in the very minimum.
     """
     # s = ± e^y / (1 + g e^y) keeps 1 + s a_j free of cancellation up to the singularity 1 / g.
     g = np.maximum(-form.a.min(0), 0.0) if sign > 0 else np.ones(form.eps.shape)
+    # 1 + s a is q (1 + e^y (g + a)) for s > 0 and q (1 + e^y (1 - a)) for s < 0.
     pull = g + form.a if sign > 0 else form.rest
 
     def at(y: Array, some: Columns) -> tuple[_Saddle, Array]:
-        """And |ds / dy|."""
+        """Returns the integrand's behaviour at s(y), and |ds / dy|."""
         grown = np.exp(y)
         q = 1 / (1 + g[some] * grown)
         s = sign * grown * q
@@ -420,6 +444,7 @@ def _saddle(form: _Form, sign: float) -> _Saddle:
 
     excess, variance = form.divergence() - form.eps, form.variance()
     root = np.sqrt(excess**2 + 4 * variance)
+    # The root of variance s² + excess s = 1, in the form whose terms do not cancel.
     guess = np.where(excess < 0, (root - excess) / (2 * variance), 2 / (root + excess))
     y = np.clip(np.nan_to_num(np.log(guess)), -_ENDS, _ENDS)
     low, high = np.full(y.shape, -_ENDS), np.full(y.shape, _ENDS)
@@ -436,6 +461,8 @@ def _saddle(form: _Form, sign: float) -> _Saddle:
         good &= 2 * np.abs(newton - now) <= before[active]
         new = np.where(good, newton, (low[active] + high[active]) / 2)
         before[active], last[active] = last[active], np.abs(new - now)
+        # The slope over the root of the curvature is the distance to the saddle point, in its
+        # widths.
         done = np.abs(value) < _NEARNESS * np.sqrt(here.curvature)
         y[active] = np.where(done, now, new)
         active = active[~done & (last[active] > _RESOLUTION)]
@@ -443,7 +470,7 @@ def _saddle(form: _Form, sign: float) -> _Saddle:
 
 
 def _integrand(form: _Form, saddle: _Saddle, some: Columns, width: Array) -> Integrand:
-    """exp(K(s) - s ε) / (s (1 + s)) over its value in the saddle, around it."""
+    """Builds exp(K(s) - s ε) / (s (1 + s)) over its value in the saddle, in units of its width."""
     w, half = saddle.w[:, some], form.count[:, some] / 2
     poles = width / np.stack([saddle.s[some], saddle.beyond[some]])
     return Integrand(

@@ -19,10 +19,11 @@ _MOST = 60
 _USUAL = 8
 """Questions that a search is told to take."""
 _FARTHEST = math.log(64)
+"""Longest step of the bracketing, in log noise."""
 
 
 def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
-    """The least noise multiplier, in five digits, whose ε is at most `target`.
+    """Finds the least noise multiplier, in five digits, whose ε is at most `target`.
 
     `epsilon_of` falls with the multiplier. Between a multiplier that is enough and one that is not,
     the next is where a line through both hits the target, on a logarithmic grid.
@@ -37,6 +38,8 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
     def excess(at: float) -> float:
         nonlocal asked
         with work.part(min(asked, _USUAL - 1), _USUAL):
+            # Asked of the rounded multiplier, which is what is returned: the claim is known for
+            # that very number.
             found = epsilon_of(rounded_up(math.exp(at)))
         asked += 1
         return math.log(min(max(found, 1e-12), 1e12) / target)
@@ -59,10 +62,13 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
                 "states of this stack does not follow from it; declare noise_multiplier"
             )
         high, at_high = low, at_low
+        # Within the tolerance already, a hair less noise is enough to bracket the answer.
         low -= min(max(-at_low / 2, math.log(2)), _FARTHEST) if at_low < -_TOLERANCE else 1e-4
         at_low = excess(low)
     bisect = False
     while at_high < -_TOLERANCE and high - low > 10.0**-_DIGITS and asked < _MOST:
+        # Aimed at the middle of the tolerance below the target, so that a miss on either side may
+        # still do.
         share = 0.5 if bisect else (at_low + _TOLERANCE / 2) / (at_low - at_high)
         middle = low + (high - low) * min(max(share, 0.02), 0.98)
         found, width = excess(middle), high - low
@@ -76,10 +82,11 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
 
 
 def rounded_up(value: float) -> float:
-    """`value` to five digits, never less.
+    """Rounds `value` up to five digits.
 
     >>> rounded_up(1.2345678)
     1.2346
     """
     unit = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
+    # The quotient's own rounding must not lift a number that has five digits already.
     return float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.{_DIGITS}g}")

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from fedsim.types import FedsimError
 
 Listener = Callable[[int, int], None]
-"""Is told how many numbers have been computed, and of how many."""
+"""A function that is told how many numbers have been computed, and of how many."""
 
 MOST = 100_000_000_000
 """Numbers that one answer may take: about ten minutes on one core."""
@@ -23,7 +23,7 @@ class TooMuchWork(FedsimError):  # noqa: N818 - reads as what happened
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of all work that is done within."""
+    """Reports all work that is done within the block to `listener`."""
     token = _listener.set(listener)
     try:
         yield
@@ -32,16 +32,16 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def tell(done: int, total: int) -> None:
-    """Say that `done` of `total` numbers are computed."""
+    """Reports that `done` of `total` numbers are computed, if anybody listens."""
     if listener := _listener.get():
         listener(done, total)
 
 
 @contextmanager
 def part(number: int, total: int) -> Iterator[None]:
-    """Tell the listener of all work that is done within as of part `number`, from 0, of `total`.
+    """Reports all work done within the block as part `number`, from 0, of `total` equal parts.
 
-    Where several works are done within, it is told of the farthest, so that nothing goes back.
+    Where several works are done within, the farthest is reported, so that nothing goes back.
     """
     outer, farthest = _listener.get(), 0.0
 
@@ -64,7 +64,7 @@ _STEPS = 1000
 
 
 def check(work: int, remedy: str, most: int = MOST) -> None:
-    """Refuse what takes too long.
+    """Refuses an amount of work, in numbers computed, that takes too long.
 
     Raises:
         TooMuchWork: `work` exceeds `most`.
