@@ -782,9 +782,10 @@ class PrivacyClaim:
     unit: Unit | None
     """Owner of what is hidden: all of a client's data, or one example."""
     relation: Relation | None = None
-    """What the hidden contribution is exchanged for: nothing (zero), or any other example's. Or
-    whether the example is there at all (add_or_remove), maybe only among declared databases
-    (relative), which is no differential privacy."""
+    """Neighbours of the claim. The hidden contribution is exchanged for zero (`zero_out`), for any
+    other (`replace_one`), or for one at most β away (`close`). Or the example is there or not
+    (`add_or_remove`), maybe only among declared databases (`relative`).
+    `close` and `relative` are no differential privacy."""
     reason: str | None
     """Why ε is ∞, if it is."""
     covers: str = ""

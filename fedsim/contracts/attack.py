@@ -1,4 +1,4 @@
-"""The attack contract, and the loop that runs any attack on any observation.
+"""Defines the attack contract, and the loop that runs any attack on any observation.
 
 An attack is a frozen plugin with four pure-ish steps: `init`, `step`, `terminate`, `postprocess`.
 Everything that moves lives in its state. Restarts and the choice among them (by the attack's own
@@ -35,11 +35,11 @@ class AttackFailed(FedsimError):  # noqa: N818 - reads as the row's status
 
 @dataclass(kw_only=True)
 class AttackState:
-    """What every attack's state has. Attacks derive from it."""
+    """Base of every attack's state, with the fields that `solve` reads."""
 
     iteration: int = 0
     loss: Tensor
-    """The attack's own objective now, 0-d, on the attack's device (reading it synchronizes)."""
+    """Present value of the attack's own objective, 0-d, on its device (reading it synchronizes)."""
 
 
 S = TypeVar("S", bound=AttackState)
@@ -52,7 +52,7 @@ class Attack(Plugin, Generic[S]):
     takes_rows: ClassVar[bool] = False
     """Whether it also attacks a model of a table's rows, and not only one of images."""
     reads: ClassVar[tuple[Payload, ...]] = ("update",)
-    """What of clients it can read. Of rows it is asked about one at a time, on its own."""
+    """Kinds of client message that it can read. It is asked about rows one at a time."""
     ignores_update: ClassVar[bool] = False
     """Whether it never looks at the update: a control, which draws what its prior knows. It is
     ranked behind all that look, and never said to work."""
@@ -65,14 +65,14 @@ class Attack(Plugin, Generic[S]):
     are slower on an accelerator; `solve` moves what they read, and what they answer back."""
 
     def required(self) -> Grant:
-        """What it needs with these parameters: `needs`, unless one of them asks for more."""
+        """Returns what it needs with these parameters: `needs`, unless one asks for more."""
         return self.needs
 
     def brings(self) -> tuple[str, ...]:
-        """What it has that no grant names, as `public=photos`; rows say it, and rank it apart.
+        """Returns knowledge that no grant names, as `public=photos`; rows state it and rank apart.
 
-        Unless an attack says otherwise, each file and folder that one of its parameters names,
-        also within lists and mappings. What a parameter lists as a choice names none.
+        By default these are the files and folders that its parameters name, also within lists and
+        mappings. A value that the parameter's type lists as a choice names none.
         """
         fields = type(self).model_fields
         return tuple(
@@ -84,7 +84,7 @@ class Attack(Plugin, Generic[S]):
 
     @abstractmethod
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:
-        """The state before the first step. Tensors live on the observation's device.
+        """Returns the state before the first step. Tensors live on the observation's device.
 
         Raises:
             AttackFailed: nothing can be recovered from this observation, with the reason.
@@ -92,18 +92,18 @@ class Attack(Plugin, Generic[S]):
 
     @abstractmethod
     def step(self, state: S) -> S:
-        """One iteration. May update tensors of `state` in place; returns the next state."""
+        """Makes one iteration and returns the next state; it may change `state` in place."""
 
     @abstractmethod
     def terminate(self, state: S) -> bool:
-        """Whether the attack is done."""
+        """Returns whether the attack is done."""
 
     @abstractmethod
     def postprocess(self, state: S) -> Reconstruction:
-        """What was recovered, in pixels."""
+        """Returns what was recovered, images in pixels."""
 
     def total(self) -> int | None:
-        """Iterations until `terminate`, for progress; None if unknown."""
+        """Returns the number of iterations until `terminate`, for progress; None if unknown."""
         return None
 
 
@@ -116,7 +116,7 @@ def _choices(annotation: object) -> list[object]:
 
 
 def _things(value: object) -> Iterator[str]:
-    """Yields the names of the files and folders that are there and that a parameter names."""
+    """Yields the names of existing files and folders that the parameter's `value` names."""
     if isinstance(value, str | PurePath):
         if name := _name_of(str(value)):
             yield name
@@ -137,6 +137,7 @@ def _name_of(text: str) -> str | None:
         path = from_home(text)
         if not text or not path.exists():
             return None
+        # Paths such as `..` have no name of their own; the resolved one says what they are.
         return path.name if path.name not in ("", "..") else str(path.resolve())
     except (OSError, ValueError, FedsimError):  # too long for a name, say: then it names none
         return None
@@ -144,7 +145,7 @@ def _name_of(text: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a progress display gets to know while an attack runs."""
+    """Holds what a progress display is told while an attack runs."""
 
     restart: int
     restarts: int
@@ -155,7 +156,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The best restart's reconstruction and what all restarts cost."""
+    """Holds the best restart's reconstruction and the cost of all restarts."""
 
     reconstruction: Reconstruction
     restart: int
@@ -164,7 +165,7 @@ class Solution:
     finite lose but keep their place."""
     seconds: float
     iterations: int
-    """Over all restarts."""
+    """Number of iterations of all restarts together."""
     peak_memory_bytes: int
 
 
@@ -196,11 +197,13 @@ def solve(
     start = time.perf_counter()
     found: list[Reconstruction] = []
     for restart in range(restarts):
+        # A stream for each restart: the k-th one is the same however many there are.
         state = attack.init(observation, knowledge, rng.generator(seed, "attack", restart))
         told = 0.0
         while not attack.terminate(state):
             state = attack.step(state)
             now = time.perf_counter()
+            # Reading the loss waits for the device, and so happens only as often as it is shown.
             if progress and now - told >= every:
                 told = now
                 progress(
@@ -214,6 +217,7 @@ def solve(
                 )
         found.append(attack.postprocess(state))
     losses = tuple(result.loss if _is_finite(result) else math.nan for result in found)
+    # Among equal losses the first restart wins, so that the choice is reproducible.
     best = min(range(restarts), key=lambda i: losses[i] if math.isfinite(losses[i]) else math.inf)
     if not math.isfinite(losses[best]):
         raise AttackFailed(f"no restart ended at a finite loss and answer (losses: {losses})")
@@ -228,7 +232,7 @@ def solve(
 
 
 def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[AttackState]:
-    """The attack registered as `name`, with `parameters` (others at their defaults).
+    """Makes the attack registered as `name`, with `parameters` (others at their defaults).
 
     Raises:
         PluginError: it is not installed, cannot be imported, or is no attack.
@@ -240,7 +244,7 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
 
 
 def unreadable(attack: str, reads: Sequence[Payload], released: Payload | None) -> str | None:
-    """Why an attack that `reads` so cannot be run on what is `released`; None if it can."""
+    """Returns why an attack that `reads` these kinds cannot read `released`; None if it can."""
     if released in reads:
         return None
     what = {"update": "updates of a model", None: "what no attack reads"}
@@ -258,7 +262,7 @@ def _refuse_unusable(observation: Observation) -> None:
 
 
 def _is_finite(answer: Reconstruction) -> bool:
-    """Whether what an answer holds can be compared; a likelihood ratio may be infinite."""
+    """Returns whether all parts are finite; a likelihood ratio of membership may be infinite."""
     return all(
         not bool((part.isnan() if name == "membership" else ~part.isfinite()).any())
         for name, part in answer.parts().items()
@@ -270,7 +274,7 @@ def _device(observation: Observation) -> torch.device:
 
 
 def images_alone(attack: str) -> str:
-    """Says that `attack` answers no rows of a table."""
+    """Returns the message that `attack` answers no rows of a table."""
     return (
         f"{attack} takes a model's inputs for images, and these are rows of a table; use "
         "inverting_gradients or label_inference"

@@ -1,4 +1,4 @@
-"""The data-source contract."""
+"""Defines the data-source contract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DataSource(Plugin):
 
     @abstractmethod
     def load(self) -> Dataset | Table:
-        """The whole set in memory, train and test split, in an order that never varies.
+        """Returns the whole set in memory, train and test split, in an order that never varies.
 
         Raises:
             FedsimError: it is not there or cannot be read, with where it was sought and the remedy.
@@ -21,7 +21,7 @@ class DataSource(Plugin):
 
     @property
     def place(self) -> str | None:
-        """The file or folder that it reads; None if it comes with a package, or is drawn.
+        """File or folder that it reads; None if the data come with a package, or are drawn.
 
         A node asks its owner's policy about it. By default the field `path` or `root`.
         """
@@ -29,9 +29,9 @@ class DataSource(Plugin):
         return None if named is None else str(named)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """`dataset` with all that this source computes from training data computed anew.
+        """Returns `dataset` with all that this source computes from training data computed anew.
 
         An audit exchanges an image and calls this, so that its two worlds differ in everything
-        that the image has a say in. By default nothing is computed: as it is.
+        that the image has a say in. By default nothing is computed, and `dataset` is returned.
         """
         return dataset

@@ -1,4 +1,4 @@
-"""The kinds of defense, told apart by type.
+"""Defines the kinds of defense, told apart by type.
 
 A defense is a frozen plugin; what it remembers between rounds is a value that the caller keeps.
 Each states what it does to the *guarantee* proven so far (`fedsim.contracts.guarantee`);
@@ -34,24 +34,24 @@ GradientFn = Callable[[Tensors, Tensor, Tensor, torch.Generator], Tensors]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStep:
-    """What a training defense makes the direction of a client's local step from."""
+    """Holds what a training defense computes the direction of a client's local step from."""
 
     model: nn.Module
-    """The network. Its layers have the names of the parameters; its own weights mean nothing: the
-    client's are handed to the functions below."""
+    """Network whose layers have the names of the parameters. Its own weights mean nothing, since
+    the client's are handed to the functions below."""
     loss: LossFn
     features: FeaturesFn
     gradient: GradientFn
-    """The direction so far; that of the plain loss before any defense."""
+    """Direction so far: that of the plain loss, changed by the defenses before this one."""
     batch_size: int
-    """What sums over a batch are divided by: the number of its examples, or its mean where that
+    """Divisor of sums over a batch: the number of its examples, or the mean number where that
     varies with the step. A batch may then be empty."""
 
 
 class DataDefense(Plugin):
     """Regularizes the rows D that a closed-form learner computes from: appends σ I below them.
 
-    To a sketch D'G that adds σ times a matrix of standard normal entries.
+    In a sketch D'G, this adds σ times a matrix of standard normal entries.
     """
 
     @abstractmethod
@@ -72,7 +72,7 @@ class DataDefense(Plugin):
 
     @property
     def least_clients(self) -> int:
-        """How many clients' releases have to be combined for what `pooled` claims."""
+        """Least number of clients whose releases have to be combined for the claim of `pooled`."""
         return 1
 
     @property
@@ -100,7 +100,7 @@ class StatisticDefense(Plugin):
     """
 
     statistic: ClassVar[Statistic]
-    """The one that it acts on."""
+    """Statistic that it acts on."""
 
     @abstractmethod
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
@@ -191,12 +191,12 @@ class UpdateDefense(Plugin):
 
 @dataclass(frozen=True, kw_only=True)
 class AskedEpsilon:
-    """An ε that is asked for in place of a noise."""
+    """Holds an ε that a scenario asks for in place of a noise."""
 
     epsilon: float
-    """After all rounds, of the client that is worst off."""
+    """ε after all rounds, of the client that is worst off."""
     delta: float | None
-    """None: that of the ledger (`privacy.delta`)."""
+    """δ of the claim; None for that of the ledger (`privacy.delta`)."""
 
 
 class TrainingDefense(Plugin):
@@ -204,14 +204,14 @@ class TrainingDefense(Plugin):
 
     @property
     def target(self) -> AskedEpsilon | None:
-        """The ε that this defense's noise is to be found for; None where it is declared.
+        """ε for which this defense's noise has to be found; None where the noise is declared.
 
-        One that has a target proves an ε of ∞, and gives no direction, until `with_noise`.
+        A defense with a target proves an ε of ∞, and gives no direction, until `with_noise`.
         """
         return None
 
     def with_noise(self, multiplier: float) -> TrainingDefense:
-        """Returns the same defense with noise of so many times the bound; it keeps its target."""
+        """Returns the defense with noise of `multiplier` times the bound; it keeps its target."""
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 
     def training(self, declared: LocalTraining) -> LocalTraining:
@@ -219,7 +219,7 @@ class TrainingDefense(Plugin):
         return declared
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the direction of a local `step`; by default the one so far."""
+        """Returns the direction of a local `step`; by default the direction so far."""
         return step.gradient
 
     @abstractmethod
@@ -302,8 +302,10 @@ class AggregationDefense(Plugin):
         """Returns the only update the server gets to see. Consumes `updates` one by one."""
 
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
-        """Returns the aggregation as one of so many participants sees it, who takes off what it
-        added itself; by default that hides the others as well as before."""
+        """Returns the aggregation as seen by one of so many `participants`.
+
+        That one takes off what it added itself. By default the others are hidden as well as before.
+        """
         return self
 
     @abstractmethod
@@ -320,16 +322,16 @@ class AggregationDefense(Plugin):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRound:
-    """What a round's noise of the server depends on; nothing of it depends on who answers."""
+    """Holds what the server's noise in a round depends on, which is independent of who answers."""
 
     clients: int
-    """How many are asked in a round."""
+    """Number of clients asked in a round."""
     sensitivity: float
-    """The L2 bound on one client's update."""
+    """L2 bound on one client's update."""
     stream: torch.Generator
-    """This round's randomness."""
+    """Stream of this round's randomness."""
     before: torch.Generator | None
-    """The round before's, from its start again; None in the first."""
+    """Stream of the round before, again from its start; None in the first round."""
 
 
 class NoisyAggregation(AggregationDefense):
@@ -342,25 +344,26 @@ class NoisyAggregation(AggregationDefense):
 
 @dataclass(frozen=True, kw_only=True)
 class SumTerms:
-    """What a secure sum is made of: all of it public, and none of it the server's choice."""
+    """Holds the terms of a secure sum: all are public, and none is the server's choice."""
 
     threshold: float
     """Share of a round's participants that has to be in a sum; above 1/2."""
     colluding: float
-    """Share of them that may tell the server all they know."""
+    """Share of the participants that may tell the server all they know."""
     range: float
-    """Entries of an update are clipped to [-range, range]."""
+    """Bound on the entries of an update, which are clipped to [-range, range]."""
     buffer_range: float
-    """Entries of buffers are clipped to [-buffer_range, buffer_range]."""
+    """Bound on the entries of buffers, which are clipped to [-buffer_range, buffer_range]."""
     most_examples: int
-    """What a client counts at most; a client counts its examples over that."""
+    """Maximum number of examples of a client, whose weight in a sum is its share of that."""
     norm: float
     """L2 bound on an update that noise is made for; inf without noise."""
     noise: float
     """Standard deviation of the noise on a sum over as few honest clients as may be in one."""
 
     def client_noise(self, participants: int) -> float:
-        """Standard deviation of what each of so many participants adds to an entry."""
+        """Returns the noise's standard deviation on an entry that each of `participants` adds."""
+        # At least so many honest clients are in a sum, and their variances add up to `noise`².
         return self.noise / math.sqrt(participants * (self.threshold - self.colluding))
 
 
@@ -395,6 +398,7 @@ Defense = (
 
 def global_norm(update: Tensors) -> Tensor:
     """Returns the L2 norm of all tensors together, 0-d float64; 0 if there are none."""
+    # In float64, since squares of float16 overflow, and a bound that is proven has to hold.
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in update.values()]
     return (
         torch.linalg.vector_norm(torch.stack(norms))
@@ -404,7 +408,7 @@ def global_norm(update: Tensors) -> Tensor:
 
 
 def all_finite(update: Tensors) -> bool:
-    """Whether no entry is infinite or NaN."""
+    """Returns whether no entry is infinite or NaN."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in update.values())
 
 
@@ -435,6 +439,7 @@ def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
     In such a step lie 10^9 of the values that noise can have near 0, and few or none beyond 6.8
     deviations, where one entry in 10^11 is.
     """
+    # A power of two, so that dividing and multiplying by it are exact.
     step = 2.0 ** (math.floor(math.log2(std)) - _STEP_BITS)
     return {
         name: _rounded_to(step, tensor.double() + std * noise[name]).to(tensor.dtype)
@@ -443,14 +448,15 @@ def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
 
 
 def shapes(update: Tensors) -> Mapping[str, torch.Size]:
-    """Name -> shape."""
+    """Returns name -> shape."""
     return {name: tensor.shape for name, tensor in update.items()}
 
 
 _STEP_BITS = 18
-"""How much finer than the noise's deviation a step of what is shown is, by powers of two."""
+"""Binary logarithm of how much finer than the noise's deviation the steps of `add_noise` are."""
 
 
 def _rounded_to(step: float, values: Tensor) -> Tensor:
-    """The nearest multiples of `step`; what is no number, or too large to be off one, as it is."""
+    """Returns the nearest multiples of `step`; NaN and large values, which are multiples, stay."""
+    # From 2^52 steps on, each float64 is a multiple of the step; for NaN the comparison is false.
     return torch.where(values.abs() < 2.0**52 * step, (values / step).round() * step, values)

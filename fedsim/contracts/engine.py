@@ -1,4 +1,4 @@
-"""What is asked of an engine without Flower; `fedsim.federation.engine` has the rest of it."""
+"""Defines what can be asked of an engine without Flower; `fedsim.federation.engine` extends it."""
 
 from __future__ import annotations
 

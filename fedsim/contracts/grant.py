@@ -1,4 +1,4 @@
-"""What an attacker is granted beside an observation, and the values that are handed over for it.
+"""Defines what an attacker is granted beside an observation, and the values that it then gets.
 
 To grant something new, add a field to `Grant`, one for its value to `Knowledge`, and hand it over
 in `fedsim.attacking.knowledge`: scenarios, the command line, rows and reports follow.
@@ -16,7 +16,7 @@ from fedsim.types import Tensors
 
 
 class Meaning:
-    """What a field of `Grant` is about, and what each of its values means."""
+    """Says what a field of `Grant` is about, and what each of its values means."""
 
     def __init__(
         self,
@@ -25,14 +25,13 @@ class Meaning:
         from_truth: str | None = None,
         honest: str | None = None,
     ) -> None:
-        """A meaning that says itself.
+        """Stores the meaning of one field.
 
         Args:
-            of: What an attack to which it is granted is after.
-            words: What the attacker is granted by each value, in their order; empty if that needs
-                no saying.
-            from_truth: The least value that holds what only the victim knows; None if none does.
-            honest: The most that an honest server has by itself; None if that is the least value.
+            of: Targets of the attacks that can use the field.
+            words: Wording of what each value grants, in their order; empty if nothing needs saying.
+            from_truth: Least value that holds what only the victim knows; None if none does.
+            honest: Largest value that an honest server has by itself; None if that is the least.
         """
         self.of, self.words, self.from_truth, self.honest = of, words, from_truth, honest
 
@@ -101,18 +100,19 @@ class Grant(BaseModel):
 
     @classmethod
     def values(cls) -> dict[str, tuple[str, ...]]:
-        """The values of each field, from least to most."""
+        """Returns the values of each field, from least to most."""
         return {name: get_args(info.annotation) for name, info in Grant.model_fields.items()}
 
     @classmethod
     def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
-        """The meaning of each field, or of those that attacks on `of` (images, rows) can use."""
+        """Returns the meaning of each field, or of those for attacks on `of` (images, rows)."""
+        # Pydantic keeps what `Annotated` adds to a type, here a `Meaning`, as metadata.
         own = {name: info.metadata[0] for name, info in Grant.model_fields.items()}
         return {name: meaning for name, meaning in own.items() if of in (None, meaning.of)}
 
     @classmethod
     def least(cls, **more: str) -> Grant:
-        """The least of everything, but for what is named: so an attack says what it needs.
+        """Returns the least of everything but what is named, by which an attack says what it needs.
 
         Raises:
             ValidationError: there is no such field or value.
@@ -122,13 +122,14 @@ class Grant(BaseModel):
 
     @classmethod
     def most(cls) -> Grant:
-        """All that can be granted."""
+        """Returns the grant of all that can be granted."""
         return Grant.model_validate({name: values[-1] for name, values in cls.values().items()})
 
     def lacks(self, needs: Grant) -> str | None:
-        """What is missing for an attack with such `needs`, as advice; None if nothing is."""
+        """Returns advice on what is missing for an attack with such `needs`; None if nothing is."""
         for name, values in self.values().items():
             granted, needed = getattr(self, name), getattr(needs, name)
+            # Values are listed from least to most, so that more than what is needed is enough, too.
             if values.index(granted) < values.index(needed):
                 return (
                     f"needs knowledge.{name}: {needed} (of `fedsim attack`: --grant "
@@ -137,7 +138,7 @@ class Grant(BaseModel):
         return None
 
     def from_truth(self) -> list[str]:
-        """What of it only the victim knows, as `labels=known`; empty if nothing."""
+        """Returns the granted fields that only the victim knows, as `labels=known`."""
         return [
             f"{name}={getattr(self, name)}"
             for name, meaning in self.meanings().items()
@@ -145,7 +146,7 @@ class Grant(BaseModel):
         ]
 
     def beyond_honest(self) -> list[str]:
-        """What of it no honest server has by itself, as `public=test`; empty if nothing.
+        """Returns the granted fields that no honest server has by itself, as `public=test`.
 
         A field that does not say otherwise is beyond from its second value on.
         """
@@ -158,14 +159,14 @@ class Grant(BaseModel):
         ]
 
     def _reaches(self, name: str, value: str) -> bool:
-        """Whether field `name` grants at least `value`."""
+        """Returns whether field `name` grants at least `value`."""
         values = self.values()[name]
         return values.index(getattr(self, name)) >= values.index(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knowledge:
-    """What an attack is handed beside the observation: a grant, and its values."""
+    """Holds what an attack is handed beside the observation: a grant, and its values."""
 
     grant: Grant = field(default_factory=Grant.least)
     true_labels: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What is proven of a defense stack, as far as it can be: the mechanisms that an accountant knows.
+"""Defines what is proven of a defense stack, by mechanisms that an accountant knows.
 
 A `Guarantee` is handed along a stack; each member states what it does to what was proven before
 it, and only the whole stack's is ever accounted (`fedsim.privacy.ledger`).
@@ -19,7 +19,7 @@ from fedsim.types import FedsimError, LocalTraining, Relation, ReleaseKind, Samp
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """A release that an accountant knows: Gaussian noise on a quantity of bounded contributions.
+    """Describes a Gaussian mechanism: noise on a quantity of bounded contributions.
 
     `noise_multiplier` is s / C: the noise's standard deviation over the L2 bound of what one `unit`
     contributes. `relation` says what neighbouring data are: under `zero_out` that contribution is
@@ -43,7 +43,7 @@ class Mechanism:
 
     @property
     def reach(self) -> int:
-        """How far apart neighbours' contributions are at most, in units of C."""
+        """Largest distance between neighbours' contributions, in units of C."""
         return 2 if self.relation == "replace_one" else 1
 
 
@@ -56,11 +56,14 @@ def of_steps(
     not); in a batch of fixed size, for any other.
     """
     steps = 1 if training.algorithm == "fedsgd" else training.steps
+    # One batch for all steps is not drawn anew: the example may be in each, and nothing is
+    # amplified.
     sampling = training.sampling if steps == 1 or training.batches == "different" else None
     independent = sampling in ("poisson", "balls_in_bins")
     return Mechanism(
         noise_multiplier=noise_multiplier,
         unit="example",
+        # With a fixed size, one example in means another one out, so that it is an exchange.
         relation="zero_out" if independent else "replace_one",
         releases=steps,
         sampling=sampling,
@@ -70,7 +73,7 @@ def of_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMechanism(ABC):
-    """A release that is no Gaussian mechanism, but whose ε is known in its own right.
+    """Describes a release that is no Gaussian mechanism, but whose ε has a proof of its own.
 
     `accountant` says in a few words how ε is found.
     """
@@ -81,8 +84,10 @@ class ExactMechanism(ABC):
 
     @abstractmethod
     def epsilon(self, delta: float, releases: int) -> float:
-        """The least proven ε of so many independent releases of the same data; inf if there is
-        none."""
+        """Returns the least proven ε of so many independent `releases` of the same data.
+
+        It is inf if there is none.
+        """
 
     def with_share(self, share: float) -> ExactMechanism | None:
         """Returns the release with only that share of its noise's variance; by default unknown."""
@@ -91,7 +96,7 @@ class ExactMechanism(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CurveMechanism(ABC):
-    """A release that is no Gaussian mechanism, but whose whole curve is known, so that it composes.
+    """Describes a release that is not Gaussian, but composes, as its whole privacy curve is known.
 
     `beta` is how far neighbours' examples are apart at most, under relation `close`; `accountant`
     says in a few words how the curve is found.
@@ -104,15 +109,15 @@ class CurveMechanism(ABC):
 
     @abstractmethod
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        """log δ at each ε >= 0: the largest over neighbours, in both directions."""
+        """Returns log δ at each ε >= 0: the largest over neighbours, in both directions."""
 
 
 @final
 @dataclass(frozen=True)
 class Composed:
-    """Independent releases of the same data, each by a mechanism of which the curve is known.
+    """Composes independent releases of the same data, each by a mechanism of known curve.
 
-    There is one or more, and all hide the same: else it raises a FedsimError.
+    There is at least one. If they do not hide the same, a FedsimError is raised.
     """
 
     parts: tuple[CurveMechanism, ...]
@@ -126,18 +131,18 @@ class Composed:
 
     @property
     def unit(self) -> Unit:
-        """What all hide."""
+        """Owner of what all of them hide."""
         return self.parts[0].unit
 
     @property
     def relation(self) -> Relation:
-        """`relative` as soon as one is."""
+        """Relation of all parts; `relative` as soon as one part's is."""
         relative = any(part.relation == "relative" for part in self.parts)
         return "relative" if relative else self.parts[0].relation
 
     @property
     def accountant(self) -> str:
-        """Those of the parts."""
+        """Names of the parts' accountants, and their β."""
         return f"{self._names}, β = {self.parts[0].beta:g}"
 
     @property
@@ -148,12 +153,12 @@ class Composed:
 Proven = Mechanism | ExactMechanism | Composed
 
 Statistic = Literal["features", "kernel"]
-"""What a release may be computed from: features (n, d), or their kernel matrix (n, n)."""
+"""Statistics that a release may use: features (n, d), or their kernel matrix (n, n)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """What a closed-form learner releases of a client's rows D, as far as privacy depends on it.
+    """Describes a closed-form learner's release of a client's rows D, as privacy depends on it.
 
     `sketch`: D'G, G of standard normal entries. `coefficients`: those of least squares.
     `sketched_coefficients`: those of least squares on a sketch. `normal_coefficients`: a draw of
@@ -170,14 +175,14 @@ class Release:
     features: int
     """d, the number of features."""
     statistics: tuple[Statistic, ...] = ()
-    """All that the release is computed from; empty where it is computed from the rows at once."""
+    """Statistics that it is computed from; empty where it is computed from the rows directly."""
     gain: float = 1.0
     """s, the largest eigenvalue of S in the kernel (x'z)(x'Sz), which is public."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """What is proven of an update on its way through a stack.
+    """States what is proven of an update on its way through a stack.
 
     `sensitivity` bounds the L2 norm of the whole update (all tensors together) whatever the data;
     `mechanism` is the release it has been through; `reason` says why there is none. `pooled` is
@@ -190,10 +195,11 @@ class Guarantee:
     pooled: ExactMechanism | None = None
 
     def bounded(self, norm: float) -> Guarantee:
-        """After a step that leaves no update longer than `norm` (nor than it was)."""
+        """Returns the guarantee after a step that makes no update longer, and none than `norm`."""
         return replace(self, sensitivity=min(self.sensitivity, norm))
 
     def unproven(self, reason: str) -> Guarantee:
-        """After a step that may enlarge the update. Post-processing keeps a mechanism."""
+        """Returns the guarantee after a step that may enlarge the update; a mechanism is kept."""
+        # Behind the noise all is post-processing, which no later step can undo.
         reason = self.reason if self.mechanism else reason
         return replace(self, sensitivity=math.inf, reason=reason)

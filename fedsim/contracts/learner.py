@@ -1,4 +1,4 @@
-"""The learner contract: what a client computes from its data, and what the server makes of it.
+"""Defines the learner contract: a client's computation, and what the server makes of it.
 
 A learner is a frozen plugin; `start` binds it to one stack's federation. All state is handed in and
 returned, so that a computation is a pure function of its arguments.
@@ -38,19 +38,19 @@ that releases once one batch of all that the client holds, of a table (rows (n, 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What a learner works on: one defense stack's federation, without its clients' data."""
+    """Describes what a learner works on: one stack's federation, without its clients' data."""
 
     learner: Named
     stack: Stack
     dataset: Dataset | Table
-    """Its description and test split, with no training example (`without_training`)."""
+    """Description of the data and test split, without training examples (`without_training`)."""
     device: torch.device
     seed: int
     clients: int
     examples: int
     """Number of training examples of all clients together."""
     model: Named | None = None
-    """The network, where the scenario names one."""
+    """Network as the scenario names it; None if it names none."""
     weights: str | None = None
     """Path of the weights to start from."""
     plants: bool = False
@@ -61,13 +61,13 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a client is asked in a round."""
+    """Holds what a client is asked in a round."""
 
     batches: Batches
     parameters: Tensors
     buffers: Tensors
     training: LocalTraining
-    """After the stack's training defenses; of no meaning where nothing is trained."""
+    """Local training after the stack's training defenses; meaningless where nothing is trained."""
     stream: torch.Generator
     """Randomness of the learner and not of the defense; `fedsim.rng.normal` draws from it what has
     to stay secret."""
@@ -77,37 +77,37 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What a client computed, before the update defenses."""
+    """Holds what a client computed, before the update defenses."""
 
     update: Tensors
     """Update on any device, named and shaped like the parameters."""
     buffers: Tensors
     """New floating-point buffers (batch-norm statistics)."""
     num_examples: int
-    """The weight in the mean over the clients. The server gets to see it."""
+    """Weight in the mean over the clients, which the server gets to see."""
     truth: GroundTruth | None
-    """What was used of images, for scores; None where nothing is recorded, and of rows."""
+    """Batch that was used, for scores; None where nothing is recorded, and for rows."""
     loss: float | None
-    """Under the global model, before this round's work; None where there is none."""
+    """Loss under the global model, before this round's work; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The global model on the test split; a learner says what its loss is."""
+    """Holds the global model's scores on the test split; each learner defines its own loss."""
 
     loss: float
     accuracy: float | None
 
 
 class Computation(ABC):
-    """A learner at work on one stack's federation."""
+    """Carries out a learner's work in one stack's federation."""
 
     spec: ModelSpec | None = None
     """Description of the model, of a learner that trains one."""
     model: nn.Module | None = None
     """The network, of a learner that trains one."""
     release: Release | None = None
-    """What a closed-form learner releases of its rows, as far as privacy depends on it."""
+    """Release of a closed-form learner, as far as privacy depends on it; None without one."""
     releases_statistics: bool = False
     """Whether clients also release batch-norm statistics of their data."""
 
@@ -184,12 +184,14 @@ def model_spec(problem: Problem) -> ModelSpec:
         name=model.name,
         parameters=model.parameters,
         num_classes=len(dataset.classes),
+        # A model's description is that of its inputs and more (`ModelSpec` derives from
+        # `InputSpec`).
         **vars(dataset.input_spec),
     )
 
 
 class Learner(Plugin):
-    """What a client computes from its data, and what the server makes of the clients' mean."""
+    """Defines what a client computes from its data, and what the server makes of the mean."""
 
     data: ClassVar[type[Dataset] | type[Table]]
     """The kind of data source that it computes from."""

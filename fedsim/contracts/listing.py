@@ -1,4 +1,4 @@
-"""What is installed, as `fedsim list` shows it."""
+"""Lists the installed plugins, as `fedsim list` shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def rows(kinds: Sequence[str]) -> list[Row]:
-    """Every plugin of `kinds` (such as `attacks`; see `plugins.GROUPS`), also broken ones.
+    """Returns a row for every plugin of `kinds` (see `plugins.GROUPS`), broken or not.
 
     A row has kind, name, package, version, summary, paper, parameters (name, type, default,
     required, range, description) and error (None, or why the plugin cannot be used).
@@ -36,7 +36,7 @@ def rows(kinds: Sequence[str]) -> list[Row]:
 
 
 def render(found: Sequence[Row], width: int = 80) -> str:
-    """`found` as text for a terminal of `width` characters; what is longer is wrapped, not cut."""
+    """Renders rows as text for a terminal of `width` characters; longer lines are wrapped."""
     blocks: list[str] = []
     kind = None
     for row in found:
@@ -57,16 +57,17 @@ def _block(row: Row, width: int) -> list[str]:
 
 
 def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
-    """Parameters as lines of at most `width` characters.
+    """Renders parameters as lines of at most `width` characters.
 
-    Of each a line with its name, default, type and range, aligned with the others', and below it
-    the description.
+    Each has a line of name, default, type and range, aligned with the others', and below it its
+    description.
     """
     table = [_parameter(parameter) for parameter in parameters]
     names, defaults = (max((len(cells[i]) for cells in table), default=0) for i in (0, 1))
     lines = []
     for name, default, kind, description in table:
         head = f"{name.ljust(names)}  {default.ljust(defaults)}  {kind}"
+        # Where the aligned columns do not fit, this line goes without them.
         if len(head) + 6 > width:
             head = f"{name}  {default}  {kind}"
         lines += wrap_text(head, width, 6)
@@ -75,7 +76,7 @@ def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
 
 
 def wrap_text(text: str, width: int, indent: int) -> list[str]:
-    """Lines of at most `width` characters, the first indented by `indent` and the others deeper."""
+    """Wraps text to `width` characters, indented by `indent`, and deeper from line 2 on."""
     return textwrap.wrap(
         text.rstrip(),
         width,

@@ -39,6 +39,7 @@ def assign(cost: Tensor) -> list[int]:
     """Returns the assignment of least total `cost` (N, M); a row has its column, or `MISSING`."""
     from scipy.optimize import linear_sum_assignment
 
+    # Of an (N, M) cost with M < N, only M rows get a column: the others stay `MISSING`.
     rows, columns = linear_sum_assignment(cost.numpy())
     assignment = [MISSING] * len(cost)
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What a metric is: how it is computed, measured in, compared with, and shown.
+"""Defines what a metric is: how it is computed, measured, compared and shown.
 
 A target (`fedsim.contracts.target`) has metrics. Rows, leaderboard and report know each by its
 name, and read all else from here.
@@ -36,12 +36,12 @@ TensorMetric = Callable[[Tensor, Tensor], MetricValue]
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPair:
-    """An answer beside the truth, as the functions of metrics get them."""
+    """Holds an answer beside the truth, as the functions of metrics get them."""
 
     claimed: Tensor
-    """Answer in the order of the truth, where there is one."""
+    """(N, ...) answer in the order of the truth, where it was matched."""
     truth: Tensor
-    """(N, ...)"""
+    """(N, ...) truth."""
     unordered: Tensor | None = None
     """(M, ...) as the attack returned it; None if that had the order of the truth."""
     aid: Any = None
@@ -50,7 +50,7 @@ class ScoredPair:
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A term of the glossary, and what it means in plain sentences."""
+    """Holds a term of the glossary, and its meaning in plain sentences."""
 
     key: str
     """Identifies it in a page: lower-case letters and hyphens."""
@@ -60,7 +60,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A metric, as everything that computes, compares or shows its values has to know it."""
+    """Describes a metric for everything that computes, compares or shows its values."""
 
     name: str
     """Name of its field in results.jsonl."""
@@ -82,7 +82,7 @@ class Metric:
     digits: int = 2
     """Number of decimals."""
     narrow: Literal["kept", "late", "early"] = "early"
-    """When a table that is too wide leaves it out: never, late, or early."""
+    """Order in which a table that is too wide leaves columns out: never, late, or early."""
 
     @property
     def term(self) -> Term:
@@ -101,5 +101,5 @@ class Metric:
 def ordered(
     function: TensorMetric,
 ) -> Callable[[ScoredPair], MetricValue]:
-    """Makes a function of (claimed, truth), in the same order, a metric's."""
+    """Adapts a function of (claimed, truth) to the signature of `Metric.compute`."""
     return lambda pair: function(pair.claimed, pair.truth)

@@ -1,4 +1,4 @@
-"""The one place that reads entry points: what is installed, and how a name becomes an object.
+"""Reads entry points, as no other module does: what is installed, and how a name becomes a class.
 
 A plugin is a class that derives from `Plugin`: a frozen pydantic model whose fields are its
 hyper-parameters. It is registered under one of the groups below, by the name users write in a
@@ -51,7 +51,7 @@ class Plugin(BaseModel, ABC):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     paper: ClassVar[str] = ""
-    """The source: authors, title, venue and year, equation. Shown by `fedsim list`."""
+    """Source: authors, title, venue and year, equation. `fedsim list` shows it."""
 
 
 Role = TypeVar("Role", bound=Plugin)
@@ -59,7 +59,7 @@ Role = TypeVar("Role", bound=Plugin)
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A plugin's parameter as `fedsim list` shows it."""
+    """Describes a plugin's parameter as `fedsim list` shows it."""
 
     name: str
     type: str
@@ -68,13 +68,13 @@ class Parameter:
     """Default value; None for a required parameter, too."""
     required: bool
     range: str
-    """The values allowed, such as `> 0, <= 1`; empty if the type says it all."""
+    """Allowed values, such as `> 0, <= 1`; empty if the type says it all."""
     description: str
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A plugin as `fedsim list` shows it. `error` says why it cannot be loaded, if it cannot."""
+    """Describes a plugin as `fedsim list` shows it; `error` says why it cannot be loaded."""
 
     group: str
     name: str
@@ -86,7 +86,7 @@ class Installed:
 
     @property
     def summary(self) -> str:
-        """The first line of the class's docstring."""
+        """First line of the class's docstring."""
         return (inspect.getdoc(self.cls) or "").partition("\n")[0] if self.cls else ""
 
 
@@ -100,12 +100,12 @@ def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Names registered in `group`, sorted; loads nothing."""
+    """Returns the names registered in `group`, sorted, and loads nothing."""
     return tuple(sorted(_entry_points(group)))
 
 
 def load(group: str, name: str) -> type[Plugin]:
-    """The class registered as `name` in `group`.
+    """Loads the class registered as `name` in `group`.
 
     Raises:
         PluginError: no such name (with the nearest one), two packages claim it, or importing it
@@ -126,6 +126,7 @@ def load(group: str, name: str) -> type[Plugin]:
         )
     (point,) = points
     try:
+        # A plugin's import runs code of a third party; what it raises must stop this plugin alone.
         cls = point.load()
     except (Exception, SystemExit) as error:  # a third party's import may raise anything
         raise PluginError(
@@ -164,10 +165,10 @@ def reference(group: str, plugin: Plugin) -> Named:
 
 
 def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
-    """`load`, of a class that derives from one of `roles`.
+    """Loads a class that derives from one of `roles`.
 
     Raises:
-        PluginError: as of `load`; or it derives from none.
+        PluginError: as of `load`; or the class derives from none.
     """
     cls = load(group, name)
     if not issubclass(cls, roles):
@@ -181,9 +182,10 @@ def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
 
 
 def list_installed(group: str) -> list[Installed]:
-    """Every plugin of `group`, also those that cannot be loaded."""
+    """Lists every plugin of `group`, also those that cannot be loaded."""
     rows = []
     for name in names(group):
+        # Where two packages claim the name, `load` says so; the first stands for the row.
         point = _entry_points(group)[name][0]
         package, version = _package(point), _version(point.dist) if point.dist else "?"
         try:
@@ -196,7 +198,7 @@ def list_installed(group: str) -> list[Installed]:
 
 
 def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
-    """JSON Schema of a plugin's parameters.
+    """Returns the JSON Schema of a plugin's parameters.
 
     Raises:
         PluginError: a field's type has no JSON Schema, so no scenario can set it.
@@ -211,7 +213,7 @@ def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[
 
 
 def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
-    """The parameters of a plugin, in the order of its class.
+    """Returns the parameters of a plugin, in the order of its class.
 
     Raises:
         PluginError: a field's type has no JSON Schema.
@@ -278,10 +280,10 @@ def _version(package: Distribution) -> str:
 
 
 class Described(GenerateJsonSchema):
-    """Says of each field in a JSON Schema what stands below it in its class.
+    """Describes each field in a JSON Schema by the docstring below it in its class.
 
-    Pydantic can do the same, by `use_attribute_docstrings`: for each class when it is made, which
-    takes every process a second.
+    Pydantic can do the same by `use_attribute_docstrings`, but does it whenever a class is made,
+    which takes every process a second.
     """
 
     def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:
@@ -290,12 +292,14 @@ class Described(GenerateJsonSchema):
         texts = descriptions(schema["cls"])
         for name, item in made.get("properties", {}).items():
             if name in texts:
+                # A description that the field itself declares stays.
                 item.setdefault("description", texts[name])
         return made
 
 
 def descriptions(cls: type) -> Mapping[str, str]:
-    """Returns what stands below the fields of a class and of those that it derives from."""
+    """Returns field -> docstring below it, of a class and those that it derives from."""
+    # From the bases on, so that a subclass's own text wins.
     return {name: text for each in reversed(cls.__mro__) for name, text in _texts_of(each).items()}
 
 
@@ -304,6 +308,7 @@ def _texts_of(cls: type) -> Mapping[str, str]:
     if not issubclass(cls, BaseModel) or cls is BaseModel:
         return {}
     try:
+        # The whole file, which `_classes` then parses once for all of its classes.
         lines, _ = inspect.findsource(inspect.getmodule(cls) or cls)
     except (OSError, TypeError):  # nobody wrote it into a file
         return {}
@@ -326,6 +331,7 @@ def _classes(source: str) -> Mapping[str, list[ast.stmt]]:
 
     def look(node: ast.AST, place: str) -> None:
         for child in ast.iter_child_nodes(node):
+            # Spelled as `__qualname__` is, by which a class is looked up.
             name = f"{place}{getattr(child, 'name', '')}"
             if isinstance(child, ast.ClassDef):
                 found[name] = child.body

@@ -1,4 +1,4 @@
-"""A defense stack, and `chain`, which composes it.
+"""Defines a defense stack, and `chain`, which composes it.
 
 `chain(a, b, c)` applies in written order and the empty chain is the identity, bit for bit. Only the
 whole stack's guarantee is ever accounted: a stack that is not a known mechanism has ε = ∞, never a
@@ -33,8 +33,11 @@ from fedsim.types import Effect, FedsimError, LocalTraining, Tensors, Vantage
 
 @dataclass(frozen=True)
 class Stack:
-    """A chain of defenses: those of the model, data, training and statistics act first, then update
-    ones, then the aggregation."""
+    """Holds a chain of defenses in the order in which they act.
+
+    Those of the model, data, training and statistics come first, then those of updates, then the
+    aggregation.
+    """
 
     training_defenses: tuple[TrainingDefense, ...] = ()
     update_defenses: tuple[UpdateDefense, ...] = ()
@@ -46,12 +49,13 @@ class Stack:
     _memories: dict[int, dict[str, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
+    """Index of a training defense -> what its steps remember, inside `memory_of` alone."""
     _directed: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Indices of training defenses that were asked for a direction."""
 
     @property
     def directed(self) -> bool:
-        """Whether a direction has been asked for: training defenses act on nothing else."""
+        """Whether a learner has asked for a direction; training defenses act on nothing else."""
         return bool(self._directed)
 
     @property
@@ -60,24 +64,24 @@ class Stack:
         return self.data_defense.least_clients if self.data_defense and self.aggregation else 1
 
     def sigma(self, release: Release) -> float:
-        """σ of the σ I that a client appends to its rows; 0 without a data defense."""
+        """Returns σ of the σ I that a client appends to its rows; 0 without a data defense."""
         return self.data_defense.sigma(release) if self.data_defense else 0.0
 
     def private(
         self, statistic: Statistic, value: Tensor, release: Release, rng: torch.Generator
     ) -> Tensor:
-        """A client's `statistic` as its release may use it: `value` itself without a defense."""
+        """Returns a client's `statistic` made private; `value` itself without a defense."""
         for defense in self.statistic_defenses:
             if defense.statistic == statistic:
                 return defense.apply(value, release, rng)
         return value
 
     def assumed_of(self, statistic: Statistic) -> list[StatisticDefense]:
-        """The defenses of `statistic` whose claims hold of some data only."""
+        """Returns the defenses of `statistic` whose claims hold only for some data."""
         return [d for d in self.statistic_defenses if d.statistic == statistic and d.assumes]
 
     def statistic_parameters(self, release: Release) -> dict[str, Mapping[str, float]]:
-        """Returns, by statistic that is private, `StatisticDefense.public_parameters`."""
+        """Returns private statistic -> its defense's `StatisticDefense.public_parameters`."""
         return {
             defense.statistic: defense.public_parameters(release)
             for defense in self.statistic_defenses
@@ -97,9 +101,9 @@ class Stack:
         ]
 
     def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
-        """What the whole stack does to the update.
+        """Returns what the whole stack does to the update.
 
-        Data and statistic defenses act on what a release is computed from; how, it says itself.
+        Data and statistic defenses have no part in it: `ReleaseSpec` describes what they do.
 
         Raises:
             FedsimError: as `guarantees`.
@@ -108,23 +112,26 @@ class Stack:
         training = self.training(declared)
         whole = Effect()
         for alteration in self.model_defenses:
+            # By name and parameters, from which an attacker builds the same altered model.
             named = plugins.reference("fedsim.defenses", alteration)
             whole = whole.then(replace(alteration.effect(training), model=(named,)))
         for defense in self.training_defenses:
             whole = whole.then(defense.effect(training))
+        # `proven` goes on behind the last update defense, so that it is longer.
         for member, held in zip(self.update_defenses, proven, strict=False):
             whole = whole.then(member.effect(held))
         if self.aggregation:
+            # The last entry is the aggregation's own; it acts on what is proven before it.
             whole = whole.then(self.aggregation.effect(proven[-2]))
         return whole
 
     @property
     def vantage(self) -> Vantage:
-        """What the server sees: each client's update, or only their combination."""
+        """View of the server: each client's update, or only their combination."""
         return "aggregate" if self.aggregation else "server"
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """The local training after every training defense."""
+        """Returns the local training after every training defense."""
         for defense in self.training_defenses:
             declared = defense.training(declared)
         return declared
@@ -149,11 +156,11 @@ class Stack:
 
     @contextmanager
     def memory_of(self, state: Tensors) -> Iterator[dict[str, Tensor]]:
-        """Let the steps of `gradient` inside go on from where the client's `state` says it was.
+        """Let the steps of `gradient` inside go on from the client's `state`.
 
-        `state` is the client's after its round before (empty before its first). The value is filled
-        on exit with what the steps leave, to be kept with the state of the update defenses. Outside
-        of it, every direction begins as in a client's first round.
+        `state` is the one after the client's previous round (empty before its first). The mapping
+        that is yielded is filled on exit with what the steps leave, and is kept with the state of
+        the update defenses. Outside, every direction begins as in a client's first round.
         """
         self._memories.update({index: {} for index in range(len(self.training_defenses))})
         for name, tensor in state.items():
@@ -164,6 +171,7 @@ class Stack:
         try:
             yield left
             for number, memory in self._memories.items():
+                # Not in `finally`: a step that fails must not leave half of a new state behind.
                 left |= {f"{_TRAINING}{number}.{name}": t.cpu() for name, t in memory.items()}
         finally:
             self._memories.clear()
@@ -171,9 +179,9 @@ class Stack:
     def guarantees(
         self, declared: LocalTraining, release: Release | None = None
     ) -> list[Guarantee]:
-        """What holds before the first update defense, and after each stage behind it.
+        """Returns what is proven before the first update defense, and after each stage behind it.
 
-        `release` is what a closed-form learner releases; None of one that trains as `declared`.
+        `release` is that of a closed-form learner; None for a learner that trains as `declared`.
 
         Raises:
             FedsimError: a defense does not fit the learner, or cannot follow what comes before it.
@@ -197,6 +205,7 @@ class Stack:
                     f"{_name(self.data_defense)} acts on the rows of a closed-form learner; choose "
                     "learner sketch or least_squares, or drop it"
                 )
+            # It stands first in its chain, so that nothing is proven before it.
             held = self.data_defense.guarantee(release)
         if self.statistic_defenses:
             held = self._of_statistics(release)
@@ -220,6 +229,7 @@ class Stack:
         assert release is not None
         parts = {d.statistic: d.guarantee(release) for d in self.statistic_defenses}
         bare = [statistic for statistic in known if statistic not in parts]
+        # A release from one bare statistic is no post-processing of private ones.
         if bare:
             return Guarantee(reason=f"no defense protects the {bare[0]} that the release tells of")
         return Guarantee(mechanism=Composed(tuple(parts.values())), reason="")
@@ -236,10 +246,11 @@ class Stack:
     def init(
         self, update: Tensors, declared: LocalTraining, release: Release | None = None
     ) -> Tensors:
-        """The state of all update defenses before the first round, as one flat mapping."""
+        """Returns the state of all update defenses before the first round, as a flat mapping."""
         proven = self.guarantees(declared, release)
         return {
             f"{index}.{name}": tensor
+            # `proven[index]` is what holds before the defense of that index.
             for index, defense in enumerate(self.update_defenses)
             for name, tensor in defense.init(_floating(update), proven[index].sensitivity).items()
         }
@@ -247,7 +258,7 @@ class Stack:
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """(defended update, next state) after every update defense. Integer tensors pass by."""
+        """Returns (defended update, next state); integer tensors pass all update defenses by."""
         defended = _floating(update)
         after: dict[str, Tensor] = {}
         for index, defense in enumerate(self.update_defenses):
@@ -259,7 +270,7 @@ class Stack:
 
 
 _TRAINING = "training."
-"""How the names of what training defenses remember begin; others begin with a number."""
+"""Prefix of a state's names for training defenses; those of update defenses begin with a number."""
 
 
 def chain(*defenses: Defense) -> Stack:

@@ -1,4 +1,4 @@
-"""The target contract: a kind of leak, and everything that is particular to it.
+"""Defines the target contract: a kind of leak, and everything that is particular to it.
 
 A target is one file and one entry point of the group `fedsim.targets`. It says what of a client is
 answered (images, labels, who took part), what truth clients leave for its score, by which metrics
@@ -26,7 +26,7 @@ from fedsim.types import Observation, Payload, Reconstruction, Tensors, Truth
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a run has for scores, besides answers and truths."""
+    """Holds what a run has for scores, besides answers and truths."""
 
     guesser: Any = None
     """Guesses batches from public images (`fedsim.scoring.Guesser`); None where there are none."""
@@ -35,12 +35,12 @@ class Resources:
 
 
 Aids = Mapping[str, Any]
-"""What each target prepared for scores, by its part (`Target.prepare`)."""
+"""Part of a target -> what it prepared for scores (`Target.prepare`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetScores:
-    """An answer compared with the truth by all metrics of one target."""
+    """Holds the comparison of an answer with the truth by all metrics of one target."""
 
     values: Mapping[str, MetricValue]
     """Metric -> its values, or why there are none."""
@@ -63,23 +63,24 @@ class TargetScores:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetGuess:
-    """What somebody answers who saw no update, scored as an attack's answer is."""
+    """Holds the scored answer of somebody who saw no update."""
 
     name: str | None = None
-    """What it is called in rows; None if the other targets' guesses name it."""
+    """Name of the guess in rows; None if another target's guess names it."""
     metrics: Mapping[str, float | None]
     per_image: Mapping[str, list[float]] = field(default_factory=dict)
     learned: Mapping[str, Any] = field(default_factory=dict)
-    """What it was learned from: `public`, `public_per_image`, `near_copies` of a row's baseline."""
+    """Fields of a row's baseline on what it was learned from: `public`, `public_per_image` and
+    `near_copies`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuessRequest:
-    """What is to be guessed: the truth of an observation, under a threat model."""
+    """Asks for a guess at the truth of an observation, under a threat model."""
 
     truth: Truth
     found: Reconstruction | None = None
-    """What the attack answered beside which the guess stands; None if it failed."""
+    """Answer of the attack that the guess is compared with; None if the attack failed."""
     granted: Grant = Grant()
     observation: Observation | None = None
 
@@ -88,19 +89,19 @@ class Target(Plugin):
     """A kind of leak. Only `part`, `noun`, `singular`, `metrics` and `leaks` have to be stated."""
 
     part: ClassVar[str]
-    """Name of what it scores, in an answer and in the truth."""
+    """Name of the scored part, in an answer and in the truth."""
     noun: ClassVar[str]
-    """What it is called in sentences, in the plural: `images`."""
+    """Its noun in sentences, in the plural: `images`."""
     singular: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]
-    """The first one ranks attacks."""
+    """Metrics of the target; the first one ranks attacks."""
     order: ClassVar[float] = 10.0
     """Place among targets. The first one that an attack answers ranks the attack."""
     itemwise: ClassVar[bool] = False
     """Whether an answer has an entry for each example of a batch. Entries of such targets that
     stand at one place belong together."""
     payloads: ClassVar[tuple[Payload, ...]] = ()
-    """What clients send of which it is the main target: rows that no attack answered are of it."""
+    """Kinds of client message whose main target it is: unanswered rows of results count for it."""
     asked_singly: ClassVar[bool] = False
     """Whether attacks are asked about one example at a time, so that trials share examples."""
     pictured: ClassVar[bool] = False
@@ -110,8 +111,9 @@ class Target(Plugin):
     keeps_truth: ClassVar[bool] = False
     """Whether the truth is saved where an attack did not answer this target, too."""
     ranks_by: ClassVar[Literal["own", "gain", "mean"]] = "own"
-    """What ranks attacks: the part of the gain over the guess that is due to the attacked update,
-    all of that gain, or the mean, where guesses are compared by their means alone."""
+    """Figure that ranks attacks. `own`: the part of the gain over the guess that is due to the
+    attacked update. `gain`: all of that gain. `mean`: the mean, where guesses are compared by
+    their means alone."""
     leaks: ClassVar[float]
     """Gain in the first metric from which a trial leaks, over the guess and another update. Where
     it `ranks_by` the mean, an error: the share of the guess's from which down it leaks."""
@@ -132,7 +134,7 @@ class Target(Plugin):
 
     @property
     def ranking(self) -> Metric:
-        """The metric that ranks attacks."""
+        """Metric that ranks attacks."""
         return self.metrics[0]
 
     def is_alike(self, values: Mapping[str, float | None], by: Iterable[str]) -> bool:
@@ -145,6 +147,8 @@ class Target(Plugin):
 
     def is_recognizable(self, values: Mapping[str, float | None]) -> bool:
         """Whether an answer that leaks is recognizable: by its likeness, else its first metric."""
+        # The first measure of likeness judges; the ranking metric does only where that has no
+        # value.
         first, value = next(iter(self.likeness), ""), values.get(self.ranking.name)
         if values.get(first) is not None:
             return self.is_alike(values, [first])
@@ -157,14 +161,15 @@ class Target(Plugin):
         It becomes part of the client's own truth, which no attack gets to read.
 
         Args:
-            batch: what the update was computed from.
-            held: returns inputs (pixels or rows) and labels of all that the client holds.
+            batch: Batch that the update was computed from.
+            held: Function that returns inputs (pixels or rows) and labels of all that the client
+                holds.
         """
         return None
 
     @property
     def truth_name(self) -> str:
-        """Name, in a client's truth, of what answers are compared with."""
+        """Name of the tensor in a client's truth that answers are compared with."""
         return self.part
 
     def truth_of(self, truth: Truth) -> Tensor | None:
@@ -176,7 +181,7 @@ class Target(Plugin):
         return found.parts().get(self.part)
 
     def prepare(self, resources: Resources) -> Any:
-        """Returns what scores need and takes long to make; asked once in a process."""
+        """Returns aids for scores that take long to make; it is called once in a process."""
         return None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
@@ -259,6 +264,7 @@ class Target(Plugin):
         if answer is None:
             return {truth_name: true}
         order = assignments.get(self.part)
+        # Entries at one place belong together: labels go with the image that they came with.
         if order is None and self.itemwise:
             order = next(iter(assignments.values()), None)
         if order:
@@ -297,6 +303,7 @@ def targets() -> Mapping[str, Target]:
     """
     loaded = [plugin.cls for plugin in plugins.list_installed(GROUP) if plugin.cls]
     found = [cls() for cls in loaded if issubclass(cls, Target)]
+    # The part breaks ties, so that rows and tables have one order on every machine.
     found.sort(key=lambda target: (target.order, target.part))
     by_part = {target.part: target for target in found}
     if len(by_part) < len(found):
