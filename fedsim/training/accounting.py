@@ -1,4 +1,4 @@
-"""What a stack's federation spends of privacy, by the ledger: after a round, or of one release."""
+"""Computes what a stack's federation spends of privacy, after a round or by one release."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def spent(
 ) -> PrivacyClaim:
     """Returns what the stack guarantees after `round` rounds, for the client that is worst off.
 
-    Worst is the most participations so far together with the most probes and the least data. It is
-    of all that clients released: of their training, and of the probes that they were asked for. A
-    scenario may declare that these are no part of the deployment (`privacy.probes: outside`), and a
-    caller that they are not asked about. It holds against whoever looks from `seen_from`.
+    That client combines the most participations so far, the most probes and the least data. The
+    claim covers all that clients released, in training and in answer to probes. Probes are left out
+    if the scenario declares them outside of the deployment (`privacy.probes: outside`), or if
+    `probes` is False. The claim holds against whoever looks from `seen_from`.
     """
     account, stack = account_of(server), accounted_stack(server, seen_from)
     worst: PrivacyClaim | None = None
     for entry in account.entries(server.stack, round, probes=probes):
+        # The ledger may stop at a quick bound for a client that cannot be worse than this.
         known = worst.epsilon if worst else 0.0
         found = claim(stack, server.declared, replace(_with_set_up(server, entry), known=known))
         if worst is None or found.epsilon > worst.epsilon:
@@ -42,8 +43,10 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
         declared = server.declared_of(seen.training.batch_size)
     own, stack = [seen.client], accounted_stack(server, seen.vantage)
     if seen.vantage in ("aggregate", "client"):
+        # A mean is made of all others' data, so the claim is that of the worst of them.
         taking_part = server.plan(seen.round).participants
         own = [client for client in taking_part if client != seen.client]
+    # A server's noise may be correlated over rounds, so the ledger is told which round this is.
     only = tuple(past == seen.round for past in range(1, scenario.training.rounds + 1))
     shared = isinstance(server.stack.aggregation, NoisyAggregation)
     again = seen.releases > 1
@@ -65,7 +68,7 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
 
 
 def _with_set_up(server: Server, entry: Entry) -> Entry:
-    """Returns `entry` with what the federation releases besides, whatever the rounds."""
+    """Returns `entry` with what the federation releases besides updates, in any round."""
     return replace(
         entry,
         buffers_released=server.releases_statistics,
@@ -78,6 +81,8 @@ def _with_set_up(server: Server, entry: Entry) -> Entry:
 def spent_by(server: Server, round: int) -> PrivacyClaim:
     """Returns the claim after `round` rounds, or where it takes long, after a few more."""
     sampled = server.training.sampling != "without_replacement"
+    # The ε after a later round is no smaller, so it is valid here. Powers of two keep slow
+    # accounting rare.
     later = 1 << (round - 1).bit_length() if sampled else round
     return spent(server, min(later, server.scenario.training.rounds))
 
@@ -131,5 +136,5 @@ def account_of(server: Server) -> Account:
 
 
 def _covering(claim: PrivacyClaim, releases: str) -> PrivacyClaim:
-    """The claim, with what it covers before what it holds under, if there is any such thing."""
+    """Returns `claim` as one that covers `releases`, under the condition that it named, if any."""
     return replace(claim, covers=f"{releases}, if {claim.covers}" if claim.covers else releases)

@@ -56,11 +56,11 @@ class Client:
     seed: int
     """Seed of its batches, and of its noise unless `noise_seed` is given."""
     noise_seed: int | None = None
-    """Seed of all else that it draws, which then also depends on the weights, buffers and memory
-    that a release is computed from: so the noise of one value is that of no other. None: drawn
-    from `seed`, and the same for all values."""
+    """Seed of all else that it draws. Its streams then also depend on the weights, buffers and
+    memory that a release is computed from, so that no two values share their noise. None: they are
+    drawn from `seed`, and are the same for all values."""
     absent: Tensor | None = None
-    """Those of `own` that are drawn as ever but are not there, as in a neighbouring database."""
+    """Examples of `own` that batches draw as usual but leave out, as in a neighbouring database."""
 
     def update(
         self,
@@ -77,12 +77,12 @@ class Client:
 
         Args:
             server: What the client knows of the federation.
-            round: From 1.
-            parameters: Of the global model.
-            buffers: Of the global model.
+            round: Number of the round, from 1.
+            parameters: Parameters of the global model.
+            buffers: Buffers of the global model.
             state: The client's defense state after its previous round (empty before the first).
-            probe: What it is asked instead of training.
-            most_steps: At most so many local steps, of a trial; by default as declared.
+            probe: The probe that it answers instead of training.
+            most_steps: Maximum number of local steps, for a trial run; by default as declared.
 
         Raises:
             FedsimError: the batch is larger than the client's data.
@@ -91,6 +91,7 @@ class Client:
         if most_steps is not None:
             declared = replace(declared, steps=min(most_steps, declared.steps))
         training = server.stack.training(declared)
+        # Balls in bins deals over all rounds, so the client counts its steps in its state.
         taken = int(state.get(_STEPS, 0))
         path = self._path(round, probe)
         truth: Truth | None = None
@@ -109,11 +110,14 @@ class Client:
             stream=rng.generator(secret, "learner", *path, *at),
             recorded=server.plan(round).is_observed,
         )
+        # The first release draws as an only one would: asking for more does not change it.
         again = (probe.release,) if probe and probe.release else ()
+        # Defenses draw from a stream of their own, so that batches are the same under every stack.
         stream = rng.generator(secret, "defense", *path, *again, *at)
         with server.stack.memory_of(state) as remembered:
             computed = server.computation.compute(request, stream)
         update = {name: value.cpu() for name, value in computed.update.items()}
+        # Before the first round the memory is made in the shapes of the update.
         before = state or server.stack.init(update, declared, server.release)
         defended, after = server.stack.apply(update, before, stream)
         steps: Tensors = {}
@@ -131,7 +135,7 @@ class Client:
         )
 
     def _with_more(self, truth: Truth | None) -> Truth | None:
-        """Adds what installed targets have a client leave besides its batch."""
+        """Adds to `truth` what installed targets ask a client to leave besides its batch."""
         if truth is None:
             return None
         left = {part: target.leave(truth, self.held) for part, target in targets().items()}
@@ -139,7 +143,7 @@ class Client:
         return replace(truth, more={**truth.more, **more})
 
     def _noise(self, *inputs: Tensors) -> tuple[int, tuple[str, ...]]:
-        """Returns the seed of a release's noise, and what the paths of its streams end with."""
+        """Returns the seed of a release's noise, and the ending of the paths of its streams."""
         if self.noise_seed is None:
             return self.seed, ()
         return self.noise_seed, (digest(*inputs),)
@@ -150,17 +154,17 @@ class Client:
         """Returns the stream of the client's roundings and noise in a secure sum of its update.
 
         Args:
-            round: From 1.
-            probe: What it is asked instead of training.
-            parameters: Global parameters that its update is of.
-            buffers: Global buffers that its update is of.
+            round: Number of the round, from 1.
+            probe: The probe that it answers instead of training.
+            parameters: Global parameters from which its update was computed.
+            buffers: Global buffers from which its update was computed.
         """
         secret, at = self._noise(parameters, buffers)
         again = (probe.release,) if probe else ()
         return rng.generator(secret, "secure sum", *self._path(round, probe), *again, *at)
 
     def there(self, examples: Tensor) -> Tensor:
-        """Returns those of `examples`, indices, that are not absent."""
+        """Returns the `examples` (indices) that are not absent."""
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
@@ -172,7 +176,7 @@ class Client:
     ) -> tuple[tuple[Tensor, Tensor], RowTruth | None]:
         """Returns (inputs, labels) of a closed-form release, and which of its rows they are.
 
-        Of a training release, all that the client holds and None.
+        For a release in training, these are all that the client holds, and None.
         """
         held = self.held()
         if probe is None:
@@ -185,7 +189,7 @@ class Client:
         return (held[0][members], held[1][members]), replace(truth, members=members)
 
     def check_victims(self, training: LocalTraining, trials: int) -> None:
-        """Refuse more trials of probes that are trained so than the client has images for.
+        """Refuse more `trials` of a probe than the client has images for.
 
         Raises:
             FedsimError: there are too few, with how many trials there can be.
@@ -212,7 +216,7 @@ class Client:
     ) -> Batches:
         """Returns inputs and labels of every local step.
 
-        The client has `taken` so many steps in earlier rounds; each probe has so many `trials`.
+        `taken` is the number of steps in earlier rounds, `trials` that of trials of each probe.
         """
         found = []
         distinct = _distinct(training)
@@ -222,8 +226,10 @@ class Client:
             else:
                 path = (*self._path(round, probe), step)
                 chosen = self._choose(training, path, taken + step)
+            # Left out after the draw: all other examples are drawn as without an absence.
             chosen = self.there(chosen)
             found.append(self.dataset.examples_at(chosen))
+        # Under `batches: same` the only batch serves every step.
         return found * (training.steps // distinct)
 
     def _victims(
@@ -237,6 +243,7 @@ class Client:
             FedsimError: several trials do.
         """
         own, size = self._different, probe.batch_size
+        # Neither trial nor step is in the path: they cut one order into disjoint parts.
         stream = rng.generator(self.seed, "victims", round, self.number, size)
         drawn = batches.of_trial(own, size, probe.trial, trials, step, stream)
         if drawn is None:
@@ -251,6 +258,7 @@ class Client:
     def _choose(self, training: LocalTraining, path: tuple[int, ...], step: int) -> Tensor:
         """Returns the indices of the examples of one batch."""
         if training.sampling == "balls_in_bins":
+            # No step is in the path, so that each step finds the same bins.
             stream = rng.generator(self.seed, "bins", self.number)
             return batches.balls_in_bins(self.own, training.bins(len(self.own)), step, stream)
         poisson = training.sampling == "poisson"

@@ -1,4 +1,4 @@
-"""A digest of tensors: of what decides a release, so that its noise serves for nothing else."""
+"""Digests the tensors that decide a release, so that no other release shares its noise."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ def digest(*parts: Tensors) -> str:
     """Return the same text for the same tensors alone: names, shapes, types and values of each."""
     found = hashlib.sha256()
     for part in parts:
+        # Lengths, names, types and shapes are hashed too, so that different inputs never hash as
+        # the same bytes.
         found.update(f"{len(part)}\n".encode())
         for name in sorted(part):
             value = part[name].detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""What a participant of a federation learns of the others from two global models.
+"""Computes what a participant of a federation learns of the others from two global models.
 
 It knows the weights at which a round began, what it sent itself, and the weights at which the next
 round begins. All participants weigh the same, so that of n the others' mean is (n m - u) / (n - 1),
@@ -32,15 +32,15 @@ def look(
     parameters: Tensors,
     buffers: Tensors,
 ) -> Observation:
-    """Returns what `client` sees of the others in `round`, who it takes to have answered.
+    """Returns what `client` sees of the others in `round`, assuming that all of them answered.
 
     Args:
         server: What every participant knows of the federation.
-        client: Who looks.
-        round: Whose updates are in the new global model.
-        kept: What it kept of that round (`pack_round`).
-        parameters: Of the new global model.
-        buffers: Of the new global model.
+        client: Number of the participant that looks.
+        round: Round whose updates made the new global model.
+        kept: What the participant kept of that round (`pack_round`).
+        parameters: Parameters of the new global model.
+        buffers: Buffers of the new global model.
 
     Raises:
         FedsimError: the learner's models do not tell the mean (`Computation.told_update`).

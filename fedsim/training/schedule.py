@@ -1,8 +1,8 @@
-"""Who takes part in which round, and what is recorded of it.
+"""Plans who takes part in which round, and what is recorded of it.
 
-All of it follows from the scenario and its seed: so every process of a run knows it without being
-told. Of the stack it depends only on whether updates are combined before the server sees them, so
-that defenses are attacked on the same victims.
+Plans follow from the scenario and its seed alone, so every process of a run computes the same ones.
+Of the stack they use only whether updates are combined before the server sees them: all defenses
+are attacked on the same victims.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Probe:
     """An update that is asked for only to be recorded: it is never aggregated.
 
     It is what the same client would have released in this round, had its batch been another one of
-    `batch_size` images; so leakage can be compared across batch sizes and over many trials. Of a
-    table, each of the client's rows takes part with the same chance, so many on average.
+    `batch_size` images; so leakage can be compared across batch sizes and over many trials. In a
+    table, each of the client's rows takes part with the same chance, `batch_size` on average.
     """
 
     batch_size: int
     trial: int
     release: int = 0
-    """Number of the release of the same batch, from 0; only a defense's randomness differs."""
+    """Number of this release of the batch, from 0; only a defense's randomness differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class RoundPlan:
 
 
 _KEPT = 256
-"""Rounds whose plans are kept: a run goes through them in order, and asks often for the same."""
+"""Number of rounds whose plans are kept; a run takes rounds in order, and asks for each often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,7 @@ class Schedule:
 
     @cached_property
     def _plans(self) -> Callable[[int], RoundPlan]:
+        # A cache on the method itself would keep every schedule alive.
         return lru_cache(maxsize=_KEPT)(self._plan)
 
     @cached_property
@@ -120,7 +121,9 @@ class Schedule:
 
     def _sample(self, number: int) -> tuple[int, ...]:
         clients = self.scenario.data.clients
+        # Halves are rounded up; round() would take 2.5 to 2.
         count = max(1, math.floor(self.scenario.federation.participation * clients + 0.5))
+        # Each round has its own stream, so that a plan needs none of the rounds before.
         stream = rng.generator(self.scenario.seed, "participants", number)
         return tuple(sorted(torch.randperm(clients, generator=stream)[:count].tolist()))
 
@@ -137,6 +140,7 @@ class Schedule:
         wanted = self.scenario.observe.clients
         probing = self.scenario.observe.batch_sizes is not None
         taking_part = self._samples(number)
+        # A combination is made of all participants' updates, whoever is wanted.
         if self.aggregated or (wanted == "all" and not probing):
             return taking_part
         if wanted == "all":
@@ -149,6 +153,7 @@ class Schedule:
         is_last = number == self.scenario.training.rounds
         if "client" not in asked.vantages or not self.is_observed(number):
             return ()
+        # Nobody receives the model after the last round, and who trains alone learns of nobody.
         if is_last or len(taking_part) == 1:
             return ()
         after = self._samples(number + 1)
@@ -160,7 +165,7 @@ class Schedule:
 
     @property
     def watchers(self) -> list[Watcher]:
-        """Observers of the clients' answers or their combination: the server and, in plaintext, an
+        """Observers of the clients' answers or their combination: the server, and in plaintext an
         eavesdropper."""
         wanted = self.scenario.observe.vantages
         encrypted = self.scenario.federation.tls

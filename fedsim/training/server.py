@@ -1,4 +1,4 @@
-"""What the server of one defense stack's federation knows and computes: no client's data.
+"""Computes what the server of one defense stack's federation does, without any client's data.
 
 A `Server` is built from (scenario, stack name) and the description of the data: the parameters, the
 schedule, what the stack declares, the test split. The tap and Flower's ServerApp hold nothing else.
@@ -49,21 +49,21 @@ from fedsim.types import (
 )
 
 Announcement = tuple[LocalTraining, tuple[Mapping[str, object], ...], Effect]
-"""What everybody knows of an update: its training, its defenses, and their effect."""
+"""Public facts of an update: its local training, its defenses, and their effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """What a server is told of its clients' data: how much each holds, and no example."""
+    """States what a server is told of its clients' data: how much each holds, and no example."""
 
     held: Sequence[int]
-    """How many training examples each client holds, by its number."""
+    """Number of training examples of each client, by the client's number."""
     private_statistics: Mapping[Unit, tuple[str, ...]]
-    """What clients compute with that one unit's data had a say in, without noise."""
+    """Names, by unit, of what the set-up took from the data of one such unit without noise."""
 
     @property
     def examples(self) -> int:
-        """How many training examples all clients hold together."""
+        """Number of training examples of all clients together."""
         return sum(self.held)
 
 
@@ -78,7 +78,7 @@ class Server:
     described: Dataset | Table
     """The description of the data and its test split (`without_training`)."""
     census: Census
-    """What is known of its clients' data."""
+    """Public facts about the clients' data."""
     noise_seed: int | None = None
     """Seed of the noise that the server adds; None: the scenario's, which everybody knows."""
 
@@ -88,6 +88,7 @@ class Server:
         Raises:
             FedsimError: the data is not what the learner takes, or the model does not fit it.
         """
+        # The dataclass is frozen, but a learner may take the data in another form.
         object.__setattr__(self, "described", self._learner.view(self.described))
         if not isinstance(self.described, self._learner.data):
             raise FedsimError(
@@ -133,7 +134,7 @@ class Server:
 
     @cached_property
     def computation(self) -> Computation:
-        """Computation of a client, and what becomes of it."""
+        """The learner's part: what a client computes, and what the server makes of it."""
         problem = problem_of(
             self.scenario, self.stack, self.described, self.census.examples, self.device
         )
@@ -147,12 +148,12 @@ class Server:
 
     @property
     def release(self) -> Release | None:
-        """Release of a closed-form learner, as far as privacy depends on it; else None."""
+        """Release of a closed-form learner, as far as privacy depends on it; None for training."""
         return self.computation.release
 
     @cached_property
     def unprotected(self) -> tuple[str, ...]:
-        """The names of what clients release that passes by all defenses: tensors of no floats."""
+        """Names of released tensors that no defense treats, since they are not floating-point."""
         parameters, _ = self.initial()
         return tuple(n for n, value in parameters.items() if not value.is_floating_point())
 
@@ -168,13 +169,15 @@ class Server:
         return aggregation if isinstance(aggregation, MaskedAggregation) else None
 
     def sum_terms(self, probe: Probe | None) -> SumTerms:
-        """What a secure sum of the answers to `probe`, or (None) of training, is made of.
+        """Returns the terms of a secure sum of answers to `probe`, or (None) of training updates.
 
         Raises:
             FedsimError: nothing bounds what a client adds.
         """
         assert self.protocol is not None
         declared = self.declared_for(probe)
+        # The last guarantee is the aggregation's. The one before bounds what each client adds to
+        # the sum.
         *_, before, _ = self.stack.guarantees(declared, self.release)
         most = self.computation.most_examples(self.stack.training(declared))
         return self.protocol.terms(before, most)
@@ -296,6 +299,7 @@ class Server:
         aggregation = self.stack.aggregation
         assert aggregation is not None
         types: dict[str, torch.dtype] = {}
+        # Updates pass one by one and are not kept, so their types are noted on the way.
         combined = aggregation.combine(_noting_types(updates, types))
         if not isinstance(aggregation, NoisyAggregation):
             return combined
@@ -310,11 +314,14 @@ class Server:
                 clients=len(self.plan(round).participants),
                 sensitivity=before.sensitivity,
                 stream=rng.generator(seed, *path, round, *asked),
+                # The last round's noise is drawn again from its stream, and need not be kept.
                 before=rng.generator(seed, *path, round - 1) if round > 1 else None,
             ),
         )
         tensors = {
-            name: value.to(types.get(name, value.dtype)) for name, value in shown.tensors.items()
+            # Sums are added up in float64; what is shown has the clients' own types.
+            name: value.to(types.get(name, value.dtype))
+            for name, value in shown.tensors.items()
         }
         return replace(shown, tensors=tensors)
 
@@ -349,6 +356,7 @@ class Server:
         vantage: Vantage = watcher
         if watcher == "server" and client < 0:
             vantage = "aggregate"
+        # One client's part of a sum is masked. A participant sees the others' mean, which is not.
         masked = self.protocol is not None and client >= 0 and watcher != "client"
         training, defense, effect = self._announced(probe.batch_size if probe else None)
         return Observation(
@@ -366,13 +374,15 @@ class Server:
             client=client,
             num_clients=num_clients,
             trial=probe.trial if probe else 0,
+            # Never the scenario's own seed, from which an attack could draw batches and noise
+            # again.
             seed=self.scenario.attack_seed,
             releases=releases,
         )
 
     @cached_property
     def _announced(self) -> Callable[[int | None], Announcement]:
-        """What everybody knows of an answer to a probe of so many images, or (None) of training."""
+        """Maps the batch size of a probe, or None for training, to public facts of the answer."""
 
         @cache
         def announce(batch_size: int | None) -> Announcement:
@@ -409,6 +419,7 @@ class Server:
                 for watcher in self.schedule.watchers
                 for number in seen_as
             ]
+        # An update of training is also part of the mean that each other participant learns.
         if probe is None and client in plan.participants:
             ids += [
                 self.observation_id(round, looker, None, "client")

@@ -1,4 +1,4 @@
-"""The scenario's data source, and what of a federation was computed from private data."""
+"""Loads the scenario's data source, and lists what was taken from private data without noise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedsim.system.paths import from_home, open_regular
 from fedsim.types import Dataset, Table, Unit
 
 _BY_LABEL = ("dirichlet", "shards")
-"""Partitions in which an example's label decides on where others go."""
+"""Partitions in which one example's label decides where others go."""
 _BY_PLACE = ("iid", "file")
 _EQUAL = (
     "which of a client's images probes are drawn from: of equal images one, so that each other is "
@@ -52,7 +52,7 @@ def load_source(chosen: PluginRef) -> Dataset | Table:
 
 
 def build_source(chosen: PluginRef) -> DataSource:
-    """A data source that a scenario names, or could name.
+    """Builds the data source that `chosen` names.
 
     Raises:
         FedsimError: it is not installed.
@@ -64,7 +64,7 @@ def build_source(chosen: PluginRef) -> DataSource:
 
 
 def digest_of_inputs(scenario: Scenario, dataset: Dataset | Table) -> str:
-    """Returns a digest of what a scenario names and does not hold: data, weights, a partition.
+    """Returns a digest of the data, weights and partition file that a scenario only names.
 
     Two runs of one text are of one population only if it is the same. `dataset` is all that the
     scenario's source loads.
@@ -85,28 +85,29 @@ def digest_of_inputs(scenario: Scenario, dataset: Dataset | Table) -> str:
 
 
 _TOLD = ("name", "left_out")
-"""Fields of a data set that say how it came about, and decide no figure."""
+"""Fields of a data set that tell where it came from, and influence no result."""
 
 
 def private_statistics(
     scenario: Scenario, dataset: Dataset | Table, owns: Iterable[Tensor], *, dealt: bool = True
 ) -> Mapping[Unit, tuple[str, ...]]:
-    """What of a federation's set-up was computed from training data without noise, by whose.
+    """Lists what a federation's set-up took from training data without noise, by unit.
 
-    Weights to start from may be a model of the same clients, trained without noise: they count as
-    that unless the scenario declares them public.
+    Weights to start from may be a model of the same clients, trained without noise. They count as
+    one unless the scenario declares them public.
 
-    Where a partition deals by labels, one example also has a say in who holds the others. Where a
-    client holds equal images, it has one in how often probes that are counted draw the others.
+    Where a partition deals by labels, one example also influences who holds the others. Where a
+    client holds equal images, one of them influences how often counted probes draw the others.
 
     Args:
-        scenario: Of the federation.
-        dataset: All that is dealt, or what one client holds.
+        scenario: The federation's scenario.
+        dataset: All data that a partition deals, or those of one client.
         owns: The indices of each client's examples that are known here.
-        dealt: Whether a partition deals them; data that their owners hold are not.
+        dealt: Whether a partition deals the data; False where clients bring their own.
     """
     found = dataset.private_statistics
     if found is None:
+        # A source that declares nothing counts as private, since silence proves nothing.
         kind = type(dataset).__name__
         found = (f"data source {dataset.name} does not declare {kind}.private_statistics",)
     if scenario.training.weights is not None and scenario.privacy.weights != "public":
@@ -131,7 +132,7 @@ def private_statistics(
 def _draws_of_different(
     scenario: Scenario, dataset: Dataset | Table, owns: Iterable[Tensor]
 ) -> bool:
-    """Whether probes that the ledger counts are drawn of fewer images than a client holds."""
+    """Whether counted probes draw from fewer images than a client holds, since some are equal."""
     counted = scenario.observe.batch_sizes and scenario.privacy.probes == "included"
     if (
         not counted

@@ -1,7 +1,7 @@
-"""What clients are asked for over the rounds, and the noise that keeps it to an ε asked for.
+"""Counts what clients release over the rounds, and finds the noise that keeps to an asked ε.
 
-All of it is of the client that is worst off: the most participations, the most probes and the least
-data. How much a client holds is known from the census, and it is taken to be public.
+Counts are those of the client that is worst off: the most participations, the most probes and the
+least data. How much a client holds is known from the census, and it is taken to be public.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fedsim.words import number_of
 
 
 def asked_epsilons(stack: Stack) -> list[AskedEpsilon]:
-    """Returns each ε that a defense of `stack` asks for in place of a noise."""
+    """Returns the ε that each defense of `stack` declares in place of a noise."""
     return [one.target for one in stack.training_defenses if one.target]
 
 
 def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
-    """Returns each ε that a defense of a calibrated `stack` asks for, and its noise."""
+    """Returns the asked ε and the noise multiplier of each such defense of a calibrated `stack`."""
     return [
         (one.target, float(one.model_dump()["noise_multiplier"]))
         for one in stack.training_defenses
@@ -44,18 +44,18 @@ def calibrate_noise(
     declared: LocalTraining,
     held: Sequence[int],
 ) -> Stack:
-    """`written` with the least noise by which the worst client's ε after all rounds is as asked.
+    """Returns `written` with the least noise that keeps the worst client's ε to the one asked for.
 
-    The noise is a function of what is public: the scenario, and how much each client holds. So
-    whoever knows these finds the same, to the last digit. Without an ε asked for, `written` itself.
+    The noise depends on public facts alone: the scenario, and how much each client holds. Whoever
+    knows these finds the same, to the last digit. If no ε is asked for, `written` stays as it is.
 
     Args:
-        written: As the scenario has it.
-        place: Its key in the scenario, for errors.
-        scenario: Of the federation.
-        schedule: Who takes part when.
+        written: The stack as the scenario has it.
+        place: The stack's key in the scenario, for errors.
+        scenario: The federation's scenario.
+        schedule: Says who takes part when.
         declared: Local training before the stack's training defenses.
-        held: How many examples each client holds; 0 where that is not known.
+        held: Number of examples of each client; 0 where it is not known.
 
     Raises:
         FedsimError: the ε cannot be reached, or δ is not the one that the ledger states.
@@ -115,7 +115,7 @@ def _with_noise(stack: Stack, multiplier: float) -> Stack:
 
 @dataclass(frozen=True)
 class Account:
-    """What is asked of clients over the rounds, whatever the noise."""
+    """Counts what clients are asked for over the rounds, whatever the noise."""
 
     scenario: Scenario
     schedule: Schedule
@@ -140,7 +140,7 @@ class Account:
         ]
 
     def worst_client_sizes(self, training: LocalTraining) -> list[int]:
-        """Returns the counts of which one has the largest ε, leaving out what is not known."""
+        """Returns the client sizes of which one has the largest ε; unknown sizes are left out."""
         return worst_client_sizes(training, [count for count in self.held if count] or self.held)
 
     def participations(self, round: int) -> set[tuple[int, ...]]:
@@ -152,7 +152,7 @@ class Account:
         return set(map(tuple, rounds.values()))
 
     def public(self, round: int, stack: Stack) -> set[tuple[bool, ...]]:
-        """Returns clients' participations, where a trusted server's noise depends on them."""
+        """Returns each client's participations by round, if a trusted server's noise needs them."""
         if not isinstance(stack.aggregation, NoisyAggregation):
             return set()
         return {
@@ -170,10 +170,12 @@ class Account:
         probed = sum(observed(past) for past in range(1, round + 1) if sizes)
         counts = set()
         for rounds in self.participations(round):
+            # Where probes are recorded, `releases` repeats these and not the training.
             repeated = sum(map(observed, rounds)) if again and not sizes else 0
             counts.add(Most(len(rounds) - repeated, repeated, probed))
         return [
             most
+            # A client whom another one exceeds in all three counts cannot be the worst.
             for most in sorted(counts, reverse=True)
             if not any(
                 other != most
@@ -185,7 +187,7 @@ class Account:
         ] or [Most(0, 0, 0)]
 
     def list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
-        """Returns what a client released as probes that was asked for them in so many rounds.
+        """Returns what a client released as probes, if it was asked for them in `rounds` rounds.
 
         Empty where the scenario declares them no part of the deployment.
         """
@@ -202,7 +204,7 @@ class Account:
         )
 
     def covers(self, round: int, probes: bool) -> str:
-        """Says in words what the ε of so many rounds covers."""
+        """Describes what the ε after `round` rounds covers."""
         observe = self.scenario.observe
         covers = f"training of {number_of(round, 'round')}"
         asked = self.most(round)[0].probed * len(self._sizes)
@@ -222,17 +224,17 @@ class Account:
 def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
     """Returns the local training of a probe of so many images, before the training defenses.
 
-    An attacker knows of how many it is: so they are drawn without replacement.
+    The attacker knows their number, so they are drawn without replacement.
     """
     return replace(declared, batch_size=batch_size, sampling="without_replacement")
 
 
 @dataclass(frozen=True, order=True)
 class Most:
-    """How often a client released something."""
+    """Counts what one client released."""
 
     trained: int
     repeated: int
-    """Rounds in which its training was released several times."""
+    """Number of rounds in which its training was released several times."""
     probed: int
-    """Rounds in which it was asked for probes."""
+    """Number of rounds in which it was asked for probes."""

@@ -31,12 +31,12 @@ _ARGUMENTS = (
 )
 """Arguments of these functions, in their order."""
 _IGNORED = -100
-"""What PyTorch takes for `ignore_index` if nothing is said."""
+"""PyTorch's default of `ignore_index`."""
 _IMAGE_AXES = 4
 _MOST_ACCUMULATED = 129
-"""Batches whose losses an app divides by their number are fewer."""
+"""Exclusive bound on the number of accumulated batches by which an app may divide its losses."""
 _NEAR = 1e-2
-"""Relative difference up to which two estimates of a proximal term's factor are one."""
+"""Relative difference up to which two estimates of a proximal term's factor agree."""
 _ROUNDED = 1e-5
 """Relative rounding of a loss."""
 
@@ -51,9 +51,9 @@ class Steps:
     them."""
     labels: list[int] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
-    """Indices in `images` of what the batches were made of, one batch after the other."""
+    """Indices in `images` of the members of all batches, one batch after the other."""
     sizes: list[int] = field(default_factory=list)
-    """How many images each step was computed from."""
+    """Number of images of each step."""
     optimizer: str | None = None
     settings: dict[str, float] = field(default_factory=dict)
     """Learning rate, momentum and the like of the first step."""
@@ -67,7 +67,7 @@ class Steps:
     proximal: float = 0.0
     """μ of FedProx, where all that is differentiated besides the loss is its term."""
     unmodelled: list[str] = field(default_factory=list)
-    """What was seen of the training that no attack knows of."""
+    """Properties of the training that no attack models, in words."""
     training_mode: bool = True
     """Whether the model's layers computed in training mode."""
     left_out: int = 0
@@ -87,6 +87,7 @@ class Steps:
         for images, labels in batches:
             own = set()
             for image, label in zip(images, labels.tolist(), strict=True):
+                # The label is hashed, too: one image under two labels is two examples.
                 key = hashlib.sha256(image.numpy().tobytes() + bytes(str(label), "ascii")).digest()
                 is_repeated |= key in own
                 own.add(key)
@@ -138,7 +139,7 @@ class _Loss:
 
 
 class _Watch:
-    """What the hooks share."""
+    """Gathers what the hooks hear of one thread's training."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
@@ -147,13 +148,13 @@ class _Watch:
         self._inputs: Tensor | None = None
         """What the model was called with last."""
         self._caught = False
-        """Whether the call that is going on has had its images."""
+        """Whether images were found in the call that is going on."""
         self._losses: list[_Loss] = []
-        """Those of the step that is coming."""
+        """Losses that belong to the coming step."""
         self._differentiated: list[float] = []
-        """Values that were differentiated for it."""
+        """Values that were differentiated for the coming step."""
         self._scale = 1.0
-        """What a GradScaler multiplied these by, and has taken back from the gradients."""
+        """Factor by which a GradScaler multiplied these values, and divided the gradients again."""
         self._proximal: list[float] = []
         """Estimates of the factor of a proximal term, one a step that has one."""
         self._start: list[Tensor] | None = None
@@ -202,6 +203,7 @@ class _Watch:
             return
         given = {**dict(zip(_ARGUMENTS, arguments, strict=False)), **named}
         labels = given["target"]
+        # Each input serves one loss: what a second loss makes of the same batch is not modelled.
         images, self._inputs = self._inputs, None
         if images is None and self._losses and value.requires_grad:
             self._note("several losses are taken of one batch")
@@ -212,8 +214,10 @@ class _Watch:
             if not counted.any():
                 return
             labels = labels.detach().cpu()[counted]
+            # A loop may write its next batch into the same memory.
             copies = images.to("cpu", torch.float32, copy=True)[counted]
             weights, loss = given.get("weight"), dict[str, Any]()
+            # torch's weighted mean divides by the sum of the weights.
             total = float(len(labels) if weights is None else weights[labels].sum())
             mean = value.detach().double().sum()
             summed = _Loss(
@@ -223,6 +227,7 @@ class _Watch:
                 factors=(total, total / len(images)),
             )
             if value.requires_grad:
+                # The hook fires only if the loss, or a function of it, is differentiated.
                 value.register_hook(summed.mark)  # type: ignore[no-untyped-call]
             self._losses.append(summed)
             if smoothing := given.get("label_smoothing"):
@@ -257,6 +262,7 @@ class _Watch:
         if not self._losses:
             self._clear()
             return
+        # Fused optimizers unscale by themselves: a GradScaler leaves its factor on them.
         if isinstance(scale := getattr(optimizer, "grad_scale", None), Tensor):
             self._scale = float(scale)
         first, *others = (_settings(group) for group in optimizer.param_groups)
@@ -285,10 +291,12 @@ class _Watch:
         count = len(self._losses)
         means = [loss.mean for loss in self._losses]
         values = [each / self._scale for each in self._differentiated]
+        # Losses that were added up before the backward pass show as a single value.
         if len(means) != len(values):
             means, values = [math.fsum(means)], [math.fsum(values)]
         factors = [value / mean if mean else 1.0 for mean, value in zip(means, values, strict=True)]
         summed = [factor for loss in self._losses for factor in loss.factors]
+        # Usual factors: none, the sum in place of the mean, and 1 / n for n accumulated batches.
         known = [1.0, *summed, *(1 / n for n in range(2, _MOST_ACCUMULATED))]
         for factor in known:
             if all(math.isclose(each, factor, rel_tol=_ROUNDED) for each in factors):
@@ -297,6 +305,7 @@ class _Watch:
             return float(count)
         moved = zip(weights, self._start or [], strict=False)
         drift = math.fsum(float((p.detach() - q).double().square().sum()) for p, q in moved)
+        # FedProx adds (μ / 2) ||θ - θ₀||² to the loss, which is solved for μ.
         found = 2 * (math.fsum(values) - math.fsum(means)) / drift if drift and count == 1 else 0.0
         self._proximal.append(found)
         return float(count)
@@ -328,7 +337,7 @@ class _Watch:
 
 
 class _Hooks:
-    """What PyTorch is hooked by for all watches of this process.
+    """Hooks PyTorch once for all watches of this process.
 
     The first watch puts the hooks in and the last takes them out, so that threads whose trainings
     overlap neither lose each other's losses nor leave any hook behind.
@@ -365,6 +374,7 @@ class _Hooks:
             (torch.amp.GradScaler, "unscale_", _Watch.on_unscale),
         ]
         for owner, name, event in places:
+            # Functions have no hooks: they are replaced where modules look them up.
             function = getattr(owner, name)
             setattr(owner, name, self._listening(function, event))
             self._undo.append(partial(setattr, owner, name, function))
@@ -402,7 +412,7 @@ _hooks = _Hooks()
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a group of parameters; of pairs, as Adam's betas, `beta1` and `beta2`."""
+    """Returns a parameter group's numeric settings; the pair `betas` gives `beta1` and `beta2`."""
     found = {}
     for name, value in group.items():
         pair = name != "params" and isinstance(value, tuple | list)

@@ -1,4 +1,4 @@
-"""One defense stack's federation with its clients' data: whoever computes as a client holds it.
+"""Holds one defense stack's federation with its clients' data, for processes that run clients.
 
 A `Workload` is built from (scenario, stack name) alone, so every process that runs clients builds
 the same one. All batches are functions of (seed, round, client) and not of the stack: every defense
@@ -25,7 +25,7 @@ from fedsim.types import Dataset, FedsimError, Table, Tensors
 from fedsim.words import number_of
 
 IN_LOG = "the node's own log says more"
-"""Ends what a server is told of an error that may tell of a client's data."""
+"""Ending of an error message to the server whose details could reveal a client's data."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -36,7 +36,7 @@ class Workload(Server):
     """
 
     dataset: Dataset | Table = field(init=False)
-    """What all clients hold together, and the test split."""
+    """Data that all clients hold together, and the test split."""
     clients: Sequence[Client] = field(init=False)
     """All clients by their numbers, or the one that computes here."""
 
@@ -63,6 +63,7 @@ class Workload(Server):
             held=[len(own) for own in parts],
             private_statistics=private_statistics(scenario, data, parts),
         )
+        # The server's part is given no training data, so that nothing in it can compute from them.
         super().__init__(scenario, stack_name, data.without_training(), census)
         clients = tuple(
             Client(number=number, dataset=data, own=own, seed=scenario.seed)
@@ -92,7 +93,7 @@ class Workload(Server):
         raise FedsimError(f"client {number} does not compute here")
 
     def of_neighbours(self, dataset: Dataset | Table) -> Workload:
-        """Returns the same federation on other training data, of which all is computed anew.
+        """Returns the same federation on other training data, with everything computed anew.
 
         The source prepares the data again, and the partition is drawn again.
         """
@@ -116,7 +117,7 @@ class Workload(Server):
     def check_assumptions(self) -> None:
         """Refuse data that contradict what the stack's claim assumes of them.
 
-        Those of every release of a closed-form learner are looked at; training assumes nothing.
+        Every release of a closed-form learner is checked; training assumes nothing.
 
         Raises:
             FedsimError: they do (`Computation.check`).
@@ -139,7 +140,7 @@ class Workload(Server):
 
 @dataclass(frozen=True, eq=False, init=False)
 class OneClient(Workload):
-    """What one client of a federation computes whose others are elsewhere."""
+    """Computes as one client of a federation whose other clients are elsewhere."""
 
     def __init__(
         self, scenario: Scenario, stack_name: str, client: Client, census: Census | None = None
@@ -154,6 +155,7 @@ class OneClient(Workload):
         client = replace(client, dataset=data)
         held = len(client.own)
         if census is None:
+            # A count of 0 stands for one that is not known.
             counts = [0] * scenario.data.clients
             counts[client.number] = held
             census = Census(held=counts, private_statistics={})
@@ -162,6 +164,7 @@ class OneClient(Workload):
                 f"client {client.number} holds {number_of(held, 'example')}, and the server counts "
                 f"{census.held[client.number]}"
             )
+        # Not Workload's, which would load and deal the data of all clients.
         Server.__init__(self, scenario, stack_name, data.without_training(), census)
         object.__setattr__(self, "dataset", data)
         object.__setattr__(self, "clients", (client,))
