@@ -90,19 +90,21 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
 def announce_defenses(
     stack: Stack, refs: Sequence[PluginRef], declared: LocalTraining, release: Release | None
 ) -> tuple[Mapping[str, object], ...]:
-    """Returns what everybody knows of the defenses of `refs`, which `stack` was built of.
+    """Returns the public facts of the defenses of `refs`, of which `stack` was built.
 
     These are their names and parameters; derived parameters replace those that they follow from.
 
     Args:
-        stack: built of `refs`.
+        stack: the stack that was built of `refs`.
         refs: the defenses as a scenario has them.
         declared: local training before any defense changes it.
-        release: of a closed-form learner, else None.
+        release: what a closed-form learner releases, else None.
 
     Raises:
-        FedsimError: as `Stack.guarantees`.
+        FedsimError: the defenses do not fit each other or the learner (`Stack.guarantees`).
     """
+    # Both iterators follow the written order of their kind, so that each `next` belongs to its
+    # `ref`.
     laws, trained = iter(stack.update_parameters(declared, release)), iter(stack.training_defenses)
     members = []
     for ref in refs:
@@ -158,8 +160,8 @@ def problem_of(
         scenario: with every default written out.
         stack: the defense stack.
         described: the description of the data and its test split (`without_training`).
-        examples: how many training examples all clients hold together.
-        device: where the learner computes.
+        examples: number of training examples of all clients together.
+        device: device that the learner computes on.
     """
     return Problem(
         learner=_name_plugin(scenario.learner),
@@ -185,6 +187,7 @@ def algorithm(training: Training) -> Algorithm:
     if training.algorithm:
         return training.algorithm
     local = training.local
+    # One step without momentum moves weights by the gradient alone, so the gradient itself is sent.
     return "fedsgd" if local.steps == 1 and local.momentum == 0 else "fedavg"
 
 

@@ -54,6 +54,7 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     trainable: Training | None = None
     if training:
         faults = list(_algorithm(training))
+        # Stacks are checked only against sound training: they would repeat its errors.
         trainable = None if faults else training
         yield from faults
     if data:
@@ -63,6 +64,7 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     if training and observe:
         yield from _sampling(training, observe)
     if observe:
+        # A stack with errors of its own cannot be built, and is reported elsewhere.
         stacks = {n: r for n, r in sections.get("defenses", {}).items() if sound(("defenses", n))}
         yield from _vantages(observe, training, sections.get("federation"), stacks, trains=trains)
     if federation := sections.get("federation"):
@@ -141,6 +143,7 @@ def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Findi
             "each round; use `rounds: 1`",
         )
     unused = ("local", "algorithm", "projection_radius", *(() if frozen else ("weights",)))
+    # A key that is set to its default cannot be told from one that is not written.
     for key in unused:
         if training and getattr(training, key) != Training.model_fields[key].get_default():
             yield ("training", key), f"learner {learner} does not train; remove it"
@@ -336,7 +339,7 @@ def _lookers(
 
 
 def _aggregation(refs: Sequence[PluginRef]) -> AggregationDefense | None:
-    """The aggregation of a stack, if it has one and can be built."""
+    """Returns the aggregation of a stack; None if it has none or cannot be built."""
     try:
         return build_stack(refs).aggregation
     except FedsimError:
@@ -344,7 +347,7 @@ def _aggregation(refs: Sequence[PluginRef]) -> AggregationDefense | None:
 
 
 _MAX_RESULTS = 500_000
-"""A run may write at most so many lines of results.jsonl."""
+"""Maximum number of lines of results.jsonl that a run may write."""
 
 
 def _results(sections: Mapping[str, Any]) -> Iterator[Finding]:
@@ -354,6 +357,7 @@ def _results(sections: Mapping[str, Any]) -> Iterator[Finding]:
         return
     clients = data.clients if observe.clients == "all" else len(observe.clients)
     recordings = len(observe.rounds) * len(observe.vantages) * clients
+    # Without probes each training update is recorded once.
     recordings *= observe.trials * len(observe.batch_sizes or [0])
     count = recordings * len(sections.get("attacks") or []) * len(sections.get("defenses", {}))
     if count > _MAX_RESULTS:
@@ -379,6 +383,7 @@ def _find_repeated(values: Sequence[Hashable]) -> Iterator[int]:
     times: Counter[Hashable] = Counter()
     for index, value in enumerate(values):
         times[value] += 1
+        # A third occurrence says nothing new.
         if times[value] == 2:
             yield index
 
@@ -388,6 +393,7 @@ def _needs(entries: Sequence[tuple[int, AttackEntry]], knowledge: Grant) -> Iter
         cls = plugin_class("fedsim.attacks", entry.name)
         if not issubclass(cls, Attack):
             continue
+        # What an attack needs may depend on its parameters.
         required = cls.model_validate(dict(entry.parameters)).required()
         if missing := knowledge.lacks(required):
             yield ("attacks", index), f"{entry.name} {missing}; grant it, or drop the attack"
@@ -417,6 +423,7 @@ def _stack(
         return
     if training is None:
         return
+    # The shortest beginning of the stack that fails ends with the defense to blame.
     for end in range(1, len(refs) + 1):
         try:
             build_stack(refs[:end]).guarantees(local_training_of(training))
@@ -428,6 +435,7 @@ def _stack(
             yield (*path, end - 1), f"its plugin failed: {cause}; drop it, or tell its author"
             return
     trained = stack.training(local_training_of(training))
+    # Both comparisons below are chained: they are true where a defense changed what was declared.
     sampled = trained.sampling != "without_replacement" and trained.steps > 1
     if sampled and trained.batches == "same" != training.local.batches:
         yield (

@@ -16,17 +16,18 @@ KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of a scenario, such as ("attacks", 0, "iterations")."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_+-]+")
+# One part: a key, with a dot before it unless first, an index, or a JSON string in brackets.
 _PART = re.compile(
     r"""(?P<dot>\.?)(?P<key>[^.\[\]"'=\s]+)|\[(?P<index>[0-9]{1,9})\]|\[(?P<quoted>"(?:[^"\\]|\\.)*")\]"""
 )
 
 
 _DEEPEST = 32
-"""A key path has at most so many parts, as deep as a scenario may be."""
+"""Maximum number of parts of a key path, which is the depth that a scenario may have."""
 _SHOWN = 60
-"""A message quotes at most so many characters of a wrong key path."""
+"""Maximum number of characters of a wrong key path that a message quotes."""
 _MAX_PROBLEMS = 50
-"""A message lists at most so many problems."""
+"""Maximum number of problems that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,11 @@ class ScenarioProblem:
 class ScenarioError(FedsimError):
     """A scenario cannot be run.
 
-    The message lists every problem once, in order of lines; of many the first, and their number.
+    The message lists each problem once, in order of lines, up to 50, and the number of the others.
     """
 
     def __init__(self, problems: Iterable[ScenarioProblem]) -> None:
+        # A dict drops repeats; the sort is stable, so problems of one line keep their order.
         self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda one: one.line or 0))
         lines = [str(problem) for problem in self.problems[:_MAX_PROBLEMS]]
         if more := len(self.problems) - len(lines):
@@ -102,6 +104,7 @@ def parse(text: str) -> KeyPath:
     position = 0
     while position < len(text) and len(path) < _DEEPEST:
         match = _PART.match(text, position)
+        # A dot stands before every key but the first.
         if not match or (match["key"] and bool(match["dot"]) != bool(path)):
             break
         if match["index"]:
@@ -119,7 +122,7 @@ def parse(text: str) -> KeyPath:
 
 @contextmanager
 def blaming(key: str) -> Iterator[None]:
-    """Lets a FedsimError from inside start with the scenario's key that is to blame."""
+    """Prefixes a FedsimError from inside the block with the scenario's key that is to blame."""
     try:
         yield
     except FedsimError as error:
@@ -149,6 +152,7 @@ class Document:
 
     def mark(self, path: KeyPath) -> Mark:
         """Returns where `path` is written; where it is absent, where its nearest parent is."""
+        # What is missing has no mark; errors then point at the section where it should be.
         for end in range(len(path), -1, -1):
             if path[:end] in self.marks:
                 return self.marks[path[:end]]
@@ -180,5 +184,6 @@ class Document:
 def _prune(value: Any, path: KeyPath) -> Any:
     if not isinstance(value, Mapping) or path[0] not in value:
         return value
+    # Mappings on the way are copied, never changed: other documents share them.
     kept = {key: item for key, item in value.items() if key != path[0] or path[1:]}
     return kept | {path[0]: _prune(value[path[0]], path[1:])} if path[1:] else kept

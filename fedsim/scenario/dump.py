@@ -14,9 +14,11 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that YAML 1.2 would read as a number, as well as YAML 1.1's."""
 
     def ignore_aliases(self, data: object) -> bool:
+        # Anchors would make the text depend on which equal values are one object.
         return True
 
 
+# PyYAML asks the resolvers of a text's first character, hence the list below the pattern.
 _Dumper.add_implicit_resolver(
     "fedsim:number",
     re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|0o[0-7]+|0x[0-9a-fA-F]+)$"),

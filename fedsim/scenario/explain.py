@@ -62,7 +62,7 @@ _PATTERNS = {
 class _Finding:
     path: KeyPath
     expected: str | None
-    """What completes "expected ..., got ...", or None if `message` is the whole text."""
+    """Middle of the message "expected ..., got ..."; None if `message` is the whole text."""
     message: str
     choices: tuple[str, ...] = ()
 
@@ -99,13 +99,14 @@ def look_up(value: Any, path: KeyPath) -> Any:
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Returns `; did you mean 'x'?` for the choice that resembles `word`, else an empty text."""
     choices = list(choices)
+    # Reversed, so that of choices that differ in case alone the first one stays.
     lowered = {choice.lower(): choice for choice in reversed(choices)}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return f"; did you mean {lowered[close[0]]!r}?" if close else ""
 
 
 def unknown_key(key: str, choices: Iterable[str]) -> str:
-    """Words what is wrong with a key that does not exist."""
+    """Returns the message about a key that does not exist, with the nearest of `choices`."""
     choices = list(choices)
     hint = nearest(key, choices)
     if hint:
@@ -122,6 +123,7 @@ def show(value: Any) -> str:
         return "a mapping"
     if isinstance(value, list):
         return "a list" if value else "an empty list"
+    # YAML writes `true` where Python writes `True`.
     text = json.dumps(value) if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
@@ -140,6 +142,7 @@ def _finding(
     expected, choices = _describe_expected(kind, context)
     if expected is None:
         return _Finding(path, None, f"{detail['msg']} (got {show(look_up(value, path))})")
+    # pydantic ends a location with [key] if the key itself is wrong, not its value.
     if detail["loc"][-1:] == ("[key]",):
         return _Finding(path, None, f"expected {expected}, got {show(path[-1])}")
     return _Finding(path, expected, "", choices)
@@ -158,6 +161,7 @@ def _describe_expected(kind: str, context: Mapping[str, Any]) -> tuple[str | Non
         unit = "character" if kind.startswith("string") else "item"
         return f"{words} {number_of(context[name], unit)}", ()
     if kind in ("literal_error", "enum"):
+        # pydantic gives the words only within a text: 'a', 'b' or 'c'.
         choices = tuple(re.findall(r"'([^']*)'", str(context["expected"])))
         return str(context["expected"]), choices
     if kind == "string_pattern_mismatch":
@@ -172,6 +176,7 @@ def _written_path(location: tuple[int | str, ...], value: Any, kind: str) -> Key
     for position, part in enumerate(location):
         here = look_up(value, tuple(path))
         if isinstance(here, Mapping):
+            # A missing key is not in the mapping, yet it is what the message has to name.
             written = part in here or (kind == "missing" and position == len(location) - 1)
         else:
             written = isinstance(here, list) and isinstance(part, int) and part < len(here)
@@ -227,6 +232,7 @@ def _descend(annotation: Any, part: str | int) -> list[Any]:
         return _members(annotation.model_fields[part].annotation)
     if _fields(annotation):
         return []
+    # The last argument types the items of list[T] and the values of dict[K, V].
     arguments = get_args(annotation)
     return _members(arguments[-1]) if arguments else []
 

@@ -1,4 +1,4 @@
-"""The scenario: what a user writes, as frozen pydantic models. Unknown keys are refused.
+"""Declares the scenario, which a user writes, as frozen pydantic models without unknown keys.
 
 Plugins (attack, defense, model, data source) are written as `{name: ..., parameter: value, ...}`
 or, without parameters, as just the name; their parameters are validated by the plugin's own class.
@@ -84,10 +84,10 @@ class LocalSection(ScenarioSection):
     mode: Mode = "train"
     batches: Batches = "different"
     sampling: Sampling = "without_replacement"
-    """How a client draws its batches: of `batch_size` examples in each step; or `poisson`, each
-    example with probability batch_size / its examples; or `balls_in_bins`, each example in every
-    b-th step from a random one on, b being its examples / batch_size, rounded. The latter two hide
-    an example better under per-example noise; sizes vary, and sums are divided by `batch_size`."""
+    """How a client draws batches from its n examples. `without_replacement`: `batch_size` in each
+    step. `poisson`: each with probability batch_size / n. `balls_in_bins`: each in every b-th step
+    from a random one on, b being n / batch_size, rounded. The latter two hide an example better
+    under per-example noise; sizes of batches vary, and sums are divided by `batch_size`."""
 
 
 class Training(ScenarioSection):
@@ -123,7 +123,7 @@ class Federation(ScenarioSection):
     """Rounds between checkpoints."""
     tls: bool = True
     """Whether the wire is encrypted, on which an eavesdropper listens (`observe.vantages`). Engines
-    within one machine have no wire: it is as if there were one."""
+    within one machine have no wire, and are treated as if they had one."""
 
 
 class AttackEntry(ScenarioSection):
@@ -170,11 +170,11 @@ class Privacy(ScenarioSection):
 
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     probes: Literal["included", "outside"] = "included"
-    """Whether the ε of a run counts its probes. `outside`: they are the auditor's, and no part of
-    the deployment, which is said beside each ε."""
+    """Whether the ε of a run counts its probes. `outside`: only the auditor asks for them, they are
+    no part of the deployment, and each ε is shown with that condition."""
     weights: Literal["undeclared", "public"] = "undeclared"
-    """What `training.weights` were computed from. `public`: no client's data had a part in them.
-    Otherwise nothing is claimed of a federation that starts from them."""
+    """Origin of `training.weights`. `public`: no client's data had a part in them. Otherwise
+    nothing is claimed of a federation that starts from them."""
 
 
 class Audit(ScenarioSection):
@@ -222,7 +222,7 @@ class Scenario(ScenarioSection):
     defenses: Annotated[dict[Slug, list[PluginRef]], Field(min_length=1)] = {"none": []}
     """Stacks of defenses by a name of your own; the empty stack is the undefended federation."""
     attacks: list[AttackEntry]
-    """Every attack meets every recorded update of every stack."""
+    """Attacks, of which each is run on every recorded update of every stack."""
     observe: Observe = Observe()
     knowledge: Grant = Grant()
     privacy: Privacy = Privacy()

@@ -34,7 +34,7 @@ class Override:
 
     @property
     def origin(self) -> Mark:
-        """Where errors about the value point."""
+        """Place that errors about the value point to."""
         return self.value.mark(())
 
 
@@ -83,10 +83,10 @@ def parameters_of(
     """Returns all parameters of the plugin `name`: its defaults, changed by `settings`.
 
     Args:
-        group: Of the plugin, such as `fedsim.attacks`.
-        name: The plugin's.
+        group: The plugin's group, such as `fedsim.attacks`.
+        name: The plugin's name.
         settings: Parameters, as on the command line.
-        origin: What wrote the name, such as `--attack idlg`: errors begin with it.
+        origin: Source of the name, such as `--attack idlg`, with which errors begin.
 
     Raises:
         ScenarioError: it is not installed, or a setting is wrong.
@@ -142,6 +142,7 @@ def _split(text: str) -> tuple[str, str, str]:
 
 def _apply(document: Document, override: Override) -> Document:
     path, new = override.path, override.value
+    # Only text at these places is a plugin's bare name, which parameters may be added to.
     shorthand = {slot.path: slot.value for slot in plugin_slots(document.value)}
     created: list[KeyPath] = []
 
@@ -164,6 +165,8 @@ def _apply(document: Document, override: Override) -> Document:
             value = {}
         if isinstance(value, list):
             number = part if isinstance(part, str) and part.isdecimal() else "0"
+            # `attacks.0.lr` lacks brackets, `attacks.lr` an index: the remedy shows what was
+            # probably meant.
             rest = path[depth + 1 :] if number == part else path[depth:]
             raise LookupError(
                 f"{here} is a list; name an item by its index, such as "
@@ -178,6 +181,7 @@ def _apply(document: Document, override: Override) -> Document:
         return {**value, part: rebuilt(value.get(part), depth + 1)}
 
     value = rebuilt(document.value, 0)
+    # What stood at the path is gone, so its marks go too.
     marks = {at: mark for at, mark in document.marks.items() if at[: len(path)] != path}
     marks |= dict.fromkeys(created, override.origin)
     marks |= {(*path, *at): mark for at, mark in new.marks.items()}

@@ -22,11 +22,12 @@ from fedsim.words import number_of
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_NODES = 50_000
-"""A document has at most so many values, counting what aliases repeat."""
+"""Maximum number of values of a document, with those that aliases repeat."""
 MAX_DIGITS = 500
-"""A number has at most so many digits. Python may refuse integers of more than 640 decimal digits,
+"""Maximum number of digits of a number. Python may refuse integers of more than 640 decimal digits,
 and a hexadecimal digit is 1.2 decimal ones."""
 
+# The first pattern that fits the whole text decides, so whole numbers stand before floats.
 _SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"(~|null|Null|NULL)?"), lambda text: None),
     (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
@@ -65,7 +66,7 @@ def read(path: str | Path) -> Document:
 def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
     """Reads `text` as a document.
 
-    `origin` is what errors call it; they have no line numbers if not `lines`.
+    Errors call it `origin`, and give line numbers only if `lines` is true.
 
     Raises:
         ScenarioError: it is not YAML, or is beyond the limits.
@@ -126,6 +127,7 @@ class _Builder:
             self.refuse(None, "empty; a scenario needs at least name, data, model and attacks")
         marks: dict[KeyPath, Mark] = {}
         self.collect(root, (), marks)
+        # The document as a whole has a file, and no line of its own.
         marks[()] = Mark(self.origin)
         return Document(root.value, marks)
 
@@ -144,6 +146,7 @@ class _Builder:
         else:
             anchor: str | None = getattr(event, "anchor", None)
             if anchor:
+                # None until the value is complete: an alias to it from inside would never end.
                 self.anchors[anchor] = None
             self.depth += 1
             self.check_depth(event, self.depth)
@@ -172,6 +175,7 @@ class _Builder:
             unfinished = event.anchor in self.anchors
             problem = "refers to itself" if unfinished else "has no anchor before it"
             self.refuse(_line(event), f"alias *{event.anchor} {problem}; write the value out")
+        # An alias counts as all that it stands for, or nested aliases could grow without bound.
         self.nodes += target.size
         self.check_depth(event, self.depth + target.depth)
         return replace(target, line=_line(event))
@@ -206,6 +210,7 @@ class _Builder:
                 )
             else:
                 entries[key] = replace(child, line=line_of_key)
+        # A key that is written out wins over one that << merges.
         children = {**merged, **entries}
         return _make_parent(line, {key: child.value for key, child in children.items()}, children)
 
@@ -213,6 +218,7 @@ class _Builder:
         """Returns what `<<` adds; earlier mappings of a list win, as in YAML 1.1."""
         sources = list(node.children.values()) if isinstance(node.value, list) else [node]
         merged: dict[str | int, _Node] = {}
+        # Reversed, so that earlier mappings overwrite later ones.
         for source in reversed(sources):
             if not isinstance(source.value, dict):
                 self.refuse(line, "<< merges mappings only; give it an alias of a mapping")
@@ -227,6 +233,7 @@ class _Builder:
 
     def scalar(self, event: yaml.ScalarEvent) -> Any:
         text = self.text(event)
+        # Quoted text is text, even if it looks like a number.
         if not event.implicit[0]:
             return text
         for pattern, convert in _SCALARS:

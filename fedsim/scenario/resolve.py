@@ -34,7 +34,7 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
 
 
 def resolve_plugin(group: str, written: Document) -> PluginRef:
-    """Resolves a plugin that is named outside of a scenario: `{name: ..., parameter: value}`.
+    """Resolves a plugin that is written outside of a scenario as `{name: ..., parameter: value}`.
 
     Raises:
         ScenarioError: it is not installed, or its parameters are wrong.
@@ -136,6 +136,8 @@ class _Resolver:
         }
         for name in core.keys() - Scenario.model_fields.keys():
             self.report((name,), unknown_key(name, Scenario.model_fields))
+        # A path is unsound if there is a problem at it or below: checks skip what is reported
+        # already.
         broken = {p.path[:end] for p in self.problems for end in range(len(p.path) + 1)}
         for path, message in check(sections, lambda path: path not in broken):
             self.report(path, message)
@@ -155,6 +157,7 @@ class _Resolver:
                 return None
             return info.get_default()
         try:
+            # The field's info goes along, since it holds constraints that the bare type lacks.
             return _validate(_adapter(Annotated[info.annotation, info]), core[name])
         except ValidationError as error:
             keys_at = known_keys(Scenario)
@@ -184,6 +187,7 @@ class _Resolver:
         try:
             cls = plugin_class(slot.group, name)
         except PluginError as error:
+            # A bare name has no key `name` that an error could point at.
             self.report(slot.path if slot.value is name else (*slot.path, "name"), str(error))
             return entry
         if "label" in reserved:

@@ -23,6 +23,7 @@ def json_schema() -> dict[str, Any]:
     whole = Scenario.model_json_schema(schema_generator=plugins.Described)
     definitions: dict[str, Any] = whole["$defs"]
     entry = definitions.pop("AttackEntry")["properties"]
+    # Plugins' entries are described one by one below, with their own parameters.
     definitions.pop("PluginRef")
     extra = {"label": entry["label"], "restarts": entry["restarts"]}
     properties = whole["properties"]
@@ -55,6 +56,7 @@ def _choice(
     for plugin in plugins.list_installed(group):
         if plugin.cls is None or set(RESERVED[group]) & plugin.cls.model_fields.keys():
             continue
+        # Plugins may use models of the same name, so definitions carry the plugin's.
         prefix = f"{group}.{plugin.name}."
         schema = plugins.schema(plugin.cls, f"#/$defs/{prefix}{{model}}")
         definitions |= {prefix + key: item for key, item in schema.get("$defs", {}).items()}
@@ -75,5 +77,6 @@ def _choice(
                 "additionalProperties": False,
             }
         )
+    # A plugin without required parameters may be written as its bare name. `not: {}` fits nothing.
     alternatives = [{"enum": bare}] * bool(bare) + full
     return {"anyOf": alternatives} if alternatives else {"not": {}}

@@ -51,6 +51,7 @@ class Variant(NamedTuple):
         """
         exact = ",".join(f"{key}={_brief(value)}" for key, value in self.assignment.items())
         label = _UNSAFE.sub("-", exact)
+        # A brief mapping or list drops structure, so two different ones may read the same.
         whole = all(not isinstance(value, (dict, list)) for value in self.assignment.values())
         if label == exact and whole and len(label) <= _LABEL_LENGTH:
             return label
@@ -138,6 +139,7 @@ def locate(document: Document, error: FedsimError) -> ScenarioError:
         path = parse(key)
     if not path or path[0] not in Scenario.model_fields:
         return ScenarioError([document.problem((), str(error))])
+    # A swept value is not written at its own key but in the sweep.
     written = next(
         (("sweep", swept) for swept, at in _list_swept(document) if path[: len(at)] == at), path
     )
@@ -188,10 +190,12 @@ def _fault(key: str, values: Any, before: Sequence[_Axis]) -> str | None:
         return f"{path[0]} is one value and holds no keys; sweep {path[0]} itself"
     if not isinstance(values, list) or not values:
         return f"expected a list of values to try, got {show(values)}"
+    # Python takes 1, 1.0 and true for equal; their JSON differs.
     texts = [json.dumps(value, sort_keys=True) for value in values]
     if len(set(texts)) < len(texts):
         return "a value is listed twice; remove one"
     for axis in before:
+        # One path begins with the other: whichever is set later would undo the first.
         shared = min(len(axis.path), len(path))
         if axis.path[:shared] == path[:shared]:
             return f"overlaps {axis.key}, which is swept too; sweep the outer one only"
@@ -213,9 +217,11 @@ def _pin_overrides(document: Document, overrides: Sequence[Override]) -> Documen
     problems: list[ScenarioProblem] = []
     for key, path in list(_list_swept(document)):
         for override in overrides:
+            # Set at the swept key or above it, an override replaces what the sweep would set.
             if path[: len(override.path)] == override.path:
                 document = document.without(("sweep", key))
                 break
+            # Set below it, the sweep would overwrite the override in every variant.
             if override.path[: len(path)] == path:
                 instead = show_path(("sweep", key))
                 problem = f"{key} is swept, so this would be lost; set {instead} instead"
