@@ -88,6 +88,7 @@ def two_world_bounds(
 ) -> list[LowerBound]:
     """Returns `threshold_bound`, and `gaussian_bound` if that applies; all hold at once."""
     methods = [threshold_bound, gaussian_bound] if gaussian else [threshold_bound]
+    # By the union bound: each method errs with its share, so that the best of them may be taken.
     each = 1 - (1 - confidence) / len(methods)
     return [bound(absent, present, delta=delta, confidence=each) for bound in methods]
 
@@ -124,6 +125,7 @@ def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
             ndtri(1 - upper_end(positives, n, error)) - ndtri(upper_end(m - detected, m, error))
         )
 
+    # Chosen on one half and counted on the other, so that the choice costs no confidence.
     candidates = _candidates(*fitted)
     best = candidates[int(np.argmax(mu(candidates, fitted)))]
     return max(0.0, float(mu(np.asarray([best]), counted)[0]))
@@ -138,6 +140,7 @@ def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.flo
     from scipy.special import betaincinv
 
     counts = np.asarray(successes, dtype=np.int64)
+    # The quantile of Beta(k, n - k + 1), which is not defined for k = 0; there the bound is 0.
     bound = betaincinv(np.maximum(counts, 1), trials - counts + 1, error)
     return np.where(counts == 0, 0.0, bound)
 
@@ -150,7 +153,7 @@ def upper_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.flo
 def _ratio(
     low: NDArray[np.float64], high: NDArray[np.float64], delta: float
 ) -> NDArray[np.float64]:
-    """ln((low - δ) / high), -inf where nothing is left of `low`."""
+    """Computes ln((low - δ) / high), -inf where nothing is left of `low`."""
     left = low - delta
     return np.where(left > 0, np.log(np.maximum(left, np.finfo(float).tiny) / high), -math.inf)
 
@@ -170,6 +173,7 @@ def _candidates(*worlds: NDArray[np.float64]) -> NDArray[np.float64]:
     chosen = []
     for scores in worlds:
         ordered = np.sort(scores)
+        # The best threshold may lie far out in a tail, where ranks are tried one by one.
         ranks = np.unique(np.geomspace(1, len(ordered), 400).astype(np.int64)) - 1
         chosen += [ordered[ranks], ordered[::-1][ranks]]
     return np.unique(np.concatenate(chosen))
@@ -178,7 +182,7 @@ def _candidates(*worlds: NDArray[np.float64]) -> NDArray[np.float64]:
 def _tail(
     scores: NDArray[np.float64], thresholds: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], int]:
-    """(how many scores reach each threshold, how many there are)."""
+    """Counts (scores that reach each threshold, all scores)."""
     reached = len(scores) - np.searchsorted(np.sort(scores), thresholds, side="left")
     return reached.astype(np.int64), len(scores)
 
@@ -265,6 +269,7 @@ def one_run_bound(
             f"guesses: {counts} of {number_of(canaries, 'canary', 'canaries')}; "
             f"expected even numbers from 2 to {canaries}"
         )
+    # A stable sort breaks ties by position, and so never by the coins.
     ordered = truth[np.argsort(values, kind="stable")]
     epsilon = max(
         _largest_refuted(
@@ -309,12 +314,13 @@ def one_run_p_value(
     if correct == 0 or delta == 0:
         return min(1.0, beta)
     steps = np.arange(1, correct + 1)
+    # Pr[correct > W >= correct - i] for i from 1 to `correct`, as one running sum.
     below = np.cumsum(binom.pmf(correct - steps, guesses, rate))
     return min(1.0, beta + 2 * canaries * delta * float(np.max(below / steps)))
 
 
 def _default_guesses(canaries: int) -> list[int]:
-    """m, m / 2, m / 4, m / 8 guesses, even, at least 2."""
+    """Returns m, m / 2, m / 4 and m / 8 guesses of m canaries, each even and at least 2."""
     if canaries < 2:
         raise FedsimError(f"canaries: expected at least 2, got {canaries}")
     return sorted({max(2, canaries // share // 2 * 2) for share in (1, 2, 4, 8)})
@@ -331,6 +337,7 @@ def _largest_refuted(
     low, high = 0.0, _HIGHEST
     if p_value(low) >= error:
         return low
+    # The p-value rises with ε. `low` is refuted at every turn, and is what may be stated.
     while high - low > 1e-6:
         middle = (low + high) / 2
         low, high = (middle, high) if p_value(middle) < error else (low, middle)

@@ -30,12 +30,14 @@ class Contributions:
     def client_update(self, *path: int) -> Tensors:
         """Returns an update of twice the stack's bound on a client's, in a random direction."""
         proven = self._workload.stack.guarantees(self._workload.declared)
+        # The last stage without a mechanism has the bound that noise is then added to.
         bound = [held.sensitivity for held in proven if held.mechanism is None][-1]
         stream = rng.generator(self._workload.scenario.seed, "canary", *path)
         toward = {
             name: torch.randn(value.shape, generator=stream)
             for name, value in self.start[0].items()
         }
+        # Longer than the bound, so that clipping that does not act is found out.
         size = 2 * bound / float(global_norm(toward))
         return {name: size * value for name, value in toward.items()}
 

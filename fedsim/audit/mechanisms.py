@@ -49,7 +49,7 @@ class MechanismVerdict:
 
     @property
     def text(self) -> str:
-        """The verdict in words."""
+        """The verdict in words, as people read it."""
         return "holds" if self.holds else "REFUTED: the mechanism leaks more than it claims"
 
 
@@ -67,7 +67,7 @@ def audit(
 
     Args:
         mechanism: its name in the privacy calculator.
-        keys: of its experiment; `sabotage` multiplies the noise without the claim's knowing.
+        keys: keys of its experiment; `sabotage` multiplies the noise without the claim's knowing.
         delta: in (0, 1), at which ε is claimed.
         draws: releases of each world; of one run, canaries. By default as `DRAWS` says.
         confidence: in (0, 1), that a true claim is not refuted.
@@ -124,6 +124,7 @@ def _one_run(
     scores = np.empty(draws)
     for world in (False, True):
         chosen = included == world
+        # Every row is released by a draw of its own: the canaries are independent.
         scores[chosen] = experiment.scores(world, int(chosen.sum()), _stream(seed, int(world)))
     return [one_run_bound(scores, included, delta=delta, confidence=confidence)]
 

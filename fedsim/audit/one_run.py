@@ -40,7 +40,7 @@ def scores(
     canaries: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """(m,) scores of the canaries and (m,) coins, for `fedsim.audit.bounds.one_run_bound`.
+    """Returns (m,) scores of the canaries and (m,) coins, for `bounds.one_run_bound`.
 
     Where whole clients are hidden each client is a canary; where examples are, up to `canaries` of
     them, as many of one client as of another. `on_progress` is told (rounds done, of how many).
@@ -116,12 +116,13 @@ class _Cast(ABC):
         entries = self.flat(update)
         sketch = entries
         if len(entries) > _SKETCHED:
+            # A count sketch: inner products of sketches are those of the entries on average.
             sketch = torch.zeros(_SKETCHED).index_add_(0, self._sums, self._signs * entries)
         inner = torch.dot(entries.double(), vector.double())
         return torch.cat([sketch.double(), inner[None]])
 
     def flat(self, update: Tensors) -> Tensor:
-        """(entries,)."""
+        """Returns all tensors of `update` as one vector (entries,) of float32."""
         return torch.cat([update[name].flatten() for name in self.start[0]]).float()
 
     def score_canaries(self, seen: dict[int, Tensor]) -> NDArray[np.float64]:
@@ -134,6 +135,7 @@ class _Cast(ABC):
                 parts.append(
                     (canaries, _Regression(vector, *self.contribution_rows(canaries, vector)))
                 )
+        # One scale for all vectors: a single client may have too few canaries to tell it.
         scale = _fit_scale([part for _, part in parts])
         for canaries, part in parts:
             found[canaries] = part.weights(scale)[: len(canaries)]
@@ -175,7 +177,7 @@ class _Examples(_Cast):
         data = images(workload)
         shown, labels = data.train_images.clone(), data.train_labels.clone()
         self.labels = labels[self.examples]
-        """(m,) in the one world; the other has `other_label`s."""
+        """(m,) labels of the canaries where they are absent; present, they have `other_label`s."""
         exchanged = other_label(data, self.labels)
         if self.replaced:
             labels[self.examples] = torch.where(self.coins, exchanged, self.labels)
@@ -206,11 +208,14 @@ class _Examples(_Cast):
             return present, present[:0]
         absent = self._gradients(examples, labels, vector)
         others = [self.others[c] for c in sorted(set(self.owners[canaries].tolist()))]
+        # All others of a client are alike, so that one gradient stands for all of them.
         copies = [
             len(own) * self._gradients(own[:1], self.data.train_labels[own[:1]], vector)
             for own in others
             if len(own)
         ]
+        # The coin decides on plus or minus half the difference around the mean, which is there
+        # anyway.
         return present - absent, torch.cat([(present + absent) / 2, *copies])
 
     def _gradients(self, examples: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
@@ -237,12 +242,16 @@ class _Regression:
         self.rounding = _ROUNDING * self.energy
         self.entries = len(vector)
         mean = certain.double().sum(0)
+        # The last entry is an inner product with the vector: it goes through every projection as a
+        # row does.
         length = float(torch.linalg.vector_norm(mean[:-1]))
         if length > 0:
             mean = mean / length
             rows = rows - torch.outer(rows[:, :-1] @ mean[:-1], mean)
             self.energy -= float(mean[-1]) ** 2
         # The mean itself is left without length, and what is along it is rounding.
+        # The Gram matrix has a row for each canary, where the covariance would have one for each
+        # entry.
         spectrum, vectors = torch.linalg.eigh(rows[:, :-1] @ rows[:, :-1].T)
         told = spectrum > _NEGLIGIBLE * spectrum.max()
         self.spectrum, self._vectors = spectrum[told], vectors[:, told]
@@ -250,6 +259,7 @@ class _Regression:
 
     def weights(self, scale: float) -> Tensor:
         """Returns posterior means for prior variances of `scale` times the noise's on an entry."""
+        # The posterior mean s (s K + 1)^-1 R v of K = R R', by the eigenvalues of K.
         shrunk = scale / (scale * self.spectrum + 1)
         return torch.mv(self._vectors, shrunk * self.projected)
 
@@ -266,6 +276,7 @@ def _fit_scale(parts: list[_Regression]) -> float:
 
     def cost(scale: Tensor) -> float:
         shrunk = scale / (scale * spectrum + 1)
+        # -2 log likelihood, up to constants, with the noise's variance at its own maximum.
         noise = (energy - (shrunk * projected.square()).sum()).clamp(min=rounding) / entries
         return float(torch.log1p(scale * spectrum).sum() + entries * torch.log(noise))
 

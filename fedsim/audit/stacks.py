@@ -22,7 +22,7 @@ AUDITED: tuple[tuple[Unit, Relation], ...] = (
     ("example", "replace_one"),
     ("example", "zero_out"),
 )
-"""(unit, relation) of the claims that there is a canary for."""
+"""(unit, relation) of the claims that can be audited: there is a canary for them."""
 
 
 def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
@@ -65,11 +65,11 @@ _LEAST_CLIENTS = 20
 
 
 Step = Callable[[int, int], None]
-"""Is told how many of how many steps are done."""
+"""A function that is told how many of how many steps are done."""
 
 
 def quiet(done: int, total: int) -> None:
-    """Tell nothing."""
+    """Ignores progress."""
 
 
 def audited_epsilon(
@@ -107,6 +107,7 @@ def audited_epsilon(
     absent, present = two_worlds.scores(
         workload, claim.unit, claim.relation, taken, audit.canaries, on_progress
     )
+    # Only of these claims is the trade-off curve Gaussian, as `gaussian_bound` presumes.
     gaussian = claim.accountant in (ledger.EXACT, ledger.OF_SERVER)
     found = two_world_bounds(
         absent, present, delta=claim.delta, confidence=audit.confidence, gaussian=gaussian

@@ -54,12 +54,12 @@ class Looks:
         towards: Sequence[Tensors],
         weights: Array,
     ) -> None:
-        """Choose the entries from trials without the canary.
+        """Chooses the entries from trials without the canary.
 
         Args:
             run: (world, trial) -> what is seen of each round; these trials are of world 2.
-            towards: What the canary contributes to each round.
-            weights: What each round counts where all noise is as declared.
+            towards: contribution of the canary to each round.
+            weights: weight of each round where all noise is as declared.
         """
         self._towards, self._weights = towards, weights
         flat = _flat(towards[0])
@@ -79,11 +79,14 @@ class Looks:
             squares += seen**2
             compared.append(seen[some])
         variance = np.maximum(squares / _PILOT - (total / _PILOT) ** 2, 0.0)
+        # Entries without noise would divide by 0.
         floor = _RIDGE * variance.mean() + np.finfo(float).tiny
         self._entry = int(np.argmax(flat**2 / (variance + floor)))
         with np.errstate(invalid="ignore", divide="ignore"):
             alike = np.atleast_2d(np.nan_to_num(np.corrcoef(np.array(compared), rowvar=False)))
         signal = flat[some] / np.sqrt(variance[some] + floor)
+        # Where the noise of two entries is correlated, their difference (or sum) cancels it: these
+        # are the squared signal-to-noise ratios of all pairs.
         left = signal[:, None] - np.sign(alike) * signal
         told = left**2 / (2 * (1 - np.abs(alike)) + _RIDGE)
         np.fill_diagonal(told, 0.0)
@@ -99,8 +102,10 @@ class Looks:
         )
         first = _flat(seen[0])
         last = range(max(0, len(seen) - _ROUNDS), len(seen) - 1)
+        # A round's sum along the round before: noise that comes again shows up there.
         crossed = [along(seen[t + 1], self._towards[t]) for t in last]
         by_round = own.sum(1)
+        # Equal noise in the last two rounds cancels in this difference, and the canary does not.
         apart = by_round[-2] - crossed[-1] if crossed else 0.0
         by_tensor = self._weights @ own
         return np.array(
@@ -117,7 +122,7 @@ class Looks:
 
 
 def choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
-    """Returns (n,) and (m,) scores by the look that tells the canary best in the first halves.
+    """Returns (n,) and (m,) scores by the look that shows the canary best in the first halves.
 
     Args:
         absent: (n, F) `Looks.features` without the canary.
@@ -129,6 +134,7 @@ def choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
     count = absent.shape[1]
     singles = np.eye(count)[:3]
     looks = [*singles, -singles[1], -singles[2], _discriminant(*halves)]
+    # `mu_bound` counts the second half of each: trials that the discriminant was not fitted to.
     told = [mu_bound(*(half @ look for half in halves), error=_ERROR) for look in looks]
     best = int(np.argmax(told))
     look = looks[best if told[best] > _GAIN * told[0] else 0]
@@ -143,6 +149,7 @@ def _discriminant(absent: Array, present: Array) -> Array:
     scale = np.maximum(scale, _RIDGE * (np.abs(shift) + scale.mean()) + np.finfo(float).tiny)
     spread = np.mean([np.cov(half / scale, rowvar=False) for half in some], axis=0)
     if _PER_FEATURE * len(shift) > min(map(len, some)):
+        # Of too few trials a covariance is nearly singular, and its inverse is noise.
         spread = np.diag(np.diag(spread))
     found: Array = np.linalg.solve(spread + _RIDGE * np.eye(len(shift)), shift / scale) / scale
     found /= np.abs(found).max()
@@ -197,9 +204,9 @@ class _Trials:
     """(world, trial) -> what is seen of each round, with randomness of that trial's own; the world
     is 1 with the canary, and another without it."""
     towards: Sequence[Tensors]
-    """What the canary contributes to each round."""
+    """Contribution of the canary to each round."""
     weights: NDArray[np.float64]
-    """What each round counts where all noise is as declared."""
+    """(rounds,) weight of each round where all noise is as declared."""
 
 
 def _client_trials(workload: Workload, taken: Collection[tuple[int, ...]]) -> _Trials:
@@ -282,6 +289,7 @@ def _example_trials(workload: Workload, relation: Relation, rounds: int) -> _Tri
     if rounds > 1:
         turned = {name: -value for name, value in start[0].items()}, start[1]
         elsewhere = shift(there, turned)
+        # At negated weights a network may overflow; then every round stays at the start.
         if all_finite(elsewhere):
             starts[-1], towards[-1] = turned, elsewhere
     sign = mean_gradient_factor(workload.training)
@@ -343,6 +351,7 @@ def _choose_base_image(workload: Workload, client: Client) -> int:
 
 
 _TRIED = 8
+"""Most images of a client that are compared as canaries."""
 
 
 def _make_world(

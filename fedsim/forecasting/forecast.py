@@ -50,7 +50,7 @@ class Forecast:
 
     @property
     def band(self) -> Band | None:
-        """Where the measured gain is expected, dB; None where there is a `reason`."""
+        """(low, high), dB, of the measured gain as expected; None where there is a `reason`."""
         return None if self.reason else band_of(self.estimate.gain)
 
     @property
@@ -60,6 +60,7 @@ class Forecast:
         That matching gradients gains nothing says nothing of an attack that does not match them,
         unless noise hides the images from any.
         """
+        # Noise that hides the images even from an attack without descent hides them from any.
         hidden = self.estimate.ceiling is not None and _answer(self.estimate.ceiling) == "no"
         if not self.beyond or hidden or _answer(self.estimate.gain) != "no":
             return ""
@@ -75,7 +76,7 @@ class Forecast:
 
     @property
     def verdict(self) -> str:
-        """One plain sentence."""
+        """The forecast as one plain sentence."""
         what = f"{number_of(self.num_images, 'image')} behind {self.stack}"
         run = f"Run {self.first_attack} to know what it gains."
         gain, band = format_gain(self.estimate.gain)
@@ -112,7 +113,7 @@ class Forecast:
 
 
 def band_of(gain: float) -> Band:
-    """Returns where the measured gain is expected, dB, of which `gain` is."""
+    """Returns (low, high), dB, that the measured gain is expected in for a forecast `gain`."""
     low = max(0.0, gain / _FACTOR - _MARGIN)
     return low, min(MOST_GAIN + 2 * _MARGIN, gain * _FACTOR + _MARGIN)
 
@@ -126,7 +127,7 @@ def _answer(gain: float) -> Answer:
 
 
 def format_gain(gain: float) -> tuple[str, str]:
-    """Words a gain, and its band."""
+    """Formats a gain, dB, and its band: `12.0` and `(4.0 to 26.0)`."""
     low, high = band_of(gain)
     return f"{gain:.1f}", f"({low:.1f} to {high:.1f})"
 
@@ -169,6 +170,7 @@ def _first_attack(plan: UpdatePlan, found: Estimate) -> str:
     spec, effect = plan.first.model, plan.first.effect
     smooth = effect.exact and found.stall < 0.5 and plan.training.algorithm == "fedsgd"
     known = plan.grant.labels != "none"
+    # In this order the first that fits and is installed is named; the last one always fits.
     wanted = [
         ("imprint", found.closed_form and bool(spec.parameters.get("imprint"))),
         ("spline_inversion", found.closed_form and spec.name == "kan"),

@@ -63,7 +63,7 @@ def _is_plain(plan: UpdatePlan) -> bool:
 
 
 def reads_in_closed_form(plan: UpdatePlan) -> bool:
-    """Whether the first layer's update gives images away without a search.
+    """Says whether the first layer's update gives images away without a search.
 
     That is so of an imprint module, and of a KAN of no more images than hidden units.
     """
@@ -75,7 +75,7 @@ def reads_in_closed_form(plan: UpdatePlan) -> bool:
 
 
 def rows_are_the_image(plan: UpdatePlan) -> bool:
-    """Whether each row of the first layer's exact gradient is a multiple of the only image."""
+    """Says whether each row of the first layer's exact gradient is a multiple of the only image."""
     first = plan.first
     if not _is_plain(plan) or first.num_images != 1:
         return False
@@ -114,12 +114,12 @@ def disturbance(
     larger one is never a smaller disturbance. Everything else is computed as a client would.
 
     Args:
-        plan: Whose stack.
-        observation: The round's.
-        model: As the update is of.
+        plan: Plan whose stack acts on the update.
+        observation: Observation of the round.
+        model: Model that the update is of.
         images: (N, C, H, W), normalized float64: of the first client's first step, and so on.
         labels: (N,).
-        names: Of the update's tensors, in the order of the vector.
+        names: Names of the update's tensors, in the order of the vector.
     """
     effect, clients = observation.effect, observation.num_clients
     altered = _is_altered(effect)
@@ -161,6 +161,8 @@ def _project_scale(seen: Tensor, computed: Tensor, std: float) -> float:
 def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:
     """Returns the deviation of all `noise` in an entry of the mean update of so many clients."""
     single = training.algorithm == "fedsgd"
+    # Variances add up: steps by their squared factors, while the mean of n clients divides them by
+    # n.
     steps = 1.0 if single else training.lr**2 * sum(w * w for w in step_weights(training))
     share = {"step": steps / clients, "update": 1 / clients, "sum": 1 / clients**2}
     return math.sqrt(sum(each.variance * share[each.on] for each in noise))
@@ -225,11 +227,10 @@ class UpdateMap:
 
         Args:
             model: Any weights of its own; it is set to float64.
-            parameters: That the clients start from.
-            buffers: That they start from.
-            training: Of each client.
-            clients: Whose updates the observed one is the mean of; each has its share of the
-                images.
+            parameters: Weights that the clients start from.
+            buffers: Buffers that the clients start from.
+            training: Local training of each client.
+            clients: Number of clients in the observed mean; each has its share of the images.
         """
         self._parameters = {n: t.detach().double() for n, t in parameters.items()}
         state = {n: t.double() if t.is_floating_point() else t for n, t in buffers.items()}
@@ -303,7 +304,7 @@ def spectrum(
         labels: (N,) of the images.
         start: The direction, shaped like the images.
         short: Length of the way from truth to guess, of which difference quotients are a part.
-        steps: At most; fewer if the direction's invariant space is smaller.
+        steps: Most Lanczos steps; fewer if the direction's invariant space is smaller.
     """
     short = _STEP * short
     square = float(start.square().sum())
@@ -313,6 +314,8 @@ def spectrum(
     basis, diagonal, beside = [start / math.sqrt(square)], [], []
     for step in range(steps):
         current = basis[-1]
+        # J v by a central difference, J' of it by backward differentiation: J itself is never
+        # formed.
         ahead = update_map(images + short * current, labels)
         behind = update_map(images - short * current, labels)
         pushed = (ahead - behind) / (2 * short)
@@ -322,6 +325,7 @@ def spectrum(
             for vector in basis:
                 image = image - (image * vector).sum() * vector
         size = float(image.norm())
+        # Nothing new is left: the space that the direction generates is exhausted.
         if step == steps - 1 or size <= 1e-10 * max(diagonal):
             break
         beside.append(size)
@@ -332,6 +336,7 @@ def spectrum(
     eigenvalues, vectors = torch.linalg.eigh(tridiagonal)
     return Spectrum(
         eigenvalues=eigenvalues.clamp_min(0),
+        # The squared first entries of the eigenvectors are the weights of Gaussian quadrature.
         weights=vectors[0].square(),
         square=square,
     )
@@ -356,9 +361,9 @@ def slope_share(
         update_map: U.
         images: (N, C, H, W), normalized: the truth.
         labels: (N,).
-        way: From the truth to the guess.
+        way: Difference of the guess and the truth, shaped like the images.
         error: (m,) of the observed update; None if there is none.
-        distance: In units of the way.
+        distance: Distance from the truth, in units of the way.
     """
     at = images + distance * way
     residual = update_map(at, labels) - update_map(images, labels)
@@ -426,6 +431,7 @@ def estimate(plan: UpdatePlan) -> Estimate:
     for size in sizes:
         tried = [_at(plan.of_batches(size, count), sizes[-1]) for count in sorted({1, clients})]
         found.append(min([*tried, *found[-1:]], key=lambda each: each.gain))
+        # A larger batch gains no more than this one.
         if found[-1].gain == 0:
             return found[-1]
     last = found[-1]
@@ -458,9 +464,10 @@ class _Case:
 
 
 def _at(plan: UpdatePlan, largest: int) -> Estimate:
-    """The estimate at exactly this batch size."""
+    """Returns the estimate at exactly this batch size; `largest` is the largest of the plan."""
     closed = reads_in_closed_form(plan)
     power = 1 if plan.first.effect.scaled or plan.first.effect.scaled_examples else 2
+    # μ >= λ_2 / T², or λ_2 / T where clipping hides the length, as the module says.
     floor = _NO_DESCENT if closed else DESCENT_STEPS**-power
     count = plan.first.num_images
     size = sum(value.numel() for value in plan.first.parameters.values())
@@ -472,6 +479,7 @@ def _at(plan: UpdatePlan, largest: int) -> Estimate:
     stall = 0.0 if closed or rows_are_the_image(plan) else _stall(cases)
     noisy = all(case.disturbance.error is None and case.disturbance.std > 0 for case in cases)
     stuck = stall >= 1
+    # Where descents stall at once, the remainder still tells the ceiling behind noise.
     left = [] if stuck and not noisy else [_measure_remainder(case, floor) for case in cases]
     return Estimate(
         gain=0.0 if stuck else _mean_gain([each.descent + stall**2 for each in left]),
@@ -500,7 +508,7 @@ def _case(plan: UpdatePlan, observation: Observation, draw: int, largest: int) -
 
 
 def _stall(cases: Sequence[_Case]) -> float:
-    """Where the mean share that the slope explains falls below what a descent needs."""
+    """Returns t_s: where the mean share that the slope explains falls below `STALL_SHARE`."""
     before = 1.0, math.inf
     for distance in DISTANCES:
         shares = [
@@ -518,6 +526,7 @@ def _stall(cases: Sequence[_Case]) -> float:
         if share < STALL_SHARE:
             if math.isinf(before[1]):
                 return 1.0
+            # The crossing between two distances: linear in the share, geometric in the distance.
             part = (before[1] - STALL_SHARE) / (before[1] - share)
             return float(before[0] * (distance / before[0]) ** part)
         before = distance, share
@@ -535,7 +544,7 @@ class _Left:
 
 
 def _measure_remainder(case: _Case, floor: float) -> _Left:
-    """What noise, pruning and the limited steps leave of the squared error.
+    """Computes the share of the squared error that noise, pruning and limited steps leave.
 
     `floor` is the least μ, in units of the largest eigenvalue that counts.
     """
@@ -544,6 +553,7 @@ def _measure_remainder(case: _Case, floor: float) -> _Left:
         return _Left(1.0, 1.0)
     own = spectrum(case.update_map, case.images, case.labels, case.way, length)
     displaced = _displacement_spectrum(case, length)
+    # The largest is an outlier that costs one step: the second sets the pace, if there is one.
     top = own.eigenvalues.sort(descending=True).values[:2]
     if float(top[0]) == 0:
         return _Left(1.0, 1.0)
@@ -551,6 +561,8 @@ def _measure_remainder(case: _Case, floor: float) -> _Left:
 
     def best_above(floor: float) -> float:
         least = counts * floor
+        # From the floor up to 10^6 times the largest eigenvalue, where nothing of the images is
+        # left.
         decades = math.log10(float(top[0]) / least) + 6
         tried = (least * 10 ** (k / _GRID) for k in range(math.ceil(decades * _GRID)))
         return min([1.0, *(_error(own, displaced, mu, length) for mu in tried)])
@@ -567,12 +579,13 @@ def _error(own: Spectrum, displaced: Spectrum | None, mu: float, length: float) 
 
 
 def _displacement_spectrum(case: _Case, length: float) -> Spectrum | None:
-    """The spectrum as J'e sees it; None of an exact update."""
+    """Returns the spectrum of J'J as J'e sees it; None for an exact update."""
     error = case.disturbance.error
     if error is None:
         if case.disturbance.std == 0:
             return None
         entries = len(case.update_map(case.images, case.labels))
+        # One seed for all: estimates for different noise then differ by its size alone.
         drawn = torch.randn(entries, generator=rng.generator(0, "noise"), dtype=torch.float64)
         error = case.disturbance.std * drawn
     (start,) = case.update_map.pull_back(case.images, case.labels, [error])

@@ -37,7 +37,7 @@ class Indicator:
     """The value as a number; None where it is a word."""
     helps: Side
     why: str
-    """One sentence."""
+    """The reason in a clause."""
 
 
 def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
@@ -79,8 +79,9 @@ def _judge(
 
 
 def _labels(plan: UpdatePlan) -> Indicator:
-    """Whether labels are known, and how likely they all differ."""
+    """Judges whether labels are known, and how likely they all differ."""
     count, classes = plan.first.num_images, plan.first.model.num_classes
+    # The birthday problem for uniform labels; with more images than classes one factor is 0.
     distinct = math.prod(max(0, classes - k) / classes for k in range(min(count, classes + 1)))
     granted = plan.grant.labels
     good = distinct > 0.5 or granted == "known"
@@ -89,7 +90,7 @@ def _labels(plan: UpdatePlan) -> Indicator:
 
 
 def _ranks(parameters: Tensors, update: Tensors, count: int) -> list[Indicator]:
-    """Numerical ranks of the gradients of the classifier and of the first dense layer."""
+    """Judges the numerical ranks of the classifier's and the first dense layer's gradients."""
     found = []
     matrices = [name for name, value in parameters.items() if value.ndim == 2]
     heads = [name for name in matrices if name.startswith("head.")]
@@ -108,10 +109,11 @@ def _ranks(parameters: Tensors, update: Tensors, count: int) -> list[Indicator]:
 
 
 def _alone(rows: Tensor | None) -> list[Indicator]:
-    """Share of images that are alone in some row of the first dense layer."""
+    """Judges the share of images that are alone in some row of the first dense layer."""
     if rows is None:
         return []
     active = rows > _RANK_TOLERANCE * rows.amax().clamp_min(1e-30)
+    # An image is alone if it is the only active one in at least one row.
     alone = ((active.sum(0) == 1) & active).any(1)
     share = float(alone.float().mean())
     value = f"{int(alone.sum())} of {number_of(len(alone), 'image')}"
@@ -120,7 +122,7 @@ def _alone(rows: Tensor | None) -> list[Indicator]:
 
 
 def _row_norms(plan: UpdatePlan, images: Tensor, labels: Tensor) -> Tensor | None:
-    """(images, rows): norm of each row of the first dense layer's gradient, image by image."""
+    """Returns (images, rows): row norms of each image's gradient of the first dense layer."""
     observation = plan.first
     names = [n for n, p in observation.parameters.items() if p.ndim == 2]
     body = [name for name in names if not name.startswith("head.")]
@@ -142,7 +144,7 @@ def _row_norms(plan: UpdatePlan, images: Tensor, labels: Tensor) -> Tensor | Non
 
 
 def _active_share(model: Classifier, images: Tensor) -> Indicator:
-    """Share of rectified units that an image activates."""
+    """Measures the share of rectified units that an image activates."""
     shares: list[float] = []
 
     def count(_: nn.Module, __: object, output: Tensor) -> None:
@@ -184,7 +186,7 @@ def _norms(model: Classifier, plan: UpdatePlan) -> Indicator:
 
 
 def _sizes(plan: UpdatePlan) -> list[Indicator]:
-    """Equations for each unknown, local steps, and clients in the sum."""
+    """Judges equations for each unknown, local steps, and clients in the sum."""
     images, clients, training = plan.first.num_images, plan.first.num_clients, plan.training
     entries = sum(value.numel() for value in plan.first.parameters.values())
     ratio = entries / (images * math.prod(plan.first.model.input_shape))
@@ -218,7 +220,7 @@ def _sizes(plan: UpdatePlan) -> list[Indicator]:
 
 
 def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateMap) -> Indicator:
-    """Standard deviation of noise over the update's root mean square, behind clipping."""
+    """Judges the noise's deviation over the update's root mean square, behind clipping."""
     observation = plan.first
     effect, name = observation.effect, "noise over update"
     std = noise_std(effect.noise, observation.training, observation.num_clients)

@@ -45,7 +45,7 @@ class StandIns:
     guess: Tensor
     """(C, H, W): the image that an attacker guesses who saw no update."""
     source: str
-    """Where they come from, for people."""
+    """Origin of the images, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class UpdatePlan:
 
     @property
     def first(self) -> Observation:
-        """The earliest round's."""
+        """The observation of the earliest round."""
         return self.observations[0]
 
     @property
@@ -92,13 +92,15 @@ class UpdatePlan:
         The batches of a smaller size are the beginnings of those of a larger one.
 
         Args:
-            draw: Which of several, from 0.
+            draw: Number of the batch, from 0.
             largest: Batch size of the plan that this one was made of; at least its own.
         """
         steps = self.training.steps if self.training.batches == "different" else 1
         groups = steps * self.first.num_clients
         stream = rng.generator(self.first.seed, "stand-ins", draw)
         count = len(self.stand_ins.pixels)
+        # As many passes over the stand-ins as it takes. Drawn for the largest size, cut to this
+        # one.
         order = torch.cat(
             [torch.randperm(count, generator=stream) for _ in range(-(-groups * largest // count))]
         )
@@ -120,6 +122,7 @@ def synthetic(spec: ModelSpec, seed: int, count: int = 64) -> StandIns:
     channels, height, width = spec.input_shape
     white = torch.randn(count, channels, height, width, generator=stream)
     down, across = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)[None]
+    # The constant has frequency 0: it is given the lowest one's amplitude.
     frequency = torch.hypot(down, across).clamp_min(1 / max(height, width, 2))
     shaped = torch.fft.irfft2(torch.fft.rfft2(white) / frequency, s=(height, width))
     deviation = shaped.std().clamp_min(1e-12)
@@ -232,8 +235,9 @@ def _only(document: Document, origin: str | Path) -> Scenario:
 
 
 def _find_recordings(root: Path) -> dict[tuple[str, str], list[Path]]:
-    """Recordings by (stack, batch size), of up to `MOST_ROUNDS` rounds, one a round."""
+    """Finds recordings by (stack, batch size), of up to `MOST_ROUNDS` rounds, one a round."""
     found: dict[tuple[str, str], dict[str, Path]] = {}
+    # Trained batches, and of each probed batch size the first trial alone.
     pattern = re.compile(r"(client|aggregate)(-\d+)?-?(training|b\d+-t0)")
     for path in sorted((root / "observations").glob("*/round-*/*.json")):
         if match := pattern.fullmatch(path.stem):
@@ -258,6 +262,7 @@ def _stand_ins(dataset: Dataset | Table) -> StandIns:
             f"data.source: {dataset.name} is a table, and attackability is forecast of images; "
             "`fedsim privacy` tells what a release of rows guarantees"
         )
+    # Evenly spread over the split, whatever its order.
     step = -(-len(dataset.test_images) // _MOST_STAND_INS)
     images, labels = dataset.test_images[::step], dataset.test_labels[::step]
     return StandIns(
@@ -270,7 +275,7 @@ def _stand_ins(dataset: Dataset | Table) -> StandIns:
 
 
 def _stand_ins_of_run(scenario: Scenario, observation: Observation) -> StandIns:
-    """The test split of the run's data source; synthetic images where that is not here."""
+    """Takes the test split of the run's data source, or synthetic images where it is not here."""
     try:
         return _stand_ins(load_dataset(scenario))
     except FedsimError:

@@ -47,15 +47,15 @@ def preflight(
         input_shape: (C, H, W) of an image.
         classes: K.
         batch_size: Images in each local step.
-        mean: Of each channel, which pixels in [0, 1] are normalized by; default 0.
-        std: As `mean`; default 1.
+        mean: Mean of each channel, by which pixels in [0, 1] are normalized; default 0.
+        std: Standard deviation of each channel; default 1.
         algorithm: `fedsgd` or `fedavg`.
-        local: Of `fedavg`, as in `fedsim.observe`.
-        mode: In which the client's layers compute: `train` or `eval`.
+        local: Local training of `fedavg`, as in `fedsim.observe`.
+        mode: Mode in which the client's layers compute: `train` or `eval`.
         head: Name of the linear layer that classifies, where it is not the last one.
         defenses: A stack as a scenario has it: names, or mappings of `name` and parameters.
-        clients: Whose updates are summed before anybody sees them.
-        grant: What the attacker is granted, as `knowledge` in a scenario.
+        clients: Number of clients whose updates are summed before anybody sees them.
+        grant: Knowledge that the attacker is granted, as `knowledge` in a scenario.
         images: (P, C, H, W) pixels in [0, 1] of the kind that clients hold, at least two; default:
             synthetic ones.
         labels: (P,) integers of `images`.
@@ -66,6 +66,7 @@ def preflight(
     """
     if clients < 1:
         raise FedsimError(f"clients: expected at least 1, got {clients}")
+    # `observe` wants an update beside the model; it is emptied below, as none is forecast by.
     blank = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     seen = observe(
         model,
@@ -111,9 +112,9 @@ def preflight_file(
     """Forecasts every stack and batch size of a scenario file, or of the folder of a run.
 
     Args:
-        origin: Either of them.
+        origin: Path of the scenario file, or of the folder.
         overrides: Settings of the scenario, `key=value`.
-        tell: Is told before each forecast how many are done, and of how many.
+        tell: Function that is told before each forecast how many are done, and of how many.
 
     Raises:
         FedsimError: it is neither, it is refused, or it trains no network on images.

@@ -19,6 +19,7 @@ except ImportError:  # not on Windows
 _BLOCK = 4096
 """Bytes: what is written directly begins and ends at a multiple, in memory and in the file."""
 _BUFFER = 256 * _BLOCK
+"""Bytes that are written at a time."""
 
 
 def write(handle: int, pieces: Iterable[bytes | memoryview]) -> None:
@@ -42,6 +43,7 @@ def write(handle: int, pieces: Iterable[bytes | memoryview]) -> None:
                 _write_all(handle, buffer)
                 used = 0
     if used:
+        # Padded to a whole block, as direct writing asks; the file is cut to its size below.
         _write_all(handle, buffer[: used + -used % _BLOCK])
     os.ftruncate(handle, size)
 

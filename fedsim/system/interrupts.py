@@ -101,6 +101,7 @@ def delay_interrupts() -> Iterator[None]:
             if callable(handler := signal.getsignal(number)):
                 handlers[number] = handler
                 signal.signal(number, lambda number, _: pending.append(number))
+    # A child inherits the mask, which is why it never gets any of these.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -108,6 +109,7 @@ def delay_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for interrupt, handler in handlers.items():
             signal.signal(interrupt, handler)
+    # One is enough: its handler raises.
     for first in pending[:1]:
         handlers[signal.Signals(first)](first, None)
 
@@ -116,6 +118,7 @@ def _install() -> None:
     """Handles the signals that are not ignored, and starts the thread that watches them."""
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     reader, writer = os.pipe()
+    # `set_wakeup_fd` takes no descriptor that may block.
     os.set_blocking(writer, False)
     # Python writes each signal's number there at once, even while the main thread computes.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -134,11 +137,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _watch(reader: int) -> NoReturn:
     """Ends the process at a second signal, or when it does not end by itself."""
     _next(reader)
+    # A signal behind the end of the work has nothing to clean up, and waits for nothing.
     is_late = _state.ended and not _state.received
     if not is_late:
         select.select([reader], [], [], _GRACE_SECONDS)
     if not _state.reported:
         say(lambda text: os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}{text}\n".encode()))
+    # In a thread `sys.exit` would end that thread alone.
     os._exit(STATUS)
 
 

@@ -31,7 +31,7 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
     """Locks `folder` against other runs, also of this process; makes it for its owner if need be.
 
-    `option` is what names another folder.
+    `option` is the words by which a user names another folder, for the message.
 
     Raises:
         FedsimError: another run is in it.
@@ -47,7 +47,7 @@ def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Ite
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run is at work in `folder`, as far as its file system knows."""
+    """Says whether a run is at work in `folder`, as far as its file system knows."""
     try:
         handle = os.open(folder / NAME, os.O_RDONLY | _FLAGS)
     except OSError:
@@ -55,6 +55,7 @@ def is_locked(folder: Path) -> bool:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             return False
+        # Shared locks do not refuse each other; the exclusive one of a run refuses them.
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of with the handle
     except OSError as error:
         return error.errno in _HELD
@@ -76,6 +77,8 @@ def _lock(path: Path, option: str) -> int:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise FedsimError(f"{path}: is {_NO_LOCK}; remove it")
             _acquire(handle, path, option)
+            # Its holder may have removed the file between opening and locking: the lock would be on
+            # nothing.
             if _is_at(handle, path):
                 os.ftruncate(handle, 0)
                 os.write(handle, f"process {os.getpid()} on {platform.node()}\n".encode())

@@ -83,16 +83,20 @@ def _control_group_limits(listed: Path, root: Path) -> list[int]:
         return []
     limits = []
     for line in lines:
+        # Version 1 lists a line for each hierarchy with its controllers; version 2 has one line
+        # without.
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
         home, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
         group = Path(path)
+        # The limit of any parent holds as well.
         for part in (group, *group.parents):
             try:
                 value = home.joinpath(*part.parts[1:], name).read_text().strip()
             except OSError:
                 continue
+            # No limit reads `max`.
             if value.isdecimal():
                 limits.append(int(value))
     return limits
@@ -106,4 +110,5 @@ def peak(device: torch.device) -> int:
     """Returns the most bytes in use so far, of the accelerator or else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Linux counts the peak in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -24,7 +24,8 @@ for _ in range(50):
         break
     time.sleep(0.2)
 """
-"""Waits for the end of its input, which the end of the process that holds it is, too."""
+"""Program that waits until its input ends, also by the death of its parent, and then removes the
+folder."""
 
 
 @contextmanager
@@ -37,6 +38,7 @@ def scratch(prefix: str) -> Iterator[Path]:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # A signal to the terminal's whole group must not end the sweeper, too.
             start_new_session=True,
             cwd="/",
         )
