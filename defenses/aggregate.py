@@ -31,7 +31,7 @@ class Aggregate(AggregationDefense):
     )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Mean of tensors and of buffers; `num_examples` is the total.
+        """Returns the mean of tensors and of buffers; `num_examples` is the total.
 
         Raises:
             FedsimError: there is no update, one counts less than one example, or their tensors
@@ -45,6 +45,8 @@ class Aggregate(AggregationDefense):
                     f"aggregate: an update has num_examples {update.num_examples}; it is the "
                     "weight of the mean and must be at least 1"
                 )
+            # The mean so far moves towards each update by its share of all examples: no sum is
+            # held.
             seen += update.num_examples
             tensors.move_towards(update.tensors, update.num_examples / seen)
             buffers.move_towards(update.buffers, update.num_examples / seen)
@@ -53,7 +55,7 @@ class Aggregate(AggregationDefense):
         return Update(tensors=tensors.read(), buffers=buffers.read(), num_examples=seen)
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Each client's own guarantee, whatever its weight.
+        """Returns each client's own guarantee, whatever its weight.
 
         A mean with weights below 1 is no longer than the longest update, and it is computed from
         the client's release: post-processing. What the other clients' noise adds is not counted,
@@ -63,14 +65,14 @@ class Aggregate(AggregationDefense):
         return replace(before, mechanism=before.pooled, pooled=None) if before.pooled else before
 
     def effect(self, before: Guarantee) -> Effect:
-        """Nothing is added to the combination."""
+        """Returns no effect: nothing is added to the combination."""
         return Effect()
 
 
 def sum_updates(updates: Iterable[Update], who: str) -> Update:
-    """Sum of tensors, added up in float64, and mean of buffers; `num_examples` is the total.
+    """Returns the sum of tensors, added up in float64, and the mean of buffers.
 
-    `who` asks, for the message.
+    `num_examples` is the total. `who` is the name of the caller, for the message.
 
     Raises:
         FedsimError: there is no update, or their tensors differ in name or shape.
@@ -92,13 +94,13 @@ class RunningMean:
     """A running weighted mean of equally shaped updates."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype` is the least wide type of floats that is added up in."""
+        """Starts an empty mean; floats are added up in `dtype` or wider."""
         self._least = dtype
         self._mean: dict[str, Tensor] | None = None
         self._dtypes: dict[str, torch.dtype] = {}
 
     def move_towards(self, update: Tensors, weight: float) -> None:
-        """Take in `update`, whose share of the weight so far is `weight` (1 for the first)."""
+        """Takes in `update`, whose share of the weight so far is `weight` (1 for the first)."""
         if self._mean is None:
             self._dtypes = {name: tensor.dtype for name, tensor in update.items()}
             self._mean = {
@@ -114,7 +116,7 @@ class RunningMean:
                 self._mean[name].lerp_(tensor.to(self._mean[name].dtype), weight)
 
     def read(self, times: int = 1) -> dict[str, Tensor]:
-        """The mean in the types of the first update; `times` as much in float32 or wider.
+        """Returns the mean in the types of the first update; `times` as much in float32 or wider.
 
         A sum in half precision ends at 65,504, and is rounded by more than a client may move it.
         """

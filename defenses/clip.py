@@ -34,7 +34,7 @@ class Clip(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """The update itself, bit for bit, where its norm is within the bound."""
+        """Returns the update itself, bit for bit, where its norm is within the bound."""
         norm = float(global_norm(update))
         if norm <= self.norm:
             return update, state
@@ -43,14 +43,15 @@ class Clip(UpdateDefense):
         return self._shorten(update, norm), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """The sensitivity is at most `norm`."""
+        """Returns what held before, with a sensitivity of at most `norm`."""
         return before.bounded(self.norm)
 
     def effect(self, before: Guarantee) -> Effect:
-        """A factor of the client's own."""
+        """Returns a scaling by a factor of the client's own."""
         return Effect(scaled=True, bound=self.norm)
 
     def _shorten(self, update: Tensors, norm: float) -> Tensors:
+        # Rounding may leave the scaled update too long: the margin grows from one unit of rounding.
         margin, step = 0.0, max(torch.finfo(tensor.dtype).eps for tensor in update.values())
         while True:
             scale = self.norm / norm * (1 - margin)

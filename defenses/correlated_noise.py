@@ -47,10 +47,10 @@ class CorrelatedNoise(StatefulTrainingDefense):
     noise_multiplier: Annotated[float, Field(ge=0, le=1e12)]
     """z: standard deviation of z_t on the sum of clipped gradients, over C."""
     correlation: Annotated[float, Field(ge=0, lt=1)]
-    """λ."""
+    """λ: share of the last step's noise that is taken back."""
 
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
-        """The noisy mean of clipped gradients; `memory` holds z_(t-1) in units of its deviation.
+        """Returns the noisy mean of clipped gradients; `memory` holds z_(t-1) / z.
 
         Raises:
             FedsimError: (when called) the loss cannot be taken one example at a time.
@@ -61,22 +61,24 @@ class CorrelatedNoise(StatefulTrainingDefense):
         ) -> Tensors:
             mean = clipped_mean(step.loss, parameters, images, labels, self.norm, step.batch_size)
             std = self.noise_multiplier * self.norm / step.batch_size
+            # The same draws as dp_sgd's, and no memory.
             if self.correlation == 0 or std == 0:
                 return in_types_of(parameters, add_gaussian(mean, std, rng))
             fresh = standard_normal(mean, rng)
             noise = dict(fresh)
             for name, last in memory.items():
                 noise[name] = fresh[name] - self.correlation * last.to(fresh[name])
+            # z_t itself is remembered, not the correlated noise that was added.
             memory.update(fresh)
             return in_types_of(parameters, add_noise(mean, std, noise))
 
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Correlated Gaussian noise over all of a client's steps."""
+        """Returns the mechanism of correlated Gaussian noise over all of a client's steps."""
         return noisy_steps("correlated_noise", self.noise_multiplier, training, self.correlation)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Noise on each step, behind a factor of each example's own."""
+        """Returns noise on each step, behind a factor of each example's own."""
         std = self.noise_multiplier * self.norm / training.batch_size
         return noise_on_steps(std, self.correlation)

@@ -47,26 +47,28 @@ class DPFTRL(NoisyAggregation):
     noise_multiplier: Annotated[float, Field(ge=0, le=1e12)]
     """z: standard deviation of z_t on the sum of updates, over S."""
     correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """λ."""
+    """λ: share of the last round's noise that is taken back."""
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Sum of tensors, mean of buffers; `num_examples` is the total."""
+        """Returns the sum of tensors and the mean of buffers; `num_examples` is the total."""
         return sum_updates(updates, "dp_ftrl")
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """See the class."""
+        """Returns the sum plus S (z_t - λ z_(t-1)), over the number of clients that are asked."""
         tensors = combined.tensors
         if self.noise_multiplier:
             noise = standard_normal(tensors, round.stream)
             if round.before and self.correlation:
+                # z_(t-1) is drawn again from its own stream: the server need not keep it.
                 last = standard_normal(tensors, round.before)
                 noise = {n: value - self.correlation * last[n] for n, value in noise.items()}
+            # Noise is sized for a little more than the bound, since sums of floats round.
             reach = round.sensitivity * (1 + _ROUNDING * round.clients)
             tensors = add_noise(tensors, self.noise_multiplier * reach, noise)
         return replace(combined, tensors={n: value / round.clients for n, value in tensors.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Gaussian noise of the server on a sum of bounded updates; a release stays what it is.
+        """Returns the server's Gaussian mechanism on bounded updates, or the claim before it.
 
         Raises:
             FedsimError: there is no bound on a client's update.
@@ -91,7 +93,7 @@ class DPFTRL(NoisyAggregation):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Noise of the server on the sum."""
+        """Returns the server's noise on the sum."""
         if self.noise_multiplier == 0:
             return Effect()
         variance = (self.noise_multiplier * before.sensitivity) ** 2

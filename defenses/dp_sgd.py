@@ -72,15 +72,15 @@ class DPSGD(TrainingDefense):
 
     @property
     def target(self) -> AskedEpsilon | None:
-        """The ε that is asked for."""
+        """The ε that the noise is to be found for; None where the noise is given."""
         return AskedEpsilon(epsilon=self.epsilon, delta=self.delta) if self.epsilon else None
 
     def with_noise(self, multiplier: float) -> DPSGD:
-        """The same with that noise multiplier."""
+        """Returns the same defense with that noise multiplier."""
         return self.model_copy(update={"noise_multiplier": multiplier})
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """The noisy mean of clipped gradients of the examples' own losses.
+        """Returns the noisy mean of clipped gradients of the examples' own losses.
 
         Raises:
             FedsimError: its noise is not found yet; or (when called) the loss cannot be taken one
@@ -104,11 +104,11 @@ class DPSGD(TrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """A Gaussian mechanism per local step, whatever else the step does with its gradient."""
+        """Returns a Gaussian mechanism per local step, whatever the step does with its gradient."""
         return noisy_steps("dp_sgd", self._noise, training)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Noise on each step, behind a factor of each example's own."""
+        """Returns noise on each step, behind a factor of each example's own."""
         std = self._noise * self.norm / training.batch_size
         return noise_on_steps(std)
 

@@ -25,13 +25,13 @@ class Dropout(TrainingDefense):
     """Probability that a neuron is dropped; the others are scaled by 1 / (1 - rate)."""
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """The same training, with dropout."""
+        """Returns the same training, with dropout."""
         return replace(declared, dropout=self.rate)
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Dropout proves nothing and takes nothing away."""
+        """Returns what held before: dropout proves nothing and takes nothing away."""
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
-        """The training says it all."""
+        """Returns no effect beside the dropout that `training` declares."""
         return Effect()

@@ -39,7 +39,7 @@ class GaussianNoise(UpdateDefense):
     multiplier: _Scale | None = None
     """Standard deviation over the L2 bound that the defenses before this one prove."""
     epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """ε of one release, of which the multiplier follows."""
+    """ε of one release, from which the multiplier follows."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """δ of that ε."""
 
@@ -53,7 +53,7 @@ class GaussianNoise(UpdateDefense):
         return self
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """`std`, a 0-d float64, where it depends on what is proven of the update.
+        """Returns `std`, a 0-d float64, which may depend on the sensitivity.
 
         Raises:
             FedsimError: there is a multiplier and no bound that it could multiply.
@@ -63,14 +63,15 @@ class GaussianNoise(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """The update itself, bit for bit, where the standard deviation is 0."""
+        """Returns the noisy update; with no deviation it is the same, bit for bit."""
         return add_gaussian(update, float(state["std"]), rng), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """The Gaussian mechanism, if the update was bounded and no mechanism came before."""
+        """Returns the Gaussian mechanism, if the update is bounded and no mechanism came before."""
         std = self._std(before.sensitivity, before.reason)
         if std == 0:
             return before
+        # More noise keeps a claim that holds already, but the update's bound is lost.
         if before.mechanism:
             return before.unproven("")
         if math.isinf(before.sensitivity):
@@ -82,12 +83,12 @@ class GaussianNoise(UpdateDefense):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Noise on the update."""
+        """Returns noise on the update."""
         std = self._std(before.sensitivity, before.reason)
         return Effect(noise=(Noise(variance=std**2, on="update"),) if std else ())
 
     def public_parameters(self, before: Guarantee) -> dict[str, float]:
-        """`std`, whatever it was declared by."""
+        """Returns `std`, whether it was declared or follows from a multiplier or an ε."""
         return {"std": self._std(before.sensitivity, before.reason)}
 
     def _std(self, sensitivity: float, reason: str = "") -> float:

@@ -51,9 +51,9 @@ class GaussianSampling(StatisticDefense):
     epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """ε of K̃ alone: k is the largest that keeps to it, but at most 100,000."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """δ of that ε."""
+    """δ of `epsilon`."""
     lift: _Positive | None = None
-    """γ."""
+    """γ: the multiple of the identity that is added to K."""
     least_eigenvalue: _Positive | None = None
     """η, which no eigenvalue of any K is taken to be below. Whoever computes it from the data
     reveals something by it."""
@@ -74,7 +74,7 @@ class GaussianSampling(StatisticDefense):
         return self.least_eigenvalue is not None
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuse (n, n) K with an eigenvalue below the one assumed.
+        """Refuses (n, n) K with an eigenvalue below the one assumed.
 
         Raises:
             FedsimError: it has one, or its least is lost in the rounding of its largest.
@@ -82,6 +82,8 @@ class GaussianSampling(StatisticDefense):
         if self.least_eigenvalue is None or not len(value):
             return
         eigenvalues = torch.linalg.eigvalsh(value)
+        # An eigenvalue is known only up to the rounding of the largest: the assumption is tested
+        # against what is certain.
         lost = len(value) * torch.finfo(value.dtype).eps * float(eigenvalues[-1])
         found = max(float(eigenvalues[0]) - lost, 0.0)
         if found < self.least_eigenvalue * (1 - _ROUNDING):
@@ -93,13 +95,13 @@ class GaussianSampling(StatisticDefense):
             )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """K̃ of (n, n) K, positive semidefinite."""
+        """Draws K̃ for (n, n) K, positive semidefinite."""
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
         return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
 
     def guarantee(self, release: Release) -> SamplingRelease:
-        """Returns the draws that are made, of a matrix that changes as much as any neighbour's may.
+        """Returns what is proven of the draws, for the largest change that a neighbour makes to K.
 
         Raises:
             FedsimError: not a single draw is private enough.
@@ -128,13 +130,14 @@ class GaussianSampling(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """How many draws there are, and of which lift."""
+        """Returns the number of draws and the lift γ."""
         return {"samples": self.guarantee(release).samples, "lift": self.lift or 0.0}
 
 
 @cache
 def _most_draws(eigenvalues: tuple[tuple[float, float], ...], epsilon: float, delta: float) -> int:
     change = np.array(eigenvalues)
+    # δ rises with the number of draws: if the most are private, none has to be searched for.
     if wishart.log_delta_of(_MOST, change, epsilon) <= np.log(delta):
         return _MOST
     found = wishart.max_draws(change, epsilon, delta)

@@ -35,7 +35,7 @@ class GradientPruning(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Zeros in place of the smallest entries; the others bit for bit."""
+        """Returns the update with zeros for its smallest entries; the others stay bit for bit."""
         if self.scope == "global":
             return self._prune(update), state
         return {
@@ -43,14 +43,15 @@ class GradientPruning(UpdateDefense):
         }, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Zeroing entries lengthens no update."""
+        """Returns what held before: zeroing entries lengthens no update."""
         return before
 
     def effect(self, before: Guarantee) -> Effect:
-        """The smallest entries are zero."""
+        """Returns that the smallest entries are zero."""
         return Effect(removed="smallest" if self.scope == "global" else "smallest_of_tensor")
 
     def _prune(self, update: Tensors) -> Tensors:
         total = sum(tensor.numel() for tensor in update.values())
+        # The share is taken exactly: 0.29 of 100 entries are 29, which floating point makes 28.
         keep = largest(update, total - math.floor(share(self.ratio, total)))
         return {n: t.masked_fill(~keep[n], 0) for n, t in update.items()}

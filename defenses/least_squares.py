@@ -54,7 +54,7 @@ class LeastSquaresMechanism(DataDefense):
         return self.leverage < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuse rows of more leverage among a client's own than is declared."""
+        """Refuses rows of more leverage among a client's own than is declared."""
         for client, rows in clients.items():
             require(self.leverage, rows, f"client {client}", "least_squares")
 
@@ -73,6 +73,7 @@ class LeastSquaresMechanism(DataDefense):
                 "random_projection)"
             )
         of_sketch = kind == "sketched_coefficients"
+        # A sketch's curve depends on its columns alone; that of coefficients on the features, too.
         allowed = max_leverage(self.epsilon, self.delta, r, None if of_sketch else d)
         least = lowering(allowed, release.row_norm, self.leverage)
         least *= 1.0 if of_sketch else _UP
@@ -81,7 +82,8 @@ class LeastSquaresMechanism(DataDefense):
         return release.row_norm * _paper_sigma(self.epsilon, self.delta, r, d)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """The release at the leverage that σ leaves."""
+        """Returns the mechanism of the release, at the largest leverage that σ leaves to a row."""
+        # The claim follows from the σ in use, so that `paper` noise is stated for what it gives.
         leverage = bound(self.sigma(release), release.row_norm, self.leverage)
         relation: Relation = "add_or_remove" if self.leverage == 1 else "relative"
         mechanism: ExactMechanism = (

@@ -16,7 +16,7 @@ _ROUNDING = 1e-9
 
 
 def largest(rows: Tensor) -> float:
-    """The largest leverage v'(D'D)^+ v of a row v of D (n, d), in [0, 1]; 0 if there is no row.
+    """Returns the largest leverage v'(D'D)^+ v of a row v of D (n, d), in [0, 1]; 0 without rows.
 
     Directions of D that are lost in the rounding of its largest singular value do not count.
     """
@@ -24,11 +24,12 @@ def largest(rows: Tensor) -> float:
         return 0.0
     left, lengths, _ = torch.linalg.svd(rows, full_matrices=False)
     kept = lengths > lengths.max() * max(rows.shape) * torch.finfo(rows.dtype).eps
+    # With D = U S V', v'(D'D)^+ v is the squared length of the row's part of U.
     return float(left[:, kept].square().sum(1).max())
 
 
 def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
-    """Refuse rows (n, d) `of` somebody, of which one has more than the `declared` leverage.
+    """Refuses rows (n, d) `of` somebody if one has more than the `declared` leverage.
 
     Raises:
         FedsimError: one has.
@@ -45,7 +46,7 @@ def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
 
 @cache
 def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
-    """The largest that is private: of M_LS with d features; of a sketch of r columns if None."""
+    """Returns the largest private leverage: for M_LS with d features, or a sketch if d is None."""
     if d is None:
         return float(projection.max_leverage(epsilon, delta, r))
     return least_squares.max_leverage(epsilon, delta, r, d)

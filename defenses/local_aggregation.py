@@ -27,13 +27,13 @@ class LocalAggregation(TrainingDefense):
     """`same`: every step sees the same batch; `different`: each draws its own."""
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """The same training with the steps of this defense, as fedavg."""
+        """Returns the same training with the steps of this defense, as fedavg."""
         return replace(declared, algorithm="fedavg", steps=self.steps, batches=self.batches)
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Summing steps proves nothing and takes nothing away."""
+        """Returns what held before: summing steps proves nothing and takes nothing away."""
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
-        """The training says it all."""
+        """Returns no effect beside the steps that `training` declares."""
         return Effect()

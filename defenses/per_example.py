@@ -11,7 +11,9 @@ from fedsim.contracts.guarantee import Guarantee, of_steps
 from fedsim.types import Effect, FedsimError, LocalTraining, Noise, Tensors
 
 _CHUNK_BYTES = 1 << 28
+"""Bytes of the examples' gradients that are held at once, unless a single one has more."""
 _CHUNK_EXAMPLES = 256
+"""Most examples whose gradients are held at once."""
 _BLOCK = 256
 """Entries whose squares are summed in the gradients' own precision."""
 
@@ -24,7 +26,7 @@ def clipped_mean(
     norm: float,
     batch_size: int,
 ) -> dict[str, Tensor]:
-    """The sum over `batch_size` of the gradients, each scaled to an L2 norm of at most `norm`.
+    """Computes the sum of the examples' gradients, clipped to an L2 norm `norm`, over `batch_size`.
 
     The norm is over all tensors together. An example whose gradient is not finite counts as zero.
     The mean is in float64: one in float32 is rounded by more than an example of very many may move
@@ -35,6 +37,7 @@ def clipped_mean(
     """
     fixed = {name: value.detach() for name, value in parameters.items()}
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in fixed.items()}
+    # Every example has a gradient as large as the model: only so many are held at once.
     size = _chunk_size(fixed)
     for start in range(0, len(images), size):
         x, y = (part[start : start + size] for part in (images, labels))
@@ -44,16 +47,16 @@ def clipped_mean(
 
 
 def in_types_of(parameters: Tensors, noisy: Tensors) -> dict[str, Tensor]:
-    """A `noisy` mean, rounded to the types of the parameters that it is a direction of."""
+    """Rounds a `noisy` mean to the types of the parameters that it is a direction of."""
     return {name: value.to(parameters[name].dtype) for name, value in noisy.items()}
 
 
 def noisy_steps(
     defense: str, noise_multiplier: float, training: LocalTraining, correlation: float = 0.0
 ) -> Guarantee:
-    """What Gaussian noise on the sum of clipped gradients of every step of `training` proves.
+    """Returns what Gaussian noise on every step's sum of clipped gradients proves.
 
-    `defense` names itself where there is no noise.
+    `defense` is the name in the reason where there is no noise.
     """
     if noise_multiplier == 0:
         return Guarantee(reason=f"{defense} adds no noise: its noise_multiplier is 0")
@@ -61,7 +64,7 @@ def noisy_steps(
 
 
 def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:
-    """Noise of that deviation on each step, behind a factor of each example's own."""
+    """Returns noise of that deviation on each step, behind a factor of each example's own."""
     noise = Noise(variance=std**2, on="step", correlation=correlation)
     return Effect(scaled_examples=True, noise=(noise,) if noise.variance else ())
 
@@ -87,7 +90,7 @@ def _clipped_sum(grads: dict[str, Tensor], norm: float) -> Tensors:
 
 
 def _lengths(grads: Tensor) -> Tensor:
-    """(B,) float64 L2 norms of (B, ...).
+    """Computes (B,) float64 L2 norms of (B, ...).
 
     By blocks: the rounding of a float32 sum over millions of entries exceeds any slack, and float64
     throughout takes ten times as long.
@@ -112,11 +115,12 @@ def _wide(grads: Tensor) -> torch.dtype:
 def _per_example(
     loss: LossFn, parameters: Tensors, images: Tensor, labels: Tensor
 ) -> dict[str, Tensor]:
-    """Name -> (B, *shape): the gradient of each example's own loss."""
+    """Computes the gradient of each example's own loss: name -> (B, *shape)."""
 
     def own_loss(at: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
         return loss(at, image[None], label[None])
 
+    # Each example draws a dropout mask of its own, as it would in a batch.
     each = vmap(grad(own_loss), in_dims=(None, 0, 0), randomness="different")
     try:
         grads: dict[str, Tensor] = each(dict(parameters), images, labels)
@@ -136,6 +140,6 @@ def _rows(grads: Tensor) -> Tensor:
 
 
 def _chunk_size(parameters: Tensors) -> int:
-    """Examples whose gradients are held at once."""
+    """Returns how many examples' gradients are held at once."""
     per_example = sum(value.numel() * value.element_size() for value in parameters.values())
     return min(_CHUNK_EXAMPLES, max(1, _CHUNK_BYTES // max(1, per_example)))

@@ -36,15 +36,15 @@ class Quantization(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Each tensor on its own grid."""
+        """Returns the update with each tensor rounded to its own grid."""
         return {name: self._quantize(tensor, rng) for name, tensor in update.items()}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Rounding up lengthens an update."""
+        """Returns no bound on the update: rounding up may lengthen it."""
         return before.unproven("quantization may round the update up beyond its bound")
 
     def effect(self, before: Guarantee) -> Effect:
-        """A grid in each tensor."""
+        """Returns that entries are rounded to a grid in each tensor."""
         return Effect(rounded=True)
 
     def _quantize(self, tensor: Tensor, rng: torch.Generator) -> Tensor:
@@ -58,6 +58,8 @@ class Quantization(UpdateDefense):
         if self.rounding == "deterministic":
             level.round_()
         else:
+            # floor(x + u) with u uniform in [0, 1) is up with the probability of x's fraction: x on
+            # average.
             draw = uniform(tensor.shape, rng)
             level.add_(draw.to(tensor.device)).floor_()
         rounded: Tensor = level.clamp_(-levels, levels).mul_(spacing).to(tensor.dtype)

@@ -45,7 +45,7 @@ class RandomProjection(DataDefense):
     whatever the leverage; `mutual_information` by what a row shares with the release, after
     Showkatbakhsh, Karakus and Diggavi (ISIT 2018)."""
     shared_among: Annotated[int, Field(ge=1, le=100_000)] = 1
-    """How many clients share the noise."""
+    """Number of clients that share the noise."""
     leverage: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The largest leverage of a row in any database that is to be hidden among. Below 1 the claim
     is *relative*: it holds among those databases alone (of the union of the clients, if they share
@@ -53,7 +53,7 @@ class RandomProjection(DataDefense):
 
     @property
     def least_clients(self) -> int:
-        """All that share the noise."""
+        """Fewest clients that a combination needs: all that share the noise."""
         return self.shared_among
 
     @property
@@ -62,9 +62,10 @@ class RandomProjection(DataDefense):
         return self.leverage < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuse rows of more leverage than is declared.
+        """Refuses rows of more leverage than is declared.
 
-        In the union of the clients, if they share the noise, or else among each one's own.
+        Leverages are those in the union of the clients, if they share the noise, or else in each
+        one's own rows.
         """
         if self.shared_among > 1:
             clients = {-1: torch.cat(list(clients.values()))}
@@ -81,7 +82,7 @@ class RandomProjection(DataDefense):
         return self._whole(release) / math.sqrt(self.shared_among)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """The projection with one client's noise, and with that of all who share it."""
+        """Returns the mechanism with one client's noise, and with that of all who share it."""
         # Of a single client's rows nothing is known if the leverage is that in the union.
         own = 1.0 if self.shared_among > 1 else self.leverage
         alone = self._make_mechanism(release, self.sigma(release), own)

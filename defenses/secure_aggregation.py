@@ -87,20 +87,21 @@ class SecureAggregation(MaskedAggregation):
             colluding=self.colluding,
             range=bound,
             buffer_range=self.buffer_range or 0.0,
+            # Weights would multiply a client's bound: with noise, each client counts once.
             most_examples=1 if noise else most_examples,
             norm=before.sensitivity if noise else math.inf,
             noise=noise * (1 + _ROUNDING),
         )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Mean of clipped tensors and of buffers, weighted by examples; with noise, their sum."""
+        """Returns the mean of clipped tensors and buffers by examples; with noise, their sum."""
         clipped = self._clip_updates(updates)
         if self.noise_multiplier:
             return sum_updates(clipped, "secure_aggregation")
         return Aggregate().combine(clipped)
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Without noise the mean itself; else the sum with all clients' noise, over their number.
+        """Returns the mean itself; with noise, the sum with all clients' noise over their number.
 
         Their number is how many are asked, whoever answers.
         """
@@ -111,7 +112,7 @@ class SecureAggregation(MaskedAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in noisy.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Noise that the clients share; without it, each client's own guarantee."""
+        """Returns the mechanism of the shared noise; without any, each client's own guarantee."""
         self.terms(before, 1)
         if not self.noise_multiplier or before.mechanism:
             if before.pooled and self.colluding:
@@ -136,12 +137,15 @@ class SecureAggregation(MaskedAggregation):
 
         It may be one of those that collude, of whom all shares are known already.
         """
+        # The fewest clients in a sum that opens, less those whose shares are known: who colludes,
+        # or the one.
         honest = participants * self.threshold - max(1.0, participants * self.colluding)
         left = max(0.0, honest / (participants * (self.threshold - self.colluding)))
+        # Shares' variances add up, so that the deviation falls by the root of what is left.
         return self.model_copy(update={"noise_multiplier": self.noise_multiplier * left**0.5})
 
     def effect(self, before: Guarantee) -> Effect:
-        """Noise on the sum, if clients add any."""
+        """Returns noise on the sum, if clients add any."""
         if not self.noise_multiplier:
             return Effect()
         return Effect(
@@ -149,7 +153,7 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def _noise_of_all(self, sensitivity: float) -> float:
-        """Standard deviation on a sum of all that are asked."""
+        """Returns the noise's standard deviation on a sum of all clients that are asked."""
         return self.terms(Guarantee(sensitivity=sensitivity), 1).client_noise(1)
 
     def _clip_updates(self, updates: Iterable[Update]) -> Iterator[Update]:

@@ -11,7 +11,7 @@ from fedsim.types import Tensors
 
 
 def share(ratio: float, total: int) -> Fraction:
-    """`ratio` of `total` as the decimal that the user wrote.
+    """Returns `ratio` of `total`, exact in the decimal that the user wrote.
 
     >>> int(0.29 * 100), int(share(0.29, 100))
     (28, 29)
@@ -20,7 +20,7 @@ def share(ratio: float, total: int) -> Fraction:
 
 
 def largest(update: Tensors, count: int) -> dict[str, Tensor]:
-    """Boolean masks of the `count` entries of largest magnitude over all tensors together.
+    """Returns boolean masks of the `count` entries of largest magnitude over all tensors together.
 
     Of equal magnitudes the first in order of position counts as the larger; entries that are not
     finite count as the largest of all.
@@ -31,8 +31,10 @@ def largest(update: Tensors, count: int) -> dict[str, Tensor]:
     magnitudes = torch.cat([tensor.detach().abs().flatten() for tensor in update.values()])
     magnitudes = magnitudes.to(torch.promote_types(magnitudes.dtype, torch.float32))
     magnitudes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    # The least magnitude that is kept, in linear time; sorting would take n log n.
     threshold = magnitudes.kthvalue(total - count + 1).values
     keep = magnitudes > threshold
+    # Several entries may equal it: as many are kept as the count still asks for, in order.
     ties = (magnitudes == threshold).nonzero().squeeze(1)
     keep[ties[: count - int(keep.sum())]] = True
     parts = torch.split(keep, [tensor.numel() for tensor in update.values()])

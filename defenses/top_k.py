@@ -31,15 +31,16 @@ class TopK(UpdateDefense):
     """Share of the entries that are sent."""
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """An empty memory: zeros, shaped and typed like the update."""
+        """Returns an empty memory: zeros, shaped and typed like the update."""
         return {name: torch.zeros_like(tensor) for name, tensor in update.items()}
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """(what is sent, the new memory); together they are update + memory."""
+        """Returns (what is sent, the new memory); together they are update + memory."""
         if not all_finite(update):
             return update, state
+        # Sent and kept are the two parts of this very sum, so that nothing is lost to rounding.
         owed = {name: tensor + state[name] for name, tensor in update.items()}
         total = sum(tensor.numel() for tensor in owed.values())
         send = largest(owed, math.ceil(share(self.ratio, total)))
@@ -47,9 +48,9 @@ class TopK(UpdateDefense):
         return sent, {name: tensor.masked_fill(send[name], 0) for name, tensor in owed.items()}
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """What the memory adds has no bound."""
+        """Returns no bound on the update: the memory adds to it without one."""
         return before.unproven("top_k adds what earlier rounds left over to the update")
 
     def effect(self, before: Guarantee) -> Effect:
-        """The smallest entries of all are not sent."""
+        """Returns that the smallest entries of all are not sent."""
         return Effect(removed="smallest")

@@ -43,7 +43,7 @@ class TruncatedLaplace(StatisticDefense):
         return draws.truncated_laplace(value, made.scale, made.bound, rng)
 
     def guarantee(self, release: Release) -> LaplaceRelease:
-        """What is proven of the noise in use, whichever calibration chose it."""
+        """Returns what is proven of the noise in use, whichever calibration chose it."""
         scale, bound = laplace_vector.calibrate_noise(
             self.beta, release.features, self.epsilon, self.delta, self.calibration
         )
@@ -57,6 +57,6 @@ class TruncatedLaplace(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Scale and bound of the noise on each entry."""
+        """Returns scale and bound of the noise on each entry."""
         made = self.guarantee(release)
         return {"scale": made.scale, "bound": made.bound}
