@@ -1,4 +1,4 @@
-"""Kinds of attacks by how they come to an end: at once, or after so many iterations.
+"""Kinds of attacks by when they end: at once, or after a number of iterations.
 
 The contract of solvers that recover features, and the attack that runs one of them.
 """
@@ -67,7 +67,7 @@ class DirectAttack(Attack[Answered]):
 
 
 class IterativeAttack(Attack[S], Generic[S]):
-    """Ends after `iterations`, unless it says otherwise."""
+    """Ends after `iterations` steps, unless a subclass overrides `terminate`."""
 
     iterations: Annotated[int, Field(ge=1)]
 

@@ -39,7 +39,7 @@ class Geometry(NamedTuple):
         return Geometry(module.stride, module.padding, module.dilation, module.groups)
 
     def positions(self, size: Sequence[int], kernel: Sequence[int]) -> list[int]:
-        """(H', W') from images of `size` (H, W)."""
+        """Computes the outputs' size (H', W') for images of `size` (H, W)."""
         return [
             (n + 2 * p - d * (k - 1) - 1) // s + 1
             for n, k, s, p, d in zip(
@@ -50,9 +50,10 @@ class Geometry(NamedTuple):
     def live_window(
         self, size: Sequence[int], kernel: Sequence[int]
     ) -> tuple[Geometry, slice, slice] | None:
-        """The rows and columns of a kernel that ever meet an image of `size`, and their geometry.
+        """Finds the rows and columns of a kernel that ever meet an image of `size`.
 
-        None if all do, or if no even padding moves the rest as the whole moved.
+        Returns their geometry with them; None if all do, or if no padding that is the same on both
+        sides moves the rest as the whole kernel moves.
         """
         windows, padding = [], []
         for count, n, k, s, p, d in zip(
@@ -64,10 +65,13 @@ class Geometry(NamedTuple):
             self.dilation,
             strict=True,
         ):
+            # Tap i is live if for some output o it reads a pixel o s + i d - p inside of the image.
             live = [i for i in range(k) if any(0 <= o * s + i * d - p < n for o in range(count))]
             if not live:
                 return None
             windows.append(slice(live[0], live[-1] + 1))
+            # Without the taps before the first live one the kernel begins later: less padding makes
+            # up.
             padding.append(p - live[0] * d)
         rest = [w.stop - w.start for w in windows]
         less = self._replace(padding=tuple(padding))
@@ -88,7 +92,7 @@ class ConvolutionShape(NamedTuple):
 
     @property
     def outputs(self) -> tuple[int, int]:
-        """(H', W')."""
+        """Size (H', W') of the outputs."""
         height, width = self.geometry.positions(self.images[2:], self.weights[2:])
         return height, width
 
@@ -105,27 +109,27 @@ class Algorithm(ABC):
 
     @abstractmethod
     def images(self, x: Tensor) -> Tensor:
-        """Images in this algorithm's form."""
+        """Brings images into this algorithm's form."""
 
     @abstractmethod
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """Weights in this algorithm's form; the next call may overwrite them if not to `keep`."""
+        """Brings weights into this algorithm's form; without `keep` the next call overwrites it."""
 
     @abstractmethod
     def gradients(self, gy: Tensor) -> Tensor:
-        """Output gradients in this algorithm's form."""
+        """Brings output gradients into this algorithm's form."""
 
     @abstractmethod
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(N, O, H', W'), in fresh memory."""
+        """Computes the convolution (N, O, H', W'), in fresh memory."""
 
     @abstractmethod
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """<gy, output> differentiated in the images, whose values do not count: (N, C, H, W)."""
+        """Differentiates <gy, output> in the images: (N, C, H, W). Their values do not count."""
 
     @abstractmethod
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """<gy, output> differentiated in the weights, whose values do not count: (O, C, k, l)."""
+        """Differentiates <gy, output> in the weights: (O, C, k, l). Their values do not count."""
 
 
 @final
@@ -142,15 +146,15 @@ class Direct(Algorithm):
         return gy
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """F.conv2d."""
+        """Calls F.conv2d."""
         return F.conv2d(images, weights, bias, *self.problem.geometry)
 
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """aten::convolution_backward."""
+        """Calls aten::convolution_backward."""
         return self._backward(gradients, images, weights, [True, False, False])[0]
 
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """aten::convolution_backward."""
+        """Calls aten::convolution_backward."""
         return self._backward(gradients, images, weights, [False, True, False])[1]
 
     def _backward(self, gy: Tensor, x: Tensor, w: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
@@ -172,13 +176,13 @@ class Patches(Algorithm):
 
     @staticmethod
     def pays(problem: ConvolutionShape) -> bool:
-        """Where weights are many and positions few; not for grouped convolutions."""
+        """Says whether weights are many and positions few; never for grouped convolutions."""
         h, v = problem.outputs
         many = problem.images[0] * h * v * _WEIGHTS_PER_POSITION
         return problem.geometry.groups == 1 and many <= problem.weights.numel()
 
     def images(self, x: Tensor) -> Tensor:
-        """(N H' W', k l C)."""
+        """Lists what the kernel sees at each output position: (N H' W', k l C)."""
         (s0, s1), (p0, p1), (d0, d1), _ = self.problem.geometry
         padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, p1, p1, p0, p0)).contiguous()
         n, rows, columns = padded.stride()[:3]
@@ -190,11 +194,11 @@ class Patches(Algorithm):
         )
 
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """(O, k l C); without a copy if they are channels last."""
+        """Flattens weights to (O, k l C); without a copy if they are channels last."""
         return w.permute(0, 2, 3, 1).flatten(1)
 
     def gradients(self, gy: Tensor) -> Tensor:
-        """(N H' W', O)."""
+        """Flattens output gradients to (N H' W', O)."""
         return gy.permute(0, 2, 3, 1).flatten(0, 2)
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -202,12 +206,13 @@ class Patches(Algorithm):
         return y.view(self.problem.images[0], *self.problem.outputs, -1).permute(0, 3, 1, 2)
 
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Gradients times weights, each tap added where it came from."""
+        """Multiplies gradients by weights, and adds each tap where it came from."""
         (s0, s1), (p0, p1), (d0, d1), _ = self.problem.geometry
         n, c, height, width = self.problem.images
         h, v = self.problem.outputs
         taps = (gradients @ weights).view(n, h, v, *self.problem.weights[2:], c)
         padded = taps.new_zeros(n, height + 2 * p0, width + 2 * p1, c)
+        # A loop over taps and not positions: within one tap no two positions write to one pixel.
         for i in range(taps.shape[3]):
             rows = slice(i * d0, i * d0 + s0 * (h - 1) + 1, s0)
             for j in range(taps.shape[4]):
@@ -222,7 +227,8 @@ class Patches(Algorithm):
 
 _OUT, _KERNEL = 4, 3
 _IN = _OUT + _KERNEL - 1
-# Interpolation points 0, ±1, ±2 and infinity; Aᵀ, G and Bᵀ as in the paper.
+# Points 0, ±1, ±2 and infinity; Aᵀ, G and Bᵀ of F(4x4, 3x3) in Lavin and Gray, Fast Algorithms
+# for Convolutional Neural Networks, CVPR 2016.
 _AT = [[1, 1, 1, 1, 1, 0], [0, 1, -1, 2, -2, 0], [0, 1, 1, 4, 4, 0], [0, 1, -1, 8, -8, 1]]
 _G = [
     [1 / 4, 0, 0],
@@ -247,8 +253,9 @@ a CPU (measured on ConvNets and ResNet-18 at 64 to 512 channels, 1 to 512 tiles)
 
 @lru_cache
 def _matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(16, 36), (36, 9), (36, 36): what Aᵀ, G and Bᵀ do to both sides of a tile."""
+    """Returns (16, 36), (36, 9), (36, 36): what Aᵀ, G and Bᵀ do to both sides of a tile."""
     both = [torch.tensor(m, dtype=torch.float64) for m in (_AT, _G, _BT)]
+    # vec(A X A') = (A ⊗ A) vec X: a single product transforms both sides of all tiles.
     a, g, b = (torch.kron(m, m).to(dtype) for m in both)
     return a, g, b
 
@@ -263,7 +270,7 @@ class _Scratch(threading.local):
         self._pieces: dict[str, Tensor] = {}
 
     def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialized; valid until the next `take` for the same use."""
+        """Returns uninitialized memory, valid until the next `take` for the same `use`."""
         size = math.prod(shape) * dtype.itemsize
         piece = self._pieces.get(use)
         if piece is None or len(piece) < size:
@@ -296,17 +303,18 @@ class Winograd(Algorithm):
 
     @staticmethod
     def pays(problem: ConvolutionShape) -> bool:
-        """Where the transforms cost less than the multiplications that they save."""
+        """Says whether transforms cost less than the multiplications that they save."""
         height, width = problem.outputs
         tiles = problem.images[0] * -(-height // _OUT) * -(-width // _OUT)
         return min(problem.weights[:2]) >= _CHANNELS and tiles >= _TILES
 
     def images(self, x: Tensor) -> Tensor:
-        """(36, T, C)."""
+        """Cuts images into tiles of 6x6, transformed: (36, T, C)."""
         _, _, b = _matrices(x.dtype)
         n, c, height, width = x.shape
         rows, columns = self._tiles
         p0, p1 = self.problem.geometry.padding
+        # The last tiles reach beyond the outputs, over zeros.
         below = _OUT * rows + _KERNEL - 1 - p0 - height
         right = _OUT * columns + _KERNEL - 1 - p1 - width
         padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, p1, right, p0, below)).contiguous()
@@ -317,7 +325,7 @@ class Winograd(Algorithm):
         return (b @ tiles.reshape(_IN**2, -1)).view(_IN**2, -1, c)
 
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """(36, O, C)."""
+        """Transforms kernels to the size of tiles: (36, O, C)."""
         _, g, _ = _matrices(w.dtype)
         o, c = w.shape[:2]
         shape = (_IN**2, o * c)
@@ -326,17 +334,18 @@ class Winograd(Algorithm):
         return form.view(_IN**2, o, c)
 
     def gradients(self, gy: Tensor) -> Tensor:
-        """(36, T, O)."""
+        """Cuts output gradients into tiles of 4x4, transformed: (36, T, O)."""
         a, _, _ = _matrices(gy.dtype)
         n, o, height, width = gy.shape
         rows, columns = self._tiles
         below, right = _OUT * rows - height, _OUT * columns - width
         padded = F.pad(gy.permute(0, 2, 3, 1), (0, 0, 0, right, 0, below))
         tiles = padded.reshape(n, rows, _OUT, columns, _OUT, o).permute(2, 4, 0, 1, 3, 5)
+        # Outputs are Aᵀ[(G w) ∘ (Bᵀ x)] on both sides: derivatives take transposes of A, G and Bᵀ.
         return (a.t() @ tiles.reshape(_OUT**2, -1)).view(_IN**2, -1, o)
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Per element of the transformed tiles, images times weights."""
+        """Multiplies images by weights in each of the 36 elements, and transforms back."""
         a, _, _ = _matrices(images.dtype)
         n, (rows, columns) = self.problem.images[0], self._tiles
         height, width = self.problem.outputs
@@ -349,7 +358,7 @@ class Winograd(Algorithm):
         return whole[:, :height, :width].permute(0, 3, 1, 2)
 
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Per element, gradients times weights; tiles overlap by two pixels."""
+        """Multiplies gradients by weights in each element; tiles overlap by two pixels."""
         _, _, b = _matrices(gradients.dtype)
         n, c, height, width = self.problem.images
         rows, columns = self._tiles
@@ -359,6 +368,7 @@ class Winograd(Algorithm):
         )
         tiles = tiles.permute(2, 3, 0, 4, 1, 5)  # (N, rows, 6, columns, 6, C)
         padded = tiles.new_zeros(n, rows + 1, _OUT, columns + 1, _OUT, c)
+        # Tiles of 6x6 lie 4 apart: the last two rows and columns belong to the next tile as well.
         over = _IN - _OUT
         padded[:, :-1, :, :-1] = tiles[:, :, :_OUT, :, :_OUT]
         padded[:, 1:, :over, :-1] += tiles[:, :, _OUT:, :, :_OUT]
@@ -368,7 +378,7 @@ class Winograd(Algorithm):
         return whole[:, p0 : p0 + height, p1 : p1 + width].permute(0, 3, 1, 2)
 
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Per element, the sum over tiles of gradients times images."""
+        """Sums gradients times images over the tiles, in each element."""
         _, g, _ = _matrices(gradients.dtype)
         o, c = self.problem.weights[:2]
         products = _product(gradients.transpose(1, 2), images)

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 
 def is_wanted_of_input(images: Tensor) -> bool:
-    """Whether anything will read a layer's gradient in its input.
+    """Says whether anything will read a layer's gradient in its input.
 
     The first differentiation is in the parameters: of the images themselves it is not needed.
     """
@@ -33,7 +33,7 @@ def is_wanted_of_input(images: Tensor) -> bool:
 
 
 def is_wanted(parameter: Tensor | None) -> bool:
-    """Whether anything will read the gradient of `parameter`.
+    """Says whether anything will read the gradient of `parameter`.
 
     The second differentiation, which creates no graph, is in the images: the gradient of a leaf
     would be thrown away. Weights after a local step are no leaves, they depend on the images.
@@ -55,7 +55,7 @@ _aten = torch.ops.aten
 
 
 def batch_norm(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """`module(x)`, but without an update of its running statistics.
+    """Computes `module(x)` without updating its running statistics.
 
     Raises:
         ValueError: there is one value per channel to take statistics of.
@@ -63,6 +63,7 @@ def batch_norm(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
     fixed = None
     if not module.training and module.running_mean is not None and module.running_var is not None:
         fixed = (module.running_mean, module.running_var)
+    # `F.batch_norm` refuses this, the native operation does not.
     elif x.numel() == x.shape[1]:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
@@ -71,7 +72,7 @@ def batch_norm(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
-    """`module(x)` for x (N, C, H, W)."""
+    """Computes `module(x)` for x (N, C, H, W)."""
     return _normalize(x, module.weight, module.bias, _Layer(module.num_groups, module.eps, None))
 
 
@@ -97,7 +98,7 @@ class _Layer(NamedTuple):
         return parts.sum(-3, keepdim=True).expand_as(parts).flatten(-4, -3)
 
     def spread(self, statistic: Tensor, channels: int) -> Tensor:
-        """A statistic of each group, at each of its channels: as `local` has them."""
+        """Repeats a group's statistic at each of its channels, in the shape that `local` has."""
         if self.groups is None:
             return statistic.view(1, -1, 1, 1)
         each = statistic.view(-1, self.groups, 1).expand(-1, -1, channels // self.groups)
@@ -224,13 +225,13 @@ class _NormalizationGradient(torch.autograd.Function):
 
 
 def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
+    """Computes max(x, 0)."""
     y: Tensor = _Relu.apply(x)
     return y
 
 
 def max_pool(module: nn.MaxPool2d, x: Tensor) -> Tensor:
-    """`module(x)` for x (N, C, H, W) and a module that returns no indices."""
+    """Computes `module(x)` for x (N, C, H, W) and a module that returns no indices."""
     pool = _Pool(
         kernel=_sides(module.kernel_size),
         stride=_sides(module.stride),
@@ -264,6 +265,7 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
+        # Detached, as a step has no slope: else autograd would add zeros as large as the layer.
         gx: Tensor = _ReluGradient.apply(gy, y.detach())
         return gx
 
@@ -308,4 +310,5 @@ class _MaxPoolGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, vx: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
+        # The gradient scatters to the maxima, and the transpose of that gathers from them.
         return vx.flatten(2).gather(2, indices.flatten(2)).view(indices.shape), None, None, None

@@ -49,8 +49,8 @@ def accelerate(model: nn.Module) -> None:
 
     Its convolutions, batch norms and group norms get closed-form second derivatives, and ReLU and
     max pooling none of their zeros. Names, parameters and buffers stay, but batch norm no longer
-    updates its running statistics. Fit for
-    that use only: gradients of leaf parameters are computed only while a graph is being created.
+    updates its running statistics. The model is fit for that use only: gradients of leaf parameters
+    are computed only while a graph is being created.
     A model of small kernels is left alone: there, calling Python costs more than it saves.
     """
     kernels = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d)]
@@ -87,6 +87,7 @@ def drop_dead_weights(
         for module in model.modules()
         if isinstance(module, nn.Conv2d) and "forward" in vars(module)
     ]
+    # Only accelerated layers can move a smaller kernel as the whole one moved.
     if not hooks:
         return {}
     like = next(model.parameters())
@@ -96,6 +97,7 @@ def drop_dead_weights(
         hook.remove()
     windows: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():
+        # A layer that met two sizes has no one window.
         if isinstance(module, nn.Conv2d) and len(shapes.get(module, ())) == 1:
             geometry, (size,) = Geometry.read(module), shapes[module]
             found = geometry and geometry.live_window(size, module.weight.shape[2:])
@@ -123,6 +125,7 @@ class _Layer:
 
     def _weights(self, algorithm: Algorithm, w: Tensor, fixed: bool) -> Tensor:
         """Brings weights into the algorithm's form, once if they stay over all iterations."""
+        # Weights after a local step depend on the images: they are new in each iteration.
         if not fixed:
             return algorithm.weights(w)
         if self._form is not None:
@@ -179,6 +182,7 @@ class _ConvolutionGradient(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         gradients = algorithm.gradients(gy)
         ctx.save_for_backward(gy, w, images, weights, gradients)
+        # Cotangents that are absent stay None, and their products are never taken.
         ctx.set_materialize_grads(False)
         ctx.algorithm = algorithm
         return (
@@ -194,6 +198,7 @@ class _ConvolutionGradient(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         gy, w, images, weights, gradients = ctx.saved_tensors
         algorithm: Algorithm = ctx.algorithm
+        # <vb, gb> with gb = Σ gy: its slope in gy is vb at every position.
         to_gy = None if vb is None else vb.view(1, -1, 1, 1).expand_as(gy)
         to_x, to_w = None, None
         if vw is not None:

@@ -28,7 +28,8 @@ from fedsim_attacks.fast_autograd._second_order import replace_forward
 def smooth(model: nn.Module, width: float | Tensor) -> None:
     """Give the ReLUs and max pools of `model` smooth second derivatives of that `width`.
 
-    In units of their inputs, about 1 behind norm layers. A tensor (0-d) may be changed later.
+    The width is in units of their inputs, which are about 1 behind norm layers. A tensor (0-d) may
+    be changed later.
     """
     for module in model.modules():
         if isinstance(module, nn.ReLU):
@@ -38,13 +39,14 @@ def smooth(model: nn.Module, width: float | Tensor) -> None:
 
 
 def relu(x: Tensor, *, width: float | Tensor) -> Tensor:
-    """max(x, 0)."""
+    """Computes max(x, 0), whose second derivative is smooth."""
     y: Tensor = _Relu.apply(x, width)
     return y
 
 
 def max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float | Tensor) -> Tensor:
-    """`module(x)` for x (N, C, H, W)."""
+    """Computes `module(x)` for x (N, C, H, W), whose second derivative is smooth."""
+    # Padding by -∞ never wins a maximum.
     windows, shape = _windows(module, x, -torch.inf)
     y: Tensor = _Largest.apply(windows, width)
     return y.view(shape)
@@ -55,11 +57,12 @@ def _plain(module: nn.MaxPool2d) -> bool:
 
 
 def _windows(module: nn.MaxPool2d, x: Tensor, fill: float) -> tuple[Tensor, tuple[int, ...]]:
-    """(N C, k l, H' W') of what each output sees, and the output's shape."""
+    """Lists what each output sees, (N C, k l, H' W'), and the output's shape (N, C, H', W')."""
     k, s, p = (
         (size, size) if isinstance(size, int) else tuple(size)
         for size in (module.kernel_size, module.stride, module.padding)
     )
+    # `F.unfold` pads by zeros only, so that padding is done before.
     if any(p):
         x = F.pad(x, (p[1], p[1], p[0], p[0]), value=fill)
     n, c, height, width = x.shape
@@ -81,6 +84,8 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
+        # The slope is a function of its own, so that its derivative can be another than autograd's
+        # 0.
         return gy * _Step.apply(x, ctx.width), None
 
 

@@ -49,13 +49,13 @@ class Tape:
     """
 
     def __init__(self, function: Function) -> None:
-        """Nothing is recorded yet."""
+        """Prepares to record `function`, which happens in the first call."""
         self._function = function
         self._recorded: Function | None = None
         self._calls = 0
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What `function` returns of `inputs`."""
+        """Returns what `function` returns for `inputs`, by a replay where there is one."""
         self._calls += 1
         if self._calls == 1:
             # After the first call: what a function prepares then is no part of those that follow.
@@ -66,6 +66,8 @@ class Tape:
             return self._function(*inputs)
         with torch.no_grad():
             replayed = self._recorded(*inputs)
+        # The second call has other values: a recording that depends on the first's is found out
+        # here.
         if self._calls == 2:
             results = self._function(*inputs)
             if not all(map(_same, results, replayed)):
@@ -103,6 +105,7 @@ class _Graph:
     def _capture(self, function: Function) -> None:
         present = torch.cuda.current_stream()
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # Warm-up runs beside the present stream, as PyTorch's page on CUDA graphs asks for.
         beside.wait_stream(present)
         with torch.cuda.stream(beside):
             for _ in range(_WARM):
@@ -121,9 +124,11 @@ class _Graph:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         for own, given in zip(self._inputs, inputs, strict=True):
+            # A graph reads the addresses that it was captured with.
             own.copy_(given)
         with torch.cuda.device(self._device):
             self._graph.replay()
+        # The results lie in the graph's memory, which the next replay overwrites.
         return tuple(each.detach().clone() for each in self._results)
 
 

@@ -60,6 +60,7 @@ class Pyramid:
         group["lr"] = step_size
         self._optimizer.step()
         for level, old in zip(self._coarse, before, strict=True):
+            # Pixels hold the sum of all levels already: only a level's change is added.
             self.images.add_(self._prolonged(level - old))
 
     def _prolonged(self, level: Tensor) -> Tensor:
@@ -75,6 +76,7 @@ class Pyramid:
 
 
 _DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
+"""Shares of the iterations after which a stepped rate is divided by 10."""
 
 
 def half_cosine(done: float, final: float = 0.0) -> float:
@@ -98,13 +100,17 @@ def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_sche
 
 
 _GROUPS = 8
+"""Groups of channels of the U-Net's group norms."""
 _ATTENTION = 16
+"""Side of the resolution that has self-attention."""
 _SMALLEST = 4
+"""Least side of a resolution."""
 _NOISE = 0.1
+"""Standard deviation of the U-Net's fixed input."""
 
 
 class UNet(nn.Module):
-    """From a fixed input of its own, and features if there are any, to N images of (C, H, W).
+    """Draws N images (C, H, W) from a fixed random input, and from features if there are any.
 
     Resolutions are halved from (H, W) for as long as both are even and stay at 4 or more: 32, 16,
     8, 4 for images of 32x32. The first has `width` channels, the others twice as many.
@@ -216,6 +222,7 @@ Decay = Literal["steps", "cosine"]
 """How step sizes fall: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine."""
 
 _RATES = {"pixel": 0.1, "pyramid": 0.1, "unet": 1e-3}
+"""Adam's step size by default."""
 _PYRAMID_START = 0.3
 """Standard deviation of the pixels that a pyramid starts at; others start at 1."""
 _FINAL = 0.005
@@ -248,15 +255,15 @@ class Drawing:
         Args:
             canvas: what is optimized.
             count: images N.
-            spec: of the victim's model, whose images they are.
-            features: (N, d) that the U-Net is told; None of none.
+            spec: the victim's model, for the images' shape and normalization.
+            features: (N, d) that the U-Net is given; None if there are none.
             width: channels of the U-Net at full resolution.
             rate: step size of Adam; None is 0.001 for the U-Net and 0.1 for pixels.
-            iterations: over which it falls.
-            seed: of the U-Net's weights.
-            rng: of the pixels.
-            device: of the images.
-            decay: how it falls.
+            iterations: number of steps over which the step size falls.
+            seed: seed of the U-Net's weights and input.
+            rng: source of the first pixels.
+            device: where the images lie.
+            decay: how the step size falls.
         """
         self._spec, self._features = spec, features
         self.box = valid_range(spec, torch.zeros((), device=device))
@@ -274,6 +281,7 @@ class Drawing:
             variables = [start]
         else:
             told = 0 if features is None else features.shape[1]
+            # Layers draw their weights from torch's global stream, which is put back afterwards.
             with streams.global_stream(seed):
                 self._network = UNet(count, spec.input_shape, told, width).to(device)
             variables = list(self._network.parameters())
@@ -296,6 +304,7 @@ class Drawing:
         for _ in range(_COPYING):
             drawn = self.draw()
             optimizer.zero_grad()
+            # The slope of |drawn - images|² / 2 in what is drawn.
             torch.autograd.backward(drawn, drawn.detach() - images)
             optimizer.step()
 

@@ -36,7 +36,7 @@ Variation = Callable[[Tensor], tuple[Tensor, Tensor]]
 _OPPONENTS = ((1.0, 1.0, 1.0), (1.0, 0.0, -1.0), (0.5, -1.0, 0.5))
 """Brightness, and two directions of color."""
 _COLOR = 3.0
-"""What a difference in color counts, where one in brightness counts 1."""
+"""Weight of a difference in color; one in brightness has weight 1."""
 
 
 def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,8 @@ def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
 def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the mean absolute difference of neighbours, three times as much in color.
 
-    Also its gradient in `images` (N, 3, H, W). Of other numbers of channels: `total_variation`.
+    Returns its gradient in `images` (N, 3, H, W), too. Images of other numbers of channels have
+    their `total_variation`.
     """
     if images.shape[1] != len(_OPPONENTS):
         return total_variation(images)
@@ -65,30 +66,33 @@ def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
     directions[1:] *= _COLOR
     turned = torch.einsum("kc,nchw->nkhw", directions, images).contiguous()
     variation, slope = total_variation(turned)
+    # Chain rule: the transpose of the turn brings the slope back to channels.
     return variation, torch.einsum("kc,nkhw->nchw", directions, slope).contiguous()
 
 
 _TINY = 1e-8
-"""Variation of a pixel below which its slope is 0 and not undefined."""
+"""Length of a step below which its slope, else undefined, goes to 0."""
 
 
 def opponent_variation(images: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the mean length of the step to the next pixel, over channels and their differences.
 
-    Of each pixel of each map sqrt(vertical² + horizontal²), where the maps are the channels of
+    The length is sqrt(vertical² + horizontal²) at each pixel of each map. Maps are the channels of
     `images` (N, C, H, W) and the differences of any two of them (double opponents: red - green,
-    red - blue, green - blue), and beyond the last row and column there is 0. With its gradient in
-    the images. Values as in the public suite breaching's `modern` attack
+    red - blue, green - blue); beyond the last row and column there is 0. Returns its gradient in
+    the images, too. Values as in the public suite breaching's `modern` attack
     (github.com/JonasGeiping/breaching, TotalVariation with inner_exp 2, outer_exp 0.5).
     """
     pairs = list(combinations(range(images.shape[1]), 2))
     mixing = torch.eye(images.shape[1], dtype=images.dtype, device=images.device)
     mixing = torch.cat([mixing, *(mixing[a : a + 1] - mixing[b : b + 1] for a, b in pairs)])
     maps = torch.einsum("kc,nchw->nkhw", mixing, images)
+    # Beyond the last row and column there is 0, so that the difference there is -x.
     down, right = -maps, -maps
     down[:, :, :-1] += maps[:, :, 1:]
     right[..., :-1] += maps[..., 1:]
     length = torch.hypot(down, right)
+    # ∂√(a² + b²) = (a, b) / √(a² + b²), and the mean over all pixels of all maps.
     scale = (length.clamp_min(_TINY) * length.numel()).reciprocal_()
     down *= scale
     right *= scale
@@ -103,7 +107,7 @@ VARIATIONS: dict[str, Variation] = {
     "chromatic": chromatic_variation,
     "opponents": opponent_variation,
 }
-"""What attacks call them."""
+"""Variations by the names that attacks' parameters have for them."""
 
 
 _VALID = 0.999
@@ -157,9 +161,11 @@ class KnownFeatures(NamedTuple):
     """Features (N, d) that the images are known to have, in their order."""
 
     values: Tensor
+    """(N, d)."""
     measure: Literal["squared_cosine", "relative"]
+    """How features are compared: by direction alone, or by distance."""
     trust: Tensor | float = 1.0
-    """(N,): what each image's misfit counts."""
+    """(N,): weight of each image's misfit."""
 
     def misfit(self, features: Tensor) -> Tensor:
         """Computes the mean over the images of 1 - cos², or of |x - f|² / |f|²."""
@@ -192,6 +198,7 @@ class ForwardPrior:
         for name in self._statistics:
             model.get_submodule(name).register_forward_pre_hook(self._watch(name))
         parameters = {n: t.detach() for n, t in observation.parameters.items()}
+        # A model in train mode writes its statistics into its buffers.
         buffers = {n: t.clone() for n, t in observation.buffers.items()}
         forward = features_function(model, buffers, observation.training)
         self._forward: Callable[[Tensor], Tensor] = lambda images: forward(parameters, images)
@@ -208,6 +215,8 @@ class ForwardPrior:
                 value = value + self._feature_weight * self._features.misfit(features)
             for name, (mean, variance) in self._statistics.items():
                 layer_input = self._inputs[name]
+                # Yin et al., equation 9: distances of the mean and of the variance of each layer's
+                # input.
                 gap = torch.linalg.vector_norm(layer_input.mean((0, 2, 3)) - mean)
                 gap = gap + torch.linalg.vector_norm(
                     layer_input.var((0, 2, 3), unbiased=False) - variance

@@ -35,9 +35,9 @@ class Candidate:
     images: Tensor
     """(N, C, H, W)."""
     labels: Tensor | None
-    """(N,) int64, where they are fixed."""
+    """(N,) int64; None where soft labels are optimized."""
     logits: Tensor | None
-    """(N, K), where they are not."""
+    """(N, K) of soft labels; None where labels are fixed."""
 
     @property
     def variables(self) -> list[Tensor]:
@@ -65,6 +65,7 @@ class MatchedUpdate:
     """The observed update, in the parts that candidates can reach."""
 
     tensors: list[Tensor]
+    """Compared tensors, in the order of the parameters."""
     square: Tensor
     """|t|² of the whole update (0-d)."""
     outside: Tensor
@@ -81,9 +82,11 @@ def cosine_distance(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Computes 1 - <u, t> / (|u| |t|) over all parameters (Geiping et al. 2020, equation 4)."""
     product, square = inner_product(update, target.tensors), inner_product(update, update)
+    # An update of 0 has no direction: its distance is 1, and not undefined.
     square = square.clamp_min(torch.finfo(square.dtype).tiny)
     norms = square.sqrt() * target.square.sqrt()
     similarity = product / norms
+    # ∂(1 - cos)/∂u = -(t - u <u, t> / |u|²) / (|u| |t|).
     pull = -product / square
     direction = [torch.addcmul(t, u, pull) for u, t in zip(update, target.tensors, strict=True)]
     return 1 - similarity, direction, -1 / norms
@@ -119,6 +122,7 @@ def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Dist
         for weight, u, t in zip(counted, update, target.tensors, strict=True):
             square, lengths = _lengths(u, t)
             cosine = (u * t).sum() / lengths
+            # ∂(1 - cos)/∂u = u cos / |u|² - t / (|u| |t|).
             along = cosine / square
             losses.append(weight / total * (1 - cosine))
             direction.append(weight / total * (u * along - t / lengths))
@@ -140,6 +144,7 @@ def _lengths(u: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """Computes the inner product (0-d) over all entries of all tensors."""
     products = [torch.dot(_flat(x), _flat(y)) for x, y in zip(a, b, strict=True)]
     return torch.stack(products).sum()
 
@@ -173,11 +178,11 @@ class Matching:
             observation: What the server saw.
             dtype: Precision of the computation.
             calls: How often about `differentiate` is to be called; many calls pay for a recording.
-            width: Of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            width: Width of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
             tensors: Which tensors of the update are compared.
 
         Raises:
-            AttackFailed: of the `body` alone, and the model has none, or its update is zero.
+            AttackFailed: `tensors` is `body`, and the model has none, or its update is zero.
         """
         self._observation = observation
         self._replays = pays(calls, self.device)
@@ -282,6 +287,7 @@ class Matching:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Computes the distance from the observed update (0-d), and its gradients in variables."""
         labels = candidate.labels
+        # A recording holds for one distance and one tensor of labels.
         if self._bound is None or self._bound[0] is not distance or self._bound[1] is not labels:
             function = partial(self._differentiate, distance, labels)
             self._bound = distance, labels, Tape(function) if self._replays else function

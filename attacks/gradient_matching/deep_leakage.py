@@ -28,6 +28,7 @@ from fedsim_attacks.gradient_matching._matching import (
 )
 
 _TOGETHER = 20
+"""Iterations of L-BFGS in one step of the attack."""
 
 
 @dataclass(kw_only=True)
@@ -88,6 +89,7 @@ class GradientDistance(IterativeAttack[Descent]):
         # L-BFGS keeps its counter under its first parameter.
         memory = state.optimizer.state[state.candidate.images]
         done = memory["n_iter"] - state.iteration
+        # It stops before its last iteration only where no step improves anything.
         state.converged = done < group["max_iter"]
         state.iteration = memory["n_iter"]
         state.loss = torch.as_tensor(memory.get("prev_loss", before))

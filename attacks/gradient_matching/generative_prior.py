@@ -43,14 +43,18 @@ from fedsim_attacks.gradient_matching._matching import (
 from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 
 LATENT = 128
+"""Entries of a code of an untrained generator."""
 _LEAST_WIDTH = 32
+"""Channels of the smallest untrained generator."""
 _GROUPS = 8
+"""Groups of channels of the generator's group norms."""
 _SLOPE = 0.1
+"""Slope of the leaky ReLUs below 0."""
 
 
 @final
 class Generator(nn.Module):
-    """Codes (N, latent) -> pixels (N, C, H, W) in (0, 1). Of a code only the direction counts."""
+    """Draws pixels (N, C, H, W) in (0, 1) from codes (N, latent), whose lengths do not count."""
 
     def __init__(self, shape: tuple[int, ...], latent: int, width: int) -> None:
         """Makes layers of `width` channels. Weights are drawn from torch's global stream."""
@@ -70,6 +74,7 @@ class Generator(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """Draws images from codes, as the class says."""
+        # All codes have the length that N(0, I) has: Adam may not leave it for what is untrained.
         codes = codes * codes.square().mean(1, keepdim=True).rsqrt()
         pixels: Tensor = self.rest(self.first(codes).unflatten(1, self._base))
         return pixels
@@ -194,8 +199,8 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     iterations: Annotated[int, Field(ge=1)] = 5500
     """Steps of Adam in both stages; each divides its step size by 10 at 3/8, 5/8 and 7/8."""
     latent_iterations: Annotated[int, Field(ge=0)] | None = None
-    """How many of them search codes, before the others train weights; default: one in eleven with
-    `weights`, none without."""
+    """Number of them that search codes, before the others train weights; default: one in eleven
+    with `weights`, none without."""
     latent_rate: Annotated[float, Field(gt=0)] = 0.03
     """Step size of codes."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.001
@@ -301,6 +306,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
 
     def _start_weights(self, state: GeneratorSearch) -> None:
         (generator,) = state.generators
+        # Jeon et al. train a generator for each image, Zhang et al. one for the whole batch.
         copies = 1 if self.weights is None else len(state.codes)
         state.codes = state.best_codes
         state.generators = [deepcopy(generator).requires_grad_() for _ in range(copies)]

@@ -118,11 +118,13 @@ class GradInversion(IterativeAttack[Group]):
         pull = consensus_slope(state.images, consensus(state.images, self.reach))
         state.images.grad = torch.stack(slopes).add_(pull, alpha=self.group)
         if state.logits is not None:
+            # All seeds share one set of soft labels, whose slope is the seeds' mean.
             state.logits.grad = torch.stack([slope for (slope,) in logit_slopes]).mean(0)
         rate = self._rate(state.iteration)
         for part in state.optimizer.param_groups:
             part["lr"] = rate
         state.optimizer.step()
+        # Langevin noise is in proportion to the step size, and dies out with it.
         if self.noise:
             drawn = torch.randn(state.images.shape, generator=state.rng)
             state.images.add_(drawn.to(state.images.device), alpha=rate * self.noise)
@@ -153,6 +155,7 @@ class GradInversion(IterativeAttack[Group]):
         slope = slope.add(variation_slope, alpha=self.total_variation).add_(known_slope)
         return (
             loss,
+            # ∂ rms(x)/∂x = x / (n rms(x)).
             slope.add_(images / (size * images.numel()), alpha=self.norm),
             tuple(logit_slopes),
         )
@@ -190,6 +193,7 @@ def register(images: Tensor, target: Tensor, reach: int) -> Tensor:
         for across in range(2 * reach + 1):
             shifted = padded[:, :, down : down + height, across : across + width]
             cost = (shifted - target).square().sum((1, 2, 3))
+            # No branch: reading the cost would make a GPU wait.
             best = torch.where((cost < least).view(-1, 1, 1, 1), shifted, best)
             least = torch.minimum(cost, least)
     return best

@@ -129,6 +129,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
             self.total_variation,
             VARIATIONS[self.variation],
         )
+        # Compared without a branch: reading the loss would make a GPU wait in each step.
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best_images = torch.where(better, images, state.best_images)
@@ -140,6 +141,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
             (candidate.logits.grad,) = rest
         state.optimizer.step()
         state.schedule.step()
+        # `images` is a detached view of the candidate's memory, which is clamped with it.
         images.clamp_(*matching.box)
         state.iteration += 1
         return state
@@ -186,10 +188,10 @@ def regularized(
 
     Args:
         matching: The observed update.
-        candidate: What is compared with it.
-        distance: How they are compared.
-        weight: Of the variation.
-        variation: Of images, with its gradient in them.
+        candidate: Images and labels whose update is compared with it.
+        distance: Distance of the two updates.
+        weight: Weight of the variation.
+        variation: Variation of images, with its gradient in them.
     """
     value, (slope, *rest) = matching.differentiate(candidate, distance)
     if candidate.images.ndim != 4:  # entries of a row that are neighbours are not alike

@@ -71,6 +71,7 @@ class ImprintAttack(DirectAttack):
                 "no image stands out of the noise in the imprint module's gradient: lower "
                 "model.imprint.scale"
             )
+        # Largest first, so that repetitions are of the images with the largest gradients.
         jumps = jumps[jumps[:, -1].abs().argsort(descending=True)]
         jumps = jumps.repeat(math.ceil(observation.num_images / len(jumps)), 1)
         jumps = jumps[: observation.num_images]
@@ -84,12 +85,14 @@ class ImprintAttack(DirectAttack):
 def _clear_jumps(rows: Tensor, segmentation: Segmentation, drifting: bool) -> Tensor:
     """Computes differences of consecutive pieces of `rows` (k, m), without noise and rounding."""
     if drifting:
+        # Rows drift within a piece: only the two that meet at its end are compared.
         jumps = -torch.cat([rows, torch.zeros_like(rows[:1])]).diff(dim=0)
         jumps = jumps[torch.tensor(segmentation.ends, device=rows.device) - 1]
         lengths = rows.new_ones(len(jumps))
     else:
         jumps = -segmentation.means(rows).diff(dim=0)
         lengths = torch.tensor([0, *segmentation.ends], device=rows.device).diff().to(rows.dtype)
+    # Variance of a row's squared distance from its mean, by the degrees of freedom.
     spread = segmentation.residual / max(1, len(rows) - len(jumps))
     # The variance of a mean; the zero after the last piece has none.
     noise = 1 / lengths + torch.cat([1 / lengths[1:], lengths.new_zeros(1)])
@@ -131,8 +134,10 @@ def segment(rows: Tensor, pieces: int) -> Segmentation:
     for _ in range(pieces - 1):
         best, start = (best[:, None] + cost).min(0)
         came.append(start)
+    # The rows after the last piece are taken for zero, at the cost of their energy.
     total = best + squares[-1] - squares
     ends = [int(total.argmin())]
+    # Back from the last piece: each start is the end of the piece before.
     for start in reversed(came):
         ends.append(int(start[ends[-1]]))
     return Segmentation(ends[::-1], total.min())

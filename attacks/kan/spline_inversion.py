@@ -68,7 +68,9 @@ class SplineGradient:
     noise: float
     """Standard deviation of the noise in each entry of `tensor`, estimated from it."""
     degree: int
+    """Degree of the splines."""
     intervals: int
+    """Number of intervals between the knots of [-1, 1]."""
     model: Classifier
     """The model with the weights of the observed round."""
 
@@ -110,6 +112,7 @@ class SplineGradient:
         rounding = _ROUNDING * float(tensor.square().mean().sqrt())
         return SplineGradient(
             tensor=tensor,
+            # A sum of K entries has K times the variance of one.
             noise=max(rounding, math.sqrt(variance / functions)),
             degree=config.degree,
             intervals=config.intervals,
@@ -118,7 +121,7 @@ class SplineGradient:
 
     @property
     def hidden(self) -> int:
-        """m."""
+        """Number of hidden units m of the first layer."""
         return self.tensor.shape[0]
 
     def share_unexplained(self, bases: Tensor) -> Tensor:
@@ -164,6 +167,7 @@ def quadrics(degree: int, intervals: int) -> Tensor:
     products = pack(basis[:, :, None] * basis[:, None, :])
     _, sizes, directions = torch.linalg.svd(products)
     rank = int((sizes > _VANISHING * sizes[0]).sum())
+    # The null vectors of all packed b b' are the forms that vanish on the curve.
     return unpack(directions[rank:], basis.shape[1])
 
 
@@ -181,6 +185,7 @@ def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
         _, _, directions = torch.linalg.svd(triangle)
         members = unpack(directions[-count:], count)
         span = torch.einsum("na,ajk->njk", _diagonalizers(members, rng), span)
+    # Σ_k b_k(u) = 1 (Marsden) gives the scale and sign that eigenvectors leave open.
     total = span.sum(2).mean(1)
     return span / total[:, None, None]
 
@@ -214,12 +219,12 @@ _FAINTEST = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class SplinePixels:
-    """Where splines meet the d entries of an image: at u = tanh((pixel - center) / scale)."""
+    """Map between d pixels of an image and splines' points u = tanh((pixel - center) / scale)."""
 
     center: Tensor
-    """(d,)."""
+    """(d,): mean of the public normalization at each entry."""
     scale: Tensor
-    """(d,)."""
+    """(d,): standard deviation of the public normalization at each entry."""
 
     @staticmethod
     def read(spec: ModelSpec, like: Tensor) -> SplinePixels:
@@ -253,19 +258,19 @@ class PixelPosterior(AttackState):
     spec: ModelSpec
     pixels: SplinePixels
     mean: Tensor
-    """(N, d) of pixels in [0, 1]."""
+    """(N, d): posterior means of pixels in [0, 1]."""
     deviation: Tensor
-    """(N, d) of pixels."""
+    """(N, d): posterior standard deviations of pixels."""
     basis: Tensor
-    """(N, d, K) mean of the spline bases."""
+    """(N, d, K): posterior means of the spline bases b(u)."""
     power: Tensor
-    """(N, d) mean of their squared norms."""
+    """(N, d): posterior means of |b(u)|²."""
     errors: Tensor
-    """(N, m) mean of the error signals δ."""
+    """(N, m): posterior means of the error signals δ."""
     covariance: Tensor
-    """(N, N) of the error signals of each hidden unit."""
+    """(N, N): posterior covariance of the error signals of each hidden unit."""
     strength: Tensor
-    """(N,) variance of an image's error signals under the prior."""
+    """(N,): prior variance of an image's error signals."""
     largest_change: Tensor
     """Largest change of a pixel in the last sweep (0-d)."""
 
@@ -316,6 +321,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
                 "a sum of two bases of one interval and degree 1 is such a basis, too: raise "
                 "model.degree or model.intervals, or observe batches of one image"
             )
+        # Equation (1): images' bases span the row space; noise leaves the strongest directions.
         _, _, rows = torch.linalg.svd(gradient.tensor.flatten(1), full_matrices=False)
         bases = unmix(rows[:count].view(count, entries, functions), forms, rng)
         knots = abscissae(gradient.degree, gradient.intervals).to(bases)
@@ -350,11 +356,13 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
         """Updates the pixels of one image after the other, and then the error signals."""
         gradient = state.gradient
         before = state.mean.clone()
+        # E[δ δ'] over all hidden units, of which each has the same covariance.
         second = state.errors @ state.errors.T + gradient.hidden * state.covariance
         for image in range(len(state.mean)):
             others = second[image].clone()
             others[image] = 0
             target = torch.einsum("i,ijk->jk", state.errors[image], gradient.tensor)
+            # What other images explain is taken off: coordinate ascent, one image at a time.
             target -= torch.einsum("n,njk->jk", others, state.basis)
             power = second[image, image]
             _update_pixels(state, image, target / power, float(power) / gradient.noise**2)
@@ -388,15 +396,17 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
 def _update_pixels(
     state: PixelPosterior, image: int, target: Tensor | None, precision: float
 ) -> None:
-    """Updates pixels of one image and their bases by evidence `precision` / 2 |b - target|² (d, K).
+    """Updates the posterior of one image's pixels and bases, entry by entry.
 
-    Without a target, by the prior alone.
+    The evidence is `precision` / 2 |b - target|² for a `target` (d, K). Without one, the present
+    mean and deviation stand for it.
     """
     gradient, pixels = state.gradient, state.pixels
     mean, deviation = state.mean[image, :, None], state.deviation[image, :, None]
     low, high = (mean - _REACH * deviation).clamp(0, 1), (mean + _REACH * deviation).clamp(0, 1)
     nodes = low + (high - low) * torch.linspace(0, 1, _NODES).to(mean)  # (d, nodes)
     bases = spline_basis(pixels.squash(nodes.T).T, gradient.degree, gradient.intervals)
+    # The prior is normal by the public normalization, cut off at valid pixels by the nodes.
     log = -((nodes - pixels.center[:, None]) / pixels.scale[:, None]).square() / 2
     if target is None:
         log = log - ((nodes - mean) / deviation).square() / 2
@@ -415,9 +425,11 @@ def _update_errors(state: PixelPosterior) -> None:
     """Updates δ given the bases, and its prior variance (by maximizing the evidence)."""
     noise = state.gradient.noise**2
     gram = torch.einsum("njk,ljk->nl", state.basis, state.basis)
+    # E|b|² exceeds |E b|² by what pixels are uncertain.
     gram.diagonal().copy_(state.power.sum(1))
     inverse = torch.linalg.inv(gram + torch.diag(noise / state.strength))
     state.errors = inverse @ torch.einsum("njk,ijk->ni", state.basis, state.gradient.tensor)
     state.covariance = noise * inverse
+    # The evidence is largest where the prior variance is the posterior second moment.
     variance_of_errors = state.errors.square().mean(1) + state.covariance.diagonal()
     state.strength = variance_of_errors.clamp_min(_FAINTEST * noise)

@@ -30,13 +30,16 @@ from fedsim.types import LocalTraining, Observation, Reconstruction, StepRule
 from fedsim_attacks._attack_kinds import DirectAttack
 
 _DUMMIES = 32
+"""Gaussian images, at whose response the last layer is linearized."""
 _ROUNDS = 20
+"""Rounds of the fixed-point iteration for the counts."""
 _SLACK = 0.1
+"""Images by which noise may raise the lower bound of a count."""
 _SCALES = (1.02, 1.15, 1.3, 1.45, 1.6, 1.8, 2.0, 2.3, 2.7, 3.2, 4.0)
 """Factors that clipping may have multiplied a gradient by, over the least: below that, shares of
 classes would sum to more than 1."""
 _ROUNDED = 1e-2
-"""Share of an image up to which a count may be rounding."""
+"""Images by which rounding may raise the lower bound of a count; least class weight."""
 _UNSUMMED = 1e-5
 """Share of the bias's gradient that rounding may leave of its sum, which is 0."""
 
@@ -99,6 +102,7 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
         slopes = _bias_slopes(rows, features, probabilities, images)
     if images == 1:
         counts = torch.zeros_like(slopes)
+        # iDLG: p_y - 1 is the only negative entry of p - y.
         counts[slopes.argmin()] = 1
         return _as_labels(counts, observation.training), counts.new_zeros(())
 
@@ -106,6 +110,7 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
         logits = at @ layer.weight.detach().double().T + offset
         return logits if layer.bias is None else logits + layer.bias.detach().double()
 
+    # The factor of clipping is unknown: the one whose counts are nearest to integers is taken.
     found: list[tuple[Tensor, Tensor]] = []
     for scale in _scales(slopes) if observation.effect.scaled else [1.0]:
         unscaled = slopes / scale
@@ -166,8 +171,8 @@ def _dummy_response(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the last layer's mean input (d,) and mean probabilities (K,) on Gaussian images.
 
-    Also what the model adds to that layer's answer to make logits (K,), in the mean: low-rank
-    layers stand beside others.
+    Also computes what the model adds to that layer's answer to make logits (K,), in the mean, since
+    low-rank layers stand beside others.
     """
     captured: list[Tensor] = []
     answers: list[Tensor] = []
@@ -179,7 +184,9 @@ def _dummy_response(
     hook = layer.register_forward_hook(capture)
     stream = streams.generator(observation.seed, "label_inference")
     device = next(iter(observation.parameters.values())).device
+    # Nothing is known of the images but their shape and normalization.
     images = torch.randn(_DUMMIES, *observation.model.input_shape, generator=stream).to(device)
+    # Batch norm answers as it did for the client: by its mode.
     model.train(observation.training.mode == "train")
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     with torch.no_grad():
@@ -194,6 +201,7 @@ def _dummy_response(
 def _bias_slopes(rows: Tensor, features: Tensor, probabilities: Tensor, images: int) -> Tensor:
     """Estimates what a bias's gradient (K,) would be from that of the weights (K, d)."""
     *_, directions = torch.linalg.svd(rows, full_matrices=False)
+    # At one common feature h row_k = slope_k h: along h rows are slopes, up to a factor.
     along: Tensor = rows @ directions[0]
     if images == 1 and len(along) > 2:  # then |p_y - 1| is the largest entry, whatever the features
         return -along * along[along.abs().argmax()].sign()
@@ -233,6 +241,7 @@ def _estimate_counts(
         shares = torch.nan_to_num((joint.sum(0) - slopes - spread) / kept).clamp_min(0)
         total = shares.sum()
         shares = torch.where(total > 0, shares / total, 1 / len(shares))
+        # A class without images has no mean feature that could be solved for.
         present = shares > 0.5 / images
         solved = (joint.T @ means - rows - spread * (shares @ means)) / (kept * shares[:, None])
         means = torch.where(present[:, None], solved, features)
@@ -256,5 +265,6 @@ def _round_counts(estimates: Tensor, slopes: Tensor, images: int, rule: StepRule
 
 def _as_labels(counts: Tensor, training: LocalTraining) -> Tensor:
     classes = torch.arange(len(counts), device=counts.device)
+    # Sorted labels are dealt out like cards, so that equal ones come to different batches.
     labels = classes.repeat_interleave(counts.long())
     return labels.view(training.batch_size, -1).T.flatten()

@@ -40,7 +40,7 @@ _ALIKE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class PatchLayer:
-    """Where the parts are that an image's equations are made of."""
+    """Names of the patch and position embeddings, and which pixels and rows each patch has."""
 
     weight: str
     """Name of the embedding's weight, (d, m) once flattened, of m pixels a patch."""
@@ -60,6 +60,7 @@ def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
     """
     model.eval()
     shape = observation.model.input_shape
+    # An image whose pixels are their own numbers shows which of them a layer takes.
     numbered = torch.arange(math.prod(shape)).view(1, *shape)
     named = dict(model.named_modules())
     device = next(model.parameters()).device
@@ -83,7 +84,7 @@ def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
 
 
 def _list_calls(model: Classifier, images: Tensor) -> list[tuple[str, Tensor]]:
-    """Layers that may embed patches, in the order in which they are called, and their inputs."""
+    """Lists the layers that may embed patches with their inputs, in the order of their calls."""
     called: list[tuple[str, Tensor]] = []
     hooks = [
         part.register_forward_pre_hook(
@@ -100,7 +101,7 @@ def _list_calls(model: Classifier, images: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _pixels_of(part: nn.Module, inputs: Tensor, count: int) -> Tensor | None:
-    """The numbers of the pixels (P, m) that a layer takes, each once; None if it takes others."""
+    """Reads the numbers (P, m) of the pixels that a layer takes, each once; None if it does not."""
     if isinstance(part, nn.Conv2d):
         if part.groups != 1 or part.padding not in ((0, 0), "valid") or inputs.ndim != 4:
             return None
@@ -126,7 +127,7 @@ def _pair(sides: Sequence[int]) -> tuple[int, int]:
 def _position(
     model: Classifier, layer: str, patches: int, observation: Observation
 ) -> tuple[str, Tensor] | None:
-    """The name of the position embedding and its row of each patch, by their gradients."""
+    """Finds the position embedding's name and its row (P,) for each patch, by their gradients."""
     part = model.get_submodule(layer)
     outputs: list[Tensor] = []
 
@@ -154,6 +155,8 @@ def _position(
     for name, rows in _candidates(parameters, gradients, signal.shape[1]):
         if len(rows) < patches:
             continue
+        # What is added to each token has the token's gradient. (A matrix product would round it
+        # away.)
         distances = torch.cdist(signal, rows, compute_mode="donot_use_mm_for_euclid_dist")
         nearest, index = distances.min(1)
         same = bool((nearest <= _ALIKE * signal.norm(dim=1)).all())
@@ -165,7 +168,7 @@ def _position(
 def _candidates(
     parameters: dict[str, nn.Parameter], gradients: Sequence[Tensor | None], width: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gradients that have rows of a token's width, (n, d) float64."""
+    """Yields names and gradients (n, d) float64 of parameters whose rows are as wide as a token."""
     for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
         if gradient is not None and parameter.shape[-1] == width:
             yield name, gradient.reshape(-1, width).double()
@@ -183,15 +186,18 @@ class SolvedPatches(NamedTuple):
     """Patches that were solved for, and how certain they are."""
 
     values: Tensor
-    """(P, m)."""
+    """(P, m): posterior means of the patches' entries."""
     variances: Tensor
-    """(P,): of an entry, as far as disturbance leaves it open, in units of `spread`²."""
+    """(P,): posterior variance of a patch's entry, in units of its prior variance."""
     unexplained: float
     """Share of the gradient that the patches do not explain."""
 
 
 def correlation(centers: Tensor) -> Tensor:
-    """Correlation of pixels (P, P) of patches whose `centers` (P, 2) are in sides of an image."""
+    """Computes the assumed correlation (P, P) of pixels of patches at `centers` (P, 2).
+
+    Centers are in sides of an image. Correlation falls exponentially with their distance.
+    """
     return torch.exp(-torch.cdist(centers, centers) / _REACH)
 
 
@@ -201,11 +207,11 @@ def solve_patches(
     """Solves ∂L/∂E = Σ_p δ_p x_p' for the patches, in float64.
 
     Args:
-        signals: (P, d) gradient of the position embedding, δ.
-        gradient: (d, m), of the patch embedding.
-        mean: (m,) of a patch's entries, before anything is seen.
-        spread: (m,) their standard deviation.
-        alike: (P, P), see `correlation`.
+        signals: (P, d), gradient δ of the position embedding.
+        gradient: (d, m), gradient ∂L/∂E of the patch embedding.
+        mean: (m,), prior mean of a patch's entries.
+        spread: (m,), prior standard deviation of a patch's entries.
+        alike: (P, P), prior correlation of patches (`correlation`).
     """
     root = torch.linalg.cholesky(alike)
     # In y with x = mean + root y spread, all entries are known to be of mean 0 and variance 1.
@@ -214,6 +220,7 @@ def solve_patches(
     rotation, lengths, directions = torch.linalg.svd(left, full_matrices=False)
     seen = rotation.T @ right
     energies = seen.square().mean(1)
+    # What no combination of the signals can explain is noise alone.
     outside = (right.square().sum() - seen.square().sum()).clamp_min(0) / right.shape[1]
     hidden = len(left) - len(lengths)
     scale = float(right.square().mean())
@@ -223,6 +230,7 @@ def solve_patches(
     # Negative log-evidence of each noise variance: directions are independent normals.
     surprise = (energies / expected + expected.log()).sum(1)
     surprise += outside / tried[:, 0] + hidden * tried[:, 0].log()
+    # Empirical Bayes: the likeliest variance of the noise is the ridge.
     noise = tried[int(surprise.argmin()), 0]
     kept = lengths.square() + noise
     turned = root @ directions.T
@@ -293,6 +301,7 @@ class PatchInversion(DirectAttack):
         )
         image = _place_patches(patches.values, layer, mean, model)
         error = _SAFETY * _PIXEL_SPREAD * float(patches.variances.mean().sqrt())
+        # Pixels in no patch stay unknown, and the image with them.
         whole = layer.pixels.numel() == math.prod(model.input_shape)
         return Reconstruction(
             images=denormalize(image, model).clamp(0, 1).float(),
@@ -304,14 +313,14 @@ class PatchInversion(DirectAttack):
 
 
 def _place_patches(values: Tensor, layer: PatchLayer, mean: Tensor, model: ModelSpec) -> Tensor:
-    """An image (1, C, H, W) of patches (P, m); `mean` where there are none."""
+    """Places patches (P, m) in an image (1, C, H, W) that is `mean` elsewhere."""
     flat = mean.flatten().clone()
     flat[layer.pixels.flatten()] = values.flatten()
     return flat.view(1, *model.input_shape)
 
 
 def _centers(layer: PatchLayer, model: ModelSpec) -> Tensor:
-    """Where patches are (P, 2), in sides of an image."""
+    """Computes the centers (P, 2) of patches, in sides of an image."""
     _, height, width = model.input_shape
     place = layer.pixels % (height * width)
     where = torch.stack([(place // width).double() / height, (place % width).double() / width], -1)
@@ -319,6 +328,6 @@ def _centers(layer: PatchLayer, model: ModelSpec) -> Tensor:
 
 
 def _labels(victim: Classifier, observation: Observation) -> Tensor | None:
-    """The label, where the model ends with a linear layer."""
+    """Infers the label if the model ends with a linear layer; else None."""
     ends = any(isinstance(part, nn.Linear) for part in victim.head.modules())
     return infer_labels(observation) if ends else None
