@@ -74,6 +74,7 @@ def assess(
     homes = [truth] if isinstance(truth, str | Path) else list(truth)
     tape = _Tape.read(Path(tapped), homes, asked)
     app = _App(model, tape, asked)
+    # One thread, as in the processes that attack: each of them has one core.
     with lock_folder(folder), fix_within(1):
         context, setting = _fill(folder, tape, app, asked)
         planned = [
@@ -111,13 +112,13 @@ def assess(
 
 @dataclass(frozen=True)
 class _Tape:
-    """What was recorded and witnessed of one run of an app."""
+    """Recording and testimony of one run of an app."""
 
     source: Path
     exchanges: Sequence[Exchange]
     said: Mapping[str, Testimony]
     picked: Sequence[Picked]
-    """What is attacked."""
+    """Exchanges that are attacked, with their truth."""
 
     @classmethod
     def read(cls, tapped: Path, homes: Sequence[str | Path], asked: AssessSettings) -> _Tape:
@@ -130,7 +131,7 @@ class _Tape:
 
 
 class _App:
-    """What is known of the app whose recording is attacked."""
+    """Facts known of the app whose recording is attacked: its model, normalization and training."""
 
     def __init__(self, model: nn.Module | str, tape: _Tape, asked: AssessSettings) -> None:
         self.title = slug(asked.name or package_of(model))
@@ -201,6 +202,8 @@ def _fill(
         files.save_observation(observation, folder)
         save_truth(victim, folder, observation.id, each.number)
         errors[observation.id] = error = simulation_error(observation, victim)
+        # A defense that alters updates or draws noise makes any simulation miss: then it says
+        # nothing.
         if error is not None and error > _UNLIKE and effect.exact:
             app.plan.notes.append(
                 f"training: client {each.number} sent another update than is simulated of what "

@@ -24,7 +24,7 @@ from fedsim.types import Observation
 
 @dataclass(frozen=True)
 class AssessmentContext:
-    """What every row of an assessment has in common."""
+    """Facts that every result of an assessment shares."""
 
     name: str
     model: str
@@ -33,10 +33,10 @@ class AssessmentContext:
     guess_is_public: bool
     """Whether the guess was learned from others' images, and not from the victims' own."""
     simulation_errors: Mapping[str, float | None]
-    """Observation id -> share of the update that the simulation misses; None if not simulated."""
+    """Share of the update that the simulation misses, by observation id; None if not simulated."""
 
     def row(self, job: Job, result: Result) -> ResultRow:
-        """Returns the line of one attack on one exchange."""
+        """Returns the line of `results.jsonl` for one attack on one exchange."""
         observation = result.observation
         exchange = self.seen[observation.id][1].exchange
         return ResultRow.of(
@@ -55,7 +55,7 @@ class AssessmentContext:
 
 
 def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
-    """Returns a line for each recorded round."""
+    """Returns a line of `rounds.jsonl` for each recorded round."""
     found = []
     for round in sorted({each.round for each in exchanges}):
         own = [each for each in exchanges if each.round == round]
@@ -76,9 +76,10 @@ def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
 def command_of(
     source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
 ) -> str:
-    """Returns the command that makes the same assessment.
+    """Returns the command that repeats the assessment.
 
-    A model that was handed over as an object has to be named in it by who runs it.
+    A model that was handed over as an object is written as its class: whoever runs the command may
+    have to name what builds it.
     """
     named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__name__}"
     words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
@@ -114,4 +115,6 @@ def _join_values(values: Sequence[float]) -> str:
 
 
 def slug(name: str) -> str:
+    """Returns a name of at most 64 letters, digits and `_+-` that stands for `name` in files; `app`
+    if none are left."""
     return re.sub(r"[^A-Za-z0-9_+-]+", "-", name).strip("-.+_")[:64] or "app"

@@ -25,7 +25,8 @@ _UNDEFENDED, _DEFENDED = "none", "declared"
 
 
 class AppTraining:
-    """What is known of the app's training, and what has to be said of it."""
+    """Local training and defenses of the app's clients, declared or witnessed, with notes for the
+    report."""
 
     def __init__(
         self,
@@ -97,6 +98,8 @@ class AppTraining:
                 "learned nothing; attack another round"
             )
         rule = self._rule(each, lr)
+        # Images through all steps, over different images: how often the client passed over its
+        # data.
         epochs = max(1, round(sum(said.sizes) / said.images))
         if epochs > 1 and said.steps > epochs:
             self.notes.append(
@@ -116,7 +119,8 @@ class AppTraining:
         )
 
     def _rule(self, each: Picked, lr: float) -> StepRule | None:
-        """Returns what the witness saw beyond SGD of the mean cross-entropy, and notes the rest."""
+        """Returns how the witnessed steps differ from SGD on the mean cross-entropy (None if not);
+        notes what no attack simulates."""
         said, settings = each.testimony.said, each.testimony.said.settings
         unmodelled = [*said.unmodelled]
         optimizer = _OPTIMIZERS.get(str(said.optimizer), "sgd")
@@ -136,6 +140,8 @@ class AppTraining:
         rates = said.rates or [lr] * said.steps
         decay = settings.get("weight_decay", 0.0)
         if optimizer == "sgd" and len(said.factors) == len(rates):
+            # SGD at rate r on c times the loss is SGD at rate c r on the loss, with weight decay
+            # over c.
             rates = [factor * rate for factor, rate in zip(said.factors, rates, strict=True)]
             decay /= said.factors[0] or 1.0
         rule = StepRule(
@@ -154,7 +160,8 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns name, announcement and effect of what clients do to their update."""
+        """Returns name, announcement and effect of the defenses that clients are declared to
+        apply."""
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)

@@ -16,18 +16,18 @@ from fedsim.recording.witnessed import Testimony
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
-# Pixels may be so far outside of [0, 1] when mean and std are taken back.
+# Distance that pixels may lie outside of [0, 1] once the normalization is undone.
 _ROUNDING = 0.02
 
 
 @dataclass(frozen=True)
 class Picked:
-    """An exchange that is attacked, and its truth."""
+    """An exchange that is attacked, with its truth."""
 
     exchange: Exchange
     testimony: Testimony
     number: int
-    """Number of the client."""
+    """Number of the client, from 0."""
 
 
 def pick(
@@ -38,8 +38,14 @@ def pick(
 ) -> list[Picked]:
     """Returns the exchanges that are attacked: those with truth, of the chosen rounds and clients.
 
+    Args:
+        exchanges: All recorded exchanges.
+        said: Testimonies by message id.
+        rounds: Rounds to attack, or "last" for the last one with truth.
+        clients: Most clients to attack in each round, by ascending number.
+
     Raises:
-        FedsimError: there is none.
+        FedsimError: there is none, or a witness did not keep all images of one.
     """
     known = [each for each in exchanges if each.message_id in said]
     if not known:
@@ -67,7 +73,7 @@ def pick(
 
 
 def _numbers(exchanges: Sequence[Exchange], said: Mapping[str, Testimony]) -> Mapping[int, int]:
-    """Numbers each node: by its partition-id where all have one, else in order of node."""
+    """Numbers the nodes by their partition-ids where all have one of their own, else in order."""
     nodes = sorted({each.node_id for each in exchanges})
     partitions = {t.said.node_id: t.said.partition for t in said.values()}
     known = [partitions.get(node) for node in nodes]
@@ -79,12 +85,12 @@ def _numbers(exchanges: Sequence[Exchange], said: Mapping[str, Testimony]) -> Ma
 
 @dataclass(frozen=True)
 class Examples:
-    """Reads what clients trained on, and takes the app's normalization back."""
+    """Reads what clients trained on, and undoes the app's normalization."""
 
     mean: Sequence[float] | None
     std: Sequence[float] | None
     classes: int
-    """How many outputs the model has."""
+    """Number of outputs of the model."""
 
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
         """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) that a witness saw.
@@ -127,12 +133,14 @@ def guesser_of(
     examples: Examples,
     notes: list[str],
 ) -> tuple[scoring.Guesser, bool]:
-    """Learns the zero-information guess from what others trained on, and says whether it could.
+    """Learns the zero-information guess from what other clients trained on.
 
-    Where nobody else was witnessed, from the victims themselves: a guess that is better than any
-    outsider's, so that gains over it are understated.
+    Returns it, and whether there were others. Where nobody else was witnessed it is learned from
+    the victims' own images: better than any outsider's guess, so that gains over it are
+    understated.
     """
     victims = {each.exchange.node_id for each in picked}
+    # One testimony per client, so that its images do not count once for each round.
     others = {t.said.node_id: t for t in said.values() if t.said.node_id not in victims}
     pool = list(others.values()) or [each.testimony for each in picked]
     images, labels = zip(*(examples.read(each) for each in pool), strict=True)
@@ -141,5 +149,6 @@ def guesser_of(
             "guess: learned from the victims' own images, as no other client was witnessed; gains "
             "over it are understated; run the app with more clients than are attacked"
         )
+    # The guess is learned from 8-bit levels, as data sets hold them.
     levels = (torch.cat(images) * 255).round().to(torch.uint8)
     return scoring.Guesser(levels, torch.cat(labels)), bool(others)

@@ -18,18 +18,20 @@ _CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<ca
 
 
 def built_model(named: str) -> nn.Module:
-    """Returns the model that `named` says: `module:Class` or `module:function(key=value, ...)`.
+    """Imports and builds the model that `named` says: `module:Class` or
+    `module:function(key=value)`.
 
     The module is found as Python finds it from the current folder. Values are literals.
 
     Raises:
-        FedsimError: it cannot be imported, built, or is no model.
+        FedsimError: it cannot be imported or built, or is no model.
     """
     match = _CALL.fullmatch(named.strip())
     if not match:
         raise FedsimError(
             f"--model: expected module:Class or module:function(key=value), got {named!r}"
         )
+    # A program's path begins with its own folder; the app's model lies where the user is.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -60,7 +62,11 @@ def _arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
-    """Returns how many outputs the model has.
+    """Returns the number of outputs of the model, by a trial on two black images.
+
+    Args:
+        model: Model in any mode, in which it is left.
+        shape: (C, H, W) of its images.
 
     Raises:
         FedsimError: it does not take such images.
@@ -69,6 +75,7 @@ def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
     try:
         with torch.no_grad():
             answer: Any = model.eval()(torch.zeros(2, *shape))
+        # Models of Hugging Face return an object that holds the logits.
         answer = getattr(answer, "logits", answer)
         return int((answer[0] if isinstance(answer, tuple) else answer).shape[-1])
     except Exception as error:  # somebody else's code, of any kind
@@ -81,5 +88,6 @@ def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
 
 
 def package_of(model: nn.Module | str) -> str:
+    """Returns the top-level package of the model's class, or of the name that says where it is."""
     module = model.partition(":")[0] if isinstance(model, str) else type(model).__module__
     return module.partition(".")[0]

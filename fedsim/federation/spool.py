@@ -56,7 +56,7 @@ class Spool:
         self._answers: dict[int, tuple[int, float | None]] = {}
 
         self.zero_updates = 0
-        """How many of the updates are zero everywhere."""
+        """Number of updates that are zero everywhere."""
 
     def __enter__(self) -> Spool:
         self.clear()

@@ -7,16 +7,17 @@ import re
 import socket
 
 _NAME_LENGTH = 253
+# A host's name. Digits and dots alone would be a malformed IP address.
 _NAME = re.compile(r"(?![0-9.]+$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]{1,63})*")
 # Clients that may wait to be accepted.
 _BACKLOG = 128
 
 
 def split(address: str) -> tuple[str, int]:
-    """HOST:PORT or [HOST]:PORT -> (HOST, PORT).
+    """Splits HOST:PORT or [HOST]:PORT into host and port.
 
     Raises:
-        ValueError: it is of another form.
+        ValueError: the address is of another form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -25,7 +26,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_host(text: str) -> bool:
-    """Whether `text` is an IP address or a host's name, without port or scheme."""
+    """Returns whether `text` is an IP address or a host's name, without port or scheme."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -34,7 +35,7 @@ def is_host(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine itself, by its name or number."""
+    """Returns whether `host` is this machine itself, by its name or number."""
     if host == "localhost":
         return True
     try:
@@ -44,10 +45,12 @@ def is_loopback(host: str) -> bool:
 
 
 def unfit(address: str, *, has_roots: bool) -> str | None:
-    """Why nobody may connect to `address`; None if they may. Without roots there is no TLS."""
+    """Returns why nobody may connect to `address`, None if they may; without roots there is no
+    TLS."""
     try:
         host, port = split(address)
     except ValueError:
+        # Refused below, as a port outside of its range is.
         port = 0
     if not 0 < port < 2**16:
         return f"expected HOST:PORT, got {address!r}"
@@ -60,7 +63,7 @@ def unfit(address: str, *, has_roots: bool) -> str | None:
 
 
 def listener(address: str) -> socket.socket:
-    """A socket that listens at `address`; port 0 takes a free one.
+    """Returns a socket that listens at `address`; port 0 takes a free one.
 
     Raises:
         OSError: the address is taken, or not of this machine.
@@ -72,6 +75,6 @@ def listener(address: str) -> socket.socket:
 
 
 def address_of(server: socket.socket) -> str:
-    """HOST:PORT of a socket that listens."""
+    """Returns the address of a listening socket, as HOST:PORT or [HOST]:PORT."""
     host, port = server.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -28,9 +28,9 @@ from flwr.proto.fleet_pb2 import PushMessagesRequest
 from google.protobuf.message import DecodeError
 
 BODY_LIMIT = 2 * 2**30
-"""Bytes of a request's body: protocol buffers, which carry it, end there."""
+"""Most bytes of a request's body: protocol buffers, which carry it, cannot be larger."""
 REPLIES = b"/v1/fleet/push-messages"
-"""The path at which nodes announce replies; what is in them follows as objects of their own."""
+"""Path at which nodes announce replies, whose contents follow as objects of their own."""
 
 # The paths that pass, as they are on the wire: no escape, dot, query or second slash.
 _FLEET = re.compile(rb"/v1/fleet/[a-z]+(-[a-z]+)*")
@@ -52,7 +52,7 @@ _SERVER = 1
 
 
 class Refusal(Exception):  # noqa: N818 - reads as what happened
-    """What a client asked does not pass; the text says why, to it and to the log.
+    """Raised for a request that does not pass; its text tells the client and the log why.
 
     Flower's nodes end themselves at a 401, take a 403 for the end of the run, and try again, signed
     anew, after 502, 503 and 504.
@@ -83,8 +83,11 @@ def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
         raise Refusal(404, "not the Fleet API")
     if request.method != b"POST":
         raise Refusal(405, "not POST")
+    # Two readers of a repeated header may disagree on where a request ends, and smuggle a second
+    # one in.
     if len(request.headers) != len(headers):
         raise Refusal(400, "a header twice")
+    # After an upgrade the gate would pass on what it cannot read.
     if b"upgrade" in headers:
         raise Refusal(400, "asks for another protocol")
     if b"transfer-encoding" in headers or b"content-length" not in headers:
@@ -96,12 +99,12 @@ def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
 
 
 def length(headers: Mapping[bytes, bytes]) -> int:
-    """Bytes of the body that follows vetted headers."""
+    """Returns the number of bytes of the body that follows vetted headers."""
     return int(headers[b"content-length"])
 
 
 def passed_on(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Those of a client's headers that the SuperLink gets to see."""
+    """Returns those of a client's headers that the SuperLink gets to see."""
     return [
         (name, value)
         for name, value in headers.items()
@@ -159,12 +162,14 @@ class Signatures:
         return signature
 
     def is_node(self, key: bytes) -> bool:
-        """Whether the SuperLink has accepted a request of this key."""
+        """Returns whether the SuperLink has accepted a request of this key."""
         return key in self._accepted
 
     @contextmanager
     def holding(self, key: bytes, size: int) -> Iterator[None]:
         """Counts an announcement of replies of `size` bytes as held for `key`, inside the block."""
+        # Small ones pass even if large ones have taken all there is, so that no node blocks the
+        # others.
         is_small = size <= _STRANGER_BYTES
         if self._held[key] + size > _REPLIES_BYTES or (
             not is_small and self._held.total() + size > _HELD_BYTES
@@ -178,7 +183,7 @@ class Signatures:
             self._held += Counter()  # drops keys of which nothing is held, so that none pile up
 
     def settle(self, signature: Signature, *, is_accepted: bool) -> None:
-        """Takes in whether the SuperLink accepted the request.
+        """Records whether the SuperLink accepted the request.
 
         Keys that it never accepted leave nothing behind, so that strangers fill no memory.
         """
@@ -188,8 +193,9 @@ class Signatures:
             self._used.pop(signature.r, None)
 
     def _forget(self, now: float) -> None:
-        """Drops those whose time is over: none was signed more than 5 s ahead of its use."""
+        """Drops signatures whose time is over: none was signed more than 5 s ahead of its use."""
         while self._used:
+            # In order of use: the first that still counts ends the search.
             first = next(iter(self._used))
             if now - self._used[first] < _OLDEST_SECONDS + _NEWEST_SECONDS:
                 break
@@ -197,7 +203,11 @@ class Signatures:
 
 
 def _verify(headers: Mapping[bytes, bytes]) -> tuple[Signature, float]:
-    """The signature, and when it was made (in seconds since 1970)."""
+    """Verifies the signature among vetted headers; returns it and its time in seconds since 1970.
+
+    Raises:
+        Refusal: a header is missing, or the signature is not valid.
+    """
     try:
         key = b64decode(headers[_PUBLIC_KEY], validate=True)
         signature = b64decode(headers[_SIGNATURE], validate=True)

@@ -15,7 +15,7 @@ from fedsim.types import FedsimError, Unit
 from fedsim.words import printable
 
 ACTION = "census"
-"""Action of the query: how much do you hold, and would you answer every stack?"""
+"""Action of the query that asks how much a node holds, and whether it would answer every stack."""
 
 _VERSION, _HELD, _STATISTICS = "version", "held", "statistics"
 _MOST_HELD = 2**40
@@ -25,8 +25,13 @@ _UNITS = ("client", "example")
 
 
 def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
-    """The content of a node's answer: its number, how many examples it holds, and the reasons why
-    nothing can be claimed, by unit."""
+    """Returns the content of a node's answer to a census.
+
+    Args:
+        client: Number of the node's client.
+        held: Number of examples that it holds.
+        statistics: Reasons why nothing can be claimed, by privacy unit.
+    """
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
     told = ConfigRecord(
         {_VERSION: wire.VERSION, wire.CLIENT: client, _HELD: held, _STATISTICS: said}
@@ -35,13 +40,13 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
 
 
 def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
-    """Ask all nodes, waiting until as many as clients have answered.
+    """Asks all nodes, and waits until as many as there are clients have answered.
 
     Args:
-        grid: Of any engine.
-        clients: How many there have to be.
-        patience: For so many seconds.
-        on_wait: Told how many are there while more have to come.
+        grid: Grid of any engine.
+        clients: Number of clients that have to come.
+        patience: Seconds in which they have to come.
+        on_wait: Called with the number of nodes that are there while more have to come.
 
     Raises:
         FedsimError: too few come, one refuses (with its reason), or two say they are one client.
@@ -70,6 +75,7 @@ def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = Non
 
 def _read(content: RecordDict) -> tuple[int, int, Mapping[str, list[str]]]:
     config = content.get(wire.CONFIG)
+    # Version 1 did not say which it was.
     if isinstance(config, ConfigRecord) and config.get(_VERSION, "1") != wire.VERSION:
         raise FedsimError(
             f"a node's messages are of version {printable(str(config.get(_VERSION, '1')))[:40]}, "

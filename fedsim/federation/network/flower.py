@@ -70,12 +70,12 @@ VERSIONS = ("1.41",)
 _NOT_FLEET = "not the Fleet API"
 _GATE_HINT = "this is a gate, for nodes alone: name the SuperLink's own address"
 REFUSED = f"[code: {int(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)}]"
-"""What a SuperNode writes when the SuperLink does not let it in: its key is not registered, or
+"""Text in a SuperNode's log when the SuperLink does not let it in: its key is not registered, or
 another node has it. Flower does not say which."""
 
 ANSWER_BYTES = 2**24
-"""Limit of an answer that holds no tensors."""
-# An object of an answer counts for so many bytes more than it has.
+"""Most bytes of an answer that holds no tensors."""
+# Bytes added for each object of an answer, so that many empty ones are bounded, too.
 _OBJECT_BYTES = 256
 _POLL_SECONDS = 0.05
 # How often a run is started whose task another executor takes.
@@ -124,7 +124,7 @@ server = client = None
 
 
 class BoundedGrid(HttpGrid):
-    """Flower's grid, which reads no more of an answer than `most_bytes`."""
+    """Grid of Flower's that reads no more of one answer than `most_bytes`."""
 
     most_bytes = ANSWER_BYTES
 
@@ -134,7 +134,8 @@ class BoundedGrid(HttpGrid):
         self._thread = threading.local()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull answers; one that is too large becomes an error, as one that was not sent whole."""
+        """Pulls answers; one that is too large becomes an error, as one does that was not sent
+        whole."""
         pulled: list[Message] = []
         for one in message_ids:
             client, budget = self._runtime_client, _Budget(self.most_bytes)
@@ -148,6 +149,8 @@ class BoundedGrid(HttpGrid):
                 self._thread.budget = budget
                 return RuntimeHttpClient.PullObject(client, request)
 
+            # Flower pulls in threads of its own: each learns here from which budget its bytes are
+            # taken.
             client.PullObject = pull  # type: ignore[method-assign]
             pulled += super().pull_messages([one])
         return pulled
@@ -160,12 +163,13 @@ class BoundedGrid(HttpGrid):
 
     def _take(self, response: httpx.Response) -> None:
         if response.request.url.path.endswith("/pull-object"):
+            # Without a length an object counts as more than the whole budget, and is refused.
             size = int(response.headers.get("content-length", self.most_bytes))
             self._thread.budget.take(size + _OBJECT_BYTES)
 
 
 class _Budget:
-    """Bytes of one answer, of which several threads pull parts."""
+    """Bytes that one answer may still have, of which several threads pull parts."""
 
     def __init__(self, most: int) -> None:
         self._most = self._left = most
@@ -350,6 +354,7 @@ def serving(
                 given = client.AcquireTask(
                     AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
                 )
+            # The SuperNode has ended, or ends; the caller watches it.
             except (httpx.HTTPStatusError, httpx.TransportError):
                 return
             if not (given.HasField("task") and given.token):
@@ -366,7 +371,7 @@ def serving(
 
 
 def _execute(runtime: str, token: str, answer: Callable[[Message, Context], Message]) -> None:
-    """Be the ClientApp of one message."""
+    """Answers one message as its ClientApp, and tells the SuperNode what became of it."""
     client = RuntimeHttpClient.from_server_address(
         runtime,
         True,
@@ -510,6 +515,7 @@ def _retry_for(seconds: float) -> RetryInvoker:
     def hopeless(error: Exception) -> bool:
         if isinstance(error, httpx.HTTPStatusError):
             return error.response.status_code not in _PASSING
+        # A certificate that is not accepted now is not accepted a few seconds later.
         return "certificate" in str(error).lower()
 
     return RetryInvoker(

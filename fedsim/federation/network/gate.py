@@ -39,34 +39,34 @@ from fedsim.federation.network.passage import CHUNK_BYTES, Passage, Side, SuperL
 from fedsim.system import processes
 
 CONNECTIONS = 1024
-"""So many connections at once; a node has two, and one for each core while it pushes."""
-# One party has at most this part of them: a node, or what strangers have from one address.
+"""Most connections at once. A node has two, and one more for each core while it pushes."""
+# A node, or the strangers of one address, may have one in so many of the connections.
 _PARTY_SHARE = 8
-# The log has at most so many lines of one party, and of all strangers, in so many seconds.
+# Most lines of the log for one party, and for all strangers, within so many seconds.
 _PARTY_LINES, _STRANGERS_LINES, _LINES_SECONDS = 200, 2000, 3600
 
 _STRANGERS = "strangers"
 _HANDSHAKE_SECONDS = 10.0
-# A refused client may send on for so long: if it were cut off, it would not read why.
+# Time in which a refused client may go on sending: cut off, it would not read the reason.
 _LINGER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateSettings:
-    """Describes a gate: whom it passes requests to, and who it is."""
+    """Settings of a gate: the SuperLink behind it, its certificate and its limits."""
 
     superlink: str
-    """HOST:PORT, its host as in its certificate."""
+    """Address of the SuperLink, HOST:PORT, with the host of its certificate."""
     certificate: Path
     key: Path
     roots: Path
-    """The authority that vouches for the SuperLink."""
+    """Certificate of the authority that vouches for the SuperLink."""
     body_limit: int = BODY_LIMIT
     connections: int = CONNECTIONS
 
 
 class Gate:
-    """A gate in a process of its own, which ends with the block and with this process.
+    """Runs a gate in a process of its own, which ends with the block and with this process.
 
     `address` is the HOST:PORT that it listens at (port 0 takes a free one). Its log has a line for
     each refusal: time, client, status, reason, request. A full log begins anew (`log`).
@@ -86,6 +86,7 @@ class Gate:
 
         try:
             if self._log:
+                # A log that cannot be written shows here, and not in the child.
                 self._log.open("a").close()
             server, since = _listening(self._listen, self._settings)
         except (OSError, ValueError) as error:
@@ -93,6 +94,8 @@ class Gate:
                 f"the gate at {self._listen} cannot start: {error}; name a free address, a "
                 "certificate, key and authority that belong together, and a log in a folder that is"
             ) from error
+        # The child has the socket now: this process's copy is closed, so that the port is free once
+        # the child ends.
         with server:
             self.address = addresses.address_of(server)
             arguments = (server, since, self._settings, self._log)
@@ -111,18 +114,18 @@ class Gate:
 
     @property
     def status(self) -> int | None:
-        """What its process ended with; None while it runs."""
+        """Exit status of the process; None while it runs."""
         return self._process.exitcode
 
     @property
     def pid(self) -> int:
-        """The identifier of its process."""
+        """Identifier of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
 
 class _Written(Protocol):
-    """Where the log goes."""
+    """A log to which lines are appended."""
 
     def write(self, text: str, /) -> object:
         """Appends a line."""
@@ -148,6 +151,7 @@ class _Server:
                 connection, peer = await loop.sock_accept(server)
             except OSError as error:  # out of files, or the client has gone
                 self._log_refusal(_Party("-"), Refusal(503, str(error)), "")
+                # Where files have run out, trying again at once would only burn the processor.
                 await asyncio.sleep(0.1)
                 continue
             party = _Party(f"{peer[0]}:{peer[1]}", _network(peer[0]))
@@ -157,25 +161,28 @@ class _Server:
             task.add_done_callback(lambda task: self._parties.pop(task, None))
 
     def _make_room(self, newcomer: _Party) -> None:
-        """Ends the oldest connection of the strangers who have most, if there are too many.
+        """Ends the oldest connection of the strangers who hold most, if there are too many.
 
-        A node's first request shows that it is one, at once; a stranger that only waits gives way.
+        A node shows by its first request that it is one; a stranger that only waits gives way.
         """
         held = Counter(party.of for party in self._parties.values() if party.is_stranger)
         if held[newcomer.of] >= self._share:
             self._end_oldest(newcomer.of)
+        # The busiest network gives way, so that no single address crowds out the rest.
         elif held and len(self._parties) >= self._settings.connections:
             self._end_oldest(max(held, key=lambda of: held[of]))
 
     def _admit(self, party: _Party, key: bytes) -> None:
-        """Takes in that a connection is of the node with this `key`.
+        """Counts a connection as that of the node with this `key`; refuses it if the node has too
+        many.
 
-        Nodes leave a share of the connections to strangers: each of them was one.
+        Nodes leave a share of the connections to strangers, since every node begins as one.
         """
         if party.of == key:
             return
         held = Counter(other.of for other in self._parties.values() if not other.is_stranger)
         is_full = held.total() >= max(1, self._settings.connections - self._share)
+        # `max` takes the first of equals: at a tie the newcomer is refused, and nobody else ended.
         busiest = max([key, *held], key=lambda of: held[of])
         if held[key] >= self._share or (is_full and busiest == key):
             raise Refusal(503, "too many connections of one node")
@@ -189,6 +196,7 @@ class _Server:
 
     def _end_oldest(self, of: str | bytes) -> None:
         task, party = next(item for item in self._parties.items() if item[1].of == of)
+        # At once: the task ends later, and must not be counted or chosen again until then.
         del self._parties[task]
         task.cancel()
         self._log_refusal(party, Refusal(503, "too many connections: the oldest is ended"), "")
@@ -236,7 +244,7 @@ class _Server:
             await passage.close(at_once=is_ended)
 
     async def _refuse(self, passage: Passage, party: _Party, refusal: Refusal) -> None:
-        """Tells the client, if an answer has not yet begun, and the log."""
+        """Writes a refusal to the log, and tells the client if no answer has begun."""
         self._log_refusal(party, refusal, passage.request)
         if passage.is_answered:
             return
@@ -253,6 +261,7 @@ class _Server:
 
     def _log_refusal(self, party: _Party, refusal: Refusal, request: str) -> None:
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        # Escaped, so that a client cannot forge lines of the log.
         what = f"{refusal.status} {ascii(str(refusal))[1:-1]}: {request or '-'}"
         with suppress(OSError):  # a full disk behind the log does not close the gate
             if dropped := self._lines.begin():
@@ -263,28 +272,29 @@ class _Server:
 
 @dataclass(eq=False)
 class _Party:
-    """The party behind a connection, as far as it is known."""
+    """Party behind a connection, as far as it is known."""
 
     who: str
-    """Its address and port, for the log."""
+    """Address and port of the party, for the log."""
     of: str | bytes = ""
-    """The key of a node, or the network that a stranger is in."""
+    """Key of a node (bytes), or network that a stranger is in (text)."""
 
     @property
     def is_stranger(self) -> bool:
-        """Whether it has not shown that it is a node."""
+        """Whether the party has not shown that it is a node."""
         return isinstance(self.of, str)
 
 
 class _Lines:
-    """Counts lines of the log, so that nobody can fill it."""
+    """Counts the lines of the log by party, so that nobody can fill it."""
 
     def __init__(self) -> None:
         self._since, self._dropped = time.monotonic(), 0
         self._written: Counter[str | bytes] = Counter()
 
     def begin(self) -> int:
-        """Begins to count anew if it is time to; returns how many lines were dropped till then."""
+        """Begins a new period of counting if it is time; returns how many lines the last one
+        dropped, else 0."""
         if time.monotonic() - self._since < _LINES_SECONDS:
             return 0
         dropped, self._dropped = self._dropped, 0
@@ -293,7 +303,7 @@ class _Lines:
         return dropped
 
     def allow(self, party: _Party) -> bool:
-        """Whether a line of `party` is written, which then counts."""
+        """Returns whether a line about `party` may be written, and counts it."""
         is_full = party.is_stranger and self._written[_STRANGERS] >= _STRANGERS_LINES
         if is_full or self._written.get(party.of, 0) >= _PARTY_LINES:
             self._dropped += 1
@@ -303,7 +313,8 @@ class _Lines:
 
 
 def _network(address: str) -> str:
-    """What a stranger at `address` is counted by: a machine with IPv6 has a whole /64."""
+    """Returns the network that a stranger is counted by: of IPv6 its /64, since a machine has all
+    of it."""
     return (
         address if ":" not in address else str(IPv6Network((address.partition("%")[0], 64), False))
     )
@@ -318,16 +329,20 @@ def _in_child(
 
 
 def _contexts(settings: GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """TLS towards the SuperLink, and towards clients."""
+    """Returns the TLS settings towards the SuperLink, and those towards clients."""
     outside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     outside.load_cert_chain(settings.certificate, settings.key)
+    # This protocol verifies the certificate and its host by default.
     inside = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     inside.load_verify_locations(settings.roots)
     return inside, outside
 
 
 def _listening(listen: str, settings: GateSettings) -> tuple[socket.socket, float]:
-    """A socket that listens, and since when; what is wrong with the settings shows here."""
+    """Returns a listening socket, and the time in seconds since 1970 from which it listens.
+
+    It reads certificates and addresses first, so that wrong settings raise here.
+    """
     _contexts(settings)
     addresses.split(settings.superlink)
     return addresses.listener(listen), time.time()

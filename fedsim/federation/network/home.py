@@ -29,24 +29,29 @@ _RUN = re.compile(r"[0-9a-f]{16,64}")
 
 
 def run_folder(home: Path, run: str) -> Path:
-    """Where `home` keeps what belongs to `run`."""
+    """Returns the folder in which `home` keeps what belongs to `run`.
+
+    Raises:
+        FedsimError: the name is not 16 to 64 hexadecimal digits.
+    """
     if not _RUN.fullmatch(run):
         raise FedsimError(f"run: expected 16 to 64 hexadecimal digits, got {run[:40]!r}")
     return home / "runs" / run
 
 
 def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
-    """Note what `stack` of `run` is at first, and refuse all else under their names later.
+    """Notes what `stack` of `run` is when it is first seen, and refuses anything else under their
+    names later.
 
-    Else the server would have a second answer, with other noise or of another size.
+    Otherwise the server would get a second answer, with other noise or of another size.
 
     Args:
         home: The node's folder.
-        run: Its name, which the server chose.
-        stack: A checked name.
-        fingerprint: Of all that decides the results of the stack's training.
-        held: How many examples each client has, as this node writes it.
-        data: A digest of the node's examples.
+        run: Name of the run, which the server chose.
+        stack: Name of the stack, which was checked.
+        fingerprint: Digest of all that decides the results of the stack's training.
+        held: Number of examples of each client, as this node writes it.
+        data: Digest of the node's examples.
     """
     pins = {
         Path("scenarios", stack): (fingerprint, "the run of another scenario"),
@@ -54,6 +59,7 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
         Path("data"): (data, "a run on other data of this node"),
     }
     pinned = {run_folder(home, run) / place: pin for place, pin in pins.items()}
+    # All are checked before one is written, so that a refused run pins nothing.
     for path, (value, other) in pinned.items():
         if path.exists() and paths.text(path, paths.TEXT) != value:
             raise FedsimError(
@@ -66,11 +72,16 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
 
 
 def make_private(home: Path) -> None:
-    """Make `home`, or close it, so that its owner alone can look into it."""
+    """Makes `home`, or closes it, so that its owner alone can look into it.
+
+    Raises:
+        FedsimError: others may look into it, and it is not the node's to close.
+    """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not home.stat().st_mode & 0o077:
         return
     try:
+        # A folder of something else is not closed to its users: only a node's own, or an empty one.
         if not ((home / _SECRET).exists() or not any(home.iterdir())):
             raise PermissionError("it holds what no node has written")
         home.chmod(0o700)
@@ -82,9 +93,9 @@ def make_private(home: Path) -> None:
 
 
 def secret_seed(home: Path, run: str, use: str = "") -> int:
-    """Return a 256-bit seed of `run` that only who has the secret of `home` can derive.
+    """Returns a 256-bit seed of `run`, which only the secret of `home` can give.
 
-    The secret is made when it is not there. Seeds of another `use` tell nothing of this one.
+    The secret is made when it is not there. Seeds for another `use` tell nothing of this one.
     """
     path = home / _SECRET
     if not path.exists():
@@ -103,6 +114,7 @@ def secret_seed(home: Path, run: str, use: str = "") -> int:
         )
     if path.stat().st_mode & 0o077:
         raise FedsimError(f"{path}: others may read it; chmod 600 {path}")
+    # A run's name is hexadecimal digits, so that no name contains the zero byte.
     named = f"{run}\0{use}" if use else run
     digest = hashlib.sha256(b"fedsim node\0" + content + named.encode()).digest()
     return int.from_bytes(digest, "big")

@@ -50,7 +50,7 @@ class Authority:
     """Names the files of a certificate authority and of the one server that it vouches for."""
 
     certificate: Path
-    """What nodes verify the server with; no secret."""
+    """Certificate by which nodes verify the server; no secret."""
     key: Path
     server_certificate: Path
     server_key: Path
@@ -75,6 +75,7 @@ def make_authority(folder: Path, hosts: Sequence[str], *, days: int = 2) -> Auth
     ca_name, server_name = _name("fedsim throw-away authority"), _name("fedsim server")
     ca = (
         _builder(ca_name, ca_name, ca_key.public_key(), ca_key.public_key(), days)
+        # The authority may sign servers' certificates, but no further authority.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(ca_key, hashes.SHA256())
@@ -154,6 +155,7 @@ def _name(common: str) -> x509.Name:
 
 
 def _host(host: str) -> x509.GeneralName:
+    # TLS looks for an address among the names of type IP, and for a name among those of type DNS.
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -165,11 +167,12 @@ def _private(key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> bytes:
 
 
 def prepare(folder: Path, files: Sequence[Path]) -> None:
-    """Makes the folder (for its owner alone) and refuses to replace any of `files`.
+    """Makes the folder, for its owner alone, and refuses to replace any of `files`.
 
     Raises:
         FedsimError: one of the files exists, or others may write into the folder.
     """
+    # One by one: `parents=True` would make the parents without this mode.
     for missing in reversed([folder, *folder.parents]):
         missing.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_mode & 0o022:
@@ -192,7 +195,8 @@ KEY_NAME, PEERS_NAME = "signing.key", "peers.json"
 
 
 def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
-    """Return as many new private keys, by client, and the file of all public ones."""
+    """Makes `count` Ed25519 keys; returns the private ones (32 bytes each), and the file of all
+    public ones."""
     keys = [Ed25519PrivateKey.generate() for _ in range(count)]
     public = {client: key.public_key().public_bytes_raw().hex() for client, key in enumerate(keys)}
     return [key.private_bytes_raw() for key in keys], json.dumps(public, indent=1).encode()
@@ -230,6 +234,7 @@ def _peers(path: Path) -> Mapping[int, bytes]:
         ) from error
     if odd := [client for client, key in found.items() if len(key) != KEY]:
         raise FedsimError(f"--peers: {path}: the key of client {odd[0]} is not {KEY} bytes")
+    # Held against what was written: `1` and `01` are one client, and merge in `found`.
     if len(set(found.values())) < len(written):
         raise FedsimError(f"--peers: {path}: two clients have one key, so that one would be two")
     return found
@@ -244,10 +249,10 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> l
     """Writes the folders of a SuperLink, its gate, a runner and `nodes` nodes; returns them.
 
     Args:
-        folder: What they are made in; the folders may be there, as mounted volumes are.
-        nodes: How many clients there are, numbered from 0.
+        folder: Folder in which they are made; they may be there, as mounted volumes are.
+        nodes: Number of clients, which are numbered from 0.
         hosts: Names and addresses at which the SuperLink and the gate are reached.
-        days: After so many, the certificates end.
+        days: Number of days after which the certificates end.
 
     Raises:
         FedsimError: a host is none, one of the files exists, or others may write into a folder.

@@ -17,10 +17,11 @@ from fedsim.system import paths
 from fedsim.types import FedsimError
 
 SCENARIO = "scenario"
-"""Stands for a node's data: its client's share of the scenario's own source."""
+"""Value of a node's data option that stands for its client's share of the scenario's own source."""
 
 # How long a host may take to answer before it counts as not there.
 _REACH_SECONDS = 4.0
+# An HTTP server answers this in plain text; a TLS server takes it for no beginning of TLS.
 _HELLO = b"GET / HTTP/1.0\r\n\r\n"
 _HEAD_BYTES = 16 * 1024
 # A clock that is further ahead or behind makes signatures that Flower does not take.
@@ -29,10 +30,10 @@ _AHEAD_SECONDS, _BEHIND_SECONDS = 5.0, 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How a run reaches the SuperLink that carries its messages."""
+    """Way by which a run reaches the SuperLink that carries its messages."""
 
     superlink: str
-    """HOST:PORT."""
+    """Address of the SuperLink, HOST:PORT."""
     roots: Path | None = None
     """Certificates of authorities that may vouch for the SuperLink; None: no TLS, on loopback."""
     secret: Path | None = None
@@ -42,7 +43,7 @@ class Link:
     that results are the same bytes; whoever knows the seed can take that noise off."""
 
     def certificates(self) -> bytes | None:
-        """Return the content of `roots`."""
+        """Returns the content of `roots` (PEM); None without TLS."""
         return None if self.roots is None else paths.content(self.roots, paths.TEXT)
 
 
@@ -72,9 +73,10 @@ def check(address: str, roots: Path | None) -> None:
 
 
 def clock_error(address: str, roots: Path | None) -> str:
-    """Say how far this machine's clock is off the server's at `address`, if nodes are refused so.
+    """Says how far this machine's clock is off that of the server at `address`, if nodes are
+    refused for it.
 
-    Returns nothing where it is not off, or where the server does not tell its time.
+    Returns an empty text where it is close enough, or where the server does not tell its time.
     """
     host, port = addresses.split(address)
     try:
@@ -99,7 +101,7 @@ def clock_error(address: str, roots: Path | None) -> str:
 
 
 def _head_of(stream: socket.socket) -> bytes:
-    """The headers of an answer, without its first line."""
+    """Reads the headers of an answer, without its first line; at most 20 KiB."""
     answer = b""
     while b"\r\n\r\n" not in answer and len(answer) < _HEAD_BYTES:
         if not (more := stream.recv(4096)):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LOG_BYTES = 8 * 2**20
-"""Once a log has so many bytes it begins anew; what it had stays beside it until the next time."""
+"""Size at which a log begins anew; the full one stays beside it until the next time."""
 
 
 def older(path: Path) -> Path:
@@ -20,10 +20,10 @@ def older(path: Path) -> Path:
 
 
 class Log:
-    """Text appended to a file, which with the one before it never has more than 2 LOG_BYTES."""
+    """Appends text to a file, which with the one before it never has more than 2 LOG_BYTES."""
 
     def __init__(self, path: Path) -> None:
-        """Goes on with the file at `path`, or begins it."""
+        """Continues the file at `path`, or begins it."""
         self._path = path
         self._file = path.open("ab")
 
@@ -32,13 +32,14 @@ class Log:
         content = text.encode()
         if self._file.tell() + len(content) > LOG_BYTES:
             self._file.close()
+            # What was older still is lost: two files bound the whole.
             self._path.replace(older(self._path))
             self._file = self._path.open("ab")
         self._file.write(content)
         self._file.flush()
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the file."""
         self._file.close()
 
 
@@ -53,4 +54,6 @@ def begin_anew(path: Path) -> None:
             with path.open("rb") as file:
                 first = file.read(LOG_BYTES // 1024)
             shutil.copyfile(path, older(path))
+            # In place, since the other program holds the file open and appends to its end; cut
+            # after a whole line.
             os.truncate(path, first.rfind(b"\n") + 1)

@@ -27,7 +27,7 @@ from fedsim.system import paths
 from fedsim.system.lock import lock_folder
 from fedsim.types import FedsimError, RunFailed
 
-# Between two tries to join.
+# Rest between two tries to join.
 _RETRY_SECONDS = 3.0
 # How long one try may take: Flower's programs go on for ever while a SuperLink is away.
 _LET_IN_SECONDS = 30.0
@@ -37,19 +37,20 @@ _JOIN_SECONDS = 90.0
 # What a SuperNode writes once the SuperLink has let it in.
 _LET_IN = re.compile(r"SuperNode ID: (\d+)\s")
 JOINED = "joined"
-"""What this process says then, before the SuperLink's address."""
+"""Word that this process prints once the SuperLink has let it in, before the SuperLink's
+address."""
 # File in the node's folder that holds its number at the SuperLink.
 _NODE = "node.id"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMembership:
-    """How a node takes part in federations."""
+    """Settings by which a node takes part in federations."""
 
     superlink: str
     """HOST:PORT of the SuperLink, or of the gate in front of it."""
     roots: Path | None
-    """Certificates of authorities; None: no TLS, on loopback."""
+    """Certificates of authorities that may vouch for the SuperLink; None: no TLS, on loopback."""
     key: Path | None
     """The node's private key (ECDSA P-384, OpenSSH); None where the SuperLink asks for none."""
     home: Path
@@ -59,7 +60,7 @@ class NodeMembership:
 def serve(
     app: NodeApp, member: NodeMembership, say: Callable[[str], None], stop: threading.Event
 ) -> None:
-    """Answer what the SuperLink asks until `stop` is set; join again whenever the link breaks.
+    """Answers what the SuperLink asks until `stop` is set; joins again whenever the link breaks.
 
     Raises:
         FedsimError: the SuperLink is not reachable or not safe at the start, the key is none, or
@@ -83,7 +84,7 @@ def serve(
 def _take_part(
     app: NodeApp, member: NodeMembership, say: Callable[[str], None], stop: threading.Event
 ) -> None:
-    """Be in, or try to get in, until `stop` is set."""
+    """Joins and answers, again and again, until `stop` is set."""
     said = ""
     out_since = time.monotonic()
     while not stop.is_set():
@@ -105,7 +106,7 @@ def _take_part(
 def _session(
     app: NodeApp, member: NodeMembership, say: Callable[[str], None], stop: threading.Event
 ) -> tuple[bool, str]:
-    """Join and answer until the link breaks; whether it joined, and why it no longer is in."""
+    """Joins and answers until the link breaks; returns whether it joined, and why it is out now."""
     try:
         link.check(member.superlink, member.roots)
         _leave(member)
@@ -167,10 +168,11 @@ def until_told() -> threading.Event:
 
 
 def _supernode(member: NodeMembership) -> tuple[Child, str, bytes]:
-    """Start a SuperNode; return it, the address of its Runtime API, and the secret of that."""
+    """Starts a SuperNode; returns it, the address of its Runtime API, and that API's secret."""
     port, secret = free_port(), secrets.token_bytes(32)
     path = member.home / "runtime.secret"
     path.unlink(missing_ok=True)
+    # Private before the secret is in it.
     path.touch(mode=0o600)
     path.write_bytes(secret)
     command = [
@@ -191,7 +193,7 @@ def _supernode(member: NodeMembership) -> tuple[Child, str, bytes]:
 
 
 def _let_in(child: Child, stop: threading.Event) -> int | None:
-    """Wait until the SuperLink has let the SuperNode in; the number that it has there."""
+    """Waits until the SuperLink has let the SuperNode in; returns its number there, or None."""
     end = time.monotonic() + _LET_IN_SECONDS
     while child.status is None and not stop.is_set() and time.monotonic() < end:
         if found := _LET_IN.search(child.words()):
@@ -210,6 +212,7 @@ def _serve(child: Child, runtime: str, secret: bytes, app: NodeApp, stop: thread
             stop.wait(0.2)
         ended.set()
 
+    # A thread of its own, since `serving` is busy while it computes an answer.
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     while not ended.is_set():

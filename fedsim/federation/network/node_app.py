@@ -38,7 +38,8 @@ _MOST_TEXT = 50_000_000
 
 
 class NodeApp:
-    """Answers Flower's messages for one client. What it is asked follows from a run's settings."""
+    """Answers Flower's messages for one client; what it computes follows from the run's
+    settings."""
 
     def __init__(
         self,
@@ -50,19 +51,20 @@ class NodeApp:
         shared_seed: bool,
         identity: Identity | None = None,
     ) -> None:
-        """An app that has computed nothing.
+        """Prepares an app that loads nothing before its first message.
 
         Args:
-            client: Its number in every federation.
-            data: A file or folder that takes the place of the scenario's source, or `scenario`.
-            home: Its folder (`home`).
-            policy: What it agrees to.
+            client: Number of the client in every federation.
+            data: File or folder that takes the place of the scenario's source, or `scenario`.
+            home: The node's own folder (see the module `home`).
+            policy: What its owner lets servers ask.
             shared_seed: Whether it draws batches and noise from the scenario's seed.
-            identity: Its signing key and its peers' keys; None: it takes part in no secure sum.
+            identity: Signing key and peers' keys; None if it takes part in no secure sum.
         """
         self._number, self._data, self._home = client, data, home
         self._policy, self._shared_seed, self._identity = policy, shared_seed, identity
         self._releases = Releases(home / "releases.json", policy.releases)
+        # Messages of one stack follow one another: its app is kept, and the data over all stacks.
         self._app = lru_cache(maxsize=1)(self._build)
         self._dataset = lru_cache(maxsize=1)(self._load)
 
@@ -83,10 +85,10 @@ class NodeApp:
             )
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer one message.
+        """Answers one message.
 
-        What it raises is sent to the server, so that it says nothing that depends on the data but
-        how many there are, and of which shape. All else is for the node's own log, on stderr.
+        What it raises is sent to the server: it tells nothing of the data but their number and
+        shape. Everything else goes to the node's own log, on stderr.
         """
         try:
             return self._answer(message, context)
@@ -106,6 +108,7 @@ class NodeApp:
             )
         scenario, stack = _text(settings, "scenario"), _text(settings, "stack")
         run, held = _text(settings, "run"), _text(settings, "held")
+        # The node's owner says which client it is, and not what Flower has configured.
         context.node_config["partition-id"] = self._number
         if message.metadata.message_type == f"query.{census.ACTION}":
             try:
@@ -115,7 +118,7 @@ class NodeApp:
         return self._app(scenario, stack, run, held)(message, context)
 
     def _count_examples(self, written: str) -> RecordDict:
-        """How much the client holds, once every stack of the scenario is allowed and can work."""
+        """Answers a census, once every stack of the scenario is allowed and can work."""
         scenario = _scenario(written)
         threads.fix(scenario.threads)
         for stack in scenario.defenses:
@@ -149,6 +152,7 @@ class NodeApp:
         # of which its own cannot be misstated, and another's only so that there is more noise.
         of_all = Census(held=counts, private_statistics=self._reasons(scenario, client))
         workload = self._workload(scenario, stack, client, of_all)
+        # Last of all checks, so that a run that is refused pins nothing.
         pin_run(self._home, run, stack, *pins)
         job = client_app.FederationJob(
             scenario=written, stack=stack, out=str(folder), threads=scenario.threads
@@ -157,15 +161,16 @@ class NodeApp:
         return client_app.build(job, workload, party, on_release=self._releases.count)
 
     def _check(self, scenario: Scenario, stack: str) -> None:
-        """Refuse what the policy does not allow, and what no scenario of fedsim may be."""
+        """Refuses what the policy does not allow, and what no scenario may be."""
         self._policy.check(scenario, stack)
+        # Other stacks and attacks do not run here, and may name what this node has not installed.
         own = {"attacks": [], "defenses": {stack: scenario.defenses[stack]}}
         resolve(scenario.model_copy(update=own))
 
     def _workload(
         self, scenario: Scenario, stack: str, client: Client, counts: Census
     ) -> OneClient:
-        """What `client` computes behind `stack`."""
+        """Returns what `client` computes behind `stack`, once nothing refuses it."""
         workload = OneClient(scenario, stack, client, counts)
         self._policy.check_release(workload)
         self._party(workload)
@@ -173,7 +178,7 @@ class NodeApp:
         return workload
 
     def _reasons(self, scenario: Scenario, client: Client) -> Mapping[Unit, tuple[str, ...]]:
-        """Why nothing can be claimed, as far as this client's data say."""
+        """Returns why nothing can be claimed, by privacy unit, as far as this client's data say."""
         return private_statistics(
             scenario, client.dataset, [client.own], dealt=self._data == SCENARIO
         )
@@ -205,6 +210,7 @@ class NodeApp:
         if self._data == SCENARIO:
             if scenario.data.partition.path is not None:
                 self._policy.check_path(scenario.data.partition.path)
+            # Any stack will do: the partition does not depend on it.
             first = next(iter(scenario.defenses))
             return replace(Workload(scenario, first, dataset).client(self._number), seed=seed)
         own = torch.arange(len(dataset.train_labels))
@@ -233,7 +239,7 @@ class NodeApp:
 
 
 def _causes(error: BaseException | None) -> str:
-    """What an error says, and what those say that it comes from."""
+    """Returns the text of an error, followed by those of its causes."""
     said = []
     while error is not None:
         said.append(f"{type(error).__name__}: {error}")

@@ -29,7 +29,7 @@ from fedsim.federation.network.admission import (
 )
 
 CHUNK_BYTES = 64 * 1024
-"""Bytes of a body held in memory at once."""
+"""Most bytes of a body that are held in memory at once."""
 
 # Limit of a request's line and headers; a node's are 1 kB.
 _HEAD_BYTES = 16 * 1024
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Side:
-    """One of the two connections of an exchange, and where its HTTP stands."""
+    """One of the two connections of an exchange, with the state of its HTTP."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class Side:
         self.http = h11.Connection(role, max_incomplete_event_size=_HEAD_BYTES)
 
     async def event(self, chunk: int = CHUNK_BYTES) -> Any:
-        """The next event of the other end, from reads of at most `chunk` bytes."""
+        """Returns the next HTTP event from the other end, reading at most `chunk` bytes at a
+        time."""
         while (event := self.http.next_event()) is h11.NEED_DATA:
             self.http.receive_data(await self._reader.read(chunk))
         return event
@@ -71,12 +72,12 @@ class Side:
         await self._writer.drain()
 
     async def discard(self) -> None:
-        """Reads the rest of a request's body, for nobody."""
+        """Reads the rest of a request's body and drops it."""
         while self.http.their_state is h11.SEND_BODY:
             await self.event()
 
     def abort(self) -> None:
-        """Ends the connection without a word."""
+        """Ends the connection without a farewell."""
         self._writer.transport.abort()
 
     async def close(self) -> None:
@@ -91,14 +92,18 @@ class Side:
 
 @dataclass(frozen=True)
 class SuperLink:
-    """Names the SuperLink, and how TLS verifies that it is."""
+    """Address of the SuperLink, with the TLS settings that verify it."""
 
     address: str
-    """HOST:PORT, its host as in its certificate."""
+    """HOST:PORT, with the host of its certificate."""
     context: ssl.SSLContext
 
     async def connect(self) -> Side:
-        """Connects to it."""
+        """Connects to the SuperLink.
+
+        Raises:
+            Refusal: it cannot be reached (502).
+        """
         host, port = addresses.split(self.address)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
@@ -109,13 +114,17 @@ class SuperLink:
 
 
 class _Patience:
-    """How long the gate still waits for a client, for all waits of one exchange together."""
+    """Seconds that the gate still waits for a client, in all waits of one exchange together."""
 
     def __init__(self) -> None:
         self._left = _GRACE_SECONDS
 
     async def wait(self, awaitable: Awaitable[T]) -> T:
-        """Raises a Refusal when it is exhausted."""
+        """Awaits the client, and takes the time off what is left.
+
+        Raises:
+            Refusal: nothing is left (408).
+        """
         start = time.monotonic()
         try:
             async with asyncio.timeout(self._left):
@@ -126,12 +135,12 @@ class _Patience:
             self._left -= time.monotonic() - start
 
     def renew(self, size: int) -> None:
-        """Adds to it for so many bytes that were moved."""
+        """Adds time for `size` bytes that were moved."""
         self._left += size / _SLOWEST
 
 
 class Passage:
-    """One client's connection, and the connection to the SuperLink that serves it."""
+    """Serves one client's connection by a connection to the SuperLink."""
 
     def __init__(
         self,
@@ -141,23 +150,36 @@ class Passage:
         body_limit: int,
         on_node: Callable[[bytes], None],
     ) -> None:
-        """`on_node` is told the key of a node that the SuperLink has let in before."""
+        """Serves `client`, none of whose requests has been read.
+
+        Args:
+            client: Connection of the client.
+            superlink: The SuperLink that answers.
+            signatures: Signatures used so far at this gate, and the keys of nodes.
+            body_limit: Most bytes of a request's body.
+            on_node: Called with the key of a node that the SuperLink has let in before.
+        """
         self.client, self._superlink = client, superlink
         self._signatures, self._body_limit, self._on_node = signatures, body_limit, on_node
         self.request = ""
-        """What is asked, for the log."""
+        """Method and path of the request, escaped, for the log."""
         self.is_answered = False
         """Whether an answer has begun, so that no other can be given."""
         self._inner: Side | None = None
         self._idle_since = 0.0
 
     async def exchange(self) -> bool:
-        """Serves one request. Returns whether there can be another."""
+        """Serves one request; returns whether there can be another.
+
+        Raises:
+            Refusal: the request does not pass, or cannot be answered.
+        """
         self.request, self.is_answered = "", False
         try:
             async with asyncio.timeout(_HEAD_SECONDS):
                 request = await self.client.event(_HEAD_BYTES)
         except TimeoutError as error:
+            # Part of a request has come; without any, the connection is only idle.
             if self.client.http.trailing_data[0]:
                 raise Refusal(408, "headers too slow") from error
             return False
@@ -192,7 +214,7 @@ class Passage:
     async def _forward(
         self, inner: Side, target: bytes, headers: dict[bytes, bytes], patience: _Patience
     ) -> None:
-        """Sends the request on, its body as it comes."""
+        """Sends the request on to the SuperLink, its body as it comes."""
         host = (b"host", self._superlink.address.encode())
         head = h11.Request(method=b"POST", target=target, headers=[host, *passed_on(headers)])
         await _of_superlink(inner.send(head))
@@ -202,7 +224,7 @@ class Passage:
         await _of_superlink(inner.send(h11.EndOfMessage()))
 
     async def _body(self, patience: _Patience) -> AsyncIterator[bytes]:
-        """The client's body as it comes."""
+        """Yields the client's body as it comes."""
         while isinstance(data := await patience.wait(self.client.event()), h11.Data):
             patience.renew(len(data.data))
             yield data.data
@@ -214,6 +236,7 @@ class Passage:
         response = await _of_superlink(inner.event())
         if not isinstance(response, h11.Response):
             raise Refusal(502, "the SuperLink did not answer")
+        # Other headers concern the SuperLink's connection alone; these two describe the body.
         kept = [h for h in response.headers if h[0] in (b"content-type", b"content-length")]
         self.is_answered = True
         head = h11.Response(status_code=response.status_code, headers=kept)
@@ -228,7 +251,8 @@ class Passage:
         return response.status_code == 200
 
     async def _reach_superlink(self) -> Side:
-        """A connection to the SuperLink: the last one, or a new one if it may be about to close."""
+        """Returns a connection to the SuperLink: the last one, or a new one if it may be about to
+        close."""
         if self._inner:
             http, idle = self._inner.http, time.monotonic() - self._idle_since
             if http.our_state is http.their_state is h11.DONE and idle < _REUSE_SECONDS:

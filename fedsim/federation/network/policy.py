@@ -33,27 +33,33 @@ _GROUPS = ["fedsim.learners", "fedsim.models", "fedsim.defenses"]
 
 
 class Policy(BaseModel):
-    """What a node agrees to. Everything else is refused before its data are touched."""
+    """A node owner's rules for what a server may ask. All else is refused before the data are
+    touched."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     stacks: list[list[dict[str, Any]]] | None = None
-    """The stacks of defenses behind which it answers, as a scenario writes them, parameters that
-    are left out having their defaults; None: any. Behind a stack that is listed, and not empty, no
-    batch-norm statistics are released: they pass by all defenses. An ε that one asks for is of all
-    that is released behind it in a run, probes included; each run, and each name that a scenario
-    gives the stack, may spend it again."""
+    """Stacks of defenses behind which the node answers, written as in a scenario; None: any.
+
+    Parameters that are left out have their defaults. Behind a listed stack that is not empty, no
+    batch-norm statistics are released, since they bypass all defenses. An ε that a stack asks for
+    covers everything released behind it in a run, probes included. Each run may spend it again, and
+    so may each name that a scenario gives the stack.
+    """
     plugins: list[str] | None = None
-    """The learners, models and defenses that it runs, by name, of those installed; None: any."""
+    """Names of the learners, models and defenses that the node runs, of those installed; None:
+    any."""
     paths: list[str] = []
-    """Files of its own that a scenario may name, or folders of such files; none by default."""
+    """Files or folders of the node's own that a scenario may name; none by default."""
     releases: Annotated[int, Field(ge=1)] | None = None
-    """How many answers it gives over all runs, of training and of probes; None: any number."""
+    """Most answers that the node gives over all runs, of training and of probes; None: any
+    number."""
     minimum_clients: Annotated[int, Field(ge=1)] = 1
-    """Least number of clients of a federation that it joins."""
+    """Least number of clients of a federation that the node joins."""
     minimum_cohort: Annotated[int, Field(ge=1)] = 1
-    """Number of clients in the smallest secure sum that can open with its update in it, whoever is
-    lost meanwhile; with 2 or more, it releases nothing behind a stack that has no secure sums."""
+    """Least number of clients in a secure sum that can open with the node's update in it, whoever
+    is lost meanwhile. With 2 or more, the node releases nothing behind a stack without secure
+    sums."""
 
     @field_validator("stacks")
     @classmethod
@@ -77,7 +83,8 @@ class Policy(BaseModel):
 
     @classmethod
     def read(cls, path: Path | None) -> Policy:
-        """Read it from YAML; without a file, all but files is allowed."""
+        """Reads a policy from YAML; without a file, everything is allowed but naming the node's
+        files."""
         if path is None:
             return cls()
         try:
@@ -96,8 +103,13 @@ class Policy(BaseModel):
         return policy
 
     def check(self, scenario: Scenario, stack: str) -> None:
-        """Refuse what is not allowed of `stack` of `scenario`."""
+        """Refuses what the policy does not allow of `stack` of `scenario`.
+
+        Raises:
+            FedsimError: with the scenario's key, and the policy's.
+        """
         wanted = build_stack(scenario.defenses[stack])
+        # Compared once built, so that neither spelling nor defaults matter.
         if self.stacks is not None and wanted not in map(_stack, self.stacks):
             raise FedsimError(
                 f"defenses.{stack}: this node's policy does not allow this stack (stacks)"
@@ -123,7 +135,8 @@ class Policy(BaseModel):
             )
 
     def check_release(self, workload: Workload) -> None:
-        """Refuse what would pass by a stack that the policy lists, and sums of too few."""
+        """Refuses releases that would bypass a listed stack, and secure sums over too few
+        clients."""
         if not workload.protocol and self.minimum_cohort > 1:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
@@ -148,16 +161,17 @@ class Policy(BaseModel):
             )
 
     def check_path(self, path: str) -> None:
-        """Refuse to open a file that a server names."""
+        """Refuses to open a file that a server names, unless the policy lists it or its folder."""
         if not any(_within(path, allowed) for allowed in self.paths):
             raise FedsimError(f"{path}: this node's policy lets no scenario name this file (paths)")
 
 
 class Releases:
-    """Counts, on disk, what a node has answered."""
+    """Counts on disk how often the node has answered."""
 
     def __init__(self, path: Path, most: int | None) -> None:
-        """Go on from what `path` holds."""
+        """Continues the count in the file at `path`; at most `most` answers, None for any
+        number."""
         self._path, self._most = path, most
         self._count = 0
         if path.exists():
@@ -169,18 +183,24 @@ class Releases:
                 ) from error
 
     def count(self) -> None:
-        """Note one more, before it is computed."""
+        """Counts one more answer, before it is computed.
+
+        Raises:
+            FedsimError: the policy allows no more.
+        """
         if self._most is not None and self._count >= self._most:
             raise FedsimError(
                 f"this node has answered {self._count} times, which is all that its policy allows "
                 "(releases)"
             )
+        # On disk before the answer is computed: a kill in between counts one answer too many, never
+        # too few.
         self._count += 1
         write_bytes(self._path, json.dumps({"releases": self._count}).encode())
 
 
 def _refuse_unknown(where: str, stated: Sequence[str]) -> None:
-    """Refuse a name that is none of what is installed: it would allow nothing."""
+    """Refuses a name that nothing installed has: such a rule would allow nothing."""
     known = [name for group in _GROUPS for name in plugins.names(group)]
     for name in stated:
         if name not in known:
@@ -190,12 +210,13 @@ def _refuse_unknown(where: str, stated: Sequence[str]) -> None:
 
 
 def _within(path: str, allowed: str) -> bool:
+    # Resolved, so that neither links nor `..` lead out of an allowed folder.
     own, folder = paths.from_home(path).resolve(), paths.from_home(allowed).resolve()
     return own == folder or folder in own.parents
 
 
 def _stack(written: Sequence[Mapping[str, Any]]) -> Stack:
-    """The stack that a policy writes."""
+    """Builds the stack that an entry of `stacks` describes."""
     return build_stack(
         [
             PluginRef(

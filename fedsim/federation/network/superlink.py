@@ -44,19 +44,21 @@ def program(name: str) -> str:
 
 
 class Child:
-    """A program that runs until it is stopped, and that writes what it says to a file."""
+    """A program that runs until it is stopped, and whose output goes to a file."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        """Start it. On Linux the kernel ends it when this thread ends, however that happens."""
+        """Starts it. On Linux the kernel ends it when this thread ends, however that happens."""
         self.command, self._log = list(command), log
         parent = os.getpid()
         with log.open("ab") as file:
+            # The log is appended to: this program's own words begin here.
             self._begin = file.tell()
             self._process = subprocess.Popen(  # noqa: S603 - programs installed beside Python
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                # Leads a process group of its own, which `stop` can kill as a whole.
                 start_new_session=True,
                 env={**os.environ, "FLWR_LOG_LEVEL": "INFO"},
                 preexec_fn=partial(_end_with, parent) if sys.platform == "linux" else None,
@@ -64,29 +66,33 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The number of its process."""
+        """Identifier of its process."""
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """What it ended with; None while it runs."""
+        """Exit status of the program; None while it runs."""
         return self._process.poll()
 
     def words(self) -> str:
-        """Return all that it has said."""
+        """Returns everything that it has written."""
         return self._log.read_bytes()[self._begin :].decode(errors="replace")
 
     def last_words(self) -> str:
-        """Return the end of what it has said."""
+        """Returns the end of what it has written, or `nothing`."""
         return self.words()[-_TAIL:].strip() or "nothing"
 
     def bound_log(self) -> None:
-        """Begin its file anew, if it is full (`log`)."""
+        """Begins its file anew if that is full (`log`)."""
         begin_anew(self._log)
         self._begin = min(self._begin, self._log.stat().st_size)
 
     def await_port(self, port: int) -> None:
-        """Wait until it listens on `port` of loopback."""
+        """Waits until it listens on `port` of loopback.
+
+        Raises:
+            FedsimError: it has ended, or does not listen within a minute.
+        """
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and self.status is None:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
@@ -96,7 +102,11 @@ class Child:
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
 
     def await_words(self, words: str, who: str) -> None:
-        """Wait until it has said `words`."""
+        """Waits until it has written `words`; `who` names it in the error.
+
+        Raises:
+            FedsimError: it has ended, or has not written them within two minutes.
+        """
         end = time.monotonic() + 2 * _START_SECONDS
         while words not in self.words():
             if self.status is not None or time.monotonic() > end:
@@ -104,7 +114,7 @@ class Child:
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """End it and all that it has started: in order, or after a few seconds at once."""
+        """Ends it and all that it has started: by SIGTERM, and after a few seconds by SIGKILL."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)  # first alone, so that it ends its own
         with suppress(subprocess.TimeoutExpired):
@@ -139,5 +149,6 @@ def superlink(folder: Path, port: int, log: Path) -> Child:
 def _end_with(parent: int) -> None:
     """Make this process end with its parent, which may be gone already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that died before `prctl` sends no signal any more.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -48,29 +48,29 @@ _REFUSED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RunningFederation:
-    """A federation that runs, for whoever wants to look at it or to break it."""
+    """A federation that runs on this machine, with handles on its processes."""
 
     link: Link
     gate: str
-    """HOST:PORT at which nodes are let in."""
+    """Address at which nodes are let in, HOST:PORT."""
     gate_process: Callable[[], int]
-    """The number of the gate's process as it is now."""
+    """Returns the identifier of the gate's present process."""
     superlink: Callable[[], Child]
-    """The SuperLink's process as it is now."""
+    """Returns the SuperLink's present process."""
     nodes: Callable[[], list[Child]]
-    """The nodes' processes as they are now, by client."""
+    """Returns the nodes' present processes, by client."""
 
 
 @contextmanager
 def federation(
     out: Path, nodes: int, *, data: str, paths: list[str], shared_seed: bool
 ) -> Iterator[RunningFederation]:
-    """Start a SuperLink, its gate and `nodes` nodes; end them all with the block.
+    """Starts a SuperLink, its gate and `nodes` nodes; ends them all with the block.
 
     Args:
         out: The run's folder.
-        nodes: How many clients there are.
-        data: Of each node's `--data`.
+        nodes: Number of clients.
+        data: Value of each node's `--data`.
         paths: Files that the scenario names and that nodes may open.
         shared_seed: Whether nodes draw from the scenario's seed.
 
@@ -105,6 +105,7 @@ def federation(
         gate = f"{_HOST}:{free_port()}"
         keeper = watched.add(Gate(gate, settings, log=logs / "gate.log").start)
         policy = folder / "policy.yaml"
+        # JSON is YAML, too.
         policy.write_text(json.dumps({"paths": paths}))
         signing, peers = make_signing_keys(nodes)
         write_bytes(keys / PEERS_NAME, peers)
@@ -125,6 +126,7 @@ def federation(
                 *(["--shared-seed"] if shared_seed else []),
             ]
             found.append(watched.add(partial(Child, command, home / "node.log")))
+        # Waited for once all have been started, since each takes seconds to import torch.
         for client, node in enumerate(found):
             node().await_words(JOINED, f"node {client}")
         yield RunningFederation(
@@ -140,7 +142,7 @@ P = TypeVar("P", Child, Gate)
 
 
 class _Watched:
-    """Programs that are started again when they end."""
+    """Starts programs, and starts them again when they end."""
 
     def __init__(self) -> None:
         self._starts: list[Callable[[], Child | Gate]] = []
@@ -151,13 +153,14 @@ class _Watched:
     @classmethod
     @contextmanager
     def running(cls) -> Iterator[_Watched]:
-        """Watch inside the block; at its end, stop all, the last first."""
+        """Watches inside the block; at its end it stops all programs."""
         watched = cls()
         watched._thread.start()
         try:
             yield watched
         finally:
             watched._stop.set()
+            # The watcher ends first: otherwise it would start again what is stopped here.
             watched._thread.join()
             stopping = [
                 threading.Thread(target=child.stop) for child in reversed(watched._children)
@@ -168,7 +171,7 @@ class _Watched:
                 thread.join()
 
     def add(self, start: Callable[[], P]) -> Callable[[], P]:
-        """Start a program; returns what tells its process as it is now."""
+        """Starts a program; returns a function that gives its present process."""
         number = len(self._children)
         self._children.append(start())
         self._starts.append(start)
