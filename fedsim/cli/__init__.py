@@ -1,1 +1,1 @@
-"""The command line: thin, each command calls the Python function of the same name."""
+"""The thin command line, each of whose commands calls the Python function of the same name."""

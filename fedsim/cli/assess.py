@@ -1,4 +1,4 @@
-"""The command that makes a report of what a tap recorded of somebody's Flower app."""
+"""Defines the command that reports on what a tap recorded of somebody's Flower app."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ def assess(
         if (batch_size is None) != (lr is None):
             raise FedsimError("--batch-size, --lr: expected both or none")
         local = {"batch_size": batch_size, "lr": lr, "epochs": epochs, "momentum": momentum}
+        # Without --attack the argument is left out, so that the function's own default holds.
         chosen = dict(_plugins("attack", attacks))
         finished = assess_recording(
             tapped,
@@ -144,7 +145,7 @@ def assess(
 
 
 def _plugins(kind: str, texts: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields name and parameters of each plugin, of `name:key=value,key=value`."""
+    """Parses texts as `name:key=value,key=value`; yields name and parameters of each plugin."""
     from fedsim.scenario import parameters_of
 
     for text in texts or []:

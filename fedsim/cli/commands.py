@@ -1,6 +1,6 @@
-"""The command line: each command calls the Python function of the same name.
+"""Defines the command line, each of whose commands calls the Python function of the same name.
 
-What an argument is stands in the command's text: some versions of click lose the help of arguments.
+Arguments are explained in the command's text, as some versions of click lose their help.
 
 Exit status: 0 done, 1 the work failed, 2 the input was refused before any work, 130 interrupted.
 Everything heavy is imported inside the commands, so that `fedsim --help` answers at once.
@@ -39,7 +39,7 @@ app.add_typer(privacy_app, name="privacy")
 
 
 class Kind(StrEnum):
-    """What can be listed."""
+    """Kinds of plugins that can be listed."""
 
     attacks = "attacks"
     defenses = "defenses"
@@ -52,7 +52,7 @@ class Kind(StrEnum):
 
 
 class ListFormat(StrEnum):
-    """How a list is written."""
+    """Formats in which a list is written."""
 
     table = "table"
     json = "json"
@@ -103,6 +103,7 @@ def run(
 
     SCENARIO is a YAML file; docs/scenarios.md describes it.
     """
+    # Asked before the imports below, which take seconds.
     if superlink is not None:
         network.refuse_unfit(superlink, roots)
     network.refuse_without_superlink(
@@ -184,6 +185,7 @@ def attack(
         )
         grant = grant_of(grants or [])
         if out:
+            # Before the attack: it may take hours, and would be lost.
             writable_folder(out, "--out")
         with Live(Console(stderr=True, quiet=quiet)) as display:
             begun: list[Progress] = []
@@ -325,7 +327,7 @@ def compare(
 
 
 def _judge(lines: list[str], good: str) -> None:
-    """Prints the lines and ends with 1, or prints what is good."""
+    """Prints the lines and ends with status 1; without lines prints `good`."""
     typer.echo("\n".join(lines) if lines else good)
     if lines:
         raise typer.Exit(1)
@@ -438,6 +440,7 @@ def validate(
 
         document = open_document(scenario, settings or [])
         variants = expand(document)
+        # Variants share most warnings: each is shown once.
         for line in dict.fromkeys(line for v in variants for line in cautions(v.scenario)):
             typer.secho(f"{scenario}: WARNING: {line}", err=True, fg="yellow")
         facts: list[list[str]] = [[] for _ in variants]
@@ -454,6 +457,7 @@ def validate(
             indent = "  "
             if variant.label:
                 words = describe_variant(variant.assignment)
+                # Words are added only where they say more than the label.
                 same = words.replace(", ", ",") == variant.label
                 typer.echo(f"  {variant.label}{'' if same else f'  ({words})'}")
                 indent = "    "
@@ -498,7 +502,7 @@ def _version(
 
 
 def make_printable() -> None:
-    """Lets output replace what a terminal cannot show, and vanish if the terminal is closed."""
+    """Replaces characters that a terminal cannot show, and drops output if there is no terminal."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -1,4 +1,4 @@
-"""Ends a command with the message and the exit status of what went wrong."""
+"""Ends a command that fails with a message and an exit status."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ def exits() -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
-    """Returns what to do about an error of the system, which does not say it itself."""
+    """Returns the remedy for an error of the system, whose own message has none; else nothing."""
     if not isinstance(error, OSError):
         return ""
     return f"; check the path and the space left, then {interrupts.how_to_go_on()}"
 
 
 def _status(error: Exception) -> int | None:
-    """Returns the exit status that `error` stands for; None if it is not the user's to act on."""
+    """Returns the exit status for `error`; None if the user cannot act on it."""
     from fedsim.contracts.attack import AttackFailed
     from fedsim.types import FedsimError, RunFailed
 
+    # Asked first, since the two are FedsimErrors as well: work had begun when they were raised.
     if isinstance(error, RunFailed | AttackFailed | OSError):
         return 1
     return 2 if isinstance(error, FedsimError) else None

@@ -1,4 +1,4 @@
-"""Commands of a federation over a network: `fedsim up`, `keys`, `register`, `node`, `collect`."""
+"""Defines commands of a federation over a network: `up`, `keys`, `register`, `node`, `collect`."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ def register(
         flower.check_version()
         link.check(superlink, roots)
         reached = link.Link(superlink=superlink, roots=roots)
+        # All files are read before the first is sent, so that a wrong path registers nobody.
         contents = [paths.read_named(path, "KEY", paths.TEXT) for path in public]
         for path, content in zip(public, contents, strict=True):
             try:
@@ -134,6 +135,7 @@ def node(
     shared_seed: SharedSeed = False,
 ) -> None:
     """Take part in federations as one client, until you are told to stop."""
+    # Before the imports, of torch among others, which take seconds.
     refuse_unfit(superlink, roots)
     with exits():
         from fedsim.federation.network.keys import read_identity
@@ -178,14 +180,14 @@ def collect(
 
 
 def refuse_unfit(superlink: str, roots: Path | None) -> None:
-    """Ends the command at once, before torch is imported, if nobody may connect so."""
+    """Ends the command with status 2 if a connection to `superlink` would not be allowed."""
     if reason := addresses.unfit(superlink, has_roots=roots is not None):
         typer.secho(f"--superlink: {reason}", err=True, fg="red")
         raise typer.Exit(2)
 
 
 def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
-    """Ends the command if options of a network are given without one: it would run right here."""
+    """Ends the command if network options are given without a SuperLink, as it would run here."""
     lonely = [option for option, is_given in given.items() if is_given]
     if superlink is None and lonely:
         typer.secho(

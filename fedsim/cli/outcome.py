@@ -1,4 +1,4 @@
-"""Prints what came of a run."""
+"""Prints the outcome of a run: leaderboard, gaps, and the path of the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TableFormat(StrEnum):
-    """How a leaderboard is written."""
+    """Formats in which a leaderboard is written."""
 
     table = "table"
     json = "json"
@@ -25,7 +25,7 @@ class TableFormat(StrEnum):
 
 
 def show(finished: Run) -> None:
-    """Prints the leaderboard, what it lacks, and where the report is."""
+    """Prints the leaderboard, a line on each run that lacks rows, and the path of the report."""
     from fedsim.report import load_runs
 
     runs = load_runs([finished.out])
@@ -43,7 +43,7 @@ def say_what_lacks(runs: Sequence[reading.Run]) -> None:
 
 
 def outcome(runs: Sequence[reading.Run]) -> str:
-    """Returns the leaderboard of runs, or what their defenses cost if no attack is scored."""
+    """Returns the leaderboard of runs, or the cost of their defenses if no attack is scored."""
     from fedsim.report import (
         attacks_nothing,
         awaited,
@@ -62,9 +62,9 @@ def outcome(runs: Sequence[reading.Run]) -> str:
 
 
 def leaderboard(runs: Sequence[reading.Run], format: TableFormat) -> str:
-    """Returns the leaderboard over several runs, as wide as the terminal, below its answers.
+    """Returns the leaderboard over several runs, as wide as the terminal, below the verdicts.
 
-    Runs may go on while it is written: all of it is of the same reading.
+    All of it is of one reading, as runs may go on while it is written.
     """
     from shutil import get_terminal_size
 
@@ -88,7 +88,7 @@ def leaderboard(runs: Sequence[reading.Run], format: TableFormat) -> str:
 
 
 def _answers(judged: Sequence[Judgement], width: int) -> str:
-    """Words in a line or two for each defense what an attacker gets, and if to rely on it."""
+    """Words for each defense, in a line or two, what an attacker gets and whether to rely on it."""
     from textwrap import fill
 
     from fedsim.report.messages import brief, describe_statement
@@ -101,6 +101,7 @@ def _answers(judged: Sequence[Judgement], width: int) -> str:
         lines += [f"{printable(describe_comparison(each.comparison, shown))}:"]
         defended = [verdict for verdict in each.verdicts if not verdict.undefended]
         if defended and all(v.finding == "no answer" and not v.labels_stand for v in each.verdicts):
+            # Where no defense has an answer, one reason stands for all.
             reason = describe_statement(defended[0].reason)
             lines += [f"- nothing can be said of any defense: {reason}."]
         else:

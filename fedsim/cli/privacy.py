@@ -1,4 +1,4 @@
-"""`fedsim privacy`: the privacy calculator on the command line.
+"""Defines `fedsim privacy`, the privacy calculator on the command line.
 
 Each command calls the function of the same name in `fedsim.privacy.calculator`, and `audit` that in
 `fedsim.audit.mechanisms`.
@@ -145,7 +145,7 @@ def audit(
 
 
 def _parse_keys(mechanism: str, keys: list[str] | None, question: str) -> dict[str, Any]:
-    """Parses the keys of a mechanism that answers `question`, and refuses others before options."""
+    """Parses the keys of a mechanism; refuses keys, or a mechanism, that do not fit `question`."""
     from fedsim.privacy import calculator
 
     parsed = calculator.parse(keys)
@@ -161,14 +161,16 @@ def _ask(
     plot: Path | None,
     **given: float | None,
 ) -> None:
-    """Prints what the calculator answers, or the mechanisms if none is named."""
+    """Prints the calculator's answer, or the list of mechanisms if none is named."""
     with exits():
         from fedsim.privacy import calculator
 
         if mechanism is None:
             _list(as_json)
             return
+        # Keys come before options: who errs in both is told of the mechanism first.
         parsed = _parse_keys(mechanism, keys, question)
+        # Before the answer, which may take minutes.
         _refuse_unwritable(plot)
         options = {name: _require(name, value) for name, value in given.items()}
         with report_work(mechanism):
@@ -207,7 +209,7 @@ def _print(fields: dict[str, Any], as_json: bool) -> None:
 
 
 _EPSILONS = ("epsilon", "claim", "lower_bound", "bounds")
-"""Fields of answers and verdicts that hold one ε or several."""
+"""Names of fields of answers and verdicts that hold one ε or several."""
 
 
 def _strict(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads what plugins say of themselves without the libraries that they compute with.
+"""Reads the descriptions of plugins without the libraries that they compute with.
 
 Names, docstrings and fields need no torch, whose import takes seconds. So a child process reads
 them with stand-ins for such libraries, as Sphinx does by `autodoc_mock_imports`. Where a module
@@ -18,11 +18,11 @@ from types import ModuleType
 from typing import Any
 
 LIBRARIES = frozenset({"flwr", "safetensors", "scipy", "skimage", "torch", "torchvision"})
-"""What modules of plugins import that no description is made of."""
+"""Libraries that modules of plugins import and that descriptions do not need."""
 
 
 class _Kind(ABCMeta):
-    """Makes every attribute of a stand-in another one; a class may derive from it and from ABC."""
+    """Metaclass of stand-ins, whose every attribute is another stand-in; classes may mix in ABC."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -31,7 +31,7 @@ class _Kind(ABCMeta):
 
 
 class _StandIn(metaclass=_Kind):
-    """Stands for a class to derive from, or for a decorator that changes nothing."""
+    """Stands in for a base class, or for a decorator that changes nothing."""
 
     def __init__(self, *_: object, **__: object) -> None:
         """Takes whatever the real one takes."""
@@ -42,7 +42,7 @@ class _StandIn(metaclass=_Kind):
 
 
 class _Module(ModuleType):
-    """Stands for a module, and has whatever is imported from it."""
+    """Stands in for a module, and has whatever is imported from it."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -54,7 +54,7 @@ class _Finder(MetaPathFinder, Loader):
     """Finds stand-ins in the place of libraries."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:
-        """Returns how a library's module is made; None of any other."""
+        """Returns the spec of a stand-in for a library's module; None for any other module."""
         if fullname.partition(".")[0] in LIBRARIES:
             return ModuleSpec(fullname, self, is_package=True)
         return None
@@ -68,33 +68,37 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def read_without_libraries(read: Callable[[], Any], *groups: str) -> Any:
-    """Returns what `read` says of the plugins of `groups`, from a process without libraries.
+    """Returns the value of `read`, computed in a process without libraries where that is possible.
 
     Args:
-        read: returns a value of JSON, and imports what it needs itself.
-        groups: where all plugins must be such as stand-ins are enough for.
+        read: Function that returns a value of JSON, and imports what it needs itself.
+        groups: Groups all of whose plugins have to load with stand-ins; else this process reads.
     """
+    # What is imported already costs nothing more.
     if sys.modules.keys() & LIBRARIES:
         return read()
     receiver, sender = os.pipe()
+    # A fork can call `read`, a closure that no other process could be handed.
     child = os.fork()
     if child == 0:
         _answer(read, groups, sender)
     os.close(sender)
     with os.fdopen(receiver, encoding="utf-8") as answer:
+        # Read to its end before the wait: a child whose pipe is full would never end.
         text = answer.read()
     _, status = os.waitpid(child, 0)
     return json.loads(text) if status == 0 else read()
 
 
 def _answer(read: Callable[[], Any], groups: Sequence[str], sender: int) -> None:
-    """Writes what `read` returns and ends this process, with 1 if a plugin cannot be loaded."""
+    """Writes the value of `read` and ends this process, with status 1 if a plugin fails to load."""
     status = 1
     try:
         sys.meta_path.insert(0, _Finder())
         text = json.dumps(read())
         from fedsim.contracts import plugins
 
+        # The text may call a plugin broken that only a stand-in broke: then the parent reads.
         for group in groups:
             for name in plugins.names(group):
                 plugins.load(group, name)
@@ -102,6 +106,7 @@ def _answer(read: Callable[[], Any], groups: Sequence[str], sender: int) -> None
             answer.write(text)
         status = 0
     finally:
+        # Not `sys.exit`: what this process registered for its end is the parent's to do.
         os._exit(status)
 
 

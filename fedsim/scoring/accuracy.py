@@ -9,13 +9,13 @@ from functools import cache
 from fedsim.words import number_of
 
 _DIVERGED = 2.0
-"""A model without skill has diverged from this ratio of its test loss to the loss of always
-answering the class frequencies."""
+"""Ratio of a model's test loss to the loss at chance from which a model without skill counts as
+diverged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """The share of a test set that a model classified correctly."""
+    """States the share of a test set that a model classified correctly, with an interval."""
 
     share: float
     """Share of the test set, in [0, 1]."""
@@ -56,14 +56,16 @@ def accuracy(share: float, examples: int, chance: float, *, confidence: float = 
     """Returns `share` of `examples` (at least one) with Wilson's interval (JASA 22, 1927).
 
     Args:
-        share: classified correctly; of several runs on one test set the mean, which counts the
-            set once.
-        examples: size of the test set, at least one.
-        chance: share of its most frequent class.
-        confidence: of the interval.
+        share: Share that was classified correctly. For several runs on one test set it is the
+            mean, and the set counts once.
+        examples: Size of the test set, at least one.
+        chance: Share of its most frequent class.
+        confidence: Confidence of the interval.
     """
     from scipy.stats import binomtest
 
+    # Wilson's interval keeps its level where the normal one fails: near 0, near 1 and for few
+    # examples.
     interval = binomtest(round(share * examples), examples).proportion_ci(confidence, "wilson")
     return Accuracy(
         share=share,
@@ -81,10 +83,10 @@ def learning_problem(
     """Returns why a model of this `accuracy` cannot show what a defense costs, or None.
 
     Args:
-        accuracy: on the test set.
-        test_loss: a cross-entropy; None where it was not finite.
-        trains: whether a model was trained; a release in closed form has no learning rate, and its
-            loss is another.
+        accuracy: Accuracy on the test set.
+        test_loss: Cross-entropy on the test set; None where it was not finite.
+        trains: Whether a model was trained. A release in closed form has no learning rate, and its
+            loss is no cross-entropy.
     """
     if not accuracy.is_chance:
         return None
@@ -93,6 +95,7 @@ def learning_problem(
             f"what is released predicts no better than chance: accuracy {accuracy}; use more rows, "
             "or test on more"
         )
+    # At most the entropy of the classes, which is the loss of always answering their frequencies.
     chance_loss = -math.log(accuracy.chance)
     if test_loss is None or (chance_loss > 0 and test_loss > _DIVERGED * chance_loss):
         loss = "is not finite" if test_loss is None else f"{test_loss:.3g}"

@@ -1,4 +1,4 @@
-"""What an attacker says that it knows of its own answer, and whether that is so.
+"""Collects an attack's certificates of its own answer, and counts those that are false.
 
 An attack may say of each image whether it is determined, and whether it certifies it: whether the
 attacker knows, without any truth, that features and labels are right. The truth is looked at here
@@ -21,23 +21,24 @@ from fedsim.types import Reconstruction, Truth
 from fedsim.words import number_of
 
 COSINE = 0.999
-"""Least cosine of features that are right."""
+"""Least cosine with the true features at which features are right."""
 LENGTH = 0.05
-"""Largest relative difference of their lengths."""
+"""Largest relative difference of length at which features are right."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What an attack says of its answer, image by image, as a line of results holds it."""
+    """States what an attack certifies of its answer, as a line of results holds it."""
 
     images: int
-    """Number of images that it answers with."""
+    """Number of images of the answer."""
     determined: int | None
-    """Number of images that it calls determined; None if it says nothing of that."""
+    """Number of images that the attack calls determined; None if it does not say."""
     certified: int | None
-    """Number of images that it certifies to be right; None if it certifies nothing."""
+    """Number of images that the attack certifies to be right; None without certificates."""
     false: int | None
-    """How many of those are not; None if it certifies nothing, or features cannot be compared."""
+    """Number of certified images that are wrong; None without certificates, or if features cannot be
+    compared."""
     per_image: dict[str, list[bool]]
     """`determined` and `certified` of the answer to each true image, in the order of the truth; of
     labels alone in the order of the answer."""
@@ -48,12 +49,12 @@ def certificate(
     truth: Truth | None,
     assignments: Mapping[str, list[int]] = MappingProxyType({}),
 ) -> Certificate | None:
-    """Returns what `found` says of itself; None if it says nothing.
+    """Returns the certificate of an attack's answer; None if the attack states nothing.
 
     Args:
-        found: an attack's answer.
-        truth: of the same batch; None if nobody has it.
-        assignments: by part, which image of the answer was scored against each truth.
+        found: The attack's answer.
+        truth: Truth of the same batch; None if nobody has it.
+        assignments: Part -> index of the answer that was scored against each truth.
 
     Raises:
         ScoringError: a mask is not one truth value for each image of the answer.
@@ -70,6 +71,7 @@ def certificate(
                 f"{mask.dtype} of shape {tuple(mask.shape)}"
             )
     matched = [assignments[part] for part in ("features", "images") if part in assignments]
+    # Features come first: certificates are about them, and pictures may be matched otherwise.
     order = matched[0] if matched else range(len(parts[0]))
     told = {name: int(mask.sum()) for name, mask in stated.items()}
     return Certificate(
@@ -84,10 +86,10 @@ def certificate(
 
 
 def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
-    """Counts certified images that no true image is, each of which serves once.
+    """Counts certified images that match no true image, each of which serves once.
 
-    Right are features of a cosine of `COSINE` and nearly the length, and the label, of what the
-    answer has. None if nothing is certified, or there is nothing to compare.
+    A match needs features of a cosine of at least `COSINE` and nearly the same length, and the same
+    label, as far as the answer has these. None if nothing is certified, or nothing can be compared.
     """
     if found.certified is None or (found.features is None and found.labels is None):
         return None
@@ -105,7 +107,7 @@ def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
 
 
 def _alike(features: Tensor, truth: Tensor) -> Tensor:
-    """Returns which features (M, d) are which true ones (N, d), (M, N) bool."""
+    """Returns whether features (M, d) are alike to true ones (N, d), for each pair, (M, N) bool."""
     count = len(truth)
     # Of features of zero the cosine is 0.
     pairs = [F.cosine_similarity(each[None], truth, dim=1, eps=1e-30) for each in features]
@@ -116,8 +118,9 @@ def _alike(features: Tensor, truth: Tensor) -> Tensor:
 
 
 def _most_pairs(right: Tensor) -> int:
-    """Returns how many rows can be paired with a column of their own, (M, N) bool."""
+    """Returns how many rows of `right` (M, N) bool can be paired with a column of their own."""
     from scipy.optimize import linear_sum_assignment
 
+    # At a cost of -1 for each right pair, the cheapest assignment has as many of them as possible.
     rows, columns = linear_sum_assignment(-right.double().numpy())
     return int(right[rows, columns].sum())

@@ -24,28 +24,29 @@ from fedsim.scoring.guess_pool import CHUNK, Pool
 from fedsim.types import Reconstruction
 
 _POOL, _POOL_VALUES = 10_000, 1 << 26
-"""Largest number of public images, and of pixels of them, that are kept: 64 MiB a worker."""
+"""Maximum number of public images, and of their pixels, that are kept: 64 MiB a worker."""
 
 _NEEDED = 20
-"""A guess is good from so many public images for each of its own. With fewer it falls behind that
-of many: on digits by 0.2 to 0.4 dB with 20, by 0.3 to 0.8 with 10, by 0.9 and more with 5."""
+"""Least number of public images for each image of a good guess. The guess from fewer falls behind
+that of many: on digits by 0.2 to 0.4 dB with 20, 0.3 to 0.8 with 10, 0.9 and more with 5."""
 
 _OUTLINE, _ALIKE = 16, 0.99
-"""Pixels a side, and least cosine, of near copies. No bundled face or photograph of one split has
-0.98 with one of the other. Digits reach 0.991; copies with noise of 0.02 mostly exceed 0.995."""
+"""Side in pixels at which near copies are compared, and their least cosine. No bundled face or
+photograph of one split has
+0.98 with one of the other. Digits reach 0.991. Copies with noise of 0.02 mostly exceed 0.995."""
 
 
 _SAME_ROW = 1e-6
-"""Distance below which two rows are the same."""
+"""Distance below which two rows count as the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guess:
-    """The zero-information guess of one batch."""
+    """Holds the zero-information guess of one batch."""
 
     name: str
-    """`mean_image`, `mean_by_brightness`, `learned_means`, `class_means`, `learned_class_means`; of
-    a table `mean_row`."""
+    """Name of the guess: `mean_image`, `mean_by_brightness`, `learned_means`, `class_means`,
+    `learned_class_means`; `mean_row` for a table."""
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]."""
     labels: Tensor
@@ -69,7 +70,7 @@ class Guess:
 class Guesser:
     """Guesses batches from public images; the same batch size and labels give the same guess.
 
-    Two of the same images and labels are equal, so that one process learns a guess once.
+    Guessers of the same images and labels are equal, so that a process learns a guess once.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -79,8 +80,9 @@ class Guesser:
             ScoringError: there is none.
         """
         self.mean = mean_image(images)
-        """(C, H, W) pixels: what a truth counts as that an attack left without an image. A single
-        image for all of them, which is no better than the guess that the attack is compared with.
+        """(C, H, W) pixels that stand in for each missing image of an attack's answer.
+
+        A single image for all is no better than the guess that the attack is compared with.
         """
         max_images = min(_POOL, max(2, _POOL_VALUES // images[0].numel()))
         if len(images) > max_images:
@@ -92,7 +94,7 @@ class Guesser:
         self._content = repr(images.shape), hashlib.sha256(parts).digest()
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` guesses from the same images, and has the same mean of all."""
+        """Returns whether `other` guesses from the same images, and has the same mean of all."""
         return isinstance(other, Guesser) and other._content == self._content
 
     def __hash__(self) -> int:
@@ -116,16 +118,19 @@ class Guesser:
         """
         if labels is not None and len(labels) != count:
             raise ScoringError(f"the guess needs {count} labels, got {len(labels)}")
+        # Sorted, so that batches of the same multiset share one cached guess.
         order = None if labels is None else sorted(range(count), key=lambda i: labels[i])
         granted = None if labels is None or order is None else tuple(labels[i] for i in order)
         return _guess(self, count, granted)
 
     def _learn(self, count: int, granted: tuple[int, ...] | None) -> Guess:
-        """See `__call__`; `granted` labels are ascending."""
+        """Learns the guess that `__call__` returns; `granted` labels are ascending."""
         everything = Pool(self._images, self._labels, granted, "all")
         stream = rng.generator(0, "guess", "halves")
         order = torch.randperm(len(self._images), generator=stream)
         half = len(order) // 2
+        # One half makes the candidates and the other one tries them, so that none is tried on its
+        # own.
         chosen = "mean_image"
         if half:
             first, second = (
@@ -137,6 +142,7 @@ class Guesser:
                 first.families(count),
                 key=lambda family: second.psnr(first.guess(family, count)),
             )
+        # Once the kind is chosen, all images go into it.
         levels = everything.guess(chosen, count)
         labels = _likeliest(self._labels, count) if granted is None else torch.tensor(granted)
         return Guess(
@@ -159,7 +165,7 @@ class Guesser:
 class RowGuesser:
     """Guesses each row of a table by the mean of public ones.
 
-    Of a column of categories the likeliest has the largest entry of the mean.
+    In a column of categories, the likeliest one has the largest entry of the mean.
     """
 
     def __init__(self, rows: Tensor, labels: Tensor) -> None:
@@ -169,7 +175,7 @@ class RowGuesser:
             ScoringError: there is none.
         """
         self.mean = mean_image(rows)
-        """(D,) entries."""
+        """(D,) mean entries on [0, 1]."""
         self._rows, self._labels = rows, labels
 
     def public(self, max_rows: int = _POOL) -> Tensor:
@@ -205,12 +211,14 @@ def _guess(guesser: Guesser, count: int, granted: tuple[int, ...] | None) -> Gue
 def _likeliest(labels: Tensor, count: int) -> Tensor:
     """Returns the multiset of `count` labels with the largest expected overlap, (count,).
 
-    One more of a label hits if it occurs at least so often: the likeliest is added, time and again.
+    The k-th copy of a label hits if the batch has at least k of it. The `count` likeliest copies of
+    all labels are taken.
     """
     from scipy.stats import binom
 
     shares = (labels.bincount().double() / len(labels)).tolist()
     chances = [
+        # P(the batch has more than `times` of the label); ties go to the smaller label.
         (float(binom.sf(times, count, share)), -label, -times)
         for label, share in enumerate(shares)
         for times in range(count)
@@ -229,6 +237,7 @@ def mean_image(images: Tensor) -> Tensor:
         raise ScoringError("the zero-information guess needs a public image")
     total = torch.zeros(images.shape[1:], dtype=torch.float64)
     for start in range(0, len(images), CHUNK):
+        # Sums of uint8 are whole numbers, exact in float64, so that chunks change nothing.
         total += images[start : start + CHUNK].double().sum(0)
     scale = 1.0 if images.is_floating_point() else 255.0
     return (total / (len(images) * scale)).float().clamp(0, 1)
@@ -237,17 +246,18 @@ def mean_image(images: Tensor) -> Tensor:
 def near_copies(images: Tensor, public: Tensor) -> int:
     """Counts the `images` (N, C, H, W) of which `public` (P, C, H, W) has a near copy.
 
-    Its distance is the angle between both, averaged to 16x16 pixels or fewer and without their
-    means, so that no brightness and no contrast matters. Copies that are cropped, moved or mirrored
-    are not noticed. An image of one level has no copy: it tells nothing.
+    Two images are compared by the angle between them, averaged to 16x16 pixels or fewer and without
+    their means, so that brightness and contrast do not matter. Copies that are cropped, moved or
+    mirrored are not noticed. An image of one level has no copy: it tells nothing.
     """
     known = _outlines(public)
     parts = torch.split(images, CHUNK)
+    # Rows have length 1, so that their products are cosines.
     return sum(int(((_outlines(part) @ known.T).amax(1) >= _ALIKE).sum()) for part in parts)
 
 
 def _outlines(images: Tensor) -> Tensor:
-    """Returns (N, D) of length 1, or 0 for images of one level."""
+    """Returns small images without their means, (N, D) of length 1; 0 for images of one level."""
     height, width = (min(_OUTLINE, size) for size in images.shape[2:])
     values = F.adaptive_avg_pool2d(images.float(), (height, width)).flatten(1)
     return F.normalize(values - values.mean(1, keepdim=True), dim=1)
@@ -256,7 +266,7 @@ def _outlines(images: Tensor) -> Tensor:
 def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str | None:
     """Returns why a guess from so many images (see `Guess`) is poor; None if it is not.
 
-    `copies` is how many attacked images have near copies among them.
+    `copies` is the number of attacked images that have near copies among them.
     """
     if copies:
         return (

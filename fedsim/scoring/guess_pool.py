@@ -24,25 +24,25 @@ from fedsim.contracts.matching import assign
 from fedsim.scoring.image import PSNR_CAP
 
 CHUNK = 256
-"""Images are summed in chunks of so many, to bound the memory of their float64 copies."""
+"""Number of images that are summed at once, which bounds the memory of float64 copies."""
 
 _MIN_MSE = 10 ** (-PSNR_CAP / 10)
-"""A mean squared error counts as at least this, the error at `PSNR_CAP`."""
+"""Least mean squared error that is counted, the error at `PSNR_CAP`."""
 
 _STEPS = 20
 """Number of learning steps: as good as 60 on CIFAR-10, for batches of 1 to 16."""
 
 _SUMMED_STEPS = 10
-"""Sums run over this many of the last steps, so that more images make a mean."""
+"""Number of last steps that sums run over, so that more images make a mean."""
 
 _IMAGES_PER_STEP = 1000
-"""About so many public images are in the batches of one step."""
+"""Number of public images in the batches of one step, about."""
 
 _VALUES_PER_STEP = 1 << 24
-"""The batches of one step hold at most so many values: 128 MiB."""
+"""Maximum number of values in the batches of one step: 128 MiB."""
 
 _MAX_LEARNED = 512
-"""Guesses are learned for batches of at most so many images; matching costs the cube of that."""
+"""Maximum batch size for which guesses are learned, since matching costs its cube."""
 
 _WEIGHT = 1 << 28
 """Weight of the best matched image: 131,000 images of level 255 at that weight sum up to 2^53."""
@@ -101,6 +101,7 @@ class Pool:
 
     def _indices(self, label: int) -> Tensor:
         """Returns the indices of that label, or of all images if it has none here."""
+        # Half of a small pool may lack a class that the whole pool has.
         indices = (self._labels == label).nonzero().flatten()
         return indices if len(indices) else torch.arange(len(self._labels))
 
@@ -114,7 +115,9 @@ class Pool:
             pixels = self._images[drawn].double()
             errors, matches = self._match(levels, drawn, pixels)
             by_guess = torch.zeros(len(levels), len(drawn), dtype=torch.float64)
+            # Weights are rounded up to whole numbers: sums stay exact, and no weight is 0.
             by_guess[matches, torch.arange(len(drawn))] = (_WEIGHT * min_error / errors).ceil()
+            # The sums of early steps are of poorer matches, and are dropped.
             if step <= _STEPS - _SUMMED_STEPS:
                 sums, totals = torch.zeros_like(sums), torch.zeros_like(totals)
             sums += by_guess @ pixels
@@ -125,6 +128,7 @@ class Pool:
     def _match(self, levels: Tensor, drawn: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Matches batches to the guess; returns squared errors (M,) and matches (M,)."""
         count = len(levels)
+        # |a - b|² = |a|² - 2ab + |b|², without loss, as all of it are whole numbers below 2^53.
         squares = self._squares[drawn][:, None] + levels.square().sum(1)
         errors = (squares - pixels @ (2 * levels.T)).view(-1, count, count)
         if count == 1:
@@ -161,6 +165,7 @@ def _means(images: Tensor, count: int) -> Tensor:
     means = []
     for place in range(count):
         start = place * len(order) // count
+        # With fewer images than classes, some serve in several of them.
         end = max(start + 1, (place + 1) * len(order) // count)
         total = images[order[start:end]].sum(0, dtype=torch.int64)
         means.append((total.double() / (end - start)).round())

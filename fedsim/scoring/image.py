@@ -1,4 +1,4 @@
-"""Image metrics of matched pairs, in pixels: (N, C, H, W) in [0, 1], data range 1.
+"""Computes image metrics of matched pairs, in pixels: (N, C, H, W) in [0, 1], data range 1.
 
 Each function returns one value per image, (N,) float64; means are taken afterwards. Pixels are
 scored as they are: no normalized tensors, no rescaling, no other data range.
@@ -14,13 +14,13 @@ from torch import Tensor
 from fedsim.contracts.metric import ScoringError, Unavailable
 
 PSNR_CAP = 60.0
-"""dB. A perfect image would otherwise make the mean infinite; 60 dB is an RMSE of 0.001."""
+"""Largest PSNR in dB, an RMSE of 0.001. Without it, one perfect image makes a mean infinite."""
 
 _SSIM_WINDOW = 7
 
 
 def check_pixels(images: Tensor, what: str) -> None:
-    """Refuses what is not a batch of pixels.
+    """Refuses tensors that are not a batch of pixels.
 
     Raises:
         ScoringError: not (N, C, H, W), not floating-point, not finite, or outside [0, 1].

@@ -25,21 +25,22 @@ from fedsim.system import memory, paths
 Backbone = Literal["alex", "vgg", "squeeze"]
 
 MINIMUM_SIDE = 32
-"""Smaller images are enlarged to so many pixels, below which some backbones have no output."""
+"""Side in pixels to which smaller images are enlarged, as some backbones have no output below."""
 
 _PUBLISHED: dict[Backbone, str] = {
     "alex": "alexnet-owt-7be5be79.pth",
     "vgg": "vgg16-397923af.pth",
     "squeeze": "squeezenet1_1-b8a52dc0.pth",
 }
-"""torchvision's ImageNet weights; the name ends with the first 8 digits of the file's SHA-256."""
+"""Backbone -> file name of torchvision's ImageNet weights, which ends with the first 8 digits of
+the file's SHA-256."""
 
 _BATCH = 16
 
 
 @dataclass(frozen=True)
 class LpipsMetric:
-    """LPIPS v0.1. Call it with matched pixels in [0, 1]; the value is 0 for identical images."""
+    """Computes LPIPS v0.1 of matched pixels in [0, 1]; the value is 0 for identical images."""
 
     backbone: Backbone
     weights_sha256: str
@@ -97,6 +98,7 @@ def load_lpips(
         import lpips
     except ImportError:
         return Unavailable("LPIPS needs the lpips package, which is not installed")
+    # Its random weights, all replaced below, must not advance the run's own stream.
     with warnings.catch_warnings(), rng.global_stream(0):
         warnings.simplefilter("ignore")  # lpips calls torchvision in a deprecated way
         model = lpips.LPIPS(net=backbone, pnet_rand=True, verbose=False)
@@ -122,6 +124,7 @@ def perceptual_distance(
 
 
 def _prepare(pixels: Tensor) -> Tensor:
+    # Expanding repeats one channel and leaves three as they are.
     images = pixels.float().expand(-1, 3, -1, -1) * 2 - 1
     size = _enlarge(*images.shape[-2:])
     if size == tuple(images.shape[-2:]):

@@ -1,4 +1,4 @@
-"""Scores a reconstruction against the truth, and the guess beside it: each target by itself."""
+"""Scores a reconstruction, and the guess beside it, against the truth: each target by itself."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OWN_LOSS = "attack_loss"
 """Field of a row's metrics for the attack's own objective, which compares no two attacks."""
 
 NO_AIDS: Aids = MappingProxyType({})
-"""Aids of who has no public images: nothing is guessed, and no image filled in."""
+"""Aids without public images: nothing is guessed, and no missing image is filled in."""
 
 NOT_LEARNED = {"public": None, "public_per_image": None, "near_copies": None}
-"""Fields of a baseline that no public image has a part in."""
+"""Fields of a baseline that was not learned from public images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Scores:
     """Metric -> one value per scored true image or row, in the order of the truth; principal angles
     ascending."""
     assignments: Mapping[str, list[int]]
-    """Part -> which of its reconstructions was scored against each truth; -1: none. Parts that are
-    never matched, as labels and rows, are missing."""
+    """Part -> index of the reconstruction scored against each truth; -1 for none. Parts that are
+    never matched, such as labels and rows, are missing."""
     missing: int
     """Number of true images without a reconstruction or a guess in its place; image metrics leave
     them out."""
@@ -48,7 +48,7 @@ class Scores:
 
     @property
     def assignment(self) -> list[int]:
-        """The assignment of images or, without any, of what else was matched; empty if nothing."""
+        """Assignment of the first part that was matched, images if they were; empty if none was."""
         return next(iter(self.assignments.values()), [])
 
     def metrics(self) -> dict[str, float | None]:
@@ -70,7 +70,7 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
     """Scores `found`, of an attack or of the guess, against the truth of the same observation.
 
     Each target counts by itself. So poor images, which are matched at random, hide neither features
-    nor labels. `aids` come of `prepare`; without them no image is filled in.
+    nor labels. `aids` are made by `prepare`; without them no missing image is filled in.
 
     Raises:
         ScoringError: a part is not what `Reconstruction` promises (pixels outside [0, 1], values
@@ -82,6 +82,7 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
         if (answer := target.answer_of(found)) is not None
     }
     for target, answer in answered.values():
+        # All parts are checked before any is scored: an answer counts whole or not at all.
         target.check(answer, truth)
     if not answered:
         nouns = ", ".join(f"no {target.noun}" for target in targets().values())
@@ -99,6 +100,7 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
 
 def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
     """Collects means of the metrics that have a value, and the reasons of those that have none."""
+    # A loss of NaN, as a guess has, compares as false and is left out.
     means: dict[str, float] = {OWN_LOSS: loss} if abs(loss) <= LARGEST else {}
     per_image: dict[str, list[float]] = {}
     notes: dict[str, str] = {}
@@ -120,7 +122,7 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
 
 
 def baseline(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
-    """Scores what somebody answers who is granted what the attack is, and saw no update.
+    """Scores the answer of somebody who is granted what the attack is, and saw no update.
 
     Returns:
         The `baseline` of a row: the guess's name, what it was learned from, and its metrics.
@@ -131,6 +133,7 @@ def baseline(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
     for guess in made:
         fields |= {**guess.learned, **guess.metrics}
         fields["per_image"] |= guess.per_image
+        # Targets come in the order in which they rank: the first guess with a name gives it.
         fields["name"] = fields["name"] or guess.name
     return fields
 
@@ -158,12 +161,12 @@ def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
 
 
 def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
-    """Scores what was made of another update against the truth of one's own: the control.
+    """Scores an attack's answer to another update against the truth of this one: the control.
 
     Args:
-        own: Tensors saved of the update.
-        other: Tensors saved of the other one.
-        pairs: Index of the other's row that takes each one's place, of rows asked for singly.
+        own: Tensors saved of this update.
+        other: Tensors saved of the other update.
+        pairs: For rows asked for singly, index of the other update's row in each one's place.
     """
     (_, truth), (made, _) = read_saved(own), read_saved(other)
     answers = {

@@ -9,10 +9,10 @@ from functools import cache
 import numpy as np
 
 LEAST = 3
-"""An interval is stated from so many values on."""
+"""Least number of values for which an interval is stated."""
 
 _ROUNDING = 1e-9
-"""Values are equal if they differ by no more than this share of the largest magnitude."""
+"""Largest difference of values that count as equal, as a share of the largest magnitude."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class Summary:
     high: float | None
     """Student's interval of the mean, at `confidence` for all that were `compared` together.
 
-    None of equal values, as of too few: their spread of zero would read as certainty, and says
-    nothing of what is rare.
+    None for equal values and for too few. A spread of zero would read as certainty, though it
+    says nothing of what is rare.
     """
     confidence: float
     compared: int = 1
@@ -39,14 +39,14 @@ class Summary:
 
     @property
     def certain(self) -> float:
-        """The lower end of the interval; the mean if there is none."""
+        """Lower end of the interval; the mean if there is none."""
         return self.mean if self.low is None else self.low
 
     def best_of(self, compared: int) -> Summary:
-        """Returns the same, chosen among so many samples: with Bonferroni's interval.
+        """Returns the summary of a sample chosen among `compared`, with Bonferroni's interval.
 
-        Each of them misses its mean with probability (1 - confidence) / compared, so that all of
-        them hold together at `confidence`, whichever is chosen.
+        Each interval misses its mean with probability (1 - confidence) / compared. So all of them
+        hold together at `confidence`, whichever is chosen.
         """
         if self.low is None or self.std is None:
             return replace(self, compared=compared)
@@ -62,12 +62,13 @@ class Share:
     n: int
     low: float
     high: float
-    """Clopper and Pearson's, at `confidence`: it holds however rare the property is."""
+    """Ends of Clopper and Pearson's interval at `confidence`, which holds for rare events, too."""
     confidence: float
 
     def best_of(self, compared: int) -> Share:
-        """Returns the same, chosen among so many shares: with Bonferroni's interval."""
+        """Returns the share, chosen among `compared` shares, with Bonferroni's interval."""
         wide = share(self.count, self.n, confidence=1 - (1 - self.confidence) / compared)
+        # Wider, but what holds for all shares together is still `confidence`.
         return replace(wide, confidence=self.confidence)
 
     def __str__(self) -> str:
@@ -78,8 +79,8 @@ class Share:
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
     """Returns Student's confidence interval of the mean (Biometrika 6, 1908): mean ± t s / sqrt(n).
 
-    It holds for independent values of a normal distribution, for any number of them. Of two it is
-    so wide (t = 12.7 at 95%) that `summarize` states none.
+    It holds for any number of independent values of a normal distribution. For two it is so wide
+    (t = 12.7 at 95%) that `summarize` states none.
 
     Raises:
         ValueError: fewer than two values, one that is not finite, or a confidence outside (0, 1).
@@ -117,10 +118,10 @@ def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
 
 @cache
 def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
-    """Returns how often chance makes such a difference (R. A. Fisher's exact test, 1935).
+    """Returns the p-value of a difference of two series (R. A. Fisher's exact test, 1935).
 
-    Of two series, with `more` successes among `others` failures, and `fewer` among `rest`, the
-    probability that the first has so many if both have the same chance.
+    The first has `more` successes and `others` failures, the second `fewer` and `rest`. The p-value
+    is the probability that the first has at least so many if both have the same chance.
     """
     from scipy.stats import fisher_exact
 

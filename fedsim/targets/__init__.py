@@ -1,1 +1,1 @@
-"""What leaks, one file a kind: images, features, labels, rows, membership."""
+"""Defines what leaks, one file a kind: images, features, labels, records, rows, membership."""

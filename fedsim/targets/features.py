@@ -1,4 +1,4 @@
-"""Features: inputs of the model's head, (N, d), of the batch that an update was computed from."""
+"""Scores features: inputs (N, d) of the model's head, of the batch that made an update."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from fedsim.targets.images import aid_of
 from fedsim.types import FedsimError, Observation, Truth, as_pixels
 
 _MOST = 256
-"""Images: hundreds tell which directions features share, and a model may take long for each."""
+"""Maximum number of public images for the guess. Hundreds tell which directions features share,
+and a model may take long for each."""
 
 _DEPENDENT = 1e-12
-"""A direction of unit vectors is rounding if its singular value is below this."""
+"""Singular value of unit vectors below which a direction is mere rounding."""
 
 
 def check_features(features: Tensor, what: str) -> None:
-    """Refuses what is not a batch of features.
+    """Refuses tensors that are not a batch of features.
 
     Raises:
         ScoringError: not (N, d), or not finite.
@@ -63,9 +64,9 @@ def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable
 def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns how much of each true feature lies outside the reconstructed span, (N,) in [0, 1].
 
-    The norm of the projection of the unit feature onto the orthogonal complement of the span of at
-    most N reconstructed features, which have no order, sign or scale here. Source: Liu et al., Data
-    Reconstruction Attacks and Defenses, section 4.1, who report its mean. Guessing zero has 1.
+    It is the norm of the unit feature's projection onto the orthogonal complement of the span of at
+    most N reconstructed features, which have no order, sign or scale here. A guess of zero has 1.
+    Source: Liu et al., Data Reconstruction Attacks and Defenses, section 4.1, who report its mean.
     """
     truth = truth.double()
     norm = torch.linalg.vector_norm(truth, dim=1, keepdim=True)
@@ -73,8 +74,10 @@ def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailabl
         return Unavailable("a true feature vector is zero, so it has no direction")
     claimed = reconstruction[: len(truth)].double()
     scale = torch.linalg.vector_norm(claimed, dim=1, keepdim=True)
+    # Unit length first, so that no direction counts less for being short; zeros stay zero.
     claimed = claimed / torch.where(scale > 0, scale, torch.ones_like(scale))
     _, values, basis = torch.linalg.svd(claimed, full_matrices=False)
+    # An orthonormal basis of the span, without directions that are mere rounding.
     basis = basis[values > _DEPENDENT]
     unit = truth / norm
     # Twice is enough (Kahan and Parlett): the second pass removes what rounding left of the first.
@@ -87,9 +90,9 @@ def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailabl
 def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns the angles in degrees between reconstructed and true feature spans, (N,).
 
-    Ascending, from 0 (a direction of both) to 90; a direction that the at most N reconstructed
-    features lack counts as 90. Unlike `subspace_error` they weigh directions that true features
-    share no more than those in which they differ. Source: Björck and Golub, Numerical Methods for
+    They ascend from 0 (a direction of both) to 90. A direction that the at most N reconstructed
+    features lack counts as 90. Unlike in `subspace_error`, directions that true features share
+    weigh no more than those in which they differ. Source: Björck and Golub, Numerical Methods for
     Computing Angles Between Linear Subspaces, 1973, as scipy.linalg.subspace_angles has them.
     """
     from scipy.linalg import subspace_angles
@@ -102,8 +105,10 @@ def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavaila
         )
     claimed = F.normalize(reconstruction[:count].double(), dim=1)
     degrees = torch.full((count,), 90.0, dtype=torch.float64)
+    # Features of zero span nothing: all their angles stay at 90 degrees.
     if claimed.any():
         angles = torch.from_numpy(subspace_angles(directions.T.numpy(), claimed.T.numpy()))
+        # scipy lists the largest angle first.
         degrees[: len(angles)] = torch.rad2deg(angles).flip(0)
     return degrees
 
@@ -111,7 +116,7 @@ def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavaila
 def _of_span(
     function: TensorMetric,
 ) -> Callable[[ScoredPair], MetricValue]:
-    """Compares all vectors that the attack returned, whatever they were matched to."""
+    """Adapts a function of spans, which takes all returned vectors, matched to a truth or not."""
     return lambda pair: function(
         pair.claimed if pair.unordered is None else pair.unordered, pair.truth
     )
@@ -126,7 +131,7 @@ _FEATURES = Term(
 
 
 class Features(Target):
-    """Inputs of the model's head, in any order."""
+    """Features that enter the model's head, in any order."""
 
     part: ClassVar[str] = "features"
     noun: ClassVar[str] = "features"
@@ -176,7 +181,7 @@ class Features(Target):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses what are no features, or of another width than the true ones.
+        """Refuses answers that are no features, or have another width than the true ones.
 
         Raises:
             ScoringError: they are.
@@ -197,6 +202,7 @@ class Features(Target):
         if true is None:
             return TargetScores(values=self.unavailable("the true features were not recorded"))
         claimed, true = answer.detach().cpu(), true.detach().cpu()
+        # Between unit vectors the least squared distance is the largest cosine.
         units = [F.normalize(each.double(), eps=1e-30) for each in (claimed, true)]
         assignment = match(*units)
         matched = align(claimed, assignment, self.filling(true, aids))
@@ -206,6 +212,7 @@ class Features(Target):
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns features guessed from those of public images, where an attack may have some."""
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
+        # Beside an attack that answers no features none are guessed; beside a failed one they are.
         silent = request.found is not None and request.found.features is None
         if true is None or guesser is None or request.observation is None or silent:
             return None
@@ -221,6 +228,7 @@ class Features(Target):
         """
         truth = truth.detach().cpu()
         units = F.normalize(public.double(), dim=1)
+        # The first right singular vectors leave least outside their span (Eckart and Young).
         _, _, directions = torch.linalg.svd(units, full_matrices=False)
         mean = public.double().mean(0).expand(len(truth), -1)
         pair = ScoredPair(claimed=mean, truth=truth, unordered=directions[: len(truth)])

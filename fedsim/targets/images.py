@@ -1,4 +1,4 @@
-"""Images: pixels of the batch that an update was computed from."""
+"""Scores images: pixels of the batch that an update was computed from."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fedsim.scoring.perceptual import LpipsMetric, load_lpips, perceptual_distan
 from fedsim.types import Payload, Reconstruction, Truth
 
 EXPOSED_IMAGE = 15.0
-"""A single image is a leak if it is by so many dB better than its own guess and than what the same
-attack draws of it from another update, however many of its batch stay hidden. More than
+"""Gain in dB from which a single image is a leak, however many of its batch stay hidden. It is over
+the image's own guess, and over the same attack's answer to another update. It is more than
 `Images.exposes`, since the best of many images is chosen."""
 
 LIKENESS_GAIN = 0.2
-"""Structure (SSIM) or perceived likeness (LPIPS) leaks from so much beyond the guess and another
-update, whatever the pixels: pictures of other colors have a low PSNR."""
+"""Gain in structure (SSIM) or perceived likeness (LPIPS) from which an image leaks, over the guess
+and another update. Pixels do not matter then, as pictures of other colors have a low PSNR."""
 
 RECOGNIZABLE_LPIPS = 0.3
-"""Pictures that leak by their perceptual distance are recognizable up to this mean."""
+"""Mean LPIPS up to which images that leak by their perceptual distance are recognizable."""
 
 RECOGNIZABLE_SSIM = 0.5
-"""Pictures of a leak are recognizable from this mean SSIM on."""
+"""Mean SSIM from which the images of a leak are recognizable."""
 
 RECOGNIZABLE_PSNR = 20.0
-"""Pictures of a leak whose SSIM was not measured are recognizable from this mean PSNR on, dB."""
+"""Mean PSNR in dB from which images of a leak are recognizable, if SSIM was not measured."""
 
 
 _IMAGE_AXES = 4
@@ -40,13 +40,13 @@ _IMAGE_AXES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ImageAid:
-    """What scores of images need besides the answer and the truth."""
+    """Holds what scores of images need besides the answer and the truth."""
 
     guesser: Guesser | RowGuesser | None = None
     fill: Tensor | None = None
-    """(C, H, W) pixels that stand for a missing image; None if there are none."""
+    """(C, H, W) pixels that stand in for a missing image; None if none do."""
     lpips: LpipsMetric | Unavailable | None = None
-    """How images are compared perceptually; None if they are not."""
+    """Perceptual metric, or why there is none; None if it was not asked for."""
 
 
 PSNR = Metric(
@@ -75,7 +75,7 @@ def _perceive(pair: ScoredPair) -> Tensor | Unavailable:
 
 
 class Images(Target):
-    """Pixels of a batch, in any order."""
+    """Images of a batch, in any order."""
 
     part: ClassVar[str] = "images"
     noun: ClassVar[str] = "images"
@@ -142,7 +142,7 @@ class Images(Target):
         return ImageAid(guesser=guesser, fill=guesser.mean, lpips=lpips)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses what are no pixels, or pixels of another shape.
+        """Refuses answers that are no pixels, or have another shape than the true images.
 
         Raises:
             ScoringError: they are.
@@ -157,8 +157,8 @@ class Images(Target):
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Matches images by their mean squared error, for all metrics.
 
-        A truth without a reconstruction counts as the `fill` of the aid. Where there is none, it is
-        not scored but missing, for any pixels in its place would be an invention.
+        A truth without a reconstruction is scored with the aid's `fill` in its place. Without a
+        `fill` it is not scored but missing, since any other pixels would be an invention.
         """
         aid = aid_of(aids)
         true, answer = truth.tensors()["images"].detach().cpu(), answer.detach().cpu()
@@ -185,6 +185,7 @@ class Images(Target):
         return TargetGuess(
             name=guess.name,
             metrics=compared.means(),
+            # Rows hold no other metric of the guess image by image.
             per_image={n: v for n, v in compared.per_image().items() if n == PSNR.name},
             learned=described_guess(guess, request, aids),
         )
@@ -203,7 +204,7 @@ def aid_of(aids: Aids) -> ImageAid:
 
 
 def answers_labels_alone(found: Reconstruction | None) -> bool:
-    """Whether an attack answered neither images nor features; not so of one that failed."""
+    """Returns whether an attack answered neither images nor features; False for a failed one."""
     return found is not None and found.images is None and found.features is None
 
 
@@ -212,12 +213,13 @@ def guessed_batch(request: GuessRequest, aids: Aids) -> Guess | None:
     guesser, truth = aid_of(aids).guesser, request.truth.tensors()
     if guesser is None or "labels" not in truth:
         return None
+    # The guess is granted what the attack is, and no more.
     known = truth["labels"].tolist() if request.granted.labels == "known" else None
     return guesser(len(truth["labels"]), known)
 
 
 def described_guess(guess: Guess, request: GuessRequest, aids: Aids) -> dict[str, Any]:
-    """Returns what a row says of the images that a guess was learned from."""
+    """Returns a row's fields on the images that a guess was learned from."""
     guesser, images = aid_of(aids).guesser, request.truth.tensors()["images"].cpu()
     assert guesser is not None
     return {

@@ -1,4 +1,4 @@
-"""Labels: those of the batch that an update was computed from."""
+"""Scores labels: those of the batch that an update was computed from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedsim.types import Truth
 
 
 def check_labels(labels: Tensor, what: str) -> None:
-    """Refuses what is not a batch of labels.
+    """Refuses tensors that are not a batch of labels.
 
     Raises:
         ScoringError: not (N,), or not integers.
@@ -30,13 +30,14 @@ def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
     """Returns the multiset intersection's size over N, in [0, 1].
 
     The order of labels in a batch is not observable, only how often each occurs. Labels that came
-    with images count the same: poor images, matched to the wrong truths, take no label back. Of
-    more labels than truths the first N count.
+    with images count the same: poor images, matched to the wrong truths, take no label back. If
+    there are more labels than truths, the first N count.
     """
     claimed = reconstruction[: len(truth)].tolist()
     matches = 0
     for label in truth.tolist():
         if label in claimed:
+            # Each claimed label serves once, as in an intersection of multisets.
             claimed.remove(label)
             matches += 1
     return matches / len(truth)
@@ -74,7 +75,7 @@ class Labels(Target):
     metrics: ClassVar[tuple[Metric, ...]] = (LABEL_ACCURACY,)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses what are no labels.
+        """Refuses answers that are no labels.
 
         Raises:
             ScoringError: they are not.
@@ -99,5 +100,5 @@ class Labels(Target):
         )
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns -1, which is no label."""
+        """Returns -1, which stands for a missing label."""
         return true.new_tensor(MISSING)

@@ -1,4 +1,4 @@
-"""Membership: whether a given row took part in a release."""
+"""Scores membership: whether a given row took part in a release."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess
 from fedsim.types import Truth
 
 FALSE_POSITIVES = 0.05
-"""True positives are counted where at most this share of non-members is accused."""
+"""Largest share of non-members accused at the threshold where true positives are counted."""
 
 
 def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
@@ -22,6 +22,7 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
         return Unavailable("all candidates took part, or none did")
     inside, outside = scores[members].double(), scores[~members].double()
     ordered = outside.sort().values
+    # Mann and Whitney's statistic: how many non-members lie below each member, and how many tie.
     below = torch.searchsorted(ordered, inside, side="left")
     level = torch.searchsorted(ordered, inside, side="right") - below
     return float((below.double() + 0.5 * level).mean() / len(outside))
@@ -38,8 +39,10 @@ def membership_tpr(
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
     outside = scores[~members].double().sort(descending=True).values
+    # The slack keeps products whole that rounding takes to just below.
     rank = math.floor(false_positives * (len(outside) + 1) + 1e-9)
     if rank == 0:
+        # Even the highest score is exceeded by 1 / (n + 1) of others, which has to be few enough.
         needed = math.ceil(1 / false_positives - 1e-9) - 1
         return Unavailable(
             f"{len(outside)} candidates took no part; a rate of {false_positives:g} takes {needed}"
@@ -61,7 +64,7 @@ _MEMBERSHIP = Term(
 
 
 class Membership(Target):
-    """Scores of candidates, the higher the likelier to have taken part."""
+    """Membership scores of candidates, the higher the likelier to have taken part."""
 
     part: ClassVar[str] = "membership"
     noun: ClassVar[str] = "members"
@@ -99,11 +102,11 @@ class Membership(Target):
 
     @property
     def truth_name(self) -> str:
-        """Name of what says of each candidate whether it took part."""
+        """Name of the tensor of the truth that says of each candidate whether it took part."""
         return "members"
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses what is not a score of each candidate; likelihood ratios may be infinite.
+        """Refuses answers that are not a score of each candidate, which may be infinite.
 
         Raises:
             ScoringError: it is not.
@@ -118,11 +121,11 @@ class Membership(Target):
             )
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns a coin, wherever there are candidates."""
+        """Returns the scores of a coin; None where there are no candidates."""
         if self.truth_of(request.truth) is None:
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns the other release's scores, over again where there are fewer of them."""
+        """Returns the other release's scores, repeated where it has fewer candidates."""
         return answer[torch.arange(len(truth.tensors()["members"])) % len(answer)]

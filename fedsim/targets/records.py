@@ -1,4 +1,4 @@
-"""Records: rows of a table, of the batch that an update was computed from."""
+"""Scores records: rows of a table, of the batch that an update was computed from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.types import Reconstruction, Tensors, Truth
 
 
 def columns_recovered(pair: ScoredPair) -> Tensor:
-    """Returns the share of the records that are right in each column, (C,).
+    """Returns the share of records whose value is right, for each column, (C,).
 
     A quantity is right within `TOLERANCE` of its range, a category if its entry is the largest.
     `aid` (D,) says which column each entry is of.
@@ -26,6 +26,7 @@ def columns_recovered(pair: ScoredPair) -> Tensor:
     shares = []
     for number in range(int(columns.max()) + 1):
         claimed, true = (part[:, columns == number] for part in (pair.claimed, pair.truth))
+        # A quantity has one entry; a column of categories has one for each.
         if claimed.shape[1] == 1:
             right = ((claimed - true).abs() <= TOLERANCE).all(1)
         else:
@@ -40,7 +41,7 @@ def record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
 
 
 class Records(Target):
-    """Rows of a batch of a table, in any order."""
+    """Records (rows of a table) of a batch, in any order."""
 
     part: ClassVar[str] = "records"
     noun: ClassVar[str] = "records"
@@ -81,10 +82,10 @@ class Records(Target):
         return tensors["images"] if "columns" in tensors else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses what are no records, or have entries beyond [0, 1].
+        """Refuses answers that are no records, or have entries beyond [0, 1].
 
         Raises:
-            ScoringError: they are, or the batch is of images.
+            ScoringError: the answer is one of these, or the batch is of images.
         """
         true = self.truth_of(truth)
         if true is None:
@@ -122,7 +123,7 @@ class Records(Target):
         )
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns entries that are no numbers."""
+        """Returns entries of NaN, which no reader takes for values."""
         return torch.full_like(true[0], torch.nan)
 
     def tensors_to_save(
@@ -132,12 +133,12 @@ class Records(Target):
         assignments: Mapping[str, list[int]],
         aids: Aids,
     ) -> dict[str, Tensor]:
-        """Adds to the records which column each entry is of."""
+        """Returns the records, with the column of each entry as `columns`."""
         saved = super().tensors_to_save(found, truth, assignments, aids)
         return saved and {**saved, "columns": truth.tensors()["columns"]}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the records, and the truth that `tensors_to_save` gave."""
+        """Returns the saved records, and the tensors of their truth."""
         if "truth_records" not in tensors:
             return None, {}
         known = {"images": tensors["truth_records"], "columns": tensors["columns"]}

@@ -1,4 +1,4 @@
-"""Rows: those of a table, each asked for by itself, that took part in a closed-form release.
+"""Scores rows of a table that took part in a closed-form release, each asked for by itself.
 
 Entries are in [-1, 1], each column's declared range. Rows are compared in their order and never
 matched, since each was asked for by itself.
@@ -31,10 +31,10 @@ from fedsim.targets.labels import LABEL_ACCURACY
 from fedsim.types import Payload, Reconstruction, ReleaseKind, Tensors, Truth
 
 TOLERANCE = 0.05
-"""A row is recovered if every entry is within this share of its column's range."""
+"""Share of a column's range within which every entry of a recovered row is."""
 
 _SLACK = 1e-6
-"""Rounding may take a row's entries this far beyond [-1, 1]."""
+"""Distance beyond [-1, 1] that is granted to a row's entries for rounding."""
 
 
 def row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
@@ -52,6 +52,7 @@ def row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
 
 def is_recovered(claimed: Tensor, truth: Tensor) -> Tensor:
     """Returns 1 where every entry of a row (N, d) is within `TOLERANCE`, else 0; (N,)."""
+    # Twice, since entries range over [-1, 1], which is 2 long.
     return ((claimed - truth).abs().amax(1) <= 2 * TOLERANCE).double()
 
 
@@ -114,7 +115,7 @@ class Rows(Target):
         ),
     )
     classes: ClassVar[Metric] = replace(LABEL_ACCURACY, compute=ordered(right_class))
-    """Where a row ends with an entry for each class, the largest is its label."""
+    """Metric of the label, the largest of a row's last entries, where these are one a class."""
 
     def truth_of(self, truth: Truth) -> Tensor | None:
         """Returns the rows that took part."""
@@ -122,10 +123,10 @@ class Rows(Target):
         return tensors["rows"][tensors["members"]] if "rows" in tensors else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses rows that are not one for each that took part, or have impossible entries.
+        """Refuses answers that are not a row for each that took part, or have impossible entries.
 
         Raises:
-            ScoringError: they are, or no row took part in what was observed.
+            ScoringError: the answer is one of these, or the truth is of no table.
         """
         true = self.truth_of(truth)
         if true is None:
@@ -141,24 +142,26 @@ class Rows(Target):
             )
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Compares entries that are data; the constant feature is none."""
+        """Compares the entries that are data, which the constant feature is not."""
         true, tensors = self.truth_of(truth), truth.tensors()
         assert true is not None
         scored, classes = tensors["scored"], int(tensors["classes"])
         entries = [part[:, scored].double() for part in (answer, true)]
         values = self.compute_metrics(ScoredPair(claimed=entries[0], truth=entries[1]))
+        # Entries of the classes are no data; they are scored as a label.
         if classes:
             pair = ScoredPair(claimed=answer[:, -classes:], truth=true[:, -classes:])
             values[self.classes.name] = self.classes.compute(pair)
         return TargetScores(values=values)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the mean of the other rows, without the release (of none: the middle)."""
+        """Returns, for each row, the mean of the others; zeros if there are none."""
         members = self.truth_of(request.truth)
         if members is None:
             return None
         metrics: Mapping[str, float] = {}
         if len(members):
+            # The sum less the row itself, for all rows at once.
             others = (members.sum(0) - members) / max(1, len(members) - 1)
             metrics = self.compare(others, request.truth, aids).means()
         return TargetGuess(name="mean_of_others", metrics=metrics)
@@ -170,7 +173,7 @@ class Rows(Target):
         assignments: Mapping[str, list[int]],
         aids: Aids,
     ) -> dict[str, Tensor]:
-        """Adds to the rows who took part, and which entries are scored."""
+        """Returns the rows, with tensors that say who took part and which entries are scored."""
         tensors = truth.tensors()
         kept: dict[str, Tensor] = {
             name: tensors[name] for name in ("members", "scored", "classes") if name in tensors
@@ -178,10 +181,11 @@ class Rows(Target):
         return {**kept, **super().tensors_to_save(found, truth, assignments, aids)}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the rows, and a truth of which only those that took part are known."""
+        """Returns the saved rows, and a truth that knows only the rows that took part."""
         if "members" not in tensors:
             return None, {}
         members, scored = tensors["members"], tensors["scored"]
+        # Rows that took no part were not saved; no metric reads them.
         rows = torch.zeros(len(members), len(scored), dtype=torch.float64)
         if "truth_rows" in tensors:
             rows[members] = tensors["truth_rows"]
@@ -191,5 +195,5 @@ class Rows(Target):
         return tensors.get("rows"), known
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns each row's counterpart."""
+        """Returns the other release's answers in the order of `pairs`."""
         return answer[pairs]

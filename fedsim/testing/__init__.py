@@ -1,4 +1,4 @@
-"""Contract suites that the author of an attack or a defense inherits. They need pytest."""
+"""Provides contract suites that authors of attacks and defenses inherit. They need pytest."""
 
 from fedsim.testing.attack import AttackContract as AttackContract
 from fedsim.testing.attack import RowAttackContract as RowAttackContract

@@ -1,4 +1,4 @@
-"""Contract suite of attacks, for a plugin's author to inherit.
+"""Provides the contract suite of attacks, for a plugin's author to inherit.
 
     class TestMyAttack(AttackContract):
         model = "mlp"
@@ -38,9 +38,9 @@ from fedsim.testing.cases import (
 from fedsim.types import Observation, Reconstruction, Tensors
 
 _SIZES = (1, 3)
-"""The suite runs on batches of these sizes."""
+"""Sizes of the batches that the suite runs on."""
 _LIMIT = 10_000
-"""An attack that promises no total must stop within so many steps."""
+"""Maximum number of steps of an attack that promises no total."""
 _SEED = 5
 _PUBLIC = 5
 """Number of images that are granted as public."""
@@ -53,7 +53,7 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
     """Tests what every `Attack` keeps to, whatever it reads; one of few iterations is fast."""
 
     batch_sizes: ClassVar[tuple[int, ...]] = _SIZES
-    """The sizes among 1 and 3 that the method works on; by `AttackFailed` it refuses the other."""
+    """Sizes among 1 and 3 that the method works on; it refuses the other by `AttackFailed`."""
 
     @abstractmethod
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
@@ -79,6 +79,7 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
         for size in self.batch_sizes:
             observation, knowledge = self.case(size)
             first = self._solve(observation, knowledge)
+            # An attack that draws from the global stream finds it changed now.
             torch.manual_seed(12345)
             second = self._solve(observation, knowledge)
             assert same(_tensors(first), _tensors(second))
@@ -100,6 +101,7 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
         observation, knowledge = self.case(self.batch_sizes[0])
         state = attack.init(observation, knowledge, rng.generator(_SEED, "attack", 0))
         promised = attack.total()
+        # One round more than promised, so that the loop can end by `terminate` alone.
         for _ in range(_LIMIT if promised is None else promised + 1):
             if attack.terminate(state):
                 break
@@ -137,6 +139,7 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
         for tensor in update.values():
             if value == 0:
                 tensor.zero_()
+        # One bad entry has to be enough, wherever the rest is sound.
         next(iter(update.values())).view(-1)[0] = value
         with pytest.raises(AttackFailed, match="zero" if value == 0 else "non-finite"):
             self._solve(replace(observation, update=update), knowledge)
@@ -149,7 +152,7 @@ class AttackContract(AnyAttackContract):
     """Tests what every `Attack` on images keeps to, on 1x16x16 pixels in 10 classes."""
 
     model: ClassVar[str] = "lenet"
-    """A registered model that the method works on."""
+    """Name of a registered model that the method works on."""
     model_parameters: ClassVar[Mapping[str, Any]] = {}
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
@@ -157,13 +160,15 @@ class AttackContract(AnyAttackContract):
         observation, truth = make_observation(
             *example_batch(size), model=self.model, model_parameters=self.model_parameters
         )
+        # The images behind the victim's: an attack must not find its own truth among the public
+        # ones.
         images, _ = example_batch(size + _PUBLIC)
         public = (images[size:] * 255).round().to(torch.uint8)
         grant = Grant.most() if most else self.make().required()
         return hand_over(observation, truth, grant, Public(images=public))
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
-        """Asserts as many as there are of each, images in [0, 1], labels among the classes."""
+        """Asserts one part for each image, images in [0, 1], and labels among the classes."""
         count, model = observation.num_images, observation.model
         assert _tensors(reconstruction), "nothing is recovered"
         assert math.isfinite(reconstruction.loss)
@@ -194,7 +199,7 @@ class RowAttackContract(AnyAttackContract):
     """
 
     learner: ClassVar[str] = "sketch"
-    """A registered closed-form learner whose releases the method reads."""
+    """Name of a registered closed-form learner whose releases the method reads."""
     learner_parameters: ClassVar[Mapping[str, Any]] = {"columns": 40}
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
@@ -208,6 +213,7 @@ class RowAttackContract(AnyAttackContract):
         )
         attack = self.make()
         grant = Grant.most() if most else attack.required()
+        # A row that took part, so that there is something to recover.
         target = int(truth.members.nonzero()[0])
         return observation, hand_over_row(truth, target, grant, attack.asked_of_candidates)
 

@@ -1,7 +1,7 @@
-"""Cases for the suites: a plugin, updates that a defense has to cope with, and what a server sees.
+"""Makes cases for the suites: plugins, updates that try a defense, and what a server sees.
 
-Observations and releases are honest and come with their truth, without a federation: known answers
-for attacks.
+Observations and releases are honest and come with their truth, without a federation: they are
+known answers for attacks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PluginContract(ABC, Generic[P]):
 
 
 BOUND = 2.0
-"""The suites take this L2 bound as proven by the defenses before."""
+"""L2 bound that the suites take as proven by the defenses before."""
 
 
 def example_training(**changes: object) -> LocalTraining:
@@ -100,9 +100,9 @@ def local_step(
     """Returns a step of softmax regression, whose features are the flattened images.
 
     Args:
-        loss: Of a batch; it need not be that of the model.
-        gradient: The direction so far.
-        batch_size: What sums over a batch are divided by.
+        loss: Loss of a batch, which need not be that of the model.
+        gradient: Direction so far.
+        batch_size: Divisor of sums over a batch.
         shape: (C, H, W) of an image.
         classes: Number of classes.
     """
@@ -177,11 +177,12 @@ UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
 
 
 def same(a: Tensors, b: Tensors) -> bool:
-    """Whether names, shapes, types and bits are equal (NaN equals NaN)."""
+    """Returns whether names, shapes, types and bits are equal (NaN equals NaN)."""
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape
         and bool(((a[name] == b[name]) | (a[name].isnan() & b[name].isnan())).all())
+        # 0.0 equals -0.0, but not in their bits.
         and bool((torch.signbit(a[name]) == torch.signbit(b[name])).all())
         for name in a
     )
@@ -211,15 +212,15 @@ def make_observation(
         images: (N, C, H, W) pixels in [0, 1]: those of the first client's first step, then of
             its second, and so on.
         labels: (N,) int64.
-        model: a registered model.
-        model_parameters: of the model.
-        num_classes: of the model.
-        training: as declared, before the training defenses; None is one gradient of each
+        model: Name of a registered model.
+        model_parameters: Parameters of the model.
+        num_classes: Number of the model's classes.
+        training: Declared training, before the training defenses; None is one gradient of each
             client's images, in train mode.
-        defense: lists defenses as a scenario does, `name` and parameters each.
-        num_clients: that train; several take an aggregation defense that combines them.
-        seed: draws the weights and the defenses' noise.
-        weights: parameters and buffers to start from, in place of fresh ones.
+        defense: Defenses as a scenario lists them, `name` and parameters each.
+        num_clients: Number of clients; several need an aggregation defense to combine them.
+        seed: Seed of the weights and the defenses' noise.
+        weights: Parameters and buffers to start from, in place of fresh ones.
 
     Raises:
         PluginError: the model or a defense is not installed.
@@ -253,11 +254,14 @@ def make_observation(
     ):
         distinct = training.num_images // training.batch_size
         batches = list(zip(normalize(x, spec).chunk(distinct), y.chunk(distinct), strict=True))
+        # Batch by batch, as batch norm sees them in training.
         features += [features_of(network, parameters, buffers, b, training) for b, _ in batches]
+        # Where batches are the `same`, the one batch serves every step.
         batches *= training.steps // distinct
         stream = rng.generator(seed, "defense", client)
         trained = train(network, parameters, buffers, batches, training, stack, stream)
         defended, _ = stack.apply(trained.update, stack.init(trained.update, declared), stream)
+        # In evaluation mode no statistics are updated, and clients send none.
         released = trained.buffers if training.mode == "train" else {}
         updates.append(Update(tensors=defended, num_examples=training.num_images, buffers=released))
     start = _Start(parameters, buffers, spec, training)
@@ -282,7 +286,7 @@ def _spec_of(
 
 @dataclass(frozen=True)
 class _Start:
-    """What clients start from."""
+    """Holds what clients start from."""
 
     parameters: Tensors
     buffers: Tensors
@@ -335,6 +339,7 @@ def _combine(
     aggregate = aggregation.combine(updates)
     if not isinstance(aggregation, NoisyAggregation):
         return aggregate
+    # The last entry is the aggregation's own; its noise is made for what is proven before it.
     *_, before, _ = stack.guarantees(declared, release)
     stream = rng.generator(seed, "defense", "server")
     count, bound = len(updates), before.sensitivity
@@ -376,15 +381,15 @@ def make_release(
     Args:
         rows: (N, d + 1) features and target in [-1, 1], no longer than `row_norm`: those of the
             first client, then of the second, as many of each.
-        members: (N,) bool: those that take part.
-        learner: a registered closed-form learner.
-        parameters: of the learner.
-        defense: lists defenses as a scenario does.
-        num_clients: that release; several take an aggregation defense that combines them.
-        intercept: whether the last feature is the constant 1.
-        classes: of a target that is -1 or +1, else None.
-        row_norm: bound on the L2 norm of a row; default: sqrt(d + 1).
-        seed: draws the random matrices and the defenses' noise.
+        members: (N,) bool: whether each row takes part.
+        learner: Name of a registered closed-form learner.
+        parameters: Parameters of the learner.
+        defense: Defenses as a scenario lists them.
+        num_clients: Number of clients; several need an aggregation defense to combine them.
+        intercept: Whether the last feature is the constant 1.
+        classes: Classes of a target that is -1 or +1; None for a quantity.
+        row_norm: Bound on the L2 norm of a row; default: sqrt(d + 1).
+        seed: Seed of the random matrices and the defenses' noise.
 
     Raises:
         PluginError: the learner or a defense is not installed.
@@ -427,12 +432,12 @@ def make_kernel_release(
     Args:
         images: (N, C, H, W) uint8.
         labels: (N,) int64, of as many classes as the largest says.
-        members: (N,) bool: those that take part.
-        parameters: of learner ntk.
-        defense: lists defenses as a scenario does.
-        num_clients: that release; without an aggregation defense the release is the first
-            client's.
-        seed: draws the neurons and the defenses' noise.
+        members: (N,) bool: whether each image takes part.
+        parameters: Parameters of learner ntk.
+        defense: Defenses as a scenario lists them.
+        num_clients: Number of clients; without an aggregation defense the release is that of
+            the first one.
+        seed: Seed of the neurons and the defenses' noise.
 
     Raises:
         PluginError: a defense is not installed.
@@ -481,6 +486,7 @@ def _observe_release(
     computation = build_learner(scenario.learner).start(problem)
     before, buffers = computation.initial()
     declared = declared_training(scenario)
+    # All rows are dealt out, members or not, so that a client's share does not tell who took part.
     parts = torch.arange(len(members)).chunk(scenario.data.clients)
     if stack.aggregation is None:
         parts = parts[:1]

@@ -1,4 +1,4 @@
-"""The contract suites of defenses, for a plugin's author to inherit: one for each kind.
+"""Provides contract suites of defenses, for a plugin's author to inherit: one for each kind.
 
     class TestMyDefense(UpdateDefenseContract):
         def make(self) -> MyDefense:
@@ -65,7 +65,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
     def test_names_shapes_and_types_are_kept_and_arguments_stay(
         self, make_update: Callable[[], dict[str, Tensor]]
     ) -> None:
-        """Holds for the update, and for the state over two rounds."""
+        """Checks the update, and the state over two rounds."""
         defense, update, rng = self.make(), make_update(), stream()
         state = defense.init(update, BOUND)
         for _ in range(2):
@@ -101,7 +101,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
             assert torch.equal(defended[name], update[name])
 
     def test_a_finite_update_stays_finite(self) -> None:
-        """Holds for zero norms, too."""
+        """Checks an ordinary update and one of zeros, whose norm is 0."""
         defense, rng = self.make(), stream()
         for update in (mixed_update(), zeros()):
             defended, _ = defense.apply(update, defense.init(update, BOUND), rng)
@@ -135,10 +135,12 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
         if math.isfinite(bound) and not norm <= bound:
             if not math.isfinite(norm):
                 return
+            # One percent below the bound, since rounding to bfloat16 may lengthen an entry by 0.2%.
             update = {n: (t * (0.99 * bound / norm)).to(t.dtype) for n, t in update.items()}
         state = defense.init(update, bound)
         for _ in range(3):
             defended, state = defense.apply(update, state, rng)
+            # Without a tolerance: what is proven has to hold to the last bit.
             assert float(global_norm(defended)) <= proven
 
     def test_a_claimed_mechanism_adds_its_noise(self) -> None:
@@ -181,6 +183,8 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
             update = mixed_update()
             state = defense.init(update, BOUND)
             first, second = (dict(defense.apply(update, state, stream(i))[0]) for i in (1, 2))
+            # Which entries are zeroed may be drawn; those that neither draw has zeroed have to be
+            # equal.
             if effect.removed == "others":
                 left = {name: (first[name] != 0) & (second[name] != 0) for name in update}
                 first, second = (
@@ -208,6 +212,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
             for names in parts if effect.removed == "smallest_of_tensor" else [list(update)]:
                 zeroed = torch.cat([update[n][removed[n]].abs() for n in names])
                 kept = torch.cat([update[n][~removed[n]].abs() for n in names])
+                # Equal magnitudes may fall on either side of the threshold.
                 assert not len(zeroed) or not len(kept) or float(zeroed.max()) <= float(kept.min())
 
     def test_the_declared_scale_and_grid_are_all_that_changes(self) -> None:
@@ -223,6 +228,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
         left = {name: tensor[tensor != 0] for name, tensor in defended.items()}
         if effect.rounded:
             for name in left:
+                # On a grid, each entry is a whole multiple of the smallest one.
                 steps = left[name].double() / left[name].double().abs().min()
                 assert float((steps - steps.round()).abs().max()) < 0.05, "no grid"
             return
@@ -373,12 +379,15 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         first = defense.gradient(local_step(_steep, _plain, 3, *_WIDE))(
             parameters, images, labels, stream()
         )[_WEIGHT]
+        # The gradient of `_steep` is along the image: none for zeros, and the opposite for its
+        # negative.
         example = images[:1] * (0 if mechanism.relation == "zero_out" else -1)
         exchanged = torch.cat([example, images[1:]])
         second = defense.gradient(local_step(_steep, _plain, 3, *_WIDE))(
             parameters, exchanged, labels, stream()
         )[_WEIGHT]
         reach = float((first.double() - second.double()).norm())
+        # `noise_multiplier` is in units of C, and an exchange moves the sum by up to 2C.
         sensitivity = reach / (2 if mechanism.relation == "replace_one" else 1)
         assert noise / sensitivity > 0.98 * mechanism.noise_multiplier
 
@@ -389,6 +398,7 @@ _WIDE = ((1, 100, 150), 2)
 
 
 def _flat(parameters: Tensors, *_: object) -> Tensor:
+    # Its gradient is zero, but exists: what comes out of the step is the noise alone.
     return parameters[_WEIGHT].sum() * 0
 
 
@@ -408,6 +418,7 @@ def _cross_entropy(parameters: Tensors, images: Tensor, labels: Tensor) -> Tenso
 
 def _steep(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
     scores = (images.flatten(1) * parameters[_WEIGHT][labels]).sum(1)
+    # Far above any bound, so that clipping takes each example's gradient to the bound itself.
     return 1e6 * scores.mean()
 
 
@@ -450,6 +461,7 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
         if self.make().statistic == "kernel":
             torch.testing.assert_close(statistic, statistic.T)
             smallest = float(torch.linalg.eigvalsh((statistic + statistic.T) / 2)[0])
+            # Rounding moves the eigenvalue 0 by a share of the largest entry.
             assert smallest > -1e-9 * (1 + float(statistic.abs().max()))
 
     def test_same_stream_same_result(self) -> None:
@@ -466,6 +478,7 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
         epsilons = np.linspace(0.0, 4.0, 33)
         deltas = np.exp(mechanism.log_delta(epsilons))
         assert ((deltas >= 0) & (deltas <= 1)).all()
+        # The tolerance is for rounding between neighbouring ε.
         assert (np.diff(deltas) <= 1e-12).all()
         epsilon = of_mechanisms((mechanism,), STATISTIC_DELTA)
         assert float(np.exp(mechanism.log_delta(np.array([epsilon])))[0]) <= STATISTIC_DELTA * (
@@ -496,6 +509,8 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
     def _value(self) -> Tensor:
         rows = torch.randn(9, STATISTIC_RELEASE.features, generator=stream(), dtype=torch.float64)
         rows /= rows.norm(dim=1, keepdim=True)
+        # The entrywise square of a Gram matrix is positive semidefinite as well (Schur's product
+        # theorem).
         return (rows @ rows.T) ** 2 if self.make().statistic == "kernel" else rows
 
 
@@ -554,6 +569,7 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
             (combined.buffers, large.buffers),
         ):
             for name, tensor in tensors.items():
+                # Combining is linear, so that the scaled sum is the sum of scaled updates.
                 torch.testing.assert_close(1e6 * tensor, expected[name], rtol=1e-4, atol=1e-4)
 
     def test_the_effect_is_declared(self) -> None:
@@ -569,6 +585,7 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
         variances = [noise.variance for noise in effect.noise]
         round = ServerRound(clients=5, sensitivity=BOUND, stream=stream(), before=None)
         shown = defense.add_noise(zero, round).tensors["weight"].double()
+        # A mean over five clients is shown, and the effect is declared of their sum.
         assert float(5 * shown.std()) == pytest.approx(math.sqrt(sum(variances)), rel=0.02)
 
     def test_no_update_is_an_error(self) -> None:
@@ -636,6 +653,7 @@ class ModelDefenseContract(PluginContract[ModelDefense]):
         again = type(defense).model_validate(defense.model_dump(mode="json"))
         first, second = self._build().state_dict(), build(_ALTERED, 1, [again]).state_dict()
         assert same(first, second)
+        # The defense may rename parts, so that weights are found by value.
         for value in build(_ALTERED, 1).body.state_dict().values():
             assert any(torch.equal(value, other) for other in first.values())
 
@@ -676,6 +694,8 @@ class ModelDefenseContract(PluginContract[ModelDefense]):
         """Returns whether logits depend on torch's global stream, and on nothing else."""
         model, (images, _) = self._build().train(training), _images()
         logits = []
+        # The first two tell whether all chance comes from the seeded stream, the last whether there
+        # is any.
         for seed in (2, 2, 3):
             with rng.global_stream(seed):
                 logits.append(model(images).detach())
