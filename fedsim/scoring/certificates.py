@@ -37,8 +37,8 @@ class Certificate:
     certified: int | None
     """Number of images that the attack certifies to be right; None without certificates."""
     false: int | None
-    """Number of certified images that are wrong; None without certificates, or if features cannot be
-    compared."""
+    """Number of certified images that are wrong; None without certificates, or if features
+    cannot be compared."""
     per_image: dict[str, list[bool]]
     """`determined` and `certified` of the answer to each true image, in the order of the truth; of
     labels alone in the order of the answer."""
