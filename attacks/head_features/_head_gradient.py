@@ -62,16 +62,17 @@ class HeadGradient:
     grad_output: Tensor
     """∂L/∂A (K, m)."""
     num_images: int
+    """Number N of images in the batch."""
     pruned: bool
     """Whether the declared defenses set entries to zero."""
     smallest_removed: bool
-    """Whether those are smaller than all that are left."""
+    """Whether the removed entries are smaller than all that are left."""
     noisy: bool
-    """Whether they add noise."""
+    """Whether the declared defenses add noise."""
     exact: bool
-    """Whether they leave the row space of ∂L/∂W as it is."""
+    """Whether the declared defenses leave the row space of ∂L/∂W as it is."""
     clipped: bool
-    """Whether they may scale the update by a factor of the client's own."""
+    """Whether the client may have scaled its update by a factor of its own."""
     dropout: bool
     """Whether each image met other neurons (dropout), which no formula above allows for."""
     steps: int
@@ -114,6 +115,7 @@ class HeadGradient:
         return HeadGradient(
             hidden=head.hidden.weight.detach(),
             bias=head.hidden.bias.detach(),
+            # A / m and m ∂L/∂A in place of A and ∂L/∂A: the formulas above then need no divisor.
             output=head.output.weight.detach() / divisor,
             activation=head.activation,
             config=head.config,
@@ -168,7 +170,7 @@ class HeadGradient:
         return features if self.basis is None else features @ self.basis
 
     def subset(self, equations: int, fewest: int = 1) -> HeadGradient:
-        """Selects as few neurons as make so many equations, `fewest` at least; all if that is most.
+        """Selects enough neurons for so many equations, `fewest` at least; all if it takes most.
 
         A neuron makes one for each entry of ∂L/∂A that is left, up to one for each image: the
         others follow from D. Those with most are taken, or every so many.
@@ -177,9 +179,11 @@ class HeadGradient:
         entries = (
             (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
         )
+        # ∂L/∂A = D H with N columns of D: more than N entries of a neuron follow from N of them.
         entries = entries.clamp(max=self.num_images)
         order = entries.argsort(descending=True, stable=True)
         count = max(fewest, 1 + int((entries[order].cumsum(0) < equations).sum()))
+        # More than half of the neurons would save little time.
         if 2 * count > m:
             return self
         chosen = torch.arange(count) * m // count if not self.pruned else order[:count].sort()[0]
@@ -211,14 +215,17 @@ class HeadGradient:
             lengths = torch.linalg.eigvalsh(gram).clamp(min=0) / m
             edge = lengths[:outside].mean() * (1 + (d / m) ** 0.5) ** 2 * _BEYOND
             each = lengths[: max(outside, int((lengths < edge).sum()))].mean()
+            # `grad_output` was multiplied by the divisor, and its noise with it.
             return float(each) * self.divisor**2
         size = self.grad_output.abs()
+        # Stochastic rounding to a spacing s has a variance of s² / 6 in the mean over its
+        # fractions.
         rounded = not (self.exact or self.noisy or self.pruned)
         return float(size[size > 0].min()) ** 2 / 6 if rounded and bool(size.any()) else 0.0
 
     @property
     def rank(self) -> int:
-        """How many directions N images can span."""
+        """Number of directions that N images can span."""
         return min(self.num_images, self.hidden.shape[1])
 
 
@@ -234,6 +241,7 @@ def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
     labels = targets.argmin(1)
     if head.clipped:
         implied = probabilities - F.one_hot(labels, len(errors))
+        # Clipping scales all of D: the factor is fitted with the labels that argmin tells.
         targets = targets * (implied.square().sum() / (targets * implied).sum())
     return (targets - probabilities).argmin(1)
 
@@ -259,6 +267,7 @@ def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Te
     residual = cost(best)
     if head.config.activation not in ("relu", "leaky_relu"):
         return best, residual  # others are not homogeneous: the fit has the norm
+    # A grid over six decades, then a finer one around its best: costs have several minima.
     for decades, points in ((3.0, 241), (0.025, 21)):
         around = best
         for exponent in torch.linspace(-decades, decades, points).tolist():
@@ -270,6 +279,7 @@ def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Te
 
 
 _RIDGE = 1e-9
+"""Ridge of the least squares for D, over the mean diagonal of their Gram matrix."""
 _PASSES = 4
 """Newton steps at most for D under censoring; warm started, mostly one or two."""
 _SAME = 1e-3
@@ -331,8 +341,10 @@ class Objective:
         with torch.enable_grad():
             preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
             (active,) = torch.autograd.grad(head.activation(preactivation).sum(), preactivation)
+        # Gauss-Newton: (D'D ∘ P) by images, the same in all directions across their span.
         curvature = ((value.errors.T @ value.errors) * (active @ active.T)).double()
         values, vectors = torch.linalg.eigh(curvature)
+        # Nearly flat directions are not stretched without bound.
         values = values / values[-1].clamp(min=torch.finfo(values.dtype).tiny)
         root = (vectors * values.clamp(min=_WEAKEST).rsqrt()) @ vectors.T
         size = torch.linalg.vector_norm(features, dim=1).mean()
@@ -355,15 +367,18 @@ class Objective:
         return errors, self._observed - errors @ hidden
 
     def _project_censored(self, hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Does the same where only the entries `kept` (K, m) are known, by Newton steps."""
+        """Solves for the best D where only the entries `kept` (K, m) are known, by Newton steps."""
         n = len(hidden)
         row, column = torch.triu_indices(n, n)
+        # Each class has entries of its own that count, and so a Gram matrix of its own.
         pairs = hidden[row] * hidden[column]
         errors = self._errors if self._errors is not None and self._errors.shape[1] == n else None
         target, counted = self._observed, kept
         for _ in range(_PASSES):
             before = errors
             if errors is not None:
+                # Active set: a removed entry counts where the prediction exceeds its bound (Tobin,
+                # 1958).
                 bounded = (errors @ hidden).clamp_(-self._bound, self._bound)
                 counted = kept | (bounded.abs() == self._bound)
                 target = torch.where(kept, self._observed, bounded)
@@ -423,6 +438,7 @@ class WholeHead:
         square = square + outer.double().square().sum()
         across = pulls * (features @ head.grad_hidden.T + head.grad_bias)
         product = across.double().sum() + (outer * self._outer).double().sum()
+        # Clipping: the factor of least squares, in closed form.
         factor = product / square if head.clipped else 1.0
         return (factor**2 * square - 2 * factor * product + self._square) / self._unit
 
@@ -430,6 +446,7 @@ class WholeHead:
         """Computes σ' at pre-activations (N, m)."""
         if width and self._head.config.activation in ("relu", "leaky_relu"):
             below, above = self._slope(at.new_tensor([-1.0, 1.0]), 0).unbind()
+            # The slope's jump at 0 as a sigmoid, whose width is in units of the inputs' deviation.
             return below + (above - below) * torch.sigmoid(at / (width * at.detach().std()))
         slope: Tensor
         with torch.enable_grad():

@@ -53,10 +53,11 @@ class JointSolver(FeatureSolver):
     """Fits ∂L/∂A, then all of the gradient; and again while too much is left unexplained."""
 
     head: HeadGradient
+    """The observed gradient."""
     output: OutputSolver
     """The present attempt's fit of ∂L/∂A."""
     attempts: list[OutputSolver]
-    """Those that may follow, the next one last."""
+    """Attempts that may follow, the next one last."""
     descent: _Descent | None = None
     """The present attempt's fit of the whole gradient."""
     features: Tensor | None = None
@@ -93,6 +94,7 @@ class JointSolver(FeatureSolver):
         if bool(self.descent.loss < self.loss):
             self.features, self.loss = self.descent.features, self.descent.loss
         if self.descent.settled:
+            # Later attempts are content with more: each costs as much as the first.
             ended = len(_EXPLAINED) - len(self.attempts)
             self.over = not self.attempts or bool(self.loss < _EXPLAINED[ended])
             if not self.over:
@@ -115,6 +117,7 @@ def joint_fit_applies(head: HeadGradient) -> bool:
     total, squares = weights.sum(), weights.square().sum()
     # The largest that rows of these weights have of noise alone (Marchenko and Pastur's edge).
     edge = total * (1 + (rows.shape[1] * squares / total.square()).sqrt()).square()
+    # Half of the directions have to stand out, hence the median one.
     median = lengths[head.rank // 2] * head.divisor**2 / head.noise
     return bool(median > _CLEAR * edge)
 
@@ -141,7 +144,7 @@ class _Descent:
 
     @property
     def features(self) -> Tensor:
-        """(N, d)."""
+        """The present features (N, d)."""
         return self._variable.detach() * self._unit
 
     @property
@@ -172,6 +175,7 @@ class _Descent:
         self._optimizer.step(closure)  # type: ignore[no-untyped-call]
         after = float(self._objective(self.features, width).detach())
         self._runs_left -= 1
+        # A new width is another objective, for which L-BFGS begins without memory.
         if not self._runs_left or not after < self._before * (1 - _LITTLE):
             self._widths.pop(0)
             self._begin()

@@ -34,6 +34,7 @@ from fedsim_attacks.head_features.spectral_features import span
 _GROUPS = 400
 """Groups of equal rows that are examined in one round, the largest first."""
 _SAME_FEATURE = 1 - 1e-6
+"""Cosine from which two features are the same."""
 _ROUNDING = 1e-6
 """What a float32 sum may be off by, over the sum of its terms' magnitudes."""
 
@@ -43,6 +44,7 @@ class Peeling(FeatureSolver):
     """Finds rows of single images and takes them off the others, round by round."""
 
     head: HeadGradient
+    """The observed gradient."""
     tolerance: float
     """Relative difference of rows that count as equal."""
     consistency: float
@@ -95,7 +97,7 @@ class Peeling(FeatureSolver):
 
     @property
     def features(self) -> Tensor:
-        """(n, d) float64: the known ones."""
+        """The known features (n, d) float64."""
         return _feature(self.shares)
 
     def improve(self) -> None:
@@ -125,6 +127,7 @@ class Peeling(FeatureSolver):
         known = list(self.features)
         for members in self._equal_rows():
             share = self.rows[members].mean(0)
+            # Without s of u = (s x, s) there is no x.
             if not share[-1]:
                 continue
             feature = _feature(share)
@@ -142,6 +145,7 @@ class Peeling(FeatureSolver):
                 known.append(feature)
                 shares.append(share)
                 errors.append(error)
+        # Chance may offer more single images than there are.
         missing = self.head.num_images - len(self.shares)
         return shares[:missing], errors[:missing]
 
@@ -161,6 +165,7 @@ class Peeling(FeatureSolver):
             order = order[torch.argsort(group[order], stable=True)]
             apart = (key[order].diff() > self.tolerance) | (group[order].diff() != 0)
             group[order] = F.pad(apart.cumsum(0), (1, 0))
+        # A group of several neurons is no coincidence; a row of its own proves nothing.
         size = torch.bincount(group)
         largest = torch.argsort(size, descending=True, stable=True)[:_GROUPS]
         least = 3 if first else 2  # later rounds have fewer rows to choose from

@@ -98,6 +98,7 @@ class BestFeatures(FeatureAttack[Best]):
             # Under dropout its rows are as exact, and ∂L/∂A shows nothing more.
             return Best(loss=loss, solver=None, peeling=peeling)
         solver: FeatureSolver
+        # Over several steps each image has several features, of which unrolling wants the first.
         if head.steps > 1 and head.exact:
             solver = UnrolledSolver.start(head, self.iterations, self.trials, rng)
             return Best(loss=loss, solver=solver, peeling=None)
@@ -116,6 +117,7 @@ class BestFeatures(FeatureAttack[Best]):
     ) -> FeatureSolver:
         """Prepares a fit of ∂L/∂A from what was peeled and random features for the rest."""
         known = head.hidden[:0] if peeling is None else peeling.features.to(head.hidden.dtype)
+        # An exact row space holds the features; a blurred one nearly, in some more directions.
         count = head.rank if head.exact else _COARSE * max(head.rank, _COARSE)
         whole = head
         if not head.noisy and 2 * count < head.hidden.shape[1] and head.grad_hidden.any():
@@ -124,6 +126,7 @@ class BestFeatures(FeatureAttack[Best]):
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]
         if len(known):
+            # What was peeled is exact: random features stand only for the rest.
             first = [torch.cat([known, start[len(known) :]]) for start in first]
         budget = self.total()
         if head is whole or head.exact:

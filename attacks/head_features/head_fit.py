@@ -64,6 +64,7 @@ def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Itera
     Σ_i D_ki x_i, a sum with one sign for a class that is not in the batch.
     """
     weights, outer = head.hidden[head.planted], head.grad_output[:, head.planted]
+    # Σ_j ∂L/∂A_kj has the sign of Σ_i D_ki: multiplied by it, all classes' sums have one sign.
     moments = outer @ weights / len(weights) * outer.sum(1, keepdim=True).sign()
     likely = torch.linalg.svd(moments, full_matrices=False)[2][: min(head.rank, len(moments) - 1)]
     if len(likely) < head.rank:
@@ -72,6 +73,7 @@ def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Itera
         extra = torch.linalg.svd(more, full_matrices=False)[2][: head.rank - len(likely)]
         likely = torch.cat([likely, extra])
     common = F.normalize(moments.sum(0), dim=0)
+    # At this length the planted neurons' inputs w'x have a variance of 1.
     unit = 1 / weights.std()
     for _ in range(count):
         mix = torch.randn(head.num_images, len(likely), generator=rng).to(likely)
@@ -87,6 +89,7 @@ _UNSURE = 0.1
 _OUTLIER = 2.0
 """Residual, in units of the mean one, at which an entry counts half."""
 _ROW_RIDGE = 1e-5
+"""Ridge towards the present features, over the mean diagonal of the Gram matrix."""
 
 
 def rows_suffice(head: HeadGradient) -> bool:
@@ -109,6 +112,7 @@ def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
     pairs = (signals[:, :, None] * signals[:, None, :]).flatten(1)
     kept = head.grad_hidden != 0
     bound = float(head.grad_hidden[kept].abs().min()) if head.smallest_removed else torch.inf
+    # Cauchy weights (Holland and Welsch, 1977) give a misjudged neuron little say.
     for _ in range(_REWEIGHTED):
         predicted = signals @ features
         target = torch.where(kept, head.grad_hidden, predicted.clamp(-bound, bound))
@@ -127,12 +131,16 @@ def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
 
 
 def _row_signals(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes each image's coefficient in each row (m, N), and which rows are reliable (m,)."""
+    """Computes coefficients s_ij σ' of images in the rows of ∂L/∂W (m, N), and a mask (m,).
+
+    The mask has the rows that are reliable: no image is near their neuron's threshold.
+    """
     with torch.enable_grad():
         preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
         (active,) = torch.autograd.grad(head.activation(preactivation).sum(), preactivation)
     length = torch.linalg.vector_norm(head.hidden, dim=1)
     size = torch.linalg.vector_norm(features, dim=1, keepdim=True) * length
+    # Distance from the threshold in standard deviations of w'x for such a w and x.
     distance = preactivation.detach().abs() / size * head.hidden.shape[1] ** 0.5
     return ((errors.T @ head.output) * active).T, (distance > _UNSURE).all(0)
 
@@ -142,7 +150,7 @@ _HALVES_ALIKE = 0.8
 _NEAR = 0.3
 """Share of neurons, nearest to their threshold, that show whether a feature stands for two."""
 _TRIED = 2
-"""Features that are tried to split, those that bend most."""
+"""Number of features that are tried to split: those where the residual bends most."""
 _DENSE = 32
 """Dimensions from which a single eigenvector is found faster than all."""
 _STEPS = 10
@@ -170,6 +178,7 @@ def _list_reductions(objective: Objective, features: Tensor) -> list[Tensor]:
     size = torch.linalg.vector_norm(errors, dim=0)
     unit = F.normalize(errors, dim=0)
     alike = unit.T @ unit
+    # A split adds a feature, so that one has to go: the least needed, or one of a pair of halves.
     options = [torch.cat([features[:k], features[k + 1 :]]) for k in range(n)]
     for i in range(n):
         for k in range(i):
@@ -188,6 +197,7 @@ def _bends(objective: Objective, features: Tensor) -> Iterator[tuple[float, int,
     head, value = objective.head, objective(features)
     weights, residual = head.hidden[head.planted], value.residual[:, head.planted]
     for index, feature in enumerate(features):
+        # Only what the residual has along this feature's own error signal can be its split.
         bend = F.normalize(value.errors[:, index], dim=0) @ residual
         distance = (weights @ feature).abs()
         near = distance < distance.quantile(_NEAR)
@@ -252,7 +262,7 @@ class OutputFit:
     objective: Objective
     """Objective of the subset, and in the end of all neurons."""
     noise: float
-    """Variance of the noise in each entry of ∂L/∂A."""
+    """Variance of the noise in each entry of ∂L/∂A; 0 without."""
     untried: list[Tensor]
     """Starts (N, d) that are still to be tried."""
     features: Tensor
@@ -270,7 +280,7 @@ class OutputFit:
     splits_failed: bool = False
     """Whether all splits have been tried without a gain."""
     before_rows: tuple[float, Tensor, Tensor] | None = None
-    """What the rows were missed by, features and loss before the last fit of the rows."""
+    """Misfit of the rows, features (N, d) and loss before the last fit of the rows."""
 
     @classmethod
     def start(
@@ -345,6 +355,7 @@ class OutputFit:
         if self.untried:
             self._run(_Descent(self.objective, self.untried.pop(0)))
             return ITERATIONS
+        # Where iterations gain little: rows of ∂L/∂W, then splits, then all neurons for a subset.
         if self.settled:
             if self.all_neurons and self.fits_rows and budget >= _RUNS_BETWEEN * ITERATIONS:
                 return self._fit_rows()
@@ -356,6 +367,7 @@ class OutputFit:
                 self.settled = self.splits_failed = False
         before = self.loss
         self._run(self.descent or _Descent(self.objective, self.features))
+        # A subset is left early for all neurons, which alone are worth polishing.
         gain = _LITTLE if not self.all_neurons or self.stuck else _POLISH
         self.settled = not bool(self.loss < before * (1 - gain))
         return ITERATIONS
@@ -372,6 +384,7 @@ class OutputFit:
         factors = find_norms(self.head, self.features, errors)[0]
         features, errors = self.features * factors[:, None], errors / factors
         missed = rows_unexplained(self.head, features, errors)
+        # The last fit of the rows gained too little: back to the features before it.
         if self.before_rows is not None and missed > _ROWS_GAIN * self.before_rows[0]:
             _, self.features, self.loss = self.before_rows
             self.descent, self.fits_rows = None, False
@@ -396,6 +409,7 @@ class OutputFit:
                 features, loss = descent.run()
                 spent += ITERATIONS
             gain = _NOISY_SPLIT_GAIN if self.noise else _SPLIT_GAIN
+            # Losses count beyond what noise leaves, which no split can lower.
             if loss - floor < gain * (self.loss - floor):
                 self.features, self.loss, self.descent = features, loss, descent
                 self.settled = False
@@ -415,6 +429,7 @@ class _Descent:
     def _rescale(self, start: Tensor) -> None:
         self._runs_left = _RUNS
         self._scale = self._objective.scale(self._objective(start), start)
+        # In R⁻¹ X the objective curves alike, and L-BFGS need not learn it.
         self._variable = torch.linalg.solve(self._scale, start).requires_grad_()
         self._optimizer = lbfgs(self._variable)
 
@@ -463,6 +478,7 @@ class OutputSolver(FeatureSolver):
     def finished(self) -> bool:
         """Whether nothing more is to be gained, or the budget is spent."""
         ended = self.attempt.converged and not self._trapped
+        # Untried starts come first in any case, or the best of them would be missed.
         done = ended or float(self.attempt.loss) < _ENOUGH
         return not self.attempt.untried and (done or self.iteration + ITERATIONS > self.budget)
 

@@ -19,11 +19,12 @@ from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 
 _CHUNK = 4096
+"""Rows that are brought to float64 at once."""
 
 
 @final
 class SpectralFeatures(DirectAttack):
-    """The span of the features, by the leading right-singular vectors of ∂L/∂W.
+    """Finds the span of the features, by the leading right-singular vectors of ∂L/∂W.
 
     It returns an orthonormal basis: the span is what is recovered, not single features.
     """
@@ -51,13 +52,14 @@ class SpectralFeatures(DirectAttack):
 def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Computes the `rank` leading right-singular vectors of (m, d) `rows`: (rank, d) float64.
 
-    Also returns the share of energy outside their span (0-d). They are eigenvectors of
-    rows' rows in float64, which costs m d² and is exact for directions down
-    to 1e-8 of the strongest: beyond the float32 of the rows. Of no rows, arbitrary directions.
+    Also returns the share of energy outside their span (0-d). They are eigenvectors of rows' rows
+    in float64. That costs m d² and is exact for directions down to 1e-8 of the strongest, beyond
+    the float32 of the rows. Without any rows the directions are arbitrary.
     """
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
     for chunk in torch.split(rows, _CHUNK):
         chunk = chunk.double()
+        # In chunks, so that no float64 copy of all rows is held.
         gram.addmm_(chunk.T, chunk)
     values, vectors = eigenvectors(gram)
     outside = values[: len(values) - rank].clamp(min=0).sum() / values.sum().clamp(min=1e-300)

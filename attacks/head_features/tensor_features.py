@@ -35,11 +35,13 @@ from fedsim_attacks.head_features.head_fit import OutputFit, OutputSolver
 from fedsim_attacks.head_features.spectral_features import span
 
 _CHUNK = 4096
+"""Points whose outer products are formed at once."""
 
 
 def second_moment(g: Tensor, w: Tensor) -> Tensor:
     """Computes (1/m) Σ_j g_j H_2(w_j): (d, d), from values (m,) and points (m, d). O(m d²)."""
     moment = w.T @ (g[:, None] * w) / len(w)
+    # H_2(w) = w w' - I.
     return moment - g.mean() * torch.eye(w.shape[1]).to(w)
 
 
@@ -48,6 +50,7 @@ def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
     along = w @ a
     moment = w.T @ ((g * along)[:, None] * w) / len(w)
     mean = (g[:, None] * w).mean(0)
+    # H_3(w)(I, I, a) = (a'w)(w w' - I) - w a' - a w'.
     cross = torch.outer(mean, a)
     return moment - (g * along).mean() * torch.eye(w.shape[1]).to(w) - cross - cross.T
 
@@ -90,7 +93,9 @@ def _placings(term: Tensor) -> Tensor:
 
 
 _STARTS = 5
+"""Decompositions from random contractions, of which the best is kept."""
 _ROUNDS = 100
+"""Rounds of alternating least squares from each, at most."""
 _TOLERANCE = 1e-12
 """Change of the relative error from one round to the next at which the rounds end."""
 _RIDGE = 1e-14
@@ -142,6 +147,7 @@ def _alternate(tensor: Tensor, start: Tensor) -> tuple[Tensor, float]:
     from tensorly.decomposition import parafac
 
     rank, slices = len(tensor), tensor.shape[2]
+    # Given u_c the last factors z_c are linear: least squares start them.
     pairs = torch.einsum("ci,cj->cij", start, start).flatten(1)
     last = torch.linalg.pinv(pairs.T) @ tensor.reshape(rank * rank, slices)
     factors = [start.T.numpy().copy(), start.T.numpy().copy(), last.T.numpy().copy()]
@@ -160,6 +166,7 @@ def _alternate(tensor: Tensor, start: Tensor) -> tuple[Tensor, float]:
 
 
 _NEGLIGIBLE = 1e-3
+"""Moment of an activation, or share of the largest value, up to which one counts as 0."""
 _BUDGET, _COARSE = 1500, 16
 """Iterations of each descent from the decomposition, and directions an image in which it begins
 behind a defense that blurs the rows."""
@@ -255,9 +262,9 @@ def decompose(
         variance_reduction: subtract the constant and linear part of the rows.
         whiten: bring the sample covariance of W to I.
         rows: which functions of the weights moments are taken of.
-        iterations: of the power method.
+        iterations: number of iterations of the power method.
         contraction: order of the moment that gives the span.
-        rng: of the power method's start and of the contractions.
+        rng: source of the power method's start and of the contractions.
 
     Raises:
         AttackFailed: none of the head's neurons are planted.
@@ -267,6 +274,7 @@ def decompose(
             "moments need Gaussian weights: let the server plant neurons (`head: {width: ..., "
             "planted: ...}`)"
         )
+    # Stein's lemma is for standard normal weights.
     w = head.hidden[head.planted].double() / head.config.planted_std
     outer = (
         head.grad_output[:, head.planted].double() if rows == "all" else combine_rows(head)[None]
@@ -284,6 +292,7 @@ def decompose(
         back = inverse_root(w.T @ w / len(w))
         w = w @ back
     moments = derivative_moments(head.config.activation)
+    # k_2 = E[σ''] is 0 for odd activations: then the third moment, along some a, has the span.
     by_second = abs(moments[2]) > _NEGLIGIBLE
     if contraction != "auto":
         by_second = contraction == "second"
@@ -294,6 +303,7 @@ def decompose(
         return _choose_signs(F.normalize(basis.T @ back, dim=1), head), torch.zeros(())
     y = w @ basis
     inside = F.normalize(torch.randn(head.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
+    # k_3 = E[σ'''] is 0 for ReLU: then the fourth moment along some a stands for the third.
     by_third = abs(moments[3]) > _NEGLIGIBLE
     slices = [third_moment(g, y) if by_third else fourth_along(g, y, inside) for g in outer]
     if rows == "all":
@@ -307,9 +317,10 @@ def decompose(
 def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     """Descends from unit `directions` (N, d) to features that explain the head's gradient.
 
-    First in the strongest directions of the rows of ∂L/∂W: in as many as there are images where
-    those are exact or stand out of noise, else in some more. Then in all, where a defense has
-    blurred them. Returns features (N, d), and the share of ∂L/∂A that they leave unexplained (0-d).
+    It begins in the strongest directions of the rows of ∂L/∂W: in as many as there are images where
+    those are exact or stand out of noise, else in some more. Where a defense has blurred them, it
+    goes on in all. Returns features (N, d), and the share of ∂L/∂A that they leave unexplained
+    (0-d).
     """
     objective, joint = Objective(head), _joint_fit.joint_fit_applies(head)
     start = objective(directions)
@@ -331,6 +342,7 @@ def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Ten
     else:
         features = head_fit.fit_output(head, features, _BUDGET)
     loss = objective(features).loss
+    # A descent that leaves more unexplained than its start has led astray.
     return (features, loss) if bool(loss < start.loss) else (directions, start.loss)
 
 
@@ -359,6 +371,7 @@ def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
     """
     span: Tensor
     _, lengths, span = torch.linalg.svd(outer, full_matrices=False)
+    # Largest singular value of noise alone (Marchenko and Pastur's edge).
     edge = noise**0.5 * (outer.shape[1] ** 0.5 + outer.shape[0] ** 0.5)
     kept = int((lengths > torch.clamp(lengths[0] * _ROUNDING, min=edge)).sum())
     return span[: max(1, min(rank, kept))] * math.sqrt(outer.shape[1])
@@ -401,11 +414,13 @@ def combine_rows(head: HeadGradient) -> Tensor:
     classes = len(outer)
     if classes <= 3 or head.config.planted_rows == "equal":
         return outer[0]
+    # One class of each group: rows of A are b1 for half of the classes and b2 for the others.
     return outer[0] + outer[(classes + 1) // 2]
 
 
 def derivative_moments(name: Activation) -> dict[int, float]:
     """Computes p -> E[σ^(p)(z)] = E[σ(z) He_p(z)], z standard normal, for p = 2, 3, 4."""
+    # Quadrature: beyond 12 standard deviations the density is below 1e-31.
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
     density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
     value = activation(name)(z)
@@ -425,6 +440,7 @@ def power_method(
     start = torch.randn(len(square), rank, generator=rng, dtype=torch.float64).to(square)
     basis: Tensor = torch.linalg.qr(start)[0]
     for _ in range(iterations):
+        # Orthogonalized in each round, or all columns would turn to the strongest eigenvector.
         basis = torch.linalg.qr(square @ basis)[0]
     return basis
 

@@ -35,6 +35,7 @@ from fedsim_attacks.head_features.head_fit import OutputFit, OutputSolver, rando
 from fedsim_attacks.head_features.spectral_features import span
 
 _STARTS = 4
+"""Random starts of the first trial."""
 _WEIGHTS = 1 << 16
 """Weights of the neurons that a fit starts with: it is tried again if that was too few."""
 _SPREAD = 0.5
@@ -62,11 +63,11 @@ class UnrolledSolver(FeatureSolver):
     iterations: int
     """Iterations of each trial's fits, at most."""
     trials: int
-    """Trials that may be made."""
+    """Trials that may be made, at most."""
     static: bool
     """Whether features are the same in all steps, which then are one."""
     fit: OutputSolver
-    """The present trial's."""
+    """The present trial's fit of ∂L/∂A."""
     has_steps: bool = False
     """Whether `fit` has a feature for each step."""
     first_step: Tensor
@@ -76,7 +77,7 @@ class UnrolledSolver(FeatureSolver):
     lowest: OutputSolver
     """The trial that explains most of ∂L/∂A, from which the next one hops."""
     ended: int = 0
-    """Trials."""
+    """Number of trials that have ended."""
 
     @classmethod
     def start(
@@ -86,9 +87,9 @@ class UnrolledSolver(FeatureSolver):
 
         Args:
             head: the observed gradient.
-            iterations: of each trial's fits, at most.
-            trials: that may be made.
-            rng: of the starts and hops.
+            iterations: iterations of each trial's fits, at most.
+            trials: number of trials that may be made.
+            rng: source of the starts and hops.
 
         Raises:
             AttackFailed: the rows of ∂L/∂W are not exact, or nothing is left of ∂L/∂W or ∂L/∂A.
@@ -102,6 +103,7 @@ class UnrolledSolver(FeatureSolver):
             raise AttackFailed(
                 "nothing is left of ∂L/∂W, whose rows hold the features of all steps"
             )
+        # Each step's rows are in the span of its features: N E directions hold all of them.
         size = min(head.num_images * head.steps, head.hidden.shape[1])
         inside = head.restrict(span(head.grad_hidden, size)[0].to(head.hidden.dtype))
         starts = list(random_starts(inside, _STARTS, rng))
@@ -157,6 +159,7 @@ class UnrolledSolver(FeatureSolver):
             return
         if fitted.loss.sqrt() < _NEARLY_STATIC:
             self.common = select_explained(self.head, fitted.features, self.fit.errors)[0]
+        # One feature an image is the mean of its steps': each starts there, apart by chance.
         copies = fitted.features.repeat(self.head.steps, 1)
         self.fit, self.has_steps = self._perturb(copies, _SPREAD), True
 
@@ -172,6 +175,7 @@ class UnrolledSolver(FeatureSolver):
     def _end_trial(self) -> None:
         """Keeps the trial's features if the first head explains them better, and hops on."""
         fitted, errors = self.fit.attempt, self.fit.errors
+        # A step's error signal enters the mean gradient by its share alone.
         features, loss = select_explained(
             self.head, fitted.features, errors / self.head.first_share
         )
@@ -180,6 +184,7 @@ class UnrolledSolver(FeatureSolver):
             features, loss = same if misfit < loss else features, fitted.loss.sqrt()
         if loss < self.loss:
             self.first_step, self.loss = features, loss
+        # Basin hopping (Wales and Doye, 1997): on from the lowest minimum, not from the last.
         if not self.ended or fitted.loss < self.lowest.loss:
             self.lowest = self.fit
         hop = _HOPS[self.ended % len(_HOPS)]
