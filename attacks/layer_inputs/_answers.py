@@ -23,7 +23,7 @@ from fedsim_attacks.classifier_features._classifier_gradient import (
 from fedsim_attacks.layer_inputs._layers import Layer, RowSpace
 
 _SURE = 3.0
-"""Standard deviations that features may be off."""
+"""Standard deviations by which features may be off."""
 _DETERMINED = 0.03
 """Relative error up to which an input is determined."""
 _CONSISTENT = 0.02
@@ -38,10 +38,11 @@ class Inputs:
     """Inputs of a layer, one for each image that was found."""
 
     layer: Layer
+    """The layer that they enter."""
     values: Tensor
     """(k, n), at their scale."""
     errors: Tensor
-    """(k,): standard deviation of each one's error, all entries together, over its norm."""
+    """(k,): root of the summed variances of an input's entries, over its norm."""
     separate: bool
     """Whether the gradient has a direction for each image. Error signals in one direction leave
     the sum of their images, weighted: where there are fewer directions, any may be one."""
@@ -58,10 +59,11 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
     Where ReLU has left an input 0, that image's error signal at the layer before is 0, too: this
     tells each image's combination of the gradient's columns, and their inverse the inputs.
 
-    None if none of the model's `layers` with a bias feeds it, or its gradient does not tell the
-    `count` images apart.
+    Returns None if none of the model's `layers` with a bias feeds it, or if its gradient does not
+    tell the `count` images apart.
     """
     before = next((layer for layer in layers if layer.name == inputs.layer.fed_by), None)
+    # Without the gradient in the bias an input has no scale.
     if before is None or before.bias is None:
         return None
     try:
@@ -84,6 +86,7 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
             return None
         combinations.append(signal.combination)
     found = disaggregate(before, space, torch.stack(combinations))
+    # The layer is run again: an input that does not make the known output was read wrongly.
     outputs = (found.values @ before.weights.T + before.bias).clamp_min(0)
     wrong = (outputs - values).norm(dim=1) > _CONSISTENT * values.norm(dim=1)
     found.errors[wrong] = torch.inf
@@ -97,6 +100,7 @@ def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
     (r, r), a row for each image, and X is their inverse. The gradient in the bias, Δ' 1, has the
     scale of each: the `layer` has to have one.
     """
+    # Δ' = columns Q' leaves X = Q'⁻¹ diag(1 / lengths) rows.
     whole = torch.linalg.pinv(combinations.T) @ (space.rows / space.lengths[:, None])
     scale = whole[:, -1:]
     signals = (space.columns @ combinations.T) * scale.T
@@ -109,8 +113,8 @@ def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
 def inputs_drift(observation: Observation) -> bool:
     """Says whether a client's local steps have changed the inputs of all layers but the first.
 
-    The update is of inputs on the way: a drift in one direction leaves their row space as it is,
-    and nothing shows how far it went.
+    The update is then a sum over steps, whose inputs differ. A drift in one direction leaves their
+    row space as it is, so that nothing shows how far it went.
     """
     return len(step_weights(observation.training)) > 1
 
@@ -129,14 +133,15 @@ def build_answer(
     only images stay as they are: what other inputs tell is never called determined.
 
     Args:
-        observation: of N images.
-        inputs: that were found.
-        pixels: the images, if these inputs have led there.
-        features: (k, d) of the inputs.
-        iterations: that it took.
+        observation: what the server saw of N images.
+        inputs: the inputs that were found, of k images.
+        pixels: the inputs of the first layer, if those have led there.
+        features: (k, d), features of the inputs.
+        iterations: number of iterations that the search took.
     """
     count, found = observation.num_images, len(features)
     certain = inputs.certain & (inputs.layer.pixels or not inputs_drift(observation))
+    # The mean is the least wrong where nothing is known, and takes part in no certificate.
     missing = features.mean(0, keepdim=True).expand(count - found, -1)
     whole = torch.cat([features.double(), missing.double()])
     classifier = ClassifierGradient.read(observation)
@@ -175,6 +180,7 @@ def _find_inconsistent(
     read = count * inverse @ classifier.gradient.T
     errors = (whole @ classifier.weights.T).softmax(1) - F.one_hot(labels, classes)
     scale = classifier.fit_scale(read, errors)
+    # What noise in each of K entries makes of an error signal, through the inverse.
     noise = classes**0.5 * count * classifier.deviation * inverse.norm(dim=1)
     allowed = _CONSISTENT * read.norm(dim=1) + 5 * noise
     wrong = ((read - scale * errors).norm(dim=1) > allowed) | (noise > read.norm(dim=1))
@@ -200,6 +206,7 @@ def certify_inputs(observation: Observation, answer: Reconstruction) -> Tensor:
     assert answer.features is not None
     columns = classifier.gradient.shape[1]
     whole = classifier.with_constant(answer.features.double())
+    # Each image's part of the gradient is an outer product: its norm is that of both vectors.
     shares = torch.linalg.pinv(whole.T) @ classifier.gradient.T
     # Images that cancel each other leave of the gradient less than its entries were rounded by.
     terms = float((shares.norm(dim=1) * whole.norm(dim=1)).sum() / classifier.gradient.norm())

@@ -46,17 +46,18 @@ def sharpen(
     """Fits a combination (r,) to all entries that are 0; returns it and which they are (e,).
 
     Entries count the more, the nearer they are to 0 (iteratively reweighted least squares), down to
-    their errors. None if one of the zeros does not follow from the others: then it may be one
-    of the coincidences that any combination can be made to have.
+    their errors. Returns None if one of the zeros does not follow from the others: then it may be
+    one of the coincidences that any combination can be made to have.
 
     Args:
-        start: (r,), near it.
-        vectors: (r, e) that are combined.
-        deviation: of the error of each of their entries.
-        surely: how many of the smallest entries are 0.
+        start: (r,), a combination near the fitted one.
+        vectors: (r, e), the vectors that are combined.
+        deviation: standard deviation of the error of each of their entries.
+        surely: number of the smallest entries that are 0 in any case.
     """
     combination = start / start.norm()
     at = combination @ vectors
+    # The weights begin as wide as the entries are that are surely 0.
     width = float(at.abs().sort()[0][min(surely, len(at) - 1)])
     width = max(width, deviation)
     for _ in range(_LAST + math.ceil(math.log(width / deviation) / -math.log(_NARROWER))):
@@ -66,6 +67,7 @@ def sharpen(
         combination = torch.linalg.svd(weighted, full_matrices=False)[0][:, -1]
         at = combination @ vectors
     zeros = at.abs() < ZERO * deviation
+    # Fewer than r zeros hold for some combination by construction, and prove nothing.
     if int(zeros.sum()) < len(vectors):
         return None
     left, _, right = torch.linalg.svd(vectors[:, zeros], full_matrices=False)
@@ -108,7 +110,7 @@ class Rays:
     combinations: Tensor
     """(k, r), of unit length."""
     spread: Tensor
-    """(k,): standard deviation of the error of an input, all its entries together."""
+    """(k,): root of the summed variances of an input's entries."""
     tried: int
     """Linear programs that were solved."""
 
@@ -123,16 +125,17 @@ def find_rays(
     """Finds combinations of `rows` whose `entries` are non-negative, many of them 0.
 
     Args:
-        entries: (r, e), linear in the rows: what must not be negative.
-        rows: (r, n) whose entries have errors of `deviation` and no less, orthogonal.
-        deviation: of an entry of either.
-        generator: draws linear functions.
-        signal_of: what an input tells of its error signal, if anything.
+        entries: (r, e), linear in the rows; their combinations must not be negative.
+        rows: (r, n), orthogonal, with errors of at least `deviation` in each entry.
+        deviation: standard deviation of the error of an entry of either.
+        generator: source of the linear functions.
+        signal_of: function that finds an input's error signal; None if nothing tells it.
     """
     rank = len(entries)
     if rank == 1:  # the only ray, whether it has zeros or not
         error = deviation * rows.shape[1] ** 0.5
         return Rays(entries.sum(1, keepdim=True).sign(), rows.new_tensor([error]), 0)
+    # Entries that are 0 in all inputs, but for errors, bound nothing.
     alive = entries.norm(dim=0) > 10 * deviation * rank**0.5
     search = _Search(entries[:, alive].cpu(), rows.cpu(), deviation)
     rays: list[_Ray] = []
@@ -152,6 +155,7 @@ def find_rays(
         if not same:
             rays.append(ray)
             fruitless = 0
+        # One that is like two others is no better version of either.
         elif len(same) == 1 and ray.error < _BETTER * rays[same[0]].error:
             rays[same[0]] = ray
     last = search.last(rays)
@@ -172,15 +176,15 @@ class _Ray:
     combination: Tensor
     """(r,), of unit length."""
     values: Tensor
-    """(n,)."""
+    """(n,): the input that it is."""
     error: float
-    """Standard deviation of all values together, over their norm."""
+    """Root of the summed variances of all values, over their norm."""
     signal: Signal | None = None
     """Error signal of its image, if that is the only one it may be."""
 
     @property
     def bound(self) -> Tensor | None:
-        """(r,): what all other inputs are orthogonal to, if it is known."""
+        """Combination (r,) to which all other inputs are orthogonal; None if it is not known."""
         return None if self.signal is None else self.signal.combination
 
     def is_like(self, other: _Ray) -> bool:
@@ -195,14 +199,14 @@ class _Search:
     """Linear programs over the points of a cone whose entries sum to 1."""
 
     cone: Tensor
-    """(r, e)."""
+    """(r, e): entries whose combinations must not be negative."""
     rows: Tensor
     """(r, n), by whose lengths variables are scaled."""
     deviation: float
     aims: int = 0
-    """How many linear functions were drawn."""
+    """Number of linear functions that were drawn."""
     programs: int = 0
-    """How many linear programs were solved."""
+    """Number of linear programs that were solved."""
 
     def slacks(self) -> list[float]:
         """Returns how far below 0 entries may be: by rounding, and up to noise."""
@@ -222,11 +226,11 @@ class _Search:
         Minimization, 2008).
 
         Args:
-            rays: that are found. Those whose signals are known bound the cone; at the others the
-                function is 0, or above it.
+            rays: the rays that are found. Those whose signals are known bound the cone; at the
+                others the function is 0, or above it.
             slack: how far below 0 entries may be.
-            above: whether the function is above 0 at the others.
-            generator: draws it.
+            above: whether the function is above 0 at the rays whose signals are not known.
+            generator: source of the function.
         """
         self.aims += 1
         lengths = self.rows.norm(dim=1)
@@ -234,12 +238,15 @@ class _Search:
         basis = torch.eye(len(lengths), dtype=lengths.dtype)
         if bounds:
             basis = torch.linalg.svd(torch.stack(bounds))[2][len(bounds) :]
+        # Variables at the rows' lengths: unscaled, weak directions are lost in the solver's
+        # tolerance.
         scaled = basis @ (self.cone / lengths[:, None])
         aim = torch.randn(len(basis), generator=generator, dtype=torch.float64)
         others = [basis @ (ray.combination * lengths) for ray in rays if ray.bound is None]
         if others:
             known = torch.nn.functional.normalize(torch.stack(others))
             dual = torch.linalg.pinv(known)
+            # A function that is 0 at all known rays has its least value at another.
             aim -= dual @ (known @ aim)
             rising = dual @ torch.rand(len(known), generator=generator, dtype=torch.float64)
             aim = aim / aim.norm() + float(above) * rising / rising.norm()
@@ -261,12 +268,15 @@ class _Search:
             if ray is not None:
                 return ray
             at = (solution @ scaled).clamp_min(0)
+            # Entries that are nearly 0 weigh most, and are driven there (Candès, Wakin and Boyd,
+            # 2008).
             aim = scaled @ (1 / (at + _NEAR * at.mean()))
         return None
 
     def last(self, rays: list[_Ray]) -> _Ray | None:
         """Returns the only ray that all others leave, if one is missing, whatever its zeros are."""
         bounds = [ray.bound for ray in rays if ray.bound is not None]
+        # Only r - 1 known signals leave a single direction orthogonal to all.
         if len(bounds) != len(rays) or len(rays) != len(self.rows) - 1:
             return None
         lengths = self.rows.norm(dim=1)
@@ -285,11 +295,12 @@ class _Search:
         return None if error > _VAGUE else _Ray(combination, values, error)
 
     def _polish(self, start: Tensor) -> _Ray | None:
-        """Makes a combination (r,) precise.
+        """Makes a combination (r,) precise by all of its zeros.
 
-        None if entries are negative, or its zeros are no more than chance or leave it too vague.
+        Returns None if entries are negative, or if its zeros may be chance or leave it too vague.
         """
         cone, deviation = self.cone, self.deviation
+        # r - 1 zeros make any extreme ray; an input has some more.
         surely = len(cone) - 1 + int(_FEWEST * cone.shape[1])
         precise = sharpen(start, cone, deviation, surely)
         if precise is None:
@@ -302,6 +313,7 @@ class _Search:
         lengths = self.rows.norm(dim=1)
         along = torch.nn.functional.normalize(lengths * combination, dim=0)
         moved = lengths[:, None] * left[:, :-1] / held[:-1]
+        # A change of length alone is no error.
         moved -= along[:, None] * (along @ moved)
         variance = float(moved.square().sum()) + len(values)
         error = deviation * variance**0.5 / float(values.norm())

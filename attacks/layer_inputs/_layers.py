@@ -44,10 +44,11 @@ class Layer:
     """A linear layer, or a convolution to a single pixel, and its gradient in float64."""
 
     name: str
+    """The module's name in the model."""
     weights: Tensor
-    """(m, n)."""
+    """(m, n): m outputs of n inputs."""
     bias: Tensor | None
-    """(m,)."""
+    """(m,); None if the layer has none."""
     gradient: Tensor
     """(m, n), of the mean loss in `weights`; (m, n + 1) with that in the bias."""
     pixels: bool
@@ -57,11 +58,11 @@ class Layer:
     rectified: bool
     """Whether ReLU alone follows it."""
     fed_by: str | None
-    """The layer whose rectified output its input is."""
+    """Name of the layer whose rectified output its input is; None if there is none."""
     length: float
     """Root mean square of its inputs' norms on images of noise."""
     features: Features | None
-    """None where an image's features depend on more than its own input."""
+    """Map from inputs to features; None if an image's features depend on more than its input."""
     scale_free: bool
     """Whether features do not depend on the scale of its input."""
 
@@ -88,6 +89,7 @@ def trace_layers(observation: Observation) -> list[Layer]:
     shape = (2, _TRACED, *observation.model.input_shape)
     images, others = torch.randn(shape, generator=stream).to(next(model.parameters()).device)
     calls, features = _run(model, images)
+    # Tensors are known by their place in memory: the output of a layer may be a ReLU's input.
     rectified = {_place(c.before): _place(c.after) for c in calls if isinstance(c.module, nn.ReLU)}
     found: list[Layer] = []
     feeding: dict[_Place, str] = {}
@@ -106,6 +108,7 @@ def trace_layers(observation: Observation) -> list[Layer]:
             slopes = observation.update[f"{call.name}.bias"].double() * factor
             gradient = torch.cat([gradient, slopes[:, None]], 1)
         tail = _closing_tail(model, call, calls, others, features)
+        # Each image has a factor of its own: batch norm would undo a common one.
         factors = torch.linspace(*_RESCALED, len(inside)).to(inside)[:, None]
         nonnegative = bool((inside >= 0).all())
         found.append(
@@ -147,7 +150,7 @@ class _Tail:
     model: Classifier
     module: nn.Module
     images: Tensor
-    """Any images, of which nothing is left."""
+    """Any images: nothing of them reaches the features."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Computes features (N, d) from inputs (N, n)."""
@@ -174,16 +177,18 @@ def _closing_tail(
     an image's features depend on the other images, as behind batch norm in training mode.
 
     Args:
-        model: computes features.
-        call: of the layer.
-        calls: of all modules.
-        images: others than those that the model was traced with.
-        features: of the images that it was traced with.
+        model: the model, which computes features.
+        call: the layer's call.
+        calls: the calls of all modules, in their order.
+        images: images other than those that the model was traced with.
+        features: features of the images that it was traced with.
     """
     for entry in calls:
         once = sum(c.module is entry.module for c in calls) == 1
+        # A module called twice would have its input replaced twice.
         if once and entry.module is not model and _place(entry.before) == _place(call.before):
             tail, inside = _Tail(model, entry.module, images), call.before.flatten(1)
+            # Other images go in: features that still agree follow from this input alone.
             if _alike(tail(inside), features) and _alike(tail(inside[:_PART]), features[:_PART]):
                 return tail
     return None
@@ -261,7 +266,7 @@ each."""
 
 @dataclass(frozen=True)
 class Signal:
-    """What is known of an image's error signal."""
+    """An image's error signal as a combination of the gradient's columns, as far as it is known."""
 
     combination: Tensor | None
     """(r,), of the gradient's columns, of unit length. None where several may be."""
@@ -281,7 +286,7 @@ class RowSpace:
     columns: Tensor
     """(m, r), orthogonal. The gradient is columns @ diag(1 / lengths) @ rows."""
     lengths: Tensor
-    """(r,)."""
+    """(r,): singular values."""
     deviation: float
     """Standard deviation of the error of an entry: rounding, or noise."""
     separate: bool
@@ -304,6 +309,7 @@ class RowSpace:
         left, lengths, right = torch.linalg.svd(layer.gradient, full_matrices=False)
         size = (rows * columns) ** 0.5
         rounding = _ROUNDING * float(lengths.norm()) / size
+        # N images have rank N: what is beyond is noise or rounding.
         rest = lengths[count:]
         # Degrees of freedom of noise outside the rank-N part.
         spare = max(1, (rows - count) * (columns - count))
@@ -325,20 +331,22 @@ class RowSpace:
     def signal(self, off: Tensor) -> Signal | None:
         """Finds the combination of columns that is 0 at rows `off` (m,): an image's error signal.
 
-        None if no combination is.
+        Returns None if no combination is. Where several may be, the signal's combination is None.
         """
         number = int(off.sum())
+        # Fewer rows than r always leave some combination that is 0 there.
         if number < self.rank:
             return Signal(None)
         _, lengths, right = torch.linalg.svd(self.columns[off], full_matrices=False)
         noise = self.deviation * number**0.5
         if float(lengths[-1]) > _NOTHING * noise:
             return None
+        # Two directions that vanish at these rows leave the combination open.
         if self.rank > 1 and float(lengths[-2]) < _CLEAR * max(noise, float(lengths[-1])):
             return Signal(None)
         return Signal(right[-1], self.deviation * right[:-1].T / lengths[:-1])
 
     @property
     def rank(self) -> int:
-        """r."""
+        """Number of directions r."""
         return len(self.rows)

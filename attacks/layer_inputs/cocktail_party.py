@@ -37,14 +37,17 @@ class Unmixing(AttackState):
     """The unmixing matrix and what it unmixes."""
 
     observation: Observation
+    """What the server saw."""
     layer: Layer
+    """The layer whose inputs are unmixed."""
     white: Tensor
     """(r, n): the gradient's rows, centered, uncorrelated and of variance 1."""
     space: RowSpace
+    """The gradient's row space."""
     whitening: Tensor
-    """(r, r): `white` is that of the rows without their mean."""
+    """(r, r): matrix that makes `white` of the centered rows."""
     matrix: Tensor
-    """(r, r), of which rows are taken at unit length."""
+    """(r, r): unmixing matrix, whose rows are brought to unit length before use."""
     optimizer: torch.optim.Adam
     rng: torch.Generator
     inversion: tuple[Drawing, ForwardPrior] | None = None
@@ -56,8 +59,8 @@ class CocktailParty(IterativeAttack[Unmixing]):
     """Unmixes the inputs of a fully connected layer by independent component analysis.
 
     The layer is the first whose inputs are the image, and else the first from which all features
-    follow, as embeddings. The scale of an input, which the
-    paper leaves open, is that of the gradient in the bias. Images behind embeddings are only
+    follow, as embeddings. The scale of an input, which the paper leaves open, is that of the
+    gradient in the bias. Images behind embeddings are only
     answered with `image_iterations`.
     """
 
@@ -71,9 +74,9 @@ class CocktailParty(IterativeAttack[Unmixing]):
     slope: Annotated[float, Field(gt=0)] = 1.0
     """a of the negentropy's log cosh(a x)."""
     independence: Annotated[float, Field(ge=0)] = 0.01
-    """Weight of what keeps two components from being the same."""
+    """Weight of the penalty that keeps two components from being the same."""
     temperature: Annotated[float, Field(gt=0)] = 5.0
-    """T of that: exp(T |cosine of two rows|)."""
+    """T in exp(T |cosine of two rows|), which that weight multiplies."""
     image_iterations: Annotated[int, Field(ge=0)] = 0
     """Steps of Adam by which pixels then descend to the unmixed features, in 1 - cos² and
     variation. Each costs a pass through the body. 0: features are the answer."""
@@ -98,6 +101,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
         centered = values - values.mean(1, keepdim=True)
         lengths, directions = torch.linalg.eigh(centered @ centered.T / centered.shape[1])
         scaled = lengths.clamp_min(torch.finfo(lengths.dtype).tiny).rsqrt()
+        # Whitened, independent inputs are at orthogonal unit vectors: only a turn is to be found.
         whitening = scaled[:, None] * directions.T
         start = torch.randn(space.rank, space.rank, generator=rng, dtype=torch.float64)
         matrix = start.to(values).requires_grad_()
@@ -143,6 +147,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
             )
         elif state.layer.nonnegative:
             values = rows @ state.whitening @ state.space.rows[:, : state.white.shape[1]]
+            # A component's sign is open: inputs behind ReLU have a positive sum.
             values = values * values.sum(1, keepdim=True).sign()
             loss = loss + self.sign * (-values).clamp_min(0).mean()
         state.optimizer.zero_grad()
@@ -169,6 +174,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
                 rng=state.rng,
                 device=features.device,
             )
+            # Directions alone, as independence leaves the scale of an input open.
             target = KnownFeatures(features, "squared_cosine")
             prior = ForwardPrior(state.observation, Knowledge(grant=Grant()), target)
             state.inversion = drawing, prior

@@ -68,6 +68,7 @@ class ExtremeRays(DirectAttack):
             )
         best: Inputs | None = None
         programs, reasons = 0, []
+        # Pixels last: they are rays only if many are at an end of their range.
         for layer in sorted(eligible, key=lambda layer: layer.pixels):
             try:
                 found, tried = _inputs(layer, count, observation.model, rng)
@@ -83,6 +84,7 @@ class ExtremeRays(DirectAttack):
             names = ", ".join(layer.name for layer in eligible)
             raise AttackFailed("; ".join(reasons) or f"no input of {names} stands out")
         pixels: Inputs | None = best if len(best.values) == count else None
+        # ReLU's zeros lead from layer to layer, back to the image.
         while pixels is not None and not pixels.layer.pixels:
             pixels = recover_earlier(pixels, layers, count)
         if best.layer.pixels:
@@ -115,6 +117,7 @@ def _inputs(layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator) -> 
         values = values * (layer.length / values.norm(dim=1, keepdim=True))
         return Inputs(layer, values, errors, space.separate), rays.tried
     scale = values[:, -1:]
+    # The scale has an error of its own, which divides all entries.
     errors = errors * (1 + values.norm(dim=1) / scale[:, 0].abs() / values.shape[1] ** 0.5)
     return Inputs(layer, values[:, :-1] / scale, errors, space.separate), rays.tried
 
@@ -130,6 +133,7 @@ def _signals(layer: Layer, space: RowSpace) -> SignalOf | None:
         values = combined[:-1] / combined[-1]
         outputs = layer.weights @ values + bias
         entry = error * float(values.norm()) / len(values) ** 0.5
+        # Only neurons that errors of the input cannot have switched on are taken for off.
         return space.signal(outputs < -_OFF * entry * reach - _ROUNDING * outputs.abs().max())
 
     return signal_of
@@ -143,6 +147,7 @@ def _pixel_bounds(rows: Tensor, spec: ModelSpec) -> Tensor:
         rows.new_tensor(values).repeat_interleave(each) for values in (spec.mean, spec.std)
     )
     constant = rows[:, -1:]
+    # pixel = std x + mean, and 1 - pixel: both are linear in (x, 1), and neither is negative.
     low = std * rows[:, :-1] + mean * constant
     spread = (std.square() + (mean.square()).maximum((1 - mean).square())).sqrt()
     return torch.cat([low / spread, (constant - low) / spread], 1)

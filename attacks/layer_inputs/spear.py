@@ -3,10 +3,10 @@
 Dimitrov, Baader, Müller and Vechev, SPEAR: Exact Gradient Inversion of Batches in Federated
 Learning, NeurIPS 2024: its algorithms 1 and 2.
 
-Where ReLU follows a layer, ∂L/∂z of an image is 0 at every neuron that the
-image does not activate. With N - 1 of such neurons, the kernel of their rows of the gradient's
-columns is the image's combination of these. Which neurons they are is not known: rows are drawn,
-and what is sparse beyond chance was drawn from one image's zeros.
+Where ReLU follows a layer, ∂L/∂z of an image is 0 at every neuron that it does not activate. With N
+- 1 of such neurons, the kernel of their rows of the gradient's columns is the image's combination
+of these. Which neurons they are is not known: rows are drawn, and what is sparse beyond chance was
+drawn from one image's zeros.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def sample_kernels(
 ) -> Tensor:
     """Draws `number` sets of r - 1 rows; returns combinations (c, r) in their kernels.
 
-    Those whose share of zeros is at least `sparsity`, made precise by all of their zeros.
+    Only those are returned whose share of zeros is at least `sparsity`, made precise by all zeros.
     """
     unit, kernels = _draw_kernels(space, number, generator)
     at = (kernels @ unit.T).abs()
     zeros = at < _NEAR * at.amax(1, keepdim=True)
+    # r - 1 of the zeros were drawn: only more of them say anything.
     enough = zeros.sum(1) >= max(sparsity * len(unit), space.rank)
     return _sharpen_kernels(space, kernels[enough], sparsity)
 
@@ -55,7 +56,7 @@ def descend_kernels(
 ) -> Tensor:
     """Descends from the kernels of `number` sets of r - 1 rows to sparse combinations (c, r).
 
-    By iteratively reweighted least squares, whose weights sharpen from iteration to iteration
+    The method is iteratively reweighted least squares with weights that sharpen as it goes on
     (Chartrand and Yin, Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
     """
     unit, kernels = _draw_kernels(space, number, generator)
@@ -64,6 +65,7 @@ def descend_kernels(
     while len(width) and float(width.max()) > _SHARP:
         width = _SHARPER * width
         weighted = unit / (at.square() + width.square()).sqrt()[..., None]
+        # The unit vector of least weighted sum of squares is the first eigenvector.
         kernels = torch.linalg.eigh(weighted.transpose(1, 2) @ weighted)[1][:, :, 0]
         at = kernels @ unit.T
     enough = (at.abs() < 10 * _SHARP).sum(1) >= max(sparsity * len(unit), space.rank)
@@ -108,13 +110,13 @@ class Candidates:
     """Combinations that were found, each once, the sparsest first."""
 
     def __init__(self, layer: Layer, space: RowSpace) -> None:
-        """Begins without any."""
+        """Begins without any combination, for the gradient `space` of `layer`."""
         self.layer = layer
         self.space = space
         self.combinations = space.columns.new_zeros(0, space.rank)
 
     def add(self, combinations: Tensor) -> None:
-        """Adds what is new."""
+        """Adds those of `combinations` (c, r) that are not there yet."""
         for each in combinations:
             if _is_new(each, self.combinations, _PRECISELY_SAME):
                 self.combinations = torch.cat([self.combinations, each[None]])
@@ -125,11 +127,12 @@ class Candidates:
         """Selects r of them greedily; returns inputs and their score.
 
         It begins with the sparsest that are linearly independent, and exchanges one for another as
-        long as the score rises. None if there are too few.
+        long as the score rises. Returns None if there are too few.
         """
         chosen: list[int] = []
         for index in range(len(self.combinations)):
             tried = self.combinations[[*chosen, index]]
+            # Dependent combinations would leave images that cannot be told apart.
             if float(torch.linalg.svdvals(tried)[-1]) > _PRECISELY_SAME:
                 chosen.append(index)
             if len(chosen) == self.space.rank:
@@ -159,6 +162,7 @@ class Candidates:
         inputs = disaggregate(self.layer, self.space, combinations)
         assert self.layer.bias is not None
         active = inputs.values @ self.layer.weights.T + self.layer.bias > 0
+        # ReLU: an error signal is 0 exactly where the input leaves the neuron off.
         agree = active != self._are_zero(combinations)
         return inputs, float(agree.double().mean().nan_to_num())
 
@@ -183,9 +187,11 @@ class Sampling(AttackState):
     candidates: Candidates
     rng: torch.Generator
     best: Inputs | None = None
+    """Inputs of the best selection; None before the first."""
     score: float = 0.0
+    """Share of neurons and images that agree with it, in [0, 1]."""
     known: int = 0
-    """Combinations that were known when it was selected from them."""
+    """Number of combinations that were known at the last selection."""
 
 
 @final
@@ -268,6 +274,7 @@ class Spear(IterativeAttack[Sampling]):
                 "iterations, or observe smaller batches"
             )
         if state.score < _COMPLETE:
+            # A selection that contradicts some neuron is an answer, but none is determined.
             inputs.errors.fill_(torch.inf)
         assert inputs.layer.features is not None
         features = inputs.layer.features(inputs.values)
