@@ -54,10 +54,10 @@ def assess(
     """Attacks what a tap recorded, scores it against what a witness saw, and writes a report.
 
     Args:
-        tapped: What `fedsim.tap` was told as `out`, or the folder of one run in it.
+        tapped: Folder that `fedsim.tap` was told as `out`, or that of one run in it.
         model: The app's model, or where it is: `module:Class`, `module:function` or
             `module:function(num_classes=10)`. It is never read from the recording.
-        truth: What `fedsim.witness` was told as `out`; several of several clients' disks.
+        truth: Folder that `fedsim.witness` was told as `out`; several from several clients.
         out: The folder to fill.
         settings: What is assessed, and what is known of the app: the fields of `AssessSettings`.
 

@@ -35,12 +35,13 @@ class AssessSettings:
     classes: int | None = None
     """Number of outputs of the model; default as many as it has."""
     answer: TappedAnswer = "weights"
-    """What the app's clients answer."""
+    """What the app's clients send: `weights`, a `delta` from the server's weights, or a
+    `gradient`."""
     prefix: str = ""
     """Text before the names that the app sends in the model's own, if it sends a part."""
     local: Mapping[str, float] | None = None
-    """`batch_size`, `lr`, and `epochs`, `momentum`, where they apply; default what the witness
-    saw."""
+    """Local training: `batch_size` and `lr`, maybe `epochs` and `momentum`; default what the
+    witness saw."""
     defenses: Sequence[Mapping[str, object]] = ()
     """What the app's clients do to their update before it leaves, as in a scenario."""
     attacks: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: DEFAULT_ATTACKS)
@@ -50,7 +51,7 @@ class AssessSettings:
     rounds: Collection[int] | Literal["last"] = "last"
     """The rounds that are attacked; default the last one recorded."""
     clients: int = 2
-    """How many clients are attacked in each round."""
+    """Most clients that are attacked in each round."""
     run: int | None = None
     """Number of the recorded run; default the newest."""
     name: str | None = None

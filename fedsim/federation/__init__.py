@@ -43,12 +43,21 @@ def federate(
 ) -> None:
     """Train `stack` (a key of `scenario.defenses`) and record what its server sees below `out`.
 
-    `on_round` is called after each round trained in this call, in order, before the round's
-    checkpoint is written: after a kill, the rounds since the last checkpoint come again, and the
-    last report of each counts. A stack that is already complete returns at once. Same scenario,
-    same kind of processor: same results, bit for bit, on every engine and any number of cores,
-    interrupted or not. `server` spares building it again; where clients compute in this process, it
-    is a workload. `link` is for an engine whose nodes are elsewhere.
+    A stack that is already complete returns at once. The same scenario on the same kind of
+    processor gives the same results, bit for bit: on every engine, on any number of cores,
+    interrupted or not.
+
+    Args:
+        scenario: The scenario, whose sections have been checked against each other.
+        stack: Name of the stack of defenses.
+        out: The run's folder.
+        resume: Whether `out` may hold results of this stack, which is then continued.
+        on_round: Called after each round trained in this call, in order, before its checkpoint is
+            written. After a kill, rounds since the last checkpoint come again: the last report of
+            each counts.
+        server: What the server of the stack knows, to save building it; a `Workload` where clients
+            compute in this process.
+        link: Way to the nodes, for an engine whose nodes are on other machines.
 
     Raises:
         FedsimError: see `refusals.check_scenario`; or `out` holds results of this stack and

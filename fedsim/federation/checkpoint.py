@@ -51,9 +51,12 @@ class Checkpoint:
     """State of a stack's training after `round`."""
 
     round: int
+    """Number of the last round that is done, from 1."""
     parameters: Tensors
     buffers: Tensors
+    """Float buffers of the global model, by name."""
     strategy: Mapping[str, Any]
+    """The strategy's memory as JSON, which refers to `strategy_tensors` by name."""
     strategy_tensors: Tensors
 
 

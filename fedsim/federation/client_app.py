@@ -98,7 +98,7 @@ class FederationClient:
         return Path(self._job.out)
 
     def __reduce__(self) -> tuple[type[FederationClient], tuple[FederationJob]]:
-        """Engines ship the app to other processes: with the job, without the data."""
+        """Reduces the app to its job, without the data: engines ship it to other processes."""
         return FederationClient, (self._job,)
 
     def identify(self, message: Message, context: Context) -> Message:
@@ -111,7 +111,7 @@ class FederationClient:
         return Message(wire.identity(client), reply_to=message)
 
     def left_out(self, message: Message, context: Context) -> Message:
-        """Remove the truth of an answer that is no part of what was recorded."""
+        """Removes the truth of an answer that is in no recording."""
         order = wire.read_order(message.content)
         client, out = self.client(context), self.out
         for observation in self.workload.recorded_as(order.round, client, order.probe):
@@ -121,19 +121,24 @@ class FederationClient:
         return Message(wire.identity(client), reply_to=message)
 
     def train(self, message: Message, context: Context) -> Message:
-        """Train one round: update out; truth (if observed) and state stay."""
+        """Trains one round and answers the update; truth (if observed) and state stay with the
+        client."""
         order = self.read_order(message)
         if order.probe:
             raise FedsimError("a training message asks for a probe; send it as train.probe")
         client = self.client(context)
+        # The schedule follows from the seed: a server cannot ask others than those that the round
+        # samples.
         if client not in self.workload.plan(order.round).participants:
             raise FedsimError(f"client {client} takes no part in round {order.round}")
         return self._respond(message, context, order)
 
     def probe(self, message: Message, context: Context) -> Message:
-        """Answer a probe that the scenario plans: update out, truth stays, state unchanged."""
+        """Answers a probe that the scenario plans; truth stays with the client, whose state is
+        unchanged."""
         order = self.read_order(message)
         client, plan = self.client(context), self.workload.plan(order.round)
+        # An unplanned probe would be a release that no claim counts.
         if not plan.asks(order.probe) or client not in plan.observed:
             raise FedsimError(
                 f"no such probe is planned for round {order.round} of client {client}: "
@@ -167,6 +172,7 @@ class FederationClient:
             FedsimError: the round is none of the scenario's, or the client has answered in it for
                 other weights, or in a later one, or with other bytes.
         """
+        # Before anything is computed, so that no release goes uncounted.
         if self._on_release:
             self._on_release()
         round, workload = order.round, self.workload
@@ -191,6 +197,7 @@ class FederationClient:
             state,
             probe=order.probe,
         )
+        # Before the answer leaves, so that no recording lacks the truth by which it is judged.
         self._keep_truth(client, order, result)
         # Probes leave the client's memory as it is, so that training does not depend on them.
         if order.probe is None and result.state:

@@ -73,7 +73,8 @@ class ClientState:
             self._path(past).unlink(missing_ok=True)
 
     def save_sent(self, round: int, sent: Tensors) -> None:
-        """Keep what the client `sent` in `round`, and at which weights."""
+        """Keeps what the client sent in `round`, together with the weights at which it was
+        computed."""
         write_tensors(self._sent_path(round), sent)
 
     def load_sent(self, round: int) -> Tensors:
@@ -82,7 +83,7 @@ class ClientState:
         return read_tensors(path) if path.exists() else {}
 
     def forget_sent(self, round: int) -> None:
-        """Forget what was sent in `round`: it did not count."""
+        """Forgets what was sent in `round`, since that answer was left out."""
         self._sent_path(round).unlink(missing_ok=True)
 
     def rewind(self, done: int) -> None:

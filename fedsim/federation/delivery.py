@@ -34,7 +34,7 @@ _RETURN_SECONDS = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """How the messages of an engine travel."""
+    """Settings of how an engine's messages travel."""
 
     own_machines: bool = False
     """Whether each client has a machine of its own. Then an order is void once its answer would be
@@ -78,6 +78,7 @@ def exchange(
     while pending and time.monotonic() - heard < timeout:
         answered = False
         for sent_as in list(pending):
+            # One message at a time: its reply is handled and dropped before the next is fetched.
             for reply in grid.pull_messages([sent_as]):
                 position = pending.pop(sent_as)
                 if reply.has_error() and reply.error.code in _GONE:
@@ -162,7 +163,7 @@ class Nodes:
         self._known: set[int] = set()
 
     def gather(self, done: int) -> None:
-        """Wait for a node of each client, and greet it after `done` rounds.
+        """Waits for a node of each client, and tells it that `done` rounds are done.
 
         Raises:
             FedsimError: a client has no node, or two, or a node failed to answer.
@@ -184,7 +185,8 @@ class Nodes:
             )
 
     def refresh(self, done: int) -> list[str]:
-        """Greet nodes that have come since; returns a line about each that is not let in.
+        """Greets nodes that have come since the last call; returns a line about each that is not
+        let in.
 
         A client's old node gives way only if it is gone or silent.
         """
@@ -204,6 +206,8 @@ class Nodes:
                 continue
             if client not in self._of:
                 refused.append(f"node {node}: client {client} is none of this federation")
+            # A node that crashed may stay listed for a while: it is asked before another takes its
+            # place.
             elif self._of[client] in there - {node} and self._answers(self._of[client], done):
                 refused.append(f"node {node}: client {client} has a node already")
             else:
@@ -212,7 +216,7 @@ class Nodes:
 
     @property
     def by_client(self) -> Mapping[int, int]:
-        """The node of each client."""
+        """Node of each client, by client; it changes when a node comes back as another."""
         return self._of
 
     def _answers(self, node: int, done: int) -> bool:

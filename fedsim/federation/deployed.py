@@ -25,7 +25,7 @@ NO_LINK = (
     "federation.engine: deployment needs a SuperLink: name it with --superlink, or start a whole "
     "federation on this machine with fedsim up"
 )
-"""Why an engine that is elsewhere cannot be used."""
+"""Text of the error when an engine with nodes on other machines has no link to them."""
 
 _RUN_BYTES = 16
 
@@ -65,7 +65,7 @@ class Deployed:
         return cls(census, paths.content(secret, paths.TEXT) if secret.exists() else None)
 
     def save(self, out: Path) -> None:
-        """Write it below `out`; the secret is for its owner's eyes alone."""
+        """Writes it below `out`; the secret's file is readable by its owner alone."""
         statistics = {unit: list(said) for unit, said in self.census.private_statistics.items()}
         files.write_json(
             out / "census.json",
@@ -97,7 +97,7 @@ class Deployed:
 
 
 def run_name(out: Path) -> str:
-    """Return what nodes know the run in `out` by: drawn once, and kept there."""
+    """Returns the name by which nodes know the run in `out`: drawn at first, then kept there."""
     path = out / "run"
     if not path.exists():
         files.write_bytes(path, secrets.token_hex(_RUN_BYTES).encode())

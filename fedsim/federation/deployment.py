@@ -108,11 +108,11 @@ class Deployment(FlowerEngine):
             app(grid, context)
 
     def join(self, out: Path, homes: Sequence[Path]) -> int:
-        """See `FlowerEngine`; with the truth goes what a participant has seen.
+        """See `FlowerEngine`; what a participant saw of others is copied together with the truth.
 
         Raises:
-            FedsimError: there is no deployed run, or no home, or a home is none, or it holds truth
-                of another client than its own.
+            FedsimError: there is no deployed run, no home, or a folder that is none; or a home
+                holds truth of another client than its own.
         """
         if not (out / "run").exists():
             return super().join(out, homes)
@@ -154,9 +154,9 @@ def most_bytes(server: Server) -> int:
 
 
 def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -> Census:
-    """Ask the nodes behind `link` how much each holds, and whether they would answer at all.
+    """Asks the nodes behind `link` how much each holds, and whether they would answer at all.
 
-    `on_wait` is told how many are there while more have to come.
+    `on_wait` is called with the number of nodes that are there while more have to come.
 
     Raises:
         FedsimError: a client has no node or two, or a node refuses, with its reason.

@@ -43,7 +43,7 @@ class FlowerEngine(Engine):
             job: What every process of the federation is told.
             server: What the stack's federation computes; a `Workload` unless the engine is remote.
             on_round: Called after each round.
-            link: Where the messages go, of an engine whose nodes are elsewhere.
+            link: Way to the nodes, for an engine whose nodes are on other machines; else None.
 
         Raises:
             FedsimError: the engine failed.
@@ -69,14 +69,15 @@ class FlowerEngine(Engine):
         return None
 
     def join(self, out: Path, homes: Sequence[Path]) -> int:
-        """Copy the truth that nodes keep of the run in `out` into it, and count the files.
+        """Copies the truth that nodes keep of the run in `out` into it; returns the number of
+        files.
 
         Args:
             out: The run's folder.
-            homes: Folders of nodes; none: those below `out`.
+            homes: Folders of nodes; if empty, those below `out`.
 
         Raises:
-            FedsimError: the run's clients are not elsewhere, or a folder is no node's.
+            FedsimError: the run's clients are not on other machines, or a folder is no node's.
         """
         raise FedsimError(f"{out}: no deployed run, so that there is nothing to collect")
 

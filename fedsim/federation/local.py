@@ -165,7 +165,8 @@ def run_server(server_app: ServerApp, grid: Grid) -> None:
 
 @contextmanager
 def identity() -> Iterator[None]:
-    """Be a Flower server in this process: messages are signed with its task and run."""
+    """Makes this process a Flower server inside the block: messages are signed with its task and
+    run."""
     before = vars(TaskIdentity).copy()
     TaskIdentity.task_id, TaskIdentity.run_id = 1, _RUN_ID
     TaskIdentity.node_id = SUPERLINK_NODE_ID

@@ -25,9 +25,11 @@ class Screening:
     """Verdict on one answer: what could be read of it, and why it is left out, if it is."""
 
     answer: wire.WireAnswer | None = None
+    """The answer, also if it is left out for not being finite; None if it could not be read."""
     reason: str | None = None
     """One of `REASONS`; None if the answer is accepted."""
     text: str = ""
+    """Explanation of the reason, for the record."""
 
 
 def judge(reply: Message | None, expected: wire.Shape) -> Screening:
@@ -78,13 +80,21 @@ class Tally:
     """Counts what happened to the messages of one round."""
 
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    """Number of training answers that are left out, for each of `REASONS`."""
     details: list[str] = field(default_factory=list)
+    """Lines about failures, at most 20."""
     zero_updates: int = 0
+    """Number of aggregated updates that are zero everywhere."""
     probe_failures: int = 0
+    """Number of probes without a recording."""
     accepted: tuple[int, ...] = ()
+    """Clients whose updates are aggregated, ascending."""
     train_loss: float | None = None
+    """Mean of the reported losses, weighted by examples; None if none was reported."""
     bytes_up: int = 0
+    """Bytes of the answers to training messages."""
     bytes_down: int = 0
+    """Bytes of the training messages."""
 
     @property
     def failed(self) -> int:

@@ -120,6 +120,7 @@ def check_fit(name: str, parameters: Mapping[str, Any], *, sees_each: bool, loss
             "under differential privacy; use FedAvg"
         )
     if "strategy" in parameters:
+        # A wrapper hands on what it gets, so that the strategy inside has to fit, too.
         inner, inner_parameters = _inner(parameters["strategy"])
         check_fit(inner, inner_parameters, sees_each=sees_each, losses=losses)
 

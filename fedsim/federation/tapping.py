@@ -58,14 +58,14 @@ def tap(
 ) -> T:
     """Records what the server of a Flower app sees, below `out`; returns what to use instead.
 
-    Of a grid that is a grid around it. Of a strategy it is the strategy itself, whose `start` from
-    now on taps the grid that it is handed.
+    A grid is wrapped in another grid. A strategy is changed and returned: from now on its `start`
+    taps the grid that it is handed.
 
     Args:
         target: The grid or the strategy of a ServerApp.
         out: The folder; each run of the app gets its own in it, `run-<id>`.
-        rounds: Which are recorded, counted from 1; default all.
-        clients: At most so many clients are recorded, those that are asked first; default all.
+        rounds: Rounds that are recorded, counted from 1; default all.
+        clients: Most clients that are recorded, those that are asked first; default all.
         max_gib: GiB that a run may take on the disk; what has no room is left out and counted.
 
     Raises:
@@ -98,9 +98,9 @@ def client_tap(
     It stands first among the app's mods, so that it records what leaves the machine.
 
     Args:
-        out: See `tap`; a folder of the client's.
-        rounds: See `tap`.
-        max_gib: See `tap`.
+        out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
+        rounds: Rounds that are recorded, counted from 1; default all.
+        max_gib: GiB that a run may take on the disk; what has no room is left out and counted.
 
     Raises:
         FedsimError: a value is out of range.
@@ -143,7 +143,8 @@ _Recorders = Callable[[int, Side], Recorder]
 def _recorders(
     out: str | Path, rounds: Collection[int] | None, clients: int | None, max_gib: float
 ) -> _Recorders:
-    """Returns what makes the recorder of a run, by its number and the side that records."""
+    """Returns a function that makes the recorder of a run, given its number and the side that
+    records."""
     chosen = None if rounds is None else frozenset(rounds)
     if chosen is not None and not all(1 <= round <= MOST_ROUNDS for round in chosen):
         raise FedsimError(f"rounds: expected 1 to {MOST_ROUNDS}, got {sorted(chosen)}")
@@ -173,7 +174,7 @@ class _Broadcast:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sent:
-    """An order that is to be recorded with its answer."""
+    """An order that is recorded together with its answer."""
 
     round: int
     node_id: int
@@ -190,10 +191,11 @@ class _Tape:
         self._recorder = recorder
         self._counted = counted
         self._last: tuple[_Broadcast, _Content] | None = None
-        """What was sent last: clients share it. Orders hold no content: some are never answered."""
+        """Last model that was sent, which clients share, and its arrays. Orders hold no arrays,
+        since some are never answered."""
 
     def begin(self, messages: Iterable[Message]) -> None:
-        """Count a round of messages to train that do not say which round it is."""
+        """Counts one round for a batch of training messages that do not say their round."""
         for message in messages:
             if trains(message) and message.has_content():
                 # Once for all messages of a batch, which are of one round.
@@ -201,7 +203,7 @@ class _Tape:
                 return
 
     def note(self, message: Message, node_id: int) -> _Sent | None:
-        """Record what a message carries to a node; None if it is not to be recorded."""
+        """Records what a message to a node carries; returns None if it is not to be recorded."""
         if not trains(message) or not message.has_content():
             return None
         try:
@@ -264,7 +266,7 @@ class _Tape:
         )
 
     def _later(self, job: Callable[[], object], content: _Content) -> None:
-        """Runs `job`, which writes `content`, behind the caller; its failure is told."""
+        """Runs `job`, which writes `content`, on the writing thread, and counts it if it fails."""
 
         def run_guarded() -> None:
             try:
@@ -295,7 +297,7 @@ class _TappedGrid(WrappedGrid):
         self._recorder_of = recorder_of
         self._tapes: dict[int, _Tape] = {}
         self._pending: dict[str, _Sent] = {}
-        """Message id -> order that was pushed."""
+        """Orders that were pushed and not yet answered, by message id."""
         # An app drops its grid when it ends, and its process may not live long after that. The
         # collector may drop it while this thread holds what the writing thread needs.
         weakref.finalize(self, behind.finish, _STALLED)

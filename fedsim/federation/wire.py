@@ -33,9 +33,9 @@ answers are given once, and the keys of a secure sum's masks name both clients a
 PROBE = "probe"
 """Action of a training message whose answer is recorded and never aggregated."""
 IDENTIFY = "identify"
-"""Action of a query: which client is behind a node?"""
+"""Action of the query that asks which client is behind a node."""
 LEFT_OUT = "left_out"
-"""Action of a query: your answer to this order is no part of what was recorded."""
+"""Action of the query that tells a client that its answer to an order is in no recording."""
 
 KEYS, SHARES, MASKED, AGREE, UNMASK = "keys", "shares", "masked", "agree", "unmask"
 """Actions of training messages: the stages of a secure sum."""
@@ -56,7 +56,7 @@ _MAX_EXAMPLES = 2**40
 
 
 class MalformedError(FedsimError):
-    """A message does not hold what it should; the text says what is wrong with it."""
+    """Raised for a message that does not hold what it should; its text says what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def decode_like(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
 
 
 def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
-    """Decode one array."""
+    """Decodes one array; with `like`, its dtype and shape must be those."""
     values = _values(name, array)
     try:
         # A copy: the bytes of a message are read-only, and gone with it.
@@ -240,7 +240,7 @@ def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
 
 
 def _values(name: str, array: Array) -> np.ndarray[Any, Any]:
-    """View the numbers of one array, read-only, after its header was held against their bytes."""
+    """Returns a read-only view of one array's numbers, once its header agrees with its bytes."""
     if array.stype != "numpy.ndarray":
         raise MalformedError(f"{name}: serialized as {array.stype[:40]!r}, expected numpy.ndarray")
     shape, fortran, dtype, start = _header(name, array.data)
@@ -270,7 +270,8 @@ def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any
 
 @lru_cache(maxsize=1024)
 def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """NumPy parses the header as a Python literal, which takes longer than a small array."""
+    """Parses the header of a NumPy file, and remembers it: that takes longer than reading a small
+    array."""
     buffer = io.BytesIO(header)
     if np.lib.format.read_magic(buffer) != (1, 0):
         raise ValueError("another version")

@@ -36,8 +36,8 @@ def witness(
 
     Args:
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
-        rounds: Which are kept, counted from 1; default all.
-        max_images: Different images that are kept of one order to train; others are counted.
+        rounds: Rounds that are kept, counted from 1; default all.
+        max_images: Most different images that are kept of one order to train; others are counted.
         max_gib: GiB that a run may take on this disk; what has no room is not kept.
 
     Raises:
@@ -112,7 +112,7 @@ def _keep(
 
 
 def _why_nothing(steps: Steps) -> str:
-    """Words why a training has no truth that fedsim could score an attack by."""
+    """Returns the reason why a training has no truth that fedsim could score an attack by."""
     if steps.failure is not None:
         return f"the witness cannot follow how the client trains: {steps.failure}"
     if steps.saw_images:

@@ -265,6 +265,7 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> l
             raise FedsimError(
                 f"--host: expected a name or an address alone, as in server.org, got {host!r}"
             )
+    # The authority's own key goes with this folder: nobody can vouch for another server with it.
     with tempfile.TemporaryDirectory(prefix="fedsim-keys-") as made:
         authority = make_authority(Path(made) / "authority", hosts, days=days)
         root = paths.content(authority.certificate, paths.TEXT)

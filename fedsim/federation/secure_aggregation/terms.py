@@ -86,7 +86,8 @@ def degree(clients: int, threshold: float, colluding: float) -> int:
 
 
 class AbortedError(FedsimError):
-    """A side does not go on: what it was told breaks the protocol, or too few are left."""
+    """Raised when a side does not go on: what it was told breaks the protocol, or too few are
+    left."""
 
 
 @dataclass(frozen=True, kw_only=True)
