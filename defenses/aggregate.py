@@ -103,6 +103,7 @@ class RunningMean:
         """Takes in `update`, whose share of the weight so far is `weight` (1 for the first)."""
         if self._mean is None:
             self._dtypes = {name: tensor.dtype for name, tensor in update.items()}
+            # A copy, since the mean changes in place and a client's update must not.
             self._mean = {
                 name: tensor.to(self._wide(tensor), copy=True) for name, tensor in update.items()
             }

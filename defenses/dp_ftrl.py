@@ -15,7 +15,7 @@ from fedsim.types import Effect, FedsimError, Noise, Update
 from fedsim_defenses.aggregate import sum_updates
 
 _ROUNDING = 2.0**-22
-"""How far rounding may part the sums of two worlds: share of a client's bound, for each client.
+"""Largest rounding between the sums of two worlds: share of a client's bound, for each client.
 Each is rounded once, by at most 2^-24 of its length, which is at most the bound times the clients.
 """
 

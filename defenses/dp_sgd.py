@@ -118,4 +118,4 @@ class DPSGD(TrainingDefense):
 
 
 _UNKNOWN_NOISE = 1e-300
-"""Stands for noise that is still to be found: so little that nothing is claimed of it."""
+"""Multiplier that stands for noise still to be found: so little that nothing is claimed of it."""

@@ -68,7 +68,7 @@ class SecureAggregation(MaskedAggregation):
         return self
 
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """See the contract; without a bound on the update, `range` is needed."""
+        """Returns the terms of a sum; without a bound on the update, `range` is needed."""
         if self.range is None and math.isinf(before.sensitivity):
             raise FedsimError(
                 "secure_aggregation: nothing bounds an update's entries, which have to be of a "

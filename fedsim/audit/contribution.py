@@ -1,4 +1,4 @@
-"""What one canary contributes to a release, and what the server sees of it.
+"""Computes what one canary contributes to a release, and what the server sees of it.
 
 The global model stays at its start, as of a server that sends it again: a claim is one against any
 server.

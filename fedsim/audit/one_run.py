@@ -61,13 +61,15 @@ def scores(
             updates = [Update(tensors=sent[client], num_examples=1) for client in sorted(sent)]
             sent = {_ALL: workload.combine_updates(updates, round).tensors}
         for viewed, update in sent.items():
+            # Every round starts from the same model, where a canary contributes the same: the sum
+            # says it all.
             seen[viewed] = seen.get(viewed, 0) + cast.sign * cast.flat(update)
         on_progress(round, rounds)
     return cast.score_canaries(seen), cast.coins.numpy()
 
 
 _ALL = -1
-"""Stands for the sender of the aggregate."""
+"""Number that stands for the sender of the aggregate."""
 
 
 class _Cast(ABC):
@@ -88,6 +90,7 @@ class _Cast(ABC):
         self.start = self.contributions.start
         entries = sum(value.numel() for value in self.start[0].values())
         stream = rng.generator(self.seed, "sketch")
+        # Drawn once: rows can only be compared in one and the same sketch.
         self._sums = torch.randint(_SKETCHED, (entries,), generator=stream)
         self._signs = 2.0 * torch.randint(2, (entries,), generator=stream) - 1
 
@@ -182,6 +185,7 @@ class _Examples(_Cast):
         if self.replaced:
             labels[self.examples] = torch.where(self.coins, exchanged, self.labels)
             for others in self.others:
+                # The others become copies of one example, which the attacker knows how to take out.
                 shown[others] = shown[others[:1]]
                 labels[others] = labels[others[:1]]
         else:

@@ -42,7 +42,7 @@ _PER_FEATURE = 4
 _GAIN = 1.2
 """Factor in standard deviations by which another look must beat the sum to be taken for it."""
 _ERROR = 0.05
-"""How often the comparison of looks may err."""
+"""Probability with which a comparison of looks may err."""
 
 
 class Looks:
@@ -231,6 +231,7 @@ def _client_trials(workload: Workload, taken: Collection[tuple[int, ...]]) -> _T
         state = stack.init(away, declared)
         seen = []
         for round, toward in enumerate(towards, 1):
+            # A client that does not take part sends nothing, while the server's noise goes on.
             released: Tensors = away
             if round in rounds:
                 noise = rng.generator(seed, "canary", world, trial, round)
@@ -321,10 +322,10 @@ _CANARIES: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.zeros_like,
     _full,
 )
-"""What an image may become as a canary, beside having another label. What is computed from images
-moves with all but the first, which the auditor takes unless another moves others' contributions."""
+"""Ways to turn an image into a canary, beside giving it another label. The first leaves the image
+as it is; the auditor takes it unless another one also moves what others contribute."""
 _MOST_OF_ONE = 2 + 1e-3
-"""What one example moves by itself: a contribution of norm 1 is exchanged for another."""
+"""Norm that one example moves by itself: a contribution of norm 1 is exchanged for another."""
 
 
 @dataclass(frozen=True, kw_only=True)

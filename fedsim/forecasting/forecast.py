@@ -39,7 +39,7 @@ class Forecast:
     estimate: Estimate
     first_attack: str
     beyond: str
-    """What the first attack does that the formula knows nothing of; empty if it knows."""
+    """The means of the first attack that the formula does not cover; empty if it covers all."""
     source: str
     """Origin of the stand-in images."""
 

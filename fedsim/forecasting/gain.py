@@ -133,15 +133,18 @@ def disturbance(
     groups = zip(images.float().chunk(clients), labels.chunk(clients), strict=True)
     for number, (x, y) in enumerate(groups):
         stream = rng.generator(observation.seed, "disturbance", number)
+        # Each client's update twice: as computed, and as its stack makes it.
         for bare, kept in ((True, plain), (False, defended)):
             kept.append(_update(plan, observation, state, x, y, stream, bare=bare))
     computed = torch.stack([flat(each, names) for each in plain]).mean(0).double()
     seen = torch.stack([flat(each, names) for each in defended]).mean(0).double()
     scale = 1.0
     if effect.scaled_examples or (scaled and effect.bound is None):
+        # Clipped examples have no common factor, and an unknown bound tells none: it is measured.
         scale = _project_scale(seen, computed, std)
     elif scaled:
         assert effect.bound is not None
+        # A clipped update has a known factor, which the mean averages over clients.
         norms = [float(flat(each, names).norm()) for each in plain]
         scale = sum(min(1.0, effect.bound / max(n, 1e-30)) for n in norms) / len(norms)
     return Disturbance(
@@ -404,7 +407,7 @@ class Estimate:
     stall: float
     """t_s, 0 to 1."""
     unfinished: float | None
-    """What noise, pruning and the limited steps leave of the squared error, 0 to 1; None where
+    """Share of the squared error that noise, pruning and limited steps leave, 0 to 1; None where
     descents stall at the guess, so that nothing else was looked at."""
     ceiling: float | None
     """dB that noise leaves to an attack which needs no descent, where noise is all that lies
@@ -535,7 +538,7 @@ def _stall(cases: Sequence[_Case]) -> float:
 
 @dataclass(frozen=True)
 class _Left:
-    """What is left of the squared error, 0 to 1."""
+    """Shares of the squared error that are left, 0 to 1."""
 
     descent: float
     """Share left by noise, pruning and the limited number of steps."""

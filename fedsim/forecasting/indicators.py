@@ -1,4 +1,4 @@
-"""What about a model, its batch and its defenses lets images through, each with a number."""
+"""Indicators: properties of a model, its batch and its defenses that let images through."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOUD, _FAINT = 0.5, 0.01
 
 @dataclass(frozen=True)
 class Indicator:
-    """One thing that decides on whether an update can be attacked."""
+    """One property that decides whether an update can be attacked."""
 
     name: str
     value: str
@@ -45,6 +45,7 @@ def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
     observation, clients = plan.first, plan.first.num_clients
     steps = plan.training.steps if plan.training.batches == "different" else 1
     clients = max(1, min(clients, MOST_IMAGES // steps))
+    # At most `MOST_IMAGES` images in all, as for the gain.
     size = min(plan.training.batch_size, max(1, MOST_IMAGES // (steps * clients)))
     small = plan.of_batches(size, clients)
     images, labels, _ = small.draw_batch(0, size)
@@ -234,6 +235,7 @@ def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateM
     scale = disturbance(
         plan, observation, rebuild(observation), images, labels, update_map.names
     ).scale
+    # Clipping shortens the update before noise is added: the ratio is that of what is sent.
     ratio = std / max(scale * float(own.square().mean().sqrt()), 1e-30)
     side: Side = "client" if ratio > _LOUD else "attacker" if ratio < _FAINT else "neither"
     why = f"deviation {std:.3g} of an entry, over its root mean square"

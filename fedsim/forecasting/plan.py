@@ -1,4 +1,4 @@
-"""What is forecast: one client's update as an attacker will be told of it, and stand-in images.
+"""Plans of a forecast: an update as an attacker will be told of it, and stand-in images.
 
 Plans are made from a scenario or from the folder of a run.
 """
@@ -50,7 +50,7 @@ class StandIns:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """One update: of which model and batch it will be, behind which defenses."""
+    """The update that is forecast: its model, its batch and the defenses in front of it."""
 
     stack_name: str
     observations: tuple[Observation, ...]
@@ -157,6 +157,8 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
                 "update of images; `fedsim privacy` tells what such a release guarantees"
             )
         parameters, buffers = workload.initial()
+        # Behind an aggregation one update of all participants is seen, else that of a single
+        # client.
         together = workload.stack.aggregation is not None
         clients = len(workload.plan(1).participants) if together else 1
         sizes = scenario.observe.batch_sizes or [scenario.training.local.batch_size]

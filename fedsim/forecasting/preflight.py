@@ -165,6 +165,7 @@ def _stand_ins(
         expected = ("at least 2", *spec.input_shape)
         raise FedsimError(f"images: expected shape {expected}, got {tuple(images.shape)}")
     low, high = float(images.min()), float(images.max())
+    # A NaN among the pixels fails this comparison as well.
     if not 0 <= low <= high <= 1:
         raise FedsimError(f"images: expected pixels in [0, 1], got {low:.3g} to {high:.3g}")
     whole = not labels.is_floating_point() and labels.dtype != torch.bool

@@ -1,4 +1,4 @@
-"""What papers' own closed forms ask for, to compare with.
+"""Computes the noise that closed forms of papers ask for, to compare with.
 
 *Random projections* (`sheffet_sigma`). Sheffet, Old Techniques in Differentially Private Linear
 Regression, ALT 2019, as stated by Lu et al., The Normal Distributions Indistinguishability

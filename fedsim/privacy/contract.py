@@ -1,4 +1,4 @@
-"""What the privacy calculator asks of a mechanism: a curve δ(ε), its inverse, noise, an audit.
+"""Defines what a mechanism offers the privacy calculator: δ(ε), ε(δ), its noise, an audit.
 
 Each is a frozen pydantic model whose fields are the keys that a user writes (`fedsim privacy delta
 gaussian sensitivity=1 sigma=2 --epsilon 1`). A `KnownMechanism` has them all, and is registered by
@@ -38,7 +38,7 @@ class Answer:
     log_delta: float
     """Natural logarithm of δ, right where δ itself underflows; -inf for δ = 0."""
     method: str
-    """How the figure was found, in words: `closed form`, `Monte-Carlo of the dominating pair`."""
+    """Method in words, such as `closed form` or `Monte-Carlo of the dominating pair`."""
     direction: Direction | None = None
     """The direction with the larger δ, which is the one stated."""
     sigma: float | None = None
@@ -60,7 +60,7 @@ class Answer:
     unit: str | None = None
     """The unit that ε and δ protect: a row, an example or a client."""
     neighbours: str | None = None
-    """What two neighbours differ in: of any others nothing is said."""
+    """The difference between two neighbours, in words; nothing is claimed for any others."""
 
 
 def larger(found: Mapping[Direction, float]) -> Direction:
@@ -114,7 +114,7 @@ class ExactCurve(Curve):
     """A curve that is computed in each direction; the larger is stated."""
 
     formula: ClassVar[str] = ""
-    """How δ and ε are computed, with the source: `method` of the answers."""
+    """`method` of the answers: the way δ and ε are computed, with its source."""
 
     @abstractmethod
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:

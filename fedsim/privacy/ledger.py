@@ -62,7 +62,7 @@ _INDEPENDENT = ("poisson", "balls_in_bins")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReleases:
-    """What a client releases besides training: `count` batches, each `releases` times."""
+    """The releases of a client besides training: `count` batches, each `releases` times."""
 
     declared: LocalTraining
     """Before the stack's training defenses."""
@@ -72,7 +72,7 @@ class ProbeReleases:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What one client has released, and at which δ it is accounted.
+    """The releases of one client, and the δ at which they are accounted.
 
     With the most participations and the least data it is the worst client's.
     """
@@ -89,12 +89,12 @@ class Entry:
     buffers_released: bool = False
     """Whether clients also send batch-norm statistics, which no defense protects."""
     release: Release | None = None
-    """What a closed-form learner releases of all of a client's rows in each round."""
+    """The release that a closed-form learner makes of all of a client's rows in each round."""
     schedules: Collection[tuple[bool, ...]] = ()
     """Clients' participations in the federation's rounds so far, where noise of the server's is
     correlated over these; by default one took part in all."""
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
-    """By unit, the quantities that clients compute with and that its data influenced without noise.
+    """Quantities that clients compute with and a unit's data influenced without noise, by unit.
     A unit then moves more than its own contribution, and nothing is claimed."""
     probes: Collection[ProbeReleases] = ()
     unprotected: Collection[str] = ()

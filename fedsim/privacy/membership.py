@@ -1,4 +1,4 @@
-"""What (ε, δ) allows at most of a test whether one row is there.
+"""Bounds what a test for the presence of one row can achieve under (ε, δ).
 
 (ε, δ)-privacy is a bound on every test: with x its false and y its true positive rate,
 y <= e^ε x + δ, and as much with the worlds exchanged, 1 - x <= e^ε (1 - y) + δ (Wasserman and Zhou,

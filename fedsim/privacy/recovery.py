@@ -1,4 +1,4 @@
-"""What theory says of recovering features: the paper's rates, and what no attack can exceed.
+"""Bounds from theory on the recovery of features: the paper's rates, and limits of any attack.
 
 Rates: Liu et al., Data Reconstruction Attacks and Defenses, section 3 and Appendix C, for
 `tensor_features`, up to a constant; they say how its error grows, not how large it is, and nothing

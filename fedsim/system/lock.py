@@ -24,6 +24,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A pipe of this name is not waited for, and a link not followed."""
 _NO_LOCK = "a link, a folder, a pipe or a device, and no lock"
 _HELD = (errno.EAGAIN, errno.EACCES)
+"""Errors of a lock that another process holds."""
 _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -94,6 +95,7 @@ def _acquire(handle: int, path: Path, option: str) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD:
+            # The holder has written into the file who it is.
             holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
             raise FedsimError(
                 f"{path.parent} is in use by another run ({holder or 'unknown'}): wait for its "

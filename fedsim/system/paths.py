@@ -144,6 +144,7 @@ def writable_folder(path: Path, option: str) -> None:
     try:
         if "\0" in str(path):
             raise ValueError("a name with a NUL")
+        # The nearest part that exists decides: the rest can be made in it.
         for part in (path, *path.absolute().parents):
             if not part.exists():
                 if part.is_symlink():

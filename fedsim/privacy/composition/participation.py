@@ -1,4 +1,4 @@
-"""What one example's participations become under correlated noise: y = C z, C_ij = λ^(i-j).
+"""Tracks one example's participations under correlated noise: y = C z, C_ij = λ^(i-j).
 
 z_t says whether the example is in the batch of step t, independently with probability q, and
 y_t = λ y_(t-1) + z_t. There are 2^T such vectors; here y lives on a grid, always rounded up or
@@ -24,7 +24,7 @@ Rounding = Literal["up", "down"]
 _ROUNDING = 1e-12
 """Relative rounding of the levels."""
 _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
-"""Of squared norms: least level, relative distance of levels, cells of sums, and mass left out."""
+"""Least level, relative distance of levels, cells of sums and mass left out of `squared_norms`."""
 
 
 def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:

@@ -28,14 +28,14 @@ POINTS = 1 << 17
 _FINEST = 1e-4
 """Least step between losses."""
 LEAST_NOISE, _MOST_NOISE = 0.1, 1e5
-"""Where losses are gone through. More noise than that is accounted as that, which is less."""
+"""Range of noise multipliers whose losses are computed. More noise is accounted as the largest."""
 _MOST_STEPS = 100_000
 _ROUNDING = 2.3e-16
-"""What a convolution adds to the rounding of a probability, for each of the steps."""
+"""Rounding that a convolution adds to a probability, for each of the steps."""
 _ORDERS = (*range(2, 512), *range(512, 1025, 4))
 """Orders of the Rényi divergences: whole numbers, whose sums have no terms that cancel."""
 _ROUNDING_OF_LOGS = 1e-11
-"""What rounding may take off a moment's logarithm, whose terms are logarithms up to 1e4."""
+"""Relative rounding of a moment's logarithm, whose terms are logarithms up to 1e4."""
 
 
 def log_delta(noise: float, epsilon: float, *, steps: int, sampling_rate: float) -> float:

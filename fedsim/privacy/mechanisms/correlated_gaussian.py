@@ -102,11 +102,11 @@ class CorrelatedExperiment(_Steps, Experiment):
         return int(2**self.steps)
 
     def curve(self) -> Curve:
-        """See Experiment."""
+        """Returns the curve that is claimed, without `sabotage`."""
         return CorrelatedCurve.model_validate(self.model_dump(exclude={"sabotage"}))
 
     def work(self) -> int:
-        """See Experiment."""
+        """Returns about how many numbers one release takes to draw and score."""
         return 4 * self.steps + self.patterns  # a step is whitened with a stride
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
@@ -301,7 +301,7 @@ class CorrelatedCurve(_Keys, Curve):
     """σ: standard deviation of z_t over the clipping norm (not of the correlated noise)."""
 
     def delta(self, epsilon: float) -> Answer:
-        """See Curve.
+        """Computes δ at ε >= 0; an estimate has an `interval`.
 
         Raises:
             FedsimError: Theorem F.12 does not apply, or the draws do not reach that far.
@@ -319,7 +319,7 @@ class CorrelatedCurve(_Keys, Curve):
         return self._estimate(epsilon, at.delta, (at.low, at.high), at.direction)
 
     def epsilon(self, delta: float, most: int = work.MOST) -> Answer:
-        """See Curve; draws may take `most` numbers.
+        """Computes ε at δ; draws may take `most` numbers, and an estimate has an `interval`.
 
         Raises:
             FedsimError: Theorem F.12 does not apply, or the draws do not reach that far.
@@ -392,7 +392,7 @@ class CorrelatedCalibration(_Keys, Calibration):
     """The least noise of T correlated releases that are together (ε, δ)-private."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See Calibration. Where draws are needed, the upper end of δ's interval is kept below δ.
+        """Finds the least noise; where draws are needed, δ's upper end is kept below `delta`.
 
         That end is taken from draws that the search has not seen.
 

@@ -62,7 +62,7 @@ class GaussianExperiment(Experiment):
     claims = GaussianCurve
     gaussian_dp = True
     sensitivity: Size = 1.0
-    """How far one row moves what is released, in L2 norm."""
+    """L2 distance that one row moves the release."""
     sigma: Size
     """Standard deviation of the noise, in the same units."""
 

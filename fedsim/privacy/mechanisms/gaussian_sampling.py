@@ -33,7 +33,7 @@ Variant = Literal["exact", "paper"]
 
 
 class Neighbours(Keys):
-    """How neighbours' matrices K and K' differ: by `distance`, or by `beta` and `lift`."""
+    """Keys that bound the difference of neighbours' K and K': `distance`, or `beta` and `lift`."""
 
     distance: Size | None = None
     """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
@@ -78,7 +78,7 @@ class Neighbours(Keys):
 
     @property
     def method(self) -> str:
-        """How δ is computed, in words."""
+        """The way δ is computed, in words."""
         worst = "worst eigenvalues" + (" at this distance" if self.beta is None else ", proven")
         return f"contour integral, {worst}"
 
@@ -137,7 +137,7 @@ class GaussianSamplingCalibration(Neighbours, Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SamplingRelease(CurveMechanism):
-    """So many draws of a covariance that differs from any neighbour's in two eigenvalues."""
+    """A number of draws of a covariance that differs from any neighbour's in two eigenvalues."""
 
     samples: int
     eigenvalues: tuple[tuple[float, float], ...]

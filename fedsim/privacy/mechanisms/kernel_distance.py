@@ -1,4 +1,4 @@
-"""How far apart the kernel matrices of neighbours are, for Gaussian sampling of them.
+"""Bounds how far apart neighbours' kernel matrices are, for Gaussian sampling of them.
 
 The distance is M = |K^½ K'⁻¹ K^½ - I|_F (Definition 5.1 of Differential Privacy Mechanisms in
 Neural Tangent Kernel Regression). The paper bounds it by |K - K'|_F over the least eigenvalue, and

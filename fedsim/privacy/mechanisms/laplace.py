@@ -167,7 +167,7 @@ class TruncatedLaplaceExperiment(Experiment):
 
     claims = TruncatedLaplaceCurve
     sensitivity: Size = 1.0
-    """How far one row moves the number."""
+    """Largest distance that one row moves the number."""
     scale: Size
     """b of the density exp(-|x| / b), in the units of the release."""
     bound: Size

@@ -335,6 +335,7 @@ class LeastSquaresCalibration(Calibration):
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         found = sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
+        # `paper` noise assumes leverages that no row has: there is no largest one to state.
         allowed, way = None, None
         if self.variant == "tight":
             allowed = self.row_norm**2 / (self.row_norm**2 + found**2)

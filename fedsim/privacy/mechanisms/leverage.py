@@ -1,4 +1,4 @@
-"""How far rows σ I appended to a database lower the leverages of its rows."""
+"""Computes how far rows σ I appended to a database lower the leverages of its rows."""
 
 from __future__ import annotations
 

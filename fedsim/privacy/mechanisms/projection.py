@@ -247,14 +247,14 @@ class RandomProjectionCurve(ExactCurve):
         return f"add or remove, leverage ≤ {self.leverage:g}"
 
     def delta(self, epsilon: float) -> Answer:
-        """See `Curve`; the larger direction is known to be `forward`."""
+        """Computes the least δ for ε >= 0; the larger direction is known to be `forward`."""
         return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)), "forward")
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
         return {way: log_delta(self.leverage, self.r, epsilons, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """See `ExactCurve`; of the larger direction alone."""
+        """Computes the least ε >= 0 for δ in (0, 1), of the larger direction alone."""
         return {"forward": float(epsilon(self.leverage, self.r, delta))}
 
 

@@ -22,14 +22,14 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 _ROUNDING = 64 * np.finfo(float).eps
-"""Times the dimension: below this share of the largest, an eigenvalue is 0."""
+"""Share of the largest, over the dimension, up to which an eigenvalue counts as 0."""
 _LARGEST = 1e100
 """Largest number in a mean or a covariance: squares must not overflow."""
 _LARGE = f"{{}}: holds a number beyond ± {_LARGEST:g}; use other units of measurement"
 _FARTHEST = 1e30
 """Standard deviations between the means beyond which ε is not looked for."""
 _CERTAIN = 1e-10
-"""Above this share of the largest, an eigenvalue is not 0."""
+"""Share of the largest from which an eigenvalue is certainly not 0."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +222,7 @@ def _covariance(name: str, value: Any) -> Array:
         )
     array = _symmetric(array)
     lowest = float(np.linalg.eigvalsh(array)[0])
+    # Rounding may put an eigenvalue of 0 that far below it.
     if lowest < -_ROUNDING * len(array) * largest:
         raise FedsimError(
             f"{name}: not a covariance, its least eigenvalue is {lowest:g}; no variance may be "

@@ -37,7 +37,7 @@ from fedsim.privacy.numerics.special import Array, solve
 
 Columns = NDArray[Any]
 _TILT = 0.7
-"""How steeply the path leaves the vertical in the end."""
+"""|dx / dy| of the path far out."""
 _SHARPEST = 1.0
 """The least `bend`."""
 _LONG = 6.0
@@ -258,7 +258,7 @@ def _pieces(columns: Columns, nodes: int) -> Iterator[Columns]:
 _ENDS = 700.0
 """The saddle point is looked for at e^-700 to e^700 from 0."""
 _NEARNESS = 0.05
-"""How far from the saddle point the path may cross the real axis, in widths of the saddle."""
+"""Largest distance of the path's crossing from the saddle point, in widths of the saddle."""
 _RESOLUTION = 1e-15
 """Steps towards the saddle point below which rounding allows no further one."""
 _FAR = 1e12
@@ -369,7 +369,7 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Saddle:
-    """Where the path crosses the real axis, and how the integrand behaves around it."""
+    """The point where the path crosses the real axis, and the integrand's behaviour around it."""
 
     s: Array
     beyond: Array

@@ -1,4 +1,4 @@
-"""What the closed forms share: tails of the gamma distribution, and searches for a root.
+"""Computes tails of the gamma distribution, and searches for roots, for the closed forms.
 
 Everything broadcasts. `a` is half the degrees of freedom of a chi-square, `x` half its value.
 """

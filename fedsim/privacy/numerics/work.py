@@ -55,6 +55,7 @@ def part(number: int, total: int) -> Iterator[None]:
         yield
         return
     with heard_by(inner):
+        # Reported at once: a part may compute for long before it says anything.
         inner(0, 1)
         yield
 
