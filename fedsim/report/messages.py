@@ -123,7 +123,7 @@ def lead(verdict: Verdict) -> str:
     """The first words of the sentence: who gets what behind which defense."""
     where = "Without a defense" if verdict.undefended else f"Behind {verdict.defense}"
     if verdict.finding == "no answer" and verdict.labels_stand:
-        return f"{where}, labels are recovered; of {_pictures(verdict)} nothing can be said"
+        return f"{where}, labels are recovered; of their inputs nothing can be said"
     return f"{where}, {describe_attack(verdict)}"
 
 

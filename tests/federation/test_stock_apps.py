@@ -136,7 +136,7 @@ def test_a_report_of_the_quickstart_app(ran: Any) -> None:
     assert "pytorchexample" in page
     assert "<pre>fedsim assess /" in page
     # Labels need no picture to be recovered, which the page's first answer says.
-    assert "labels are recovered; of pictures nothing can be said" in page
+    assert "labels are recovered; of their inputs nothing can be said" in page
     notes = json.loads((finished.out / "record.json").read_text())["notes"].values()
     assert not any(note.startswith("guess:") for note in notes)
     assert all(row["baseline"]["public"] for row in rows)

@@ -108,9 +108,9 @@ def test_whole_sentences(tmp_path: Path) -> None:
     invalid = trials([12.0, 12.1, 12.2], defense="none", label_accuracy=1.0)
     (verdict,) = judged(tmp_path / "invalid", invalid).verdicts
     assert words.sentence(verdict) == (
-        "Without a defense, labels are recovered; of pictures nothing can be said: 100% of labels "
-        "recovered (guessing: 20%) by inverting_gradients, batch size 1, n = 3 trials; INVALID, "
-        "for the attacks do not work here, which is no proof that others do not."
+        "Without a defense, labels are recovered; of their inputs nothing can be said: 100% of "
+        "labels recovered (guessing: 20%) by inverting_gradients, batch size 1, n = 3 trials; "
+        "INVALID, for the attacks do not work here, which is no proof that others do not."
     )
 
 
