@@ -1,1 +1,1 @@
-"""Data sources, how they are dealt to clients, and how batches are drawn."""
+"""Loads data sources, deals them to clients, and draws batches."""

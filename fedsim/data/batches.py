@@ -14,7 +14,7 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
     """Draws `batch_size` of `indices` uniformly without replacement.
 
     Raises:
-        FedsimError: there are fewer.
+        FedsimError: there are fewer indices than that.
     """
     if batch_size > len(indices):
         raise FedsimError(
@@ -34,7 +34,7 @@ def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
 
 
 def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -> Tensor:
-    """Returns those of `indices` whose bin has its turn in `step` (from 0); maybe none.
+    """Returns the `indices` that were dealt to bin `step` modulo `bins`; there may be none.
 
     Args:
         indices: the examples to draw from.

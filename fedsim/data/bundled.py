@@ -166,7 +166,7 @@ def _dataset(
 ) -> Dataset:
     """Splits `images` (N, C, H, W) uint8 and normalizes them by declared constants.
 
-    No image decides `mean` and `std`, which are about those of the set.
+    `mean` and `std` are constants near those of the set: no image influences them.
     """
     train, test = stratified_split(labels, _TEST_FRACTION, name)
     return Dataset(

@@ -124,15 +124,15 @@ class ImageFolder(DataSource):
     """Share of images to test on where there are no `train` and `test`; default: 0.2. The digest of
     a file's name decides, so that other images have no influence on it."""
     unreadable: Literal["refuse", "skip"] = "refuse"
-    """What becomes of images that are damaged, empty, too large or of more than 8 bits: `skip`
-    leaves them out, and counts them by reason."""
+    """Whether images that are damaged, empty, too large or of more than 8 bits are refused, or left
+    out and counted by reason (`skip`)."""
     bits: Annotated[int, Field(ge=9, le=16)] | None = None
     """Number of bits that 16-bit PNGs use per channel: 12 for those of a 12-bit scanner. By default
     colour PNGs use 16 and nearly black ones are refused; so is every grey 16-bit PNG."""
     channels: Literal[1, 3] = 3
-    """Grey (1) or colour (3)."""
+    """Number of channels: grey (1) or colour (3)."""
     client_folders: bool = False
-    """Training images lie at `train/<client>/<class>/<name>`, for the natural partition."""
+    """Whether training images lie at `train/<client>/<class>/<name>`, for the natural partition."""
     normalization: Literal["declared", "training"] = "declared"
     """`declared`: by `mean` and `std`, which depend on no image. `training`: by those of the
     training split; one client's image then moves what all others compute, so that no claim of
@@ -325,7 +325,7 @@ class ImageFolder(DataSource):
     ) -> tuple[Tensor, list[_Labelled]]:
         """Reads images as (N, C, H, W) uint8, of size `expected` or that of the first one.
 
-        Also returns which these are: those that cannot be read are counted, or refused.
+        Also returns the items that were read. Others are counted in `left_out`, or refused.
         """
         images: Tensor | None = None
         kept: list[_Labelled] = []
@@ -374,7 +374,7 @@ class ImageFolder(DataSource):
 
 
 def _parts(file: str | None) -> Parts:
-    """Returns the parts of a path in the folder; a leading `./` is none."""
+    """Splits a path in the folder into its parts, without empty ones and `.`."""
     return tuple(part for part in (file or "").split("/") if part not in ("", "."))
 
 

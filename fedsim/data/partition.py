@@ -114,7 +114,11 @@ def _dirichlet(
 
 
 def _whole_shards(count: int, clients: int, per_client: int) -> int:
-    """Returns `per_client`, if clients x per_client shards of equal size use every image."""
+    """Returns `per_client`, if clients x per_client shards of equal size use every image.
+
+    Raises:
+        FedsimError: they do not; it names the nearest numbers that do.
+    """
     if count % (clients * per_client) == 0:
         return per_client
     fitting = [n for n in range(1, count // clients + 1) if count % (clients * n) == 0]

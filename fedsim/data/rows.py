@@ -49,7 +49,7 @@ class RangeColumn(BaseModel):
         return {self.name: self.scale(values)}
 
     def describe(self) -> InputColumn:
-        """Returns the column as a model gets it."""
+        """Describes the column to a model: its name."""
         return InputColumn(name=self.name)
 
 
@@ -60,7 +60,7 @@ class CategoryColumn(BaseModel):
 
     name: str
     categories: Annotated[tuple[str, ...], Field(min_length=2, max_length=1024)]
-    """Text of each category. A row has an entry for each: +1 for its own, and -1."""
+    """Text of each category. A row has one entry per category: +1 for its own, -1 for others."""
 
     @model_validator(mode="after")
     def _distinct(self) -> CategoryColumn:
@@ -75,7 +75,7 @@ class CategoryColumn(BaseModel):
         }
 
     def describe(self) -> InputColumn:
-        """Returns the column as a model gets it."""
+        """Describes the column to a model: its name and categories."""
         return InputColumn(name=self.name, categories=self.categories)
 
 
@@ -83,7 +83,7 @@ def require_distinct(column: str, texts: tuple[str, ...]) -> None:
     """Refuses a class or category that is declared twice.
 
     Raises:
-        ValueError: it is.
+        ValueError: one is; it names the first.
     """
     twice = [text for text, count in Counter(texts).items() if count > 1]
     if twice:

@@ -63,9 +63,9 @@ class TableFile(TableSource):
     """The features, each `{name: ..., low: ..., high: ...}`, or of categories `{name: ...,
     categories: [a, b]}`."""
     target: RangeColumn | ClassColumn
-    """What is predicted: `{name: ..., low: ..., high: ...}` or `{name: ..., classes: [a, b]}`."""
+    """Target to predict: `{name: ..., low: ..., high: ...}` or `{name: ..., classes: [a, b]}`."""
     client: str | None = None
-    """Column that says whose a row is, for the natural partition: whole numbers from 0."""
+    """Column with the number of each row's client, from 0, for the natural partition."""
 
     @model_validator(mode="after")
     def _distinct(self) -> TableFile:

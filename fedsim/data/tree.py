@@ -140,13 +140,13 @@ class Tree(ABC):
     def image(self, path: Parts, mode: str, bits: int | None = None) -> Image:
         """Decodes an image, upright, converted to Pillow mode `L` or `RGB`.
 
-        It is turned as its EXIF orientation says. What is transparent is laid over white. `bits`
-        says how many of the 16 bits of a channel a picture of 16 bits uses. Without it, grey ones
-        are refused, and colour ones that would be all but black at 16.
+        It is turned as its EXIF orientation says, and transparent pixels are laid over white.
+        `bits` is the number of bits that a 16-bit picture uses per channel. Without it, 16-bit
+        pictures are refused if they are grey, or if they would be nearly black.
 
         Raises:
-            UnreadableError: it is empty, too large, damaged, or of more bits than can be told; with
-                its name.
+            UnreadableError: it is empty, too large, damaged, or its number of bits is not known.
+                The message names the file.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -241,7 +241,7 @@ class ZipTree(Tree):
 
 
 def _is_cut(picture: Image) -> bool:
-    """Whether Pillow would read the upper half of each 16 bits alone."""
+    """Whether Pillow would drop the lower 8 of 16 bits per channel."""
     # In a BMP, 16 are the bits of all channels together.
     return picture.format in ("PNG", "TIFF") and any(
         ";16" in str(tile[3]) for tile in getattr(picture, "tile", ())
@@ -314,7 +314,7 @@ def open_tree(root: Path) -> Iterator[Tree]:
     """Opens the tree at `root`, a directory or a zip archive.
 
     Raises:
-        FedsimError: there is neither, or too many files are in it.
+        FedsimError: there is neither, or the archive cannot be read.
     """
     if root.is_dir():
         yield DirectoryTree(root)

@@ -1,1 +1,1 @@
-"""What clients compute from their data: training, and releases in closed form."""
+"""Computes what clients release of their data, by training or in closed form."""

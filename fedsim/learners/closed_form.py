@@ -87,6 +87,7 @@ class ClosedForm(OneRelease):
             )
         self._stack = problem.stack
         self._learner = problem.learner
+        # The last column of a table is the target. A sketch keeps it as a row; coefficients do not.
         features = problem.dataset.train_rows.shape[1] - 1
         self._shape = (features + 1, columns) if kind == "sketch" else (features,)
         self.release = Release(

@@ -18,10 +18,10 @@ _BATCH = 256
 
 
 class FeatureExtractor:
-    """Computes features of a frozen model, or takes pixels without a model; of L2 norm 1.
+    """Computes rows of L2 norm 1: features of a frozen model, or pixels if there is no model.
 
-    The model is public: it must not have been trained on the clients' data. A row of zeros, of
-    which there is no direction, stays as it is.
+    The model is public: it must not have been trained on the clients' data. A row of zeros has
+    no direction and stays as it is.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -31,9 +31,9 @@ class LeastSquares(Learner):
     `sketch`: the clients release sketches [B, b]'G as learner sketch does, and the server solves on
     their sum. `als`: each client solves on a sketch of its own rows (Algorithm 1) and releases the
     coefficients. `ls`: it releases a draw of N(x, ||e||² (B'B)^-1 / r), which `als` tends to for
-    large r; e are the residuals. `ols`: it releases x itself. Of coefficients the server takes the
-    mean over the clients. The test loss is the mean squared error; the accuracy, of a target of two
-    classes, the share of right signs.
+    large r; e are the residuals. `ols`: it releases x itself. The server averages
+    coefficients over the clients. The test loss is the mean squared error. For a target of two
+    classes, the accuracy is the share of right signs.
     """
 
     paper: ClassVar[str] = (
@@ -75,6 +75,7 @@ class _Regression(ClosedForm):
         super().__init__(problem, _KINDS[method], columns)
         self._method = method
         features = self.release.features
+        # r columns are r equations for d unknowns, and with no more than d there is no residual.
         if method in ("sketch", "als") and columns <= features:
             raise FedsimError(
                 f"a sketch of {number_of(columns, 'column')} does not determine "

@@ -73,6 +73,7 @@ def quadratic_form(
     Q_j = sym(X' diag(α_j) X S). It is linear in the predictor, so that the mean of several models'
     predictions is the prediction of their mean Q. Arguments are those of `predict`.
     """
+    # X' diag(α_j) X of each class j, at once.
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)
     if weights is None:
         form = scale**2 * weighted

@@ -113,6 +113,7 @@ class _Regression(OneRelease):
         self._weights: Tensor | None = None
         gain = learner.scale**2
         if learner.kernel == "discrete":
+            # A stream of the shared seed: the server and all clients have the same kernel.
             stream = rng.generator(problem.seed, "learner", "neurons")
             self._weights = ntk.draw_weights(learner.neurons or 256, d, learner.scale, stream)
             # The largest eigenvalue of S = W'W / m bounds K(x, x) = x'Sx of unit features.
@@ -177,7 +178,7 @@ class _Regression(OneRelease):
         return ntk.kernel(features, features, self._weights, scale=self._learner.scale)
 
     def fit(self, request: Request, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns (X̃, α̃) of a client, from statistics as the stack lets it use them."""
+        """Returns a client's (X̃, α̃), computed from statistics that the stack has made private."""
         pixels, classes = request.batches[0]
         features = self._features.of(pixels)
         gram = self._gram(features)
@@ -223,7 +224,7 @@ class _Ensemble(_Regression):
         return {MODEL: torch.zeros(self._classes, d, d, dtype=torch.float64)}, self.buffers()
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the client's whole predictor."""
+        """Returns the client's predictor Q, (c, d, d)."""
         rows, alpha = self.fit(request, rng)
         form = ntk.quadratic_form(rows, alpha, self._weights, scale=self._learner.scale)
         return counted_once({MODEL: form})
@@ -235,7 +236,7 @@ class _Ensemble(_Regression):
 
 @final
 class _Single(_Regression):
-    """One client releases (X, α), below them rows of zeros, which predict nothing."""
+    """One client releases (X, α), padded with rows of zeros, which predict nothing."""
 
     def __init__(self, problem: Problem, learner: NTK) -> None:
         super().__init__(problem, learner)

@@ -149,7 +149,7 @@ class _Training(Computation):
         """Returns the difference of the weights, in the units of the algorithm.
 
         Raises:
-            FedsimError: the server projects the weights, which is not undone.
+            FedsimError: the server projects the weights, which cannot be undone.
         """
         if self._problem.projection_radius is not None:
             raise FedsimError(

@@ -1,1 +1,1 @@
-"""Architectures, their heads, and local training as a pure function."""
+"""Defines architectures, their heads, and local training as a pure function."""

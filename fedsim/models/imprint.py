@@ -23,7 +23,8 @@ class ImprintConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     bins: Annotated[int, Field(ge=2, le=4096)] = 128
-    """Neurons. An image that is alone in its bin of brightness can be read off the gradient."""
+    """Number of neurons. An image that is alone in its bin of brightness can be read off the
+    gradient."""
     std: Annotated[float, Field(gt=0, le=1e6)] = 0.6
     """Standard deviation over images of the brightness of a normalized image (the mean of all its
     entries), which the bins take to be N(0, std²): 0.5 to 0.7 for photographs."""

@@ -35,11 +35,11 @@ class KAN(ModelPlugin):
     degree: Annotated[int, Field(ge=1, le=7)] = 3
     """Degree of the splines; the paper assumes cubic or higher."""
     intervals: Annotated[int, Field(ge=1, le=256)] = 5
-    """Pieces that [-1, 1] is cut into; there are intervals + degree basis functions."""
+    """Number of pieces that [-1, 1] is cut into; there are intervals + degree basis functions."""
     activation: Literal["tanh", "sigmoid"] = "tanh"
     """σ, which brings hidden units into the splines' interval."""
     train: Literal["first", "all"] = "all"
-    """`first`: as in the paper, the second layer stays as it was drawn."""
+    """`first`: the second layer stays as it was drawn, as in the paper. `all`: both are trained."""
     init_scale: Annotated[float, Field(gt=0, le=1e3)] = 1.0
     """Standard deviation of both layers' coefficients at the start."""
     second_layer_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

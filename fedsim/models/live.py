@@ -52,7 +52,7 @@ def keep(model: Classifier, kind: str) -> str:
 
 
 def is_live(name: str) -> bool:
-    """Whether a model's name is of one that somebody has built."""
+    """Whether `name` is that of a model which `keep` was given."""
     return name.startswith(_PREFIX)
 
 
@@ -186,7 +186,7 @@ class _Hardsigmoid(nn.Module):
     """Computes `nn.Hardsigmoid` by operations that can be differentiated twice."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Any shape."""
+        """Computes it for each entry, in any shape."""
         return F.relu6(inputs + 3) / 6
 
 
@@ -194,7 +194,7 @@ class _Hardswish(nn.Module):
     """Computes `nn.Hardswish` by operations that can be differentiated twice."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Any shape."""
+        """Computes it for each entry, in any shape."""
         return inputs * F.relu6(inputs + 3) / 6
 
 
@@ -217,9 +217,9 @@ def _prepare(model: nn.Module) -> None:
 class _Substitutes(TorchFunctionMode):
     """Exchanges functions that a model calls for what attacks can work with.
 
-    `view` takes tensors in any order of memory: attacks lay images out as is fastest. ReLU and max
-    pooling become modules, which attacks find as they find others'. Masks are left out, and drawn
-    ones (`bernoulli`) are their mean.
+    `view` becomes `reshape`, since attacks lay images out in memory as is fastest. ReLU and max
+    pooling become modules, which attacks look for. Masks of dropout are left out, and `bernoulli`
+    returns its mean.
     """
 
     def __init__(self, modules: nn.ModuleDict, *, adding: bool) -> None:
@@ -286,7 +286,7 @@ class _HeadReached(nn.Module):
     """Takes the head's place and raises what it is called with, the features."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """Any shape."""
+        """Raises the features, of any shape."""
         raise _FeaturesReached(features)
 
 
@@ -366,7 +366,7 @@ def _trace(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
 
 
 def _answer(model: nn.Module, images: Tensor) -> Any:
-    """Returns what somebody's model makes of `images`.
+    """Returns the output of somebody's model for `images`.
 
     Raises:
         FedsimError: its own code fails, or it is made for batches of one size.
@@ -464,7 +464,7 @@ def _is_head(model: nn.Module, name: str, classes: int) -> bool:
 
 
 def _map_names(model: nn.Module, head: str | None) -> dict[str, str]:
-    """Returns the new name of each parameter and buffer."""
+    """Maps the names of a model's tensors to those in a Classifier whose head is layer `head`."""
     found = {}
     for name, _ in (*model.named_parameters(), *model.named_buffers()):
         of_head = head is not None and name.startswith(f"{head}.")

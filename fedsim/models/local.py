@@ -158,11 +158,11 @@ def gradient(
 
     Args:
         loss: see `loss_function`.
-        parameters: at which the gradient is taken.
+        parameters: weights at which the gradient is taken.
         images: (B, C, H, W), normalized.
         labels: (B,) int64 or (B, K) probabilities.
         create_graph: whether the gradient is differentiable in the images.
-        on_loss: is handed the loss itself, detached.
+        on_loss: function that is called with the detached loss.
     """
     inputs = {
         # Weights that depend on candidate images keep their graph; all others become leaves.

@@ -1,4 +1,4 @@
-"""What a user writes: a YAML file -> a `Scenario`, validated, with every default written out.
+"""Reads what a user writes, a YAML file, as a valid `Scenario` with every default written out.
 
     scenario = load("scenarios/quickstart.yaml", ["training.rounds=10"])
 

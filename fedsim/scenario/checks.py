@@ -120,6 +120,7 @@ def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Findi
     """Refuses what has no meaning for a learner that releases once, from all of a client's data."""
     learner = sections["learner"].name
     training, observe = sections.get("training"), sections.get("observe")
+    # A learner of features may have a model, which it does not train.
     frozen = plugin.reads_features and "model" in sections
     if "model" in sections and not frozen:
         yield ("model",), f"learner {learner} trains no model; remove it"

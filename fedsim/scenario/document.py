@@ -40,7 +40,7 @@ class ScenarioProblem:
     origin: str = ""
     """The file, or the `--set` that wrote the value; empty for a scenario made in Python."""
     line: int | None = None
-    """Counted from 1."""
+    """Line in the file, from 1; None if it has none."""
 
     def __str__(self) -> str:
         place = f"{self.origin}:{self.line}" if self.line else self.origin
@@ -148,7 +148,7 @@ class Document:
     value: Any
     """Mappings with text keys, lists, text, numbers, booleans, None."""
     marks: Mapping[KeyPath, Mark] = field(default_factory=dict)
-    """Empty for a scenario that was not read from a file."""
+    """Place where each path is written; empty for a scenario that was not read from a file."""
 
     def mark(self, path: KeyPath) -> Mark:
         """Returns where `path` is written; where it is absent, where its nearest parent is."""

@@ -28,6 +28,7 @@ from fedsim.types import (
     Watcher,
 )
 
+# Neither two dots in a row nor a dot at an end can occur, so that no name leads to another folder.
 SLUG_PATTERN = r"^[A-Za-z0-9](\.?[A-Za-z0-9_+-])*$"
 Slug = Annotated[str, Field(pattern=SLUG_PATTERN, max_length=64)]
 """A name that is also a safe file name."""
@@ -43,6 +44,7 @@ class ScenarioSection(BaseModel):
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
+        # Text is never taken for a number, nor a number for text.
         strict=True,
     )
 
@@ -94,7 +96,8 @@ class Training(ScenarioSection):
     """The federation's training."""
 
     algorithm: Algorithm | None = None
-    """Default: fedsgd for one local step without momentum, fedavg otherwise."""
+    """Clients send a gradient (fedsgd) or the change of their weights (fedavg). Default: fedsgd for
+    one local step without momentum, fedavg otherwise."""
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 3
     local: LocalSection = LocalSection()
     weights: str | None = None
@@ -113,7 +116,7 @@ class Federation(ScenarioSection):
     engine: str = "local"
     """Where clients compute and how messages travel: an engine that `fedsim list engines` shows."""
     strategy: str = "FedAvg"
-    """Any strategy of flwr.serverapp.strategy, by class name."""
+    """Class name of a strategy in flwr.serverapp.strategy."""
     strategy_parameters: dict[str, Any] = {}
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of clients sampled each round (at least one)."""
@@ -142,23 +145,26 @@ class Observe(ScenarioSection):
     rounds: Annotated[list[Annotated[int, Field(ge=1)] | Literal["last"]], Field(min_length=1)] = [
         "last"
     ]
-    """Counted from 1."""
+    """Rounds that are recorded, counted from 1."""
     vantages: Annotated[list[Watcher], Field(min_length=1)] = ["server"]
-    """Observers. `server`: at what it decodes. `client`: each of `clients`, at the global models
-    that it receives, from which it takes its own update off. `eavesdropper`: at the wire."""
+    """Observers whose view is recorded. `server` sees what it decodes. `client`: each of `clients`
+    sees the global models that it receives, and takes its own update off. `eavesdropper` sees the
+    wire."""
     clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Literal["all"] = [
         0
     ]
-    """Clients whose updates server and eavesdropper see, and who look as client; counted from 0."""
+    """Clients whose updates server and eavesdropper see, and that look as `client`; from 0."""
     batch_sizes: Annotated[list[Count], Field(min_length=1)] | None = None
-    """Probe each observed client once per size and trial, besides its training update, so that
-    leakage can be compared across batch sizes. None: record the training update itself. Of a table,
-    a probe of size b has each of the client's n rows with probability b / n, independently."""
+    """Sizes of the batches of probes. Each observed client answers one probe per size and trial
+    besides its training update, so that leakage can be compared across sizes. None: the training
+    update itself is recorded. In a table, a probe of size b has each of the client's n rows with
+    probability b / n, independently."""
     trials: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Independent batches per (round, client, batch size)."""
     releases: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """How often each probe is asked for, of the same batch at the same weights. The server records
-    the mean, over which a defense's randomness averages out; the ledger counts every release."""
+    """How often each probe is asked for, with the same batch at the same weights. The server
+    records the mean, over which a defense's randomness averages out; the ledger counts every
+    release."""
     plant: bool = False
     """Whether the server trains honestly, and plants the neurons of `model.head.planted` only in
     the weights that it sends with a probe. Else they are planted at the start and trained. The
@@ -181,11 +187,11 @@ class Audit(ScenarioSection):
     """Try every stack's claim with canaries, besides the run (`fedsim.audit`)."""
 
     method: AuditMethod = "two_worlds"
-    """One canary in many trainings of one client, or many canaries in one run of all clients: that
-    costs one run, and shows no ε above about ln(canaries / 4.6)."""
+    """`two_worlds`: one canary in many trainings of one client. `one_run`: many canaries in one run
+    of all clients, which costs one run and shows no ε above about ln(canaries / 4.6)."""
     canaries: Annotated[int, Field(ge=200, le=10_000_000)] = 1000
-    """Number of canaries. Under two worlds: how often the canary takes part in the whole training,
-    and how often it does not. In one run: how many examples are canaries (of clients, all)."""
+    """Under `two_worlds`, number of trainings with the canary, and of as many without it. Under
+    `one_run`, number of examples that are canaries (of clients, all)."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """Probability that a true claim is not refuted."""
 
@@ -214,9 +220,9 @@ class Scenario(ScenarioSection):
     floats are summed, so it is the scenario's and not the machine's."""
     data: Data
     learner: PluginRef = PluginRef(name="sgd")
-    """What a client computes from its data, and what the server makes of it."""
+    """Learner, which says what clients compute from their data and what the server makes of it."""
     model: PluginRef | None = None
-    """What learner sgd trains; no other learner has one."""
+    """Network that learner sgd trains, or whose features learner ntk uses; others have none."""
     training: Training = Training()
     federation: Federation = Federation()
     defenses: Annotated[dict[Slug, list[PluginRef]], Field(min_length=1)] = {"none": []}

@@ -52,6 +52,7 @@ def parse_override(text: str, option: str = "--set") -> Override:
         path = parse(key.strip())
     except ValueError as error:
         raise ScenarioError([ScenarioProblem(str(error), (), origin)]) from error
+    # An empty value is null, as after a key in YAML.
     document = parse_yaml(value, origin, lines=False) if value.strip() else Document(None)
     return Override(path, Document(document.value, {**document.marks, (): Mark(origin)}))
 
@@ -96,6 +97,8 @@ def parameters_of(
         return resolve_plugin(group, written).parameters
     except ScenarioError as error:
         raise ScenarioError(
+            # The name was written by `origin`, not by a setting: the message has no key path to
+            # show.
             ScenarioProblem(problem.message, (), origin)
             if problem.path == ("name",) and not problem.origin
             else problem
@@ -107,7 +110,7 @@ def grant_of(words: Sequence[str]) -> Grant:
     """Returns the grant that words such as `labels=known` make; the rest stays at its default.
 
     Raises:
-        ScenarioError: a word names nothing that can be granted, or not in such a measure.
+        ScenarioError: a word names nothing that can be granted, or a value that it cannot have.
     """
     grants = parse_overrides(words, "--grant")
     overrides = [replace(grant, path=("knowledge", *grant.path)) for grant in grants]

@@ -139,6 +139,7 @@ class _Builder:
 
     def node(self, event: yaml.Event, events: Iterator[yaml.Event]) -> _Node:
         """Builds the value that starts with `event`."""
+        # The count tells how many values this one holds, which each alias to it adds again.
         before = self.nodes
         self.nodes += 1
         if isinstance(event, yaml.AliasEvent):
@@ -201,6 +202,7 @@ class _Builder:
                 self.refuse(line_of_key, "a key has to be plain text; write it as one word")
             key = self.text(event)
             child = self.node(next(events), events)
+            # In quotes, << is a key like any other.
             if key == "<<" and event.implicit[0]:
                 merged = {**self.merge(child, line_of_key), **merged}
             elif key in entries:

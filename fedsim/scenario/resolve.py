@@ -126,6 +126,8 @@ class _Resolver:
         if not isinstance(value, Mapping):
             self.report((), f"expected a mapping that starts with `name: ...`, got {show(value)}")
             raise ScenarioError(self.problems)
+        # Plugins are resolved first: the sections are validated with {name, parameters} in their
+        # places.
         core = _copy(value)
         for slot in plugin_slots(value):
             put(core, slot.path, self.plugin(slot, RESERVED[slot.group]))
@@ -144,6 +146,7 @@ class _Resolver:
         if self.problems:
             raise ScenarioError(self.problems)
         training = sections["training"]
+        # The implied algorithm is written out, so that a resolved scenario says what runs.
         if build_learner(sections["learner"]).trains:
             sections["training"] = training.model_copy(update={"algorithm": algorithm(training)})
         return Scenario(**sections)

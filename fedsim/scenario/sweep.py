@@ -98,6 +98,7 @@ def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
             assigned = [Override(a.path, value) for a, value in zip(axes, values, strict=True)]
             scenario = resolve(apply(base, assigned))
         except ScenarioError as error:
+            # Variants share most of their text; ScenarioError drops repeated problems.
             problems += error.problems
             continue
         names = {axis.key: value.value for axis, value in zip(axes, values, strict=True)}
@@ -172,6 +173,7 @@ def _axes(document: Document) -> tuple[list[_Axis], list[ScenarioProblem]]:
             f"stands for {number_of(count, 'scenario')}, and at most {MAX_VARIANTS:,} are allowed; "
             "sweep less"
         )
+        # Without axes `expand` still checks the scenario itself, once.
         return [], [*problems, document.problem(("sweep",), problem)]
     return axes, problems
 

@@ -1,1 +1,1 @@
-"""What one defense stack's federation computes, by whom and when, without Flower."""
+"""Computes what one defense stack's federation does in each round, without Flower."""

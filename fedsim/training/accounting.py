@@ -36,7 +36,7 @@ def spent(
 
 
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
-    """Returns what the stack guarantees of the recorded release `seen`, and of its repetitions."""
+    """Returns what the stack guarantees for the recorded release `seen` and its repetitions."""
     scenario, probing = server.scenario, bool(server.scenario.observe.batch_sizes)
     declared = server.declared
     if probing:
@@ -93,7 +93,7 @@ def participations(server: Server, round: int) -> set[tuple[int, ...]]:
 
 
 def check_promise(server: Server) -> None:
-    """Refuse a stack that asks for an ε of which the ledger states another, larger one.
+    """Refuse a stack that asks for an ε if the ledger states a larger one.
 
     Raises:
         FedsimError: it does, with δ, the unit and the ledger's reason.
@@ -122,6 +122,7 @@ def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
     """
     aggregation = server.stack.aggregation
     if seen_from == "client" and aggregation:
+        # Every round has equally many participants.
         participants = len(server.plan(1).participants)
         return replace(server.stack, aggregation=aggregation.seen_by_one_of(participants))
     remote = build_engine(server.scenario.federation.engine).remote

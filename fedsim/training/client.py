@@ -73,7 +73,7 @@ class Client:
         probe: Probe | None = None,
         most_steps: int | None = None,
     ) -> ClientResult:
-        """Train on the global model in `round` and apply the stack. Pure.
+        """Train on the global model in `round` and apply the stack, without side effects.
 
         Args:
             server: What the client knows of the federation.
@@ -237,10 +237,10 @@ class Client:
     ) -> Tensor | None:
         """Returns the indices of the images of one step of a probe; no two trials share one.
 
-        None where a single trial takes more than the client holds: it draws each step anew.
+        If a single trial takes more than the client holds, this is None, and steps are drawn anew.
 
         Raises:
-            FedsimError: several trials do.
+            FedsimError: several trials take more than the client holds.
         """
         own, size = self._different, probe.batch_size
         # Neither trial nor step is in the path: they cut one order into disjoint parts.
@@ -272,7 +272,7 @@ class Client:
 
 
 def _distinct(training: LocalTraining) -> int:
-    """Returns how many batches of its own a local training draws."""
+    """Returns the number of different batches that a local training draws."""
     return training.steps if training.batches == "different" else 1
 
 

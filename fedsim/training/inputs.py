@@ -10,7 +10,7 @@ from fedsim.types import Tensors
 
 
 def digest(*parts: Tensors) -> str:
-    """Return the same text for the same tensors alone: names, shapes, types and values of each."""
+    """Return a digest that is the same only for the same names, shapes, types and values."""
     found = hashlib.sha256()
     for part in parts:
         # Lengths, names, types and shapes are hashed too, so that different inputs never hash as
@@ -19,5 +19,6 @@ def digest(*parts: Tensors) -> str:
         for name in sorted(part):
             value = part[name].detach().cpu().contiguous()
             found.update(f"{name!r} {value.dtype} {tuple(value.shape)}\n".encode())
+            # Bytes tell 0.0 from -0.0 and one NaN from another, which comparisons do not.
             found.update(value.flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

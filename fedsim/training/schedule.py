@@ -39,7 +39,7 @@ class RoundPlan:
     """Says who takes part in one round, and what is recorded. Clients are in ascending order."""
 
     number: int
-    """Counted from 1."""
+    """Number of the round, from 1."""
     participants: tuple[int, ...]
     """Clients that are sampled."""
     is_observed: bool
@@ -53,8 +53,8 @@ class RoundPlan:
     """Participants who learn the others' mean update from the next global model: those that take
     part in the next round, too, and look (`observe.vantages`)."""
     probes: tuple[Probe, ...]
-    """What `observed` are asked besides training, `observe.releases` times each; empty if the
-    training update itself is recorded."""
+    """Probes that `observed` answer besides training, each `releases` times; empty if the training
+    update itself is recorded."""
     releases: int
     """How often each probe is asked for."""
 

@@ -59,7 +59,7 @@ class Census:
     held: Sequence[int]
     """Number of training examples of each client, by the client's number."""
     private_statistics: Mapping[Unit, tuple[str, ...]]
-    """Names, by unit, of what the set-up took from the data of one such unit without noise."""
+    """By unit of privacy: what in the set-up depends on one unit's data without noise, in words."""
 
     @property
     def examples(self) -> int:
@@ -244,6 +244,7 @@ class Server:
         """Yields what a run without failures records, without tensors, in canonical order."""
         for round in range(1, self.scenario.training.rounds + 1):
             plan = self.plan(round)
+            # None stands for the training update.
             asked: list[Probe | None] = list(plan.probes) or [None]
             for watcher in self.scenario.observe.vantages:
                 if watcher == "client":
@@ -258,6 +259,7 @@ class Server:
 
     def _seen_of(self, watcher: Watcher, plan: RoundPlan) -> list[int]:
         """Returns the clients whose answers `watcher` sees in a round; -1: their combination."""
+        # Combining hides single answers from the server, not from whoever listens on the wire.
         combined = [-1] if watcher == "server" and plan.observed else []
         if self.protocol:
             return [*combined, *plan.singled]
@@ -348,8 +350,8 @@ class Server:
     ) -> Observation:
         """Returns what `watcher` saw of `update`; client -1: the aggregate.
 
-        Of several `releases` it is their mean. One client's part of a secure sum is masked, and so
-        altered in a way that nobody knows who has not all of the sum's secrets.
+        Of several `releases` it is their mean. One client's part of a secure sum is masked:
+        only who has all of the sum's secrets knows how it was altered.
         """
         spec = self.computation.describe()
         assert spec is not None

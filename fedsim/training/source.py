@@ -42,7 +42,7 @@ def load_dataset(scenario: Scenario) -> Dataset | Table:
 
 
 def load_source(chosen: PluginRef) -> Dataset | Table:
-    """Load a data source that a scenario names, or could name.
+    """Load the data source that `chosen` names.
 
     Raises:
         FedsimError: the source is not installed, or its data is missing or unreadable.
@@ -115,6 +115,7 @@ def private_statistics(
     of_examples = found
     if _draws_of_different(scenario, dataset, owns):
         of_examples += (_EQUAL,)
+    # Data that clients bring were dealt by nobody, so no label decided who holds them.
     if not dealt:
         return {"client": found, "example": of_examples}
     partition = scenario.data.partition.name

@@ -136,6 +136,7 @@ class Account:
                 schedules=self.public(rounds, stack),
                 probes=self.list_probed(most.probed) if probes else (),
             )
+            # Which pair is worst depends on the accountant, so each is accounted.
             for most, count in product(self.most(rounds), counts)
         ]
 
@@ -163,7 +164,7 @@ class Account:
     def most(self, round: int) -> list[Most]:
         """Returns the counts that no client exceeds in all three, after `round` rounds.
 
-        Every client counts as observed, and probes are asked of those, too, that do not take part.
+        Every client counts as observed, and as probed even where it does not take part.
         """
         observed = self.schedule.is_observed
         sizes, again = self._sizes, self.scenario.observe.releases > 1

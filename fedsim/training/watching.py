@@ -65,7 +65,7 @@ class Steps:
     loss: dict[str, Any] = field(default_factory=dict)
     """`label_smoothing` and `class_weights`, where the loss has them."""
     proximal: float = 0.0
-    """μ of FedProx, where all that is differentiated besides the loss is its term."""
+    """μ of FedProx, if its term is all that is differentiated besides the loss; else 0."""
     unmodelled: list[str] = field(default_factory=list)
     """Properties of the training that no attack models, in words."""
     training_mode: bool = True
@@ -75,9 +75,9 @@ class Steps:
     saw_images: bool = False
     """Whether the model was called with images, whatever its loss compares them with."""
     called_with: str | None = None
-    """What the model was called with first, in words, if that were no images."""
+    """Types and shapes that the model was first called with, in words, if they are no images."""
     failure: str | None = None
-    """Why the watch gave up; then nothing else here is whole."""
+    """Reason why the watch gave up, which leaves all other fields incomplete; else None."""
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> bool:
@@ -146,7 +146,7 @@ class _Watch:
         self._thread = threading.get_ident()
         self._depth = 0
         self._inputs: Tensor | None = None
-        """What the model was called with last."""
+        """Images that the model was called with last."""
         self._caught = False
         """Whether images were found in the call that is going on."""
         self._losses: list[_Loss] = []
@@ -166,7 +166,7 @@ class _Watch:
             self.attempt(event, self, *arguments)
 
     def attempt(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Calls `act`; if that fails, the watch gives up, and whoever trains goes on."""
+        """Calls `act`; if that fails, the watch gives up, and the training goes on."""
         try:
             act(*arguments)
         except Exception as error:
@@ -176,6 +176,7 @@ class _Watch:
 
     def on_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Notes the first images within a call from outside, which are the model's."""
+        # Modules call modules: only at depth 0 does the loop itself call, with a new batch.
         if self._depth == 0:
             self._caught = False
         self._depth += 1
@@ -195,6 +196,7 @@ class _Watch:
 
     def on_return(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
         """Notes that a module has computed, also if it failed."""
+        # The return of a call that began before the watch is heard, too.
         self._depth = max(0, self._depth - 1)
 
     def on_loss(self, value: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -276,6 +278,7 @@ class _Watch:
             self._note("its optimizer, or a setting of it other than lr, changes between steps")
         self.steps.rates.append(first.get("lr", 0.0))
         weights = [p for group in optimizer.param_groups for p in group["params"]]
+        # FedProx pulls towards the weights before the first step.
         if self._start is None:
             self._start = [p.detach().clone() for p in weights]
         self.steps.factors.append(self._factor(weights))

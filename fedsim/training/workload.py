@@ -30,7 +30,7 @@ IN_LOG = "the node's own log says more"
 
 @dataclass(frozen=True, eq=False, init=False)
 class Workload(Server):
-    """What the clients of one defense stack's federation compute from their data.
+    """Computes what the clients of one defense stack's federation do with their data.
 
     It knows all that the server knows, and is never handed to it (`server`).
     """
@@ -43,7 +43,7 @@ class Workload(Server):
     def __init__(
         self, scenario: Scenario, stack_name: str, dataset: Dataset | Table | None = None
     ) -> None:
-        """`dataset` spares loading the source again.
+        """Deals the scenario's data to its clients; `dataset` spares loading the source again.
 
         Raises:
             FedsimError: the data is missing or not what the learner takes, the partition is
@@ -57,6 +57,7 @@ class Workload(Server):
                 scenario.data.partition,
                 scenario.data.clients,
                 rng.derive(scenario.seed, "partition"),
+                # Each client has to fill a batch without replacement.
                 min_images=declared_training(scenario).batch_size if learner.trains else 1,
             )
         census = Census(
@@ -145,7 +146,7 @@ class OneClient(Workload):
     def __init__(
         self, scenario: Scenario, stack_name: str, client: Client, census: Census | None = None
     ) -> None:
-        """`census` is of all clients; without it, only what needs no other client is right.
+        """Takes one `client`; without a `census` of all, results that need the others are wrong.
 
         Raises:
             FedsimError: the data is not what the learner takes, the model does not fit it, or the
