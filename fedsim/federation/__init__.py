@@ -41,7 +41,7 @@ def federate(
     server: Server | None = None,
     link: Link | None = None,
 ) -> None:
-    """Train `stack` (a key of `scenario.defenses`) and record what its server sees below `out`.
+    """Trains `stack` (a key of `scenario.defenses`) and records what its server sees below `out`.
 
     A stack that is already complete returns at once. The same scenario on the same kind of
     processor gives the same results, bit for bit: on every engine, on any number of cores,
@@ -95,7 +95,7 @@ def federate(
 
 
 def build_engine(scenario: Scenario) -> FlowerEngine:
-    """Build the engine that `scenario` names.
+    """Builds the engine that `scenario` names.
 
     Raises:
         PluginError: it is not installed, cannot be imported, or carries no messages of Flower.

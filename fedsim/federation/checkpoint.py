@@ -101,7 +101,7 @@ class Checkpoints:
         return index is not None and index.round >= index.rounds
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Replace the last checkpoint by `checkpoint`."""
+        """Replaces the last checkpoint by `checkpoint`."""
         tensors = {f"parameter.{name}": value for name, value in checkpoint.parameters.items()}
         tensors |= {f"buffer.{name}": value for name, value in checkpoint.buffers.items()}
         tensors |= {f"strategy.{n}": value for n, value in checkpoint.strategy_tensors.items()}

@@ -102,9 +102,9 @@ class FederationClient:
         return FederationClient, (self._job,)
 
     def identify(self, message: Message, context: Context) -> Message:
-        """Say which client this is, and forget what came after the rounds that are done.
+        """Answers which client this is, and forgets what came after the rounds that are done.
 
-        Builds the workload, so that no round waits for it.
+        It builds the workload, so that no round waits for that.
         """
         client, done = self.client(context), wire.read_done(message.content)
         ClientState(self.out, self.workload.stack_name, client).rewind(done)

@@ -41,7 +41,7 @@ class Deployment(FlowerEngine):
     remote: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Refuse a Flower whose insides are not known.
+        """Refuses versions of Flower whose internals were not tried.
 
         Raises:
             FedsimError: it is another version.
@@ -80,7 +80,7 @@ class Deployment(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Train what is left of `job` with the nodes behind `link`.
+        """Trains what is left of `job` with the nodes behind `link`.
 
         Raises:
             FedsimError: there is no link, or the SuperLink or a node fails.

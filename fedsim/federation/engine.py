@@ -37,7 +37,7 @@ class FlowerEngine(Engine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Train what is left of `job`.
+        """Trains the rounds of `job` that no checkpoint has.
 
         Args:
             job: What every process of the federation is told.

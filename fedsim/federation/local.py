@@ -72,7 +72,7 @@ class LocalGrid(Grid):
         return self._nodes
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Queue `messages`; nothing runs before the replies are pulled."""
+        """Queues `messages`; nothing runs before the replies are pulled."""
         ids = []
         for message in messages:
             self._sent += 1
@@ -86,7 +86,7 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """Run the clients of those messages, each when its reply is read."""
+        """Runs the clients of those messages, each when its reply is read."""
         for message_id in message_ids:
             waiting = self._waiting.pop(message_id, None)
             if waiting is not None:
@@ -138,7 +138,7 @@ class LocalGrid(Grid):
 
 
 def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
-    """Train what is left of `job` in this process, one client at a time."""
+    """Trains what is left of `job` in this process, one client at a time."""
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
     run_server(
@@ -150,7 +150,7 @@ def train(job: client_app.FederationJob, server: Server, on_round: server_app.On
 
 
 def run_server(server_app: ServerApp, grid: Grid) -> None:
-    """Run the server to its end in this process; `grid` reaches its clients."""
+    """Runs the server to its end in this process; `grid` reaches its clients."""
     keep_freed()  # each message is made of the same large pieces as the one before
     context = Context(
         run_id=_RUN_ID,

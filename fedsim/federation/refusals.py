@@ -32,7 +32,7 @@ Claims = Mapping[str, PrivacyClaim]
 
 
 def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) -> None:
-    """Ask the questions of the scenario alone, about all its `stacks` or some.
+    """Runs the checks that need the scenario alone, on all its `stacks` or some.
 
     Raises:
         FedsimError: no engine, strategy or defense stack can do it; with the scenario's key.
@@ -42,7 +42,7 @@ def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) ->
 
 
 def check(server: Server) -> None:
-    """Ask the questions of one stack, with the data of the clients that compute here.
+    """Runs the checks of one stack, with the data of the clients that compute here.
 
     Raises:
         FedsimError: it cannot work; the message starts with the scenario's key.
@@ -55,7 +55,7 @@ def check(server: Server) -> None:
 
 
 def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
-    """Ask the questions of all stacks together, once it is known what they claim.
+    """Runs the checks of all stacks together, once it is known what they claim.
 
     Raises:
         FedsimError: an audit would show nothing, or weights for scoring are missing.

@@ -33,7 +33,7 @@ class Screening:
 
 
 def judge(reply: Message | None, expected: wire.Shape) -> Screening:
-    """Decode and screen one reply; None is a reply that did not come in time.
+    """Decodes and screens one reply; None is a reply that did not come in time.
 
     An update of zeros is accepted. One that is not finite is left out, and returned all the same:
     the server did see it.
@@ -102,7 +102,7 @@ class Tally:
         return sum(self.failures.values())
 
     def fail(self, verdict: Screening, client: int, probe: Probe | None) -> None:
-        """Count an answer that is left out."""
+        """Counts an answer that is left out, of training (probe None) or of a probe."""
         if probe:
             self.probe_failures += 1
         elif verdict.reason:
@@ -111,7 +111,7 @@ class Tally:
         self.say(f"client {client}{asked}: {verdict.reason}: {verdict.text}")
 
     def say(self, line: str) -> None:
-        """Keep a line for the record. Clients' words are cut and made printable."""
+        """Keeps a line for the record. Clients' words are cut and made printable."""
         if len(self.details) < _DETAILS:
             self.details.append(printable(line[:_DETAIL_LENGTH]))
 

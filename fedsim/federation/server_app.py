@@ -83,7 +83,7 @@ class _Training:
             strategy_state.restore(self._strategy, saved.strategy, saved.strategy_tensors)
 
     def run(self, on_round: OnRound) -> None:
-        """Train every round that is left."""
+        """Trains every round that is left."""
         scenario = self._server.scenario
         last = scenario.training.rounds
         self._nodes.gather(self._done)
@@ -187,7 +187,7 @@ class _Training:
 
 @contextmanager
 def _numpy_stream(seed: int) -> Iterator[None]:
-    """Seed NumPy's global stream, from which Flower's strategies draw; then restore it."""
+    """Seeds NumPy's global stream, from which Flower's strategies draw; restores it at the end."""
     before = np.random.get_state()  # noqa: NPY002 - it is the global stream that is meant
     np.random.seed(seed % 2**32)  # noqa: NPY002
     try:

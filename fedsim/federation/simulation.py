@@ -59,7 +59,7 @@ class Simulation(FlowerEngine):
     """Runs several clients at a time, each in a process of Flower's own engine, on Ray."""
 
     def check(self) -> None:
-        """Refuse a machine on which Ray is not installed.
+        """Refuses a machine on which Ray is not installed.
 
         Raises:
             FedsimError: it is not.
@@ -73,7 +73,7 @@ class Simulation(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Train what is left of `job` in a child process; `server` cannot be handed to it.
+        """Trains what is left of `job` in a child process; `server` cannot be handed to it.
 
         Raises:
             FedsimError: the child failed, with its own error, or with the end of what it printed.
@@ -118,7 +118,7 @@ class _ChildDied(Exception):  # noqa: N818
 def _follow(
     job: FederationJob, orders: IO[bytes], lines: IO[bytes], scratch: Path, on_round: OnRound
 ) -> None:
-    """Start the child's work and hand on its rounds until it says that it is done.
+    """Starts the child's work and hands on its rounds until it says that it is done.
 
     A round is acknowledged once `on_round` has returned: only then does the child write the
     checkpoint after which the round would not be reported again.
@@ -142,7 +142,7 @@ def _tell(pipe: IO[bytes], message: dict[str, Any]) -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Leave nothing of the child behind: it leads a process group of its own."""
+    """Kills the child and the whole process group that it leads."""
     if child.stdin:
         with suppress(BrokenPipeError):
             child.stdin.close()
@@ -188,7 +188,7 @@ def main() -> None:
 
 
 def _listen(orders: IO[bytes], recorded: queue.Queue[int], scratch: Path) -> None:
-    """Pass on the parent's acknowledgements; die with it, and take Ray's processes along."""
+    """Passes on the parent's acknowledgements; when it is gone, ends this process and Ray's."""
     for line in orders:
         recorded.put(json.loads(line)["recorded"])
     shutil.rmtree(scratch, ignore_errors=True)

@@ -66,7 +66,7 @@ class Spool:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every answer."""
+        """Forgets every answer."""
         self._held = 0
         self._in_memory.clear()
         self._answers.clear()

@@ -98,7 +98,7 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
 
 
 def check_fit(name: str, parameters: Mapping[str, Any], *, sees_each: bool, losses: bool) -> None:
-    """Refuse a strategy that needs more than the server gets to see.
+    """Refuses a strategy that needs more than the server gets to see.
 
     Args:
         name: The strategy's class name.
@@ -169,7 +169,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def quiet_flower() -> Iterator[None]:
-    """Hold Flower's log to FLWR_LOG_LEVEL also where somebody imported it before fedsim."""
+    """Holds Flower's log to FLWR_LOG_LEVEL also where somebody imported it before fedsim."""
     logger = logging.getLogger("flwr")
     before = logger.level
     logger.setLevel(os.environ["FLWR_LOG_LEVEL"].upper())

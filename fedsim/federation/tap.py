@@ -109,7 +109,7 @@ class TapGrid(WrappedGrid):
         self.tally = Tally()
 
     def end(self) -> Tensors:
-        """Forget the round's replies; returns the new global float buffers.
+        """Forgets the round's replies; returns the new global float buffers.
 
         They are the mean over the accepted answers whatever the strategy: they are statistics and
         not weights, and a server optimizer would drive a variance below zero.
@@ -126,11 +126,11 @@ class TapGrid(WrappedGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Send the strategy's training messages, then the round's probes; record and screen.
+        """Sends the strategy's training messages, then the round's probes; records all answers.
 
-        Returns what the strategy is to aggregate, by ascending client: a reply per accepted update,
-        its arrays being that client's new weights, computed when they are read; or, if the stack
-        combines updates, one reply with the combination. They hold until `end`.
+        Returns what the strategy is to aggregate: one reply per accepted update, by ascending
+        client. Its arrays are that client's new weights, which are computed when they are read. If
+        the stack combines updates, there is one reply with the combination. All hold until `end`.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.
@@ -164,7 +164,8 @@ class TapGrid(WrappedGrid):
         return replies
 
     def _securely(self, clients: Sequence[int], timeout: float) -> list[Message]:
-        """Carry out the round's secure sum, of training and of all probes; record what is seen."""
+        """Carries out the round's secure sum of training and all probes, and records what is
+        seen."""
         server, tally = self._server, self.tally
         parts = plan.parts(server, self._round)
         sum = SecureSum(
@@ -234,7 +235,7 @@ class TapGrid(WrappedGrid):
         return reply
 
     def _probe(self, probes: Sequence[Probe], observed: Collection[int], timeout: float) -> None:
-        """Exchange and record `probes` of the `observed` clients."""
+        """Exchanges and records `probes` of the `observed` clients."""
         trained = self._parameters
         self._parameters = self._server.plant_probe(trained, self._round)
         arrays = self._arrays if self._parameters is trained else wire.encode(self._parameters)
@@ -252,7 +253,7 @@ class TapGrid(WrappedGrid):
         observed: Collection[int],
         timeout: float,
     ) -> None:
-        """Ask all `observed` clients for all `probes` at once, as often as the scenario says."""
+        """Asks all `observed` clients for all `probes` at once, as often as the scenario says."""
         # The spools of all these probes stay within the budget together.
         budget = BUDGET // len(probes)
         with ExitStack() as until_answered:
@@ -267,7 +268,8 @@ class TapGrid(WrappedGrid):
 
     @contextmanager
     def _averaging(self, probes: Sequence[Probe], budget: int = BUDGET) -> Iterator[None]:
-        """Average the releases of each of `probes` inside the block, and record them at its end."""
+        """Averages the releases of each of `probes` inside the block; records the means at its
+        end."""
         with ExitStack() as until_recorded:
             self._averages = {
                 (probe.batch_size, probe.trial): until_recorded.enter_context(
@@ -287,7 +289,7 @@ class TapGrid(WrappedGrid):
         observed: Collection[int],
         timeout: float,
     ) -> None:
-        """Ask once for each probe, into the spool that it has."""
+        """Asks the `observed` clients once for each probe, whose answers go to its spool."""
         kind = f"train.{wire.PROBE}"
         orders = []
         for probe in spools:
@@ -312,8 +314,18 @@ class TapGrid(WrappedGrid):
         timeout: float,
         spools: Mapping[Probe | None, Spool],
     ) -> dict[Probe | None, dict[int, Message]]:
-        """Exchange `orders`: record what the server sees of `observed` clients, spool what is to
-        be aggregated or combined; returns the accepted replies by probe and client, emptied."""
+        """Exchanges `orders`; returns the accepted replies by probe and client, emptied of their
+        updates.
+
+        It records what the server sees of `observed` clients, and spools what is to be aggregated
+        or combined.
+
+        Args:
+            orders: Messages with their client and probe.
+            observed: Clients whose updates are recorded.
+            timeout: Seconds without any answer after which the missing ones are late.
+            spools: Spool of each probe, and of training (None).
+        """
         combines = self._server.stack.aggregation is not None
         accepted: dict[Probe | None, dict[int, Message]] = {probe: {} for probe in spools}
         messages = [order.message for order in orders]

@@ -237,7 +237,7 @@ class _Tape:
         sent.digest = self._recorder.save_broadcast(sent.round, wire.views(content))
 
     def record(self, sent: _Sent, message_id: str, reply: Message) -> None:
-        """Record a node's answer."""
+        """Records a node's answer to the order `sent`."""
         try:
             if not reply.has_content():
                 self._leave_out("a client answered with an error")
@@ -355,7 +355,7 @@ class _TappedGrid(WrappedGrid):
     def _record_replies(
         self, replies: Iterable[Message], waiting: dict[str, _Sent]
     ) -> Iterable[Message]:
-        """Record `replies` as they are read; a list is read at once."""
+        """Records `replies` as they are read, or at once if they are a list."""
         if isinstance(replies, list):
             for reply in replies:
                 self._record(reply, waiting)

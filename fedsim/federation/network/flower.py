@@ -183,7 +183,7 @@ class _Budget:
 
 
 def check_version() -> None:
-    """Refuse a Flower whose insides are not known.
+    """Refuses versions of Flower whose internals were not tried.
 
     Raises:
         FedsimError: it is another version.
@@ -197,9 +197,9 @@ def check_version() -> None:
 
 
 def register(link: Link, public_key: bytes) -> bool:
-    """Tell the SuperLink that the owner of `public_key`, in OpenSSH's format, is a node.
+    """Registers the owner of `public_key`, in OpenSSH's format, as a node at the SuperLink.
 
-    Returns whether it did not know so before.
+    Returns False if it was registered before.
 
     Raises:
         FedsimError: it refuses, there is no such key, or the key's node was taken off for ever.
@@ -237,7 +237,7 @@ def register(link: Link, public_key: bytes) -> bool:
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Read a node's key.
+    """Reads a node's private key (ECDSA, in OpenSSH's format).
 
     Raises:
         FedsimError: it is none, or cannot be read.
@@ -252,9 +252,9 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def deactivate(link: Link, key: ec.EllipticCurvePrivateKey, node: int) -> None:
-    """Tell the SuperLink that the `node` with this `key` is gone; what it says to it is ignored.
+    """Tells the SuperLink that the `node` with this `key` is gone; failures are ignored.
 
-    It would else count the node as there, and refuse to let it in again, for a minute.
+    Otherwise it would count the node as there for a minute, and refuse to let it in again.
     """
     client = FleetHttpClient.from_server_address(
         link.superlink,
@@ -276,7 +276,7 @@ def deactivate(link: Link, key: ec.EllipticCurvePrivateKey, node: int) -> None:
 def server_app(
     link: Link, config: Mapping[str, str], patience: float, most_bytes: int = ANSWER_BYTES
 ) -> Iterator[tuple[Grid, Context]]:
-    """Start a run with `config` on the SuperLink, and be its ServerApp inside the block.
+    """Starts a run with `config` on the SuperLink, and acts as its ServerApp inside the block.
 
     A SuperLink that is away for up to `patience` seconds is waited for. Answers of more than
     `most_bytes` are errors, of which no more is read.
@@ -333,9 +333,9 @@ def serving(
     answer: Callable[[Message, Context], Message],
     stop: threading.Event,
 ) -> None:
-    """Answer what the SuperNode whose `runtime` API is on loopback receives, until `stop` is set.
+    """Answers a SuperNode's messages, by its `runtime` API on loopback, until `stop` is set.
 
-    Returns also when the SuperNode is gone. What `answer` raises becomes an error message.
+    It also returns when the SuperNode is gone. What `answer` raises becomes an error message.
 
     Raises:
         FedsimError: a message or an answer did not get through. The SuperNode waits for that answer
@@ -403,7 +403,7 @@ def _execute(runtime: str, token: str, answer: Callable[[Message, Context], Mess
 def _start_run(
     control: ControlHttpClient, runtime: RuntimeHttpClient, config: Mapping[str, str]
 ) -> str:
-    """Start a run, and return the token of its ServerApp's task."""
+    """Starts a run, and returns the token of its ServerApp's task."""
     for _ in range(_STARTS):
         if token := _claim(runtime, _request_run(control, config)):
             return token
@@ -414,7 +414,7 @@ def _start_run(
 
 
 def _request_run(control: ControlHttpClient, config: Mapping[str, str]) -> int:
-    """Start a run, and return its number."""
+    """Starts a run, and returns its number."""
     bundle = _bundle()
     try:
         started = control.StartRun(
@@ -437,7 +437,7 @@ def _bundle() -> bytes:
 
 
 def _claim(runtime: RuntimeHttpClient, run: int) -> str | None:
-    """Return the token of the ServerApp's task of `run`; None if nobody offers it.
+    """Returns the token of the ServerApp's task of `run`; None if nobody offers it.
 
     A SuperLink offers each task once, to whoever asks first: another run that starts in the same
     moment may have taken this one's.
@@ -463,7 +463,7 @@ def _claim(runtime: RuntimeHttpClient, run: int) -> str | None:
 
 @contextmanager
 def _beating(client: RuntimeHttpClient) -> Iterator[None]:
-    """Tell Flower inside the block that the task is alive.
+    """Tells Flower inside the block that the task is alive.
 
     Where Flower has ended the task, its own heartbeat would interrupt this process; here the next
     request about the task is refused, and says why.
@@ -489,7 +489,7 @@ def _beating(client: RuntimeHttpClient) -> Iterator[None]:
 
 @contextmanager
 def _reporting(grid: HttpGrid) -> Iterator[Context]:
-    """Take the task's input, and tell Flower at the end what became of it."""
+    """Takes the task's input, and tells Flower at the end what became of it."""
     client = grid._runtime_client
     status, why = SubStatus.FAILED, "interrupted"
     try:
@@ -510,7 +510,7 @@ def _reporting(grid: HttpGrid) -> Iterator[Context]:
 
 
 def _retry_for(seconds: float) -> RetryInvoker:
-    """Tries again for so long; Flower's own would do it for ever, or interrupt this process."""
+    """Returns a retrier for `seconds`; Flower's own tries for ever, or interrupts this process."""
 
     def hopeless(error: Exception) -> bool:
         if isinstance(error, httpx.HTTPStatusError):

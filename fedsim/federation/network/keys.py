@@ -203,7 +203,7 @@ def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
 
 
 def read_identity(key: Path | None, peers: Path | None) -> Identity | None:
-    """Read a node's signing key and its peers' public ones; None without files.
+    """Reads a node's signing key and its peers' public ones; None without files.
 
     Raises:
         FedsimError: one is missing or damaged, or others may read the key.

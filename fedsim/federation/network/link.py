@@ -48,7 +48,7 @@ class Link:
 
 
 def check(address: str, roots: Path | None) -> None:
-    """Refuse a SuperLink that cannot be reached, or not as safely as off loopback it has to be.
+    """Refuses a SuperLink that cannot be reached, or that is on another machine without TLS.
 
     Raises:
         FedsimError: it is off loopback and `roots` are missing; nobody answers; it speaks TLS and

@@ -137,7 +137,8 @@ def _session(
 
 
 def _leave(member: NodeMembership) -> None:
-    """Tell the SuperLink that the last SuperNode of this folder is gone: it may have been killed.
+    """Tells the SuperLink that the last SuperNode of this folder is gone, since it may have been
+    killed.
 
     Nobody else is at work in the folder, so that it cannot be another node's.
     """
@@ -156,7 +157,7 @@ def _tell(say: Callable[[str], None], line: str) -> None:
 
 
 def until_told() -> threading.Event:
-    """Return an event that SIGINT, SIGTERM and SIGHUP set."""
+    """Returns an event that SIGINT, SIGTERM and SIGHUP set."""
     stop = threading.Event()
 
     def set_stop(number: int, frame: FrameType | None) -> None:
@@ -203,7 +204,7 @@ def _let_in(child: Child, stop: threading.Event) -> int | None:
 
 
 def _serve(child: Child, runtime: str, secret: bytes, app: NodeApp, stop: threading.Event) -> None:
-    """Compute for the SuperNode until it ends or `stop` is set."""
+    """Computes for the SuperNode until it ends or `stop` is set."""
     ended = threading.Event()
 
     def watch() -> None:

@@ -29,14 +29,14 @@ _TAIL = 800
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody listens on."""
+    """Returns a port of loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def program(name: str) -> str:
-    """Return the path of a program that is installed beside this Python."""
+    """Returns the path of a program that is installed beside this Python."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise FedsimError(f"{name} is not installed beside {sys.executable}; pip install fedsim")
@@ -125,7 +125,7 @@ class Child:
 
 
 def superlink(folder: Path, port: int, log: Path) -> Child:
-    """Start a SuperLink on loopback: TLS, nodes with registered keys, a database, a secret.
+    """Starts a SuperLink on loopback: TLS, nodes with registered keys, a database, a secret.
 
     `folder` has what `certificates.make_authority` writes, and `superexec.secret`.
     """
@@ -147,7 +147,7 @@ def superlink(folder: Path, port: int, log: Path) -> Child:
 
 
 def _end_with(parent: int) -> None:
-    """Make this process end with its parent, which may be gone already."""
+    """Makes this process end with its parent, which may be gone already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A parent that died before `prctl` sends no signal any more.
     if os.getppid() != parent:

@@ -251,7 +251,7 @@ class SumClient:
 
     @contextmanager
     def _stage(self, stage: str) -> Iterator[None]:
-        """Count the stage as answered before anything is computed; forget all if it fails.
+        """Counts the stage as answered before anything is computed; forgets all if it fails.
 
         It keeps what is remembered at the end of the block.
         """
@@ -271,7 +271,7 @@ class SumClient:
             self._keep(self.memory)
 
     def _forget(self) -> None:
-        """Forget all but which stages were answered."""
+        """Forgets all but the number of stages that were answered."""
         self.memory = Memory(done=self.memory.done)
 
     def _sign(self, statement: bytes) -> bytes:

@@ -64,7 +64,7 @@ class FixedPoint:
     """L2 bound of a client's vector; finite if noise is made for it."""
 
     def __post_init__(self) -> None:
-        """Refuse noise that rounding would eat."""
+        """Refuses noise that rounding would eat."""
         if self.std and self.std < LEAST_NOISE * self.step:
             raise FedsimError(
                 f"secure_aggregation.noise_multiplier: a client's noise of {self.std:.3g} is lost "

@@ -50,7 +50,7 @@ class Identity:
         return self.key.public_key().public_bytes_raw()
 
     def vouches(self, client: int, statement: bytes, signature: bytes) -> bool:
-        """Whether `client` has signed `statement`."""
+        """Returns whether `client` has signed `statement`."""
         return client in self.peers and is_signed(self.peers[client], statement, signature)
 
 

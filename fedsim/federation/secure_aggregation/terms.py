@@ -40,7 +40,7 @@ _ROUNDING = 1e-9
 
 
 def least(members: int, threshold: float) -> int:
-    """The least number of `members` that is a majority and at least their `threshold` share."""
+    """Returns the least number of `members` that is a majority and at least a `threshold` share."""
     # A majority, so that any two such sets share a member, who consents to one sum only.
     return max(members // 2 + 1, math.ceil(threshold * members - _ROUNDING))
 
@@ -106,7 +106,7 @@ class Terms:
     """Least number of clients whose shared noise is enough for a sum."""
 
     def __post_init__(self) -> None:
-        """Refuse terms under which a sum would not hide its parts."""
+        """Refuses terms under which a sum would not hide its parts."""
         if len(self.participants) < 2:
             raise FedsimError(
                 "secure_aggregation: a sum over "
