@@ -120,9 +120,9 @@ class PartUpdate:
 
         Args:
             observation: what the server saw.
-            body: whose part it is.
+            body: the body that the part belongs to.
             part: layers and parameters.
-            scale: that the client's defense has applied to its update.
+            scale: factor (0-d) that the client's defense has applied to its update.
             approximate: whether it is the update of several steps, compared with one gradient:
                 with as much of it as fits best, until `correct` says how much there is.
         """
@@ -138,7 +138,11 @@ class PartUpdate:
         """|update|² (0-d), of the entries that meet anything but padding."""
 
     def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
-        """Takes in that the update is a `share` of the gradient and `added` (`LaterSteps`)."""
+        """Sets what the update is from now on compared with: `share` times the gradient + `added`.
+
+        Both are those of `LaterSteps`.
+        """
+        # From here on the share is known: only clipping still asks for a fitted factor.
         rest = [lay_out(added[name]) for name in self._names]
         self._expected = _Expected(self._clipped, share, rest)
 
@@ -161,6 +165,7 @@ class PartUpdate:
         with torch.no_grad():
             pairs = list(zip(update, self._target, strict=True))
             across = torch.stack([(u * t).sum() for u, t in pairs]).sum()
+            # Removed entries say only how large they are not: the factor is fitted to the others.
             compared_entries = [u if self._bounds is None else u * (t != 0) for u, t in pairs]
             own = torch.stack([u.square().sum() for u in compared_entries]).sum()
             return (across / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp_min(_LEAST_SHARE)
@@ -204,7 +209,8 @@ how often it would be simulated over all of them."""
 class LaterSteps:
     """The mean gradient over a client's steps, less the share of it that the first step makes.
 
-    Where each step has images of its own, less what they all make at the weights that were sent.
+    Where each step has images of its own, the gradient of all at the weights that were sent is
+    subtracted instead.
     """
 
     def __init__(self, observation: Observation, labels: Tensor) -> None:
@@ -218,9 +224,14 @@ class LaterSteps:
         self._all, self._one = Matching(observation), Matching(as_one_gradient(observation))
 
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        """Simulates normalized `images`: by parameter, the entries that meet more than padding."""
+        """Simulates training on normalized `images`; returns what later steps add, by parameter.
+
+        Parameters are cut to the entries that meet anything but padding.
+        """
         images = images.detach()
         with torch.enable_grad():
+            # The client's training on the candidates, less what one gradient at the sent weights
+            # explains.
             every = self._all.update(images, self._labels, create_graph=False)
             first = self._one.update(images, self._labels, create_graph=False)
         return {
@@ -234,13 +245,14 @@ class LaterSteps:
         Returns whether it has: the training that is simulated of poor candidates may diverge.
 
         Args:
-            updates: what is compared with one gradient.
+            updates: the updates that are compared with one gradient.
             images: normalized candidates (N, C, H, W).
-            done: calls of this before.
-            calls: as many as there are to be.
+            done: number of calls of this method before.
+            calls: number of calls that there will be in all.
         """
         if done < _FROM * calls or done % max(1, calls // _TIMES):
             return False
+        # Far candidates tell nothing of later steps, and each simulation costs an iteration.
         added = self(images)
         if not all(bool(each.isfinite().all()) for each in added.values()):
             return False
@@ -297,12 +309,12 @@ class PartGradient:
 
         Args:
             observation: what the server saw.
-            body: whose part it is.
+            body: the body that the part belongs to.
             part: layers and parameters.
             target: outputs and error signals.
-            weight: of the misfit of outputs.
-            calls: how often it is to be evaluated.
-            later: of an update of several steps, taken for one.
+            weight: weight of the misfit of outputs.
+            calls: number of evaluations that there will be.
+            later: what later steps add; None for an update of one step.
         """
         self._later, self._done, self._calls = later, 0, calls
         self._function, self._target, self._weight = part.function, target, weight
@@ -339,6 +351,7 @@ class PartGradient:
             outputs = self._function(variable).flatten(1)
             scales = self._scales(outputs.detach())
             pull = (outputs * (self._errors / scales)).sum()
+            # Backpropagation with error signals held fixed: Σ_i J(image_i)' e_i.
             update = torch.autograd.grad(pull, self._parameters, create_graph=True)
         with torch.no_grad():
             residuals, growth = self._update.compare([u.detach() for u in update])
@@ -346,6 +359,7 @@ class PartGradient:
             deviation = outputs.detach() / scales - self._outputs
             loss = torch.stack([each.square().sum() for each in residuals]).sum() / energy
             count = self._lengths * len(deviation)
+            # One backward pass for both misfits: their own derivatives are the cotangents.
             cotangents = [each.mul_(2 * growth / energy) for each in residuals]
             cotangents.append(2 * self._weight * deviation / (count * scales))
         (slope,) = torch.autograd.grad([*update, outputs], variable, cotangents)
@@ -378,12 +392,12 @@ class BodyGradient(PartGradient):
 
         Args:
             observation: what the server saw, as one gradient.
-            features: that the images are to have.
-            known: what features tell of their images.
-            weight: of the misfit of features.
-            width: of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
-            calls: how often it is to be evaluated.
-            later: of an update of several steps, taken for one.
+            features: (N, d), features that the images are to have.
+            known: labels and error signals that features tell.
+            weight: weight of the misfit of features.
+            width: width of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            calls: number of evaluations that there will be.
+            later: what later steps add; None for an update of one step.
         """
         body = Body(observation, width)
         whole = Part(body.model.features, body.parameters(body.model.body))
@@ -401,8 +415,8 @@ class BodyGradient(PartGradient):
 def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
     """Makes a distance: the sum over body and head of |u - t|² / |t|².
 
-    The head's planted neurons would outweigh all else in one. `clipped` updates t have been scaled
-    by the client: of c u, for the c that fits best.
+    In a single distance the head's planted neurons would outweigh all else. If `clipped`, the
+    client has scaled its update t, and c u takes the place of u, for the c that fits best.
     """
     body = [name.startswith("body.") for name in names]
 
@@ -437,8 +451,9 @@ def _energy(tensors: Sequence[Tensor], body: Sequence[bool], part: bool) -> Tens
 class WholeGradient:
     """The direction of the observed update, against its recomputation from candidate images.
 
-    Where no features are known 1 - the cosine of both. Candidates that are held to features are
-    compared tensor by tensor, of which few would outweigh all others in a trained network.
+    Where no features are known, the misfit is 1 - the cosine of both. Candidates that are held to
+    features are compared tensor by tensor, as few tensors would outweigh all others in a trained
+    network.
     """
 
     def __init__(
@@ -455,11 +470,11 @@ class WholeGradient:
 
         Args:
             observation: what the server saw, as one gradient.
-            labels: of the images.
-            width: of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
-            calls: how often it is to be evaluated.
-            features: (N, d), that the images are to have; None if nothing is known of them.
-            weight: of the misfit of features.
+            labels: (N,), labels of the images.
+            width: width of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            calls: number of evaluations that there will be.
+            features: (N, d), features that the images are to have; None if none are known.
+            weight: weight of the misfit of features.
         """
         self._matching = Matching(observation, calls=calls, width=width)
         self._labels, self._weight = labels, weight
@@ -491,7 +506,7 @@ class UnrolledUpdate(WholeGradient):
         width: float,
         calls: int,
     ) -> None:
-        """Prepares the comparison; arguments are as of `BodyGradient`."""
+        """Prepares the comparison; arguments are those of `BodyGradient`."""
         super().__init__(
             observation, known.labels, width=width, calls=calls, features=features, weight=weight
         )

@@ -91,8 +91,8 @@ def recover(
     Args:
         observation: what the server saw.
         knowledge: what is granted.
-        seed: of the attack that is asked.
-        source: names it; `suited` chooses by the head.
+        seed: seed of the attack that is asked.
+        source: the attack to ask; `suited` chooses by the head.
 
     Raises:
         AttackFailed: the head is of neither kind, or no gradient holds the features of all images.
@@ -167,8 +167,8 @@ def _ask(
 def relative_noise_variance(observation: Observation, head: Head) -> float:
     """Estimates the noise's variance in an entry of the body's update, over |body's update|².
 
-    Of added noise, which is the same in all entries; that of stochastic rounding at most, which has
-    a spacing of its own in each tensor. `head` is the head's share of the same update.
+    Added noise is the same in all entries. Stochastic rounding has a spacing of its own in each
+    tensor, and its variance is bounded. `head` is the head's share of the same update.
     """
     body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
     energy = float(sum(tensor.double().square().sum() for tensor in body))
@@ -177,6 +177,7 @@ def relative_noise_variance(observation: Observation, head: Head) -> float:
     if head.noisy:
         return head.noise / head.divisor**2 / energy
     spacings = [(float(t[t != 0].abs().min()) if t.any() else 0.0, t.numel()) for t in body]
+    # Stochastic rounding to a spacing s has a mean variance of s² / 6.
     rounding = sum(count * spacing**2 / 6 for spacing, count in spacings)
     return rounding / sum(count for _, count in spacings) / energy
 
@@ -199,14 +200,14 @@ def noise_share(observation: Observation, head: Head, names: Collection[str] = (
 
 
 class Signals(NamedTuple):
-    """What features tell of their images."""
+    """Labels, error signals and clipping of images, as their features tell them."""
 
     labels: Tensor
     """(N,) int64."""
     errors: Tensor
     """e_i (N, d): the derivative of the mean loss in the features."""
     scale: Tensor
-    """What the client's defense has scaled its update by (0-d): 1, unless it clips."""
+    """Factor (0-d) that the client's defense has applied to its update; 1 unless it clips."""
 
 
 def signals(observation: Observation, features: Tensor) -> Signals:
@@ -231,6 +232,7 @@ def _signals(observation: Observation, features: Tensor) -> Signals:
         observed = Objective(head)(features).errors
         labels = labels_of(head, features, observed)
     if head.dropout and head.exact and head.steps == 1:
+        # Dropped neurons are in S already, which is read off ∂L/∂W = S X: no head need be run.
         shares = head.grad_hidden.double() @ torch.linalg.pinv(features.double())  # (m, N)
         errors_read = (shares.T @ head.hidden.double()).to(features.dtype)
         return Signals(labels, errors_read, observed.new_ones(()))
@@ -238,5 +240,6 @@ def _signals(observation: Observation, features: Tensor) -> Signals:
     logits = model.head(features)
     (errors,) = torch.autograd.grad(F.cross_entropy(logits, labels), features)
     expected = (logits.detach().softmax(1) - F.one_hot(labels, logits.shape[1])).T / len(labels)
+    # Least squares of observed ≈ scale · expected: what clipping has multiplied by.
     scale = (observed * expected).sum() / expected.square().sum()
     return Signals(labels, errors, scale if head.clipped else torch.ones_like(scale))

@@ -59,6 +59,7 @@ def _is_determined_by(classifier: ClassifierGradient, features: Tensor) -> bool:
     problem = Consistency(classifier)
     fit = _at(problem, features, 0)
     errors = _certificates.bound_errors(problem, fit, 0) * features.norm(dim=1)
+    # An error of less than half the way to another image's features cannot confuse them.
     apart = torch.cdist(features, features).fill_diagonal_(torch.inf).amin(1)
     return bool((errors < _APART * apart).all())
 
@@ -89,7 +90,7 @@ _ITERATIONS = 1500
 _ALL = 1e-5
 """Share of ∂L/∂A that features may leave where there is no noise."""
 EXCHANGED = 0.1
-"""How much of their difference features that are hard to distinguish may have exchanged."""
+"""Share of their difference that two features which are hard to tell apart may have exchanged."""
 _CHANCE = 4.0
 """Times what as many numbers explain of noise alone, up to which a gain is chance."""
 
@@ -115,6 +116,7 @@ def are_determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -
     if head.exact:
         return True
     misfit = _misfit(head, features)
+    # The features of two images that nearly mix are the easiest to confuse.
     gap = min(_misfit(head, other) for other in _alternatives(features, exchanged)) - misfit
     if not head.noise:
         return gap > misfit
@@ -143,7 +145,8 @@ def doubts(head: Head, features: Tensor) -> Tensor:
 def refit_features(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     """Fits the head's gradient from images' `features` (N, d); returns `other` if that is better.
 
-    In the images' order. None where `features` explain it but for noise, which a fit would fit.
+    Returns features in the images' order; None where `features` explain the gradient but for noise,
+    which a fit would fit.
     """
     found = _fit(head, features.cpu(), other.cpu())
     return None if found is None else found.to(features.device)
@@ -157,6 +160,7 @@ def _fit(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     else:
         refit = head_fit.fit_output(head, features, _ITERATIONS)
     before, after = _misfit(head, features), _misfit(head, refit)
+    # As many unknowns explain some of the noise in any case: such a gain says nothing.
     if head.noise and before - after < _CHANCE * _explained_by_chance(head, features):
         return None
     return refit if after <= _misfit(head, other) else _permute(other, features)
@@ -172,6 +176,7 @@ def _alternatives(features: Tensor, exchanged: float) -> Iterator[Tensor]:
             other[j] -= away
             yield other
     if len(features) == 1:
+        # A single image has none to be confused with but itself at another length.
         yield from ((1 - exchanged) * features, (1 + exchanged) * features)
 
 
@@ -192,6 +197,6 @@ def _explained_by_chance(head: HeadGradient, features: Tensor) -> float:
 
 
 def _permute(refit: Tensor, reference: Tensor) -> Tensor:
-    """Permutes `features` (N, d) so that each is nearest to that of `reference` in its place."""
+    """Permutes `refit` (N, d) so that each row is nearest to that of `reference` in its place."""
     _, nearest = linear_sum_assignment(torch.cdist(reference, refit).numpy())
     return refit[torch.from_numpy(nearest)]

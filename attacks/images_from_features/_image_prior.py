@@ -61,6 +61,7 @@ class ImageDistribution:
         """
         with torch.enable_grad():
             variable = images.detach().requires_grad_()
+            # Compared at the small size: the distribution says nothing of finer detail.
             away = (_small(variable) - self._means).flatten(1)
             energy = ((away @ self._precision) * away).mean()
             (slope,) = torch.autograd.grad(energy, variable)
@@ -93,9 +94,11 @@ class ImagePrior:
     def given_features(self, features: Tensor) -> ImageDistribution:
         """Conditions the distribution on `features` (N, d)."""
         if self._regression is None:
+            # What the regression leaves of public images is the covariance given features.
             weights, residuals = _ridge(self._inputs, self._targets)
             self._regression = weights, _precision(residuals)
         weights, precision = self._regression
+        # Conditional mean of a joint normal distribution: linear in the features.
         means = self._mean + (features - self._center) @ weights
         return self._distribution(means, precision)
 
@@ -148,6 +151,7 @@ def _ridge(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     beyond = (targets - left_vectors @ projected).square().sum()
     rounding = _ROUNDING * float(targets.double().square().sum())
     scale = (values.square().sum() / inputs.shape[1]).clamp_min(torch.finfo(torch.float32).tiny)
+    # Centering takes one degree of freedom.
     freedom = len(inputs) - 1
 
     def shrinkage(strength: float) -> Tensor:
@@ -168,6 +172,7 @@ def _ridge(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     inverse = values / (values.square() + strength * scale)
     weights = (right.T @ (inverse[:, None] * projected)).to(inputs)
     residuals = targets - inputs @ weights
+    # Fitted residuals are too small: divided by what is left of freedom, as of images not seen.
     return weights, residuals / freedom_left(strength)
 
 
@@ -183,5 +188,6 @@ def _precision(samples: Tensor) -> Tensor:
     from sklearn.covariance import oas  # seconds to import, for few
 
     covariance = torch.from_numpy(oas(samples.cpu().numpy(), assume_centered=True)[0])
+    # Directions without variance in a few public images are not impossible.
     covariance.diagonal().add_(_LEAST_VARIANCE)
     return torch.cholesky_inverse(torch.linalg.cholesky(covariance)).to(samples)

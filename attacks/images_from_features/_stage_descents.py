@@ -65,10 +65,10 @@ class StagePeeling:
 
         Args:
             observation: what the server saw.
-            staged: the body.
+            staged: the body in stages.
             target: features and their error signals.
-            rng: of the inputs to start at.
-            steps: of Adam, of each stage.
+            rng: source of the inputs to start at.
+            steps: number of steps of Adam in each stage.
         """
         self._rng, self._observation, self._staged = rng, observation, staged
         self._remaining = staged.stages[1:]
@@ -126,6 +126,7 @@ class StagePeeling:
         self._best_loss = torch.where(better, self._loss, self._best_loss)
         self._best = torch.where(better, self._inputs, self._best)
         (group,) = self._adam.param_groups
+        # Adam's steps are as large as its rate: in units of the inputs they suit every stage.
         group["lr"] = _STEP * stage.size * half_cosine(self._done / self._steps, _PEELING_END)
         self._inputs.grad = misfit.slope
         self._adam.step()
@@ -133,6 +134,7 @@ class StagePeeling:
             self._inputs.clamp_(min=0)
         self._done += 1
         if self._done == self._steps:
+            # The inputs found are the outputs of the stage before, with error signals of their own.
             self._target = self._gradient.pull_back(self._best)
             self.maps.insert(0, self._target.outputs)
             self._remaining.pop()
@@ -144,12 +146,12 @@ _SHARE = 0.2
 _RELAXATION_END = 0.005
 """Step size at the end, over that of the beginning."""
 _LOOSE = 0.03
-"""What a relative squared distance of maps costs at first, in shares of the update's energy."""
+"""Weight of maps' relative squared distance at first, in shares of the update's energy."""
 _TIGHT = 100.0
-"""The same at the end, without noise: with it less, by the square root of what is not. Tighter
+"""The same at the end, without noise; multiplied by the root of the share without noise. Tighter
 maps carry the noise of all stages into the images, looser ones each fit that of their own."""
 _TIGHT_APPROXIMATE = 10.0
-"""Where an update of several steps is taken for one gradient."""
+"""The same where an update of several steps is taken for one gradient."""
 _FAR, _CLEAR = 1.5, 3.0
 """How far maps are from right that nothing is known of, in units of their size: where noise hides
 most of the update, steps are to be shorter, by the fourth root of what is not noise."""
@@ -159,7 +161,7 @@ LEAST_CLEAR = 1e-3
 
 @final
 class Relaxation:
-    """The misfit of images, and of maps that every call updates."""
+    """The misfit of images together with the maps between stages, which every call updates."""
 
     def __init__(
         self,
@@ -177,18 +179,18 @@ class Relaxation:
 
         Args:
             observation: what the server saw, as one gradient.
-            staged: the body.
+            staged: the body in stages.
             target: features and their error signals.
-            images: normalized (N, C, H, W), to start from.
+            images: normalized images (N, C, H, W) to start from.
             maps: inputs of all stages but the first, up to a factor for each image; without any,
                 those that `images` lead to.
-            noise: share of the body's update that is noise.
-            later: of an update of several steps, taken for one.
-            steps: calls that there are to be.
+            noise: share of the body's update that is noise, in [0, 1].
+            later: what later steps add; None for an update of one step.
+            steps: number of calls that there will be.
         """
         clear = max(1 - noise, LEAST_CLEAR)
         self.final_weight = (_TIGHT if later is None else _TIGHT_APPROXIMATE) * math.sqrt(clear)
-        """What a relative squared distance of maps costs at the end."""
+        """Weight of maps' relative squared distance at the end."""
         self._staged, self._target = staged, target
         self._later = later
         self._updates = [
@@ -232,6 +234,7 @@ class Relaxation:
             self.maps, slopes, self._adam.param_groups, self._sizes, strict=True
         ):
             each.grad = of
+            # Each map has a step of its own, by how far it is from what the stage before makes.
             group["lr"] = size * residuals
         self._adam.step()
         for each, stage in zip(self.maps, self._staged.stages[1:], strict=True):
@@ -243,7 +246,7 @@ class Relaxation:
     def _differentiate(self, weight: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Computes both misfits (0-d) at all stages' `inputs`, and the slopes of their sum there.
 
-        The distance of maps counts `weight` (0-d) times.
+        The distance of maps is multiplied by `weight` (0-d).
         """
         images, *maps = inputs
         variables = [lay_out(images), *(each.detach().clone() for each in maps)]
@@ -267,6 +270,7 @@ class Relaxation:
         for stage, each in zip(self._staged.stages, maps, strict=False):
             with torch.no_grad():
                 outputs_made = stage.part.function(entering)
+            # Peeling leaves a map a factor for each image, which the stage before tells.
             along = (outputs_made * each).flatten(1).sum(1) / each.flatten(1).square().sum(1)
             entering = each * along.view(-1, *[1] * (each.ndim - 1))
             initial.append(entering.clone().requires_grad_())
@@ -290,6 +294,7 @@ class Relaxation:
             )
             residuals += self._updates[i].compare(gradient[: len(parameters)])[0]
             distances.append(_distance(outputs_made, outputs))
+            # Chain rule: the error signals of what enters this stage are the next target's.
             outputs, errors = entering, gradient[-1]
         update = torch.stack([each.square().sum() for each in residuals]).sum() / self._energy
         return update, torch.stack(distances).sum()

@@ -51,7 +51,7 @@ class _EndReached(BaseException):
 
 @final
 class BodyCalls:
-    """The calls of one pass through a body, numbered in the order in which they begin."""
+    """Calls of modules in one pass through a body, numbered in the order in which they begin."""
 
     def __init__(self, body: nn.Module, images: Tensor) -> None:
         """Notes the calls that `body` makes for `images` (N, C, H, W)."""
@@ -76,8 +76,8 @@ class BodyCalls:
     def cuts(self, weights: set[int]) -> list[int]:
         """Lists the calls on whose answer alone all that follows depends, in order of their ends.
 
-        Some of the parameters with the ids `weights` are used before it, some behind it, and none
-        on both sides. Of answers between the same two of them it is the last.
+        Some of the parameters with the ids `weights` are used before such an answer, some behind
+        it, and none on both sides. Among answers between the same two parameters it is the last.
         """
         found: dict[int, int] = {}
         for number in sorted(self._maps, key=lambda each: (self._calls[each].after, -each)):
@@ -91,6 +91,7 @@ class BodyCalls:
 
     def leaves(self, begin: int | None, end: int | None) -> set[int]:
         """Returns the ids of the parameters that the stretch uses."""
+        # What was computed before the stretch begins is no part of it.
         stop = None if begin is None else self._maps[begin][0]
         return _leaves(self._output if end is None else self._maps[end][0], stop)
 
@@ -101,7 +102,7 @@ class BodyCalls:
     def stretch(self, begin: int | None, end: int | None) -> Callable[[Tensor], Tensor]:
         """Returns the function from one call's answer to another's.
 
-        None is for the images at the beginning, and for the body's answer at the end.
+        As `begin`, None stands for the images; as `end`, for the body's answer.
         """
         calls = self._calls
 
@@ -114,6 +115,7 @@ class BodyCalls:
                 nonlocal following
                 number = following
                 following += 1
+                # Calls before the stretch, with all inside them, answer what they once did.
                 if begin is not None and (number == begin or calls[number].after <= begin):
                     following = calls[number].after
                     return entering if number == begin else calls[number].answer
@@ -195,12 +197,13 @@ class Stage:
     """Consecutive layers of a body, and what is known of what goes into them."""
 
     part: Part
+    """Its function and parameters."""
     shape: torch.Size
-    """(N, ...) of what goes into it."""
+    """Shape (N, ...) of its inputs."""
     size: float
-    """Root mean square of that, for random images."""
+    """Root mean square of its inputs, for random images."""
     positive: bool
-    """Whether it is never negative, as behind ReLU."""
+    """Whether its inputs are never negative, as behind ReLU."""
 
 
 @final
@@ -218,17 +221,17 @@ class StagedBody:
         self.stages = cut_into_stages(self.body, num_images, rng)
 
     def narrow(self, done: float) -> None:
-        """Narrows the jumps to what they are to be when a share `done` of a descent is done.
+        """Narrows the jumps to their width after a share `done` of a descent, in [0, 1].
 
-        Wide ones lead near; then, a few neurons are on the wrong side of theirs, by little.
+        Wide jumps lead near the answer, where few neurons are on the wrong side of theirs.
         """
         self._width.fill_(self._full * _NARROWEST**done)
 
     @property
     def contrast_seen(self) -> float:
-        """How much the first stage's outputs change, relatively, by 2 to 3 times the contrast.
+        """Relative change of the first stage's outputs at 2 to 3 times the images' contrast.
 
-        Of each image another: batch norm in train mode makes the same of one multiple of all.
+        Each image has a factor of its own: batch norm in train mode undoes one that all share.
         Behind group norm it is next to nothing, as norm layers add 1e-5 to a variance, or, if the
         layer before has a bias, a few hundredths; where nothing is normalized, more than 1.
         """
@@ -236,6 +239,7 @@ class StagedBody:
         images = torch.randn(stage.shape, generator=generator(0, "contrast"))
         images = images.to(next(self.body.model.parameters()).device)
         with torch.no_grad():
+            # One factor for all would be undone by batch norm in train mode.
             factors = torch.linspace(2, 3, len(images)).to(images).view(-1, 1, 1, 1)
             one, two = stage.part.function(images), stage.part.function(factors * images)
         return float((two - one).norm() / one.norm())
@@ -250,25 +254,29 @@ class StagedBody:
 
 
 def cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
-    """Cuts a body into stages from images to features; into one where none is determined.
+    """Cuts a body into stages from images to features.
 
-    Or where stages put together do not make the body's features: something else is made of what
-    comes out of its last layer, or its code takes another way for other images.
+    It stays a single stage where its gradient determines none, or where stages put together do not
+    make the body's features: something else is made of what comes out of its last layer, or its
+    code takes another way for other images.
     """
     images = torch.randn(num_images, *body.input_shape, generator=rng)
     images = images.to(next(body.model.parameters()).device)
     every = body.parameters(body.model.body)
+    # Noted with other images, so that a body whose way depends on them is found out below.
     calls = BodyCalls(body.model.body, -images)
     ends: list[int | None] = [None]
     parts: list[list[tuple[str, Tensor]]] = []
     for begin in reversed(calls.cuts({id(p) for _, p in every if p.ndim > 1})):
         used = calls.leaves(begin, ends[0])
         inside = [(name, p) for name, p in every if id(p) in used]
+        # Outputs and the gradient of parameters are equations, the map that goes in is unknown.
         equations = _KNOWN * calls.size(ends[0]) + sum(p.numel() for _, p in inside)
         if equations >= _MARGIN * calls.size(begin):
             ends.insert(0, begin)
             parts.insert(0, inside)
     taken = {name for part in parts for name, _ in part}
+    # What is no stage of its own belongs to the first, which goes from images to the first cut.
     parts.insert(0, [(name, p) for name, p in every if name not in taken])
     functions = [calls.stretch(*each) for each in pairwise([None, *ends])]
     maps = [images]

@@ -88,16 +88,16 @@ _TOO_NOISY_TO_PEEL = 0.5
 _MOSTLY_NOISE = 0.9
 """Share of noise from which no features are fitted: they would be those of noise."""
 _RELAXED_VARIATION = 2.5
-"""Total variation in these, times the usual."""
+"""Weight of the total variation in the descent of all stages, times the usual."""
 _UNSEEN, _FAINT = 1e-3, 0.15
-"""How much of an image's contrast a first stage shows (`StagedBody.contrast_seen`) up to which
-that is nothing, and up to which noise hides it."""
+"""Contrast seen by the first stage (`StagedBody.contrast_seen`) up to which that is nothing, and up
+to which noise hides it."""
 _DEEP = 4
 """Stages from which a body is peeled: through fewer, images descend as well from afar."""
 _MAPS = 4.0
-"""Times what features count, the first stage's outputs do: they are hundreds of times as many."""
+"""Weight of the first stage's outputs over that of features: they are hundreds of times as many."""
 _DOUBT = 10.0
-"""How much less they count for what is left unexplained of the stage behind."""
+"""Factor of what is left unexplained of the stage behind, by which that weight is less."""
 _LOST = 0.5
 """Share of what a stage shows that is left unexplained, from which maps are worth nothing."""
 _COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
@@ -124,17 +124,22 @@ class Phase:
     misfit: Callable[[Tensor], Misfit] | StagePeeling
     """The comparison, or the stages that are peeled first, while images stay as they are."""
     iterations: int
+    """Number of steps of Adam."""
     step_size: float
+    """First step size, in normalized pixels."""
     total_variation: float
+    """Weight of the total variation at the beginning."""
     labels: Tensor
+    """(N,) int64: labels of the images."""
     feature_weight: float = 0.0
+    """Weight of the misfit of features."""
     features: Tensor | None = None
-    """(N, d), that images are to have; None as long as nothing is known of them."""
+    """(N, d): features that images are to have; None as long as none are known."""
     final_variation: float = _FINAL_VARIATION
     """Weight of the total variation at the end, over that of the beginning."""
     contrast: float | None = None
-    """Where the misfit hardly sees it and total variation takes it: how much the images are to
-    have in the end, in [0, 1]."""
+    """Share of the contrast that fills valid pixels, in [0, 1], which images get in the end where
+    the misfit hardly sees contrast; None leaves images as they are."""
 
 
 Plan = Callable[[Tensor], Phase]
@@ -158,9 +163,9 @@ class Phases:
         Args:
             observation: what the server saw.
             recovered: features (N, d), rightly or not; None if the head does not tell any.
-            seed: of random starts.
-            settings: what a user chose.
-            prior: from public images, if there are any.
+            seed: seed of random starts.
+            settings: the attack, with the parameters that a user chose.
+            prior: prior from public images; None without any.
         """
         self._observation, self._recovered, self._settings = observation, recovered, settings
         self._several = observation.training.steps > 1 or observation.num_clients > 1
@@ -184,6 +189,8 @@ class Phases:
         self.distribution = self._distribution()
         """Distribution of the present phase's images; None without public ones."""
         values = observation.num_images * math.prod(observation.model.input_shape)
+        # A likelihood's weight is the noise's variance; where little is clear the prior counts
+        # more.
         clear = max(1 - noise_share(self._as_one, self._head), LEAST_CLEAR)
         demanded = values * relative_noise_variance(self._as_one, self._head) / math.sqrt(clear)
         self.distribution_weight = max(_LEAST_DISTRIBUTION_WEIGHT, demanded)
@@ -253,6 +260,7 @@ class Phases:
         )
         if features is None:
             return replace(self.present, iterations=remaining)
+        # Not explained: images go on for as many iterations, and are asked once more.
         if attempts == 1 and not _image_features.are_explained(self._head, features):
             self._plans.insert(0, partial(self._refit_from_images, 2))
             return self.present
@@ -268,6 +276,7 @@ class Phases:
                 return self._plan_direction(features, known, iterations)
             return self._plan_whole(features, known, iterations)
         noisy = noise_share(self._as_one, self._head) > _TOO_NOISY_TO_PEEL
+        # Peeling passes on what noise and later steps leave open: there all stages go together.
         steps = 0 if self._several or noisy else int(_PEELED * iterations)
         target = StageTarget(features, known.errors, known.scale)
         peeling = StagePeeling(self._as_one, self._staged, target, self._stream, steps=steps)
@@ -306,6 +315,7 @@ class Phases:
         settings = self._settings
         weight, variation = settings.feature_weight, settings.total_variation
         values = self._observation.num_images * math.prod(self._observation.model.input_shape)
+        # As of a likelihood: twice the noise's variance times the prior's energy of all values.
         demanded = 2 * _PRIOR * values * relative_noise_variance(self._as_one, self._head)
         misfit = BodyGradient(
             self._as_one,
@@ -330,7 +340,7 @@ class Phases:
     def _plan_first_stage(self, known: Signals, iterations: int, images: Tensor) -> Phase:
         """Makes the phase from the second stage's inputs to images; all stages follow.
 
-        Or, where those inputs are lost, that of all stages from random maps.
+        Where those inputs are lost, it makes that of all stages, from random images' maps.
         """
         peeled, settings = self.present, self._settings
         assert isinstance(peeled.misfit, StagePeeling)
@@ -435,17 +445,20 @@ class FactoredInversionState(AttackState):
     recovered: Reconstruction | None
     """Features as the head told them; None if it did not."""
     phases: Phases
+    """The phases of the descent."""
     matching: Matching
+    """The observed update, for the range and the pixels of images."""
     images: Tensor
     """(N, C, H, W), normalized."""
     pyramid: Pyramid
+    """The optimizer of the images."""
     best: Tensor
     """Images of least own loss."""
     best_loss: Tensor
 
     @property
     def phase(self) -> Phase:
-        """The present one."""
+        """The present phase."""
         return self.phases.present
 
     @property
@@ -531,6 +544,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
         while state.phases.over(state.iteration):
             state.best = state.shown
             state.phases.follow(state.best)
+            # Another objective: losses of the phase before say nothing here.
             state.images, state.best_loss = state.best, torch.full_like(state.best_loss, torch.inf)
             state.pyramid = _pyramid(state.images)
         phase, images = state.phase, state.images
@@ -541,8 +555,10 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
         done = state.phases.done(state.iteration)
         misfit = phase.misfit(images)
         variation, slope = chromatic_variation(images)
+        # The loss has the final weight throughout, so that iterates of one phase can be compared.
         final = phase.final_variation * phase.total_variation
         state.loss = misfit.update + phase.feature_weight * misfit.features + final * variation
+        # The variation's weight falls geometrically, to `final_variation` of itself.
         slope.mul_(phase.total_variation * phase.final_variation**done).add_(misfit.slope)
         if (distribution := state.phases.distribution) is not None:
             # Where the update does not see contrast, images have less than they are shown with.
@@ -561,13 +577,14 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
     def postprocess(self, state: FactoredInversionState) -> Reconstruction:
         """Returns the iterate of least own loss, and the labels and features behind it.
 
-        What is known of features is known of them as the head told them, and not of refitted ones.
+        Only features as the head told them keep their certificates; refitted ones have none.
         """
         told, phase = state.recovered, state.phase
         if told is None or phase.features is None or told.features is not phase.features:
             told = Reconstruction(loss=0.0, iterations=0)
         certified = told.certified
         if certified is not None and told.labels is not None:
+            # A certificate is for the label that came with it.
             certified = certified & (told.labels == phase.labels)
         return Reconstruction(
             images=state.matching.pixels(state.shown),

@@ -64,13 +64,13 @@ class Told:
     labels: Tensor
     """(N,) int64, in the features' order."""
     trust: Tensor | float
-    """(N,) in [0, 1]: what the features count."""
+    """(N,) in [0, 1]: weight of each image's features."""
     sure: bool
     """Whether features are in so little doubt that labels and error signals are read off them."""
 
     @property
     def features(self) -> Tensor | None:
-        """(N, d)."""
+        """Recovered features (N, d); None if none are wanted."""
         return None if self.recovered is None else self.recovered.features
 
 
@@ -81,7 +81,7 @@ class FeatureInversionState(AttackState):
     matching: Matching
     drawing: Drawing
     unet: Drawing | None
-    """That draws after pixels have; None if there is no such change to come."""
+    """Drawing that takes over after the pixels; None if there is no such change to come."""
     told: Told
     body: BodyGradient | None
     """What images are compared with in place of the whole update, if error signals are known."""
@@ -105,7 +105,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     )
 
     iterations: Annotated[int, Field(ge=1)] = 10_000
-    """Of Adam."""
+    """Steps of Adam."""
     features_from: FeatureSource = "suited"
     """The attack that recovers features: `tensor_features`, as in the paper, `best_features`,
     `classifier_fit`, or any other that answers some, by its name or as `{name: ..., parameters}`;
@@ -117,10 +117,11 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Channels of the U-Net at full resolution."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of Adam; default 0.001 for the U-Net and 0.1 for pixels. The paper states 0.00001, which
-    draws next to nothing in 10,000 iterations."""
+    """Step size of Adam; default 0.001 for the U-Net and 0.1 for pixels. The paper states 0.00001,
+    which draws next to nothing in 10,000 iterations."""
     decay: Decay = "steps"
-    """How it falls: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine."""
+    """How the step size falls: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a
+    cosine."""
     pixels_first: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the iterations in which a pyramid of pixels is descended. The U-Net then learns to
     draw them, and goes on. The paper's starts from random weights."""
@@ -135,18 +136,18 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     """Whether a feature counts less, the more of the head's gradient it leaves unexplained. The
     paper trusts all alike."""
     total_variation: Annotated[float, Field(ge=0)] = 0.01
-    """α_TV."""
+    """α_TV: weight of the total variation."""
     variation: Literal["absolute", "chromatic"] = "absolute"
     """Mean absolute difference of neighbouring pixels, or three times as much of it in color."""
     batch_norm: Annotated[float, Field(ge=0)] = 0.001
-    """α_BN."""
+    """α_BN: weight of the distance of batch norm's inputs from the granted statistics."""
     feature_weight: Annotated[float, Field(ge=0)] = 0.1
-    """α_f."""
+    """α_f: weight of the misfit of features."""
     tensors: Matched = "all"
-    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    """Tensors of the update that are matched: all, or those of the body, that is, all but the
     classifier's head. The paper reweights all; the head has most of the parameters."""
     errors: Literal["candidates", "features"] = "candidates"
-    """Whose error signals the update is recomputed with: those that the head computes of the
+    """Error signals that the update is recomputed with: those that the head computes of the
     candidates, or those that features tell. With these the head is out of the loop, and the body's
     share of the update is compared in squared distance, as `factored_inversion` does; not where
     features are in doubt, and not over several local steps or clients."""
@@ -159,12 +160,12 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         return resolved(source)
 
     def required(self) -> Grant:
-        """Asks for what the attack needs that recovers features."""
+        """Asks for the grant of the attack that recovers features."""
         source = source_attack(self.features_from)
         return self.needs if source is None else source.required()
 
     def brings(self) -> tuple[str, ...]:
-        """Says what this attack has, and what the one has that recovers features."""
+        """Says what this attack has beforehand, and what the one that recovers features has."""
         source = source_attack(self.features_from)
         own = super(FeatureInversion, self.model_copy(update={"features_from": "none"})).brings()
         return own if source is None else own + source.brings()
@@ -234,6 +235,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     def step(self, state: FeatureInversionState) -> FeatureInversionState:
         """Takes a step of Adam; pixels stay valid."""
         if state.unet is not None and state.iteration == self._pixel_iterations:
+            # The U-Net goes on from the pixels' images, whose losses it cannot be compared with.
             state.unet.copy(state.best)
             state.drawing, state.unet = state.unet, None
             state.best_loss = torch.full_like(state.best_loss, torch.inf)
@@ -262,7 +264,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         )
 
     def _compared(self, state: FeatureInversionState, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes all of the objective but its prior (0-d), and its slope in the images."""
+        """Computes the objective without its prior (0-d), and its slope in the images."""
         variation = VARIATIONS[self.variation]
         if state.body is None:
             candidate = Candidate(images, state.told.labels, None)
@@ -278,6 +280,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
 
     def _body(self, observation: Observation, told: Told) -> BodyGradient | None:
         """Prepares the body's share of the update, if error signals are wanted and known."""
+        # Error signals are those of the weights that were sent: one gradient has no others.
         single = observation.training.steps == observation.num_clients == 1
         if self.errors == "candidates" or not (told.features is not None and told.sure and single):
             return None
@@ -310,6 +313,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         assert features is not None
         head = head_of(observation)
         doubt = doubts(head, features)
+        # Half the trust at a doubt of `_DOUBT`, and the less the more doubt there is.
         trust = _DOUBT / (_DOUBT + doubt) if self.doubted else torch.ones_like(doubt)
         sure = bool((doubt <= _DOUBT).all())
         if self.required().features == knowledge.grant.labels == "known":
@@ -334,6 +338,7 @@ def _ordered(labels: Tensor, head: HeadGradient, features: Tensor) -> Tensor:
     is not so of each of them.
     """
     errors = F.normalize(Objective(head)(features.cpu()).errors, dim=0)
+    # The assignment of least total error signal: p - y is negative at the label alone.
     _, place = linear_sum_assignment(errors[labels.cpu()].T.numpy())
     return labels[torch.from_numpy(place).to(labels.device)]
 

@@ -238,8 +238,7 @@ class _Search:
         basis = torch.eye(len(lengths), dtype=lengths.dtype)
         if bounds:
             basis = torch.linalg.svd(torch.stack(bounds))[2][len(bounds) :]
-        # Variables at the rows' lengths: unscaled, weak directions are lost in the solver's
-        # tolerance.
+        # Variables are in units of the rows' lengths, so that weak directions count as much.
         scaled = basis @ (self.cone / lengths[:, None])
         aim = torch.randn(len(basis), generator=generator, dtype=torch.float64)
         others = [basis @ (ray.combination * lengths) for ray in rays if ray.bound is None]
