@@ -116,6 +116,7 @@ class GaussianSampling(StatisticDefense):
             change = kernel_distance.eigenvalues_above_floor(
                 self.beta, self.least_eigenvalue, gain=gain, row_norm=row_norm
             )
+        # Tuples are hashable, as caches of the release need it.
         eigenvalues = tuple((up, down) for up, down in change.tolist())
         samples = self.samples
         if samples is None:

@@ -86,6 +86,7 @@ class LeastSquaresMechanism(DataDefense):
         # The claim follows from the σ in use, so that `paper` noise is stated for what it gives.
         leverage = bound(self.sigma(release), release.row_norm, self.leverage)
         relation: Relation = "add_or_remove" if self.leverage == 1 else "relative"
+        # What is computed from a sketch is as private as the sketch.
         mechanism: ExactMechanism = (
             ProjectionRelease(
                 unit="example", relation=relation, leverage=leverage, columns=release.columns

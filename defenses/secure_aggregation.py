@@ -81,6 +81,7 @@ class SecureAggregation(MaskedAggregation):
                 "the update to multiply; put clip directly before it"
             )
         noise = self.noise_multiplier * before.sensitivity if self.noise_multiplier else 0.0
+        # No entry exceeds the L2 bound, which so serves as a range.
         bound = before.sensitivity if self.range is None else self.range
         return SumTerms(
             threshold=self.threshold,

@@ -310,6 +310,7 @@ def one_run_p_value(
     if not (epsilon >= 0 and 0 <= delta <= 1):
         raise FedsimError(f"epsilon {epsilon} and delta {delta}: expected ε >= 0 and δ in [0, 1]")
     rate = float(expit(epsilon))
+    # SciPy's sf(x) is Pr[W > x].
     beta = float(binom.sf(correct - 1, guesses, rate))
     if correct == 0 or delta == 0:
         return min(1.0, beta)

@@ -80,6 +80,7 @@ def audit(
     """
     experiment = calculator.make(mechanism, "experiment", keys)
     assert isinstance(experiment, Experiment)
+    # Refused before anything is drawn.
     calculator.probability(delta)
     error_probability(delta, confidence)
     if draws is None:

@@ -192,6 +192,7 @@ class _Examples(_Cast):
             labels[self.examples] = exchanged
         self.data = replace(data, train_images=shown, train_labels=labels)
         self.run = workload.of_neighbours(self.data)
+        # The rest of the run knows nothing of coins: they are in the data, or in who is absent.
         self.clients = [self._apply_coins(client) for client in self.run.clients]
 
     def _apply_coins(self, client: Client) -> Client:

@@ -73,6 +73,7 @@ class Looks:
         )
         total, squares = np.zeros_like(flat), np.zeros_like(flat)
         compared = []
+        # World 2 is without the canary, and its randomness is of no trial that is counted.
         for trial in range(_PILOT):
             seen = _flat(run(2, trial)[0])
             total += seen
@@ -284,10 +285,13 @@ def _example_trials(workload: Workload, relation: Relation, rounds: int) -> _Tri
     shifts = [(canary, shift(canary, start)) for canary in tried]
     there, toward = shifts[0]
     farthest = max(shifts, key=lambda pair: float(global_norm(pair[1])))
+    # More than one example moves by itself: others' contributions moved with it, and the worst is
+    # taken.
     if float(global_norm(farthest[1])) > _MOST_OF_ONE:
         there, toward = farthest
     starts, towards = [start] * rounds, [toward] * rounds
     if rounds > 1:
+        # Negated weights are another model, at which the canary contributes something else.
         turned = {name: -value for name, value in start[0].items()}, start[1]
         elsewhere = shift(there, turned)
         # At negated weights a network may overflow; then every round stays at the start.
@@ -298,6 +302,7 @@ def _example_trials(workload: Workload, relation: Relation, rounds: int) -> _Tri
     def run(world: int, trial: int) -> list[Tensors]:
         canary = there if world == 1 else absent
         seed = rng.derive(workload.scenario.seed, "canary", world, trial)
+        # Trials differ by their noise and batches alone.
         one = replace(canary.client, seed=seed)
         state: Tensors = {}
         seen: list[Tensors] = []

@@ -373,6 +373,7 @@ def slope_share(
     square = float(residual.square().sum())
     if square == 0:
         return 0.0
+    # An attacker follows the update as it is seen, with its error in it.
     aim = residual if error is None else residual - error
     (slope,) = update_map.pull_back(at, labels, [aim])
     return float((slope * way).sum()) * distance / square
@@ -527,6 +528,7 @@ def _stall(cases: Sequence[_Case]) -> float:
         ]
         share = sum(shares) / len(shares)
         if share < STALL_SHARE:
+            # It stalls at the guess itself.
             if math.isinf(before[1]):
                 return 1.0
             # The crossing between two distances: linear in the share, geometric in the distance.
@@ -563,6 +565,7 @@ def _measure_remainder(case: _Case, floor: float) -> _Left:
     counts = float(top[-1]) or float(top[0])
 
     def best_above(floor: float) -> float:
+        # A descent of so many steps cannot regularize less than this.
         least = counts * floor
         # From the floor up to 10^6 times the largest eigenvalue, where nothing of the images is
         # left.

@@ -127,6 +127,7 @@ def _row_norms(plan: UpdatePlan, images: Tensor, labels: Tensor) -> Tensor | Non
     observation = plan.first
     names = [n for n, p in observation.parameters.items() if p.ndim == 2]
     body = [name for name in names if not name.startswith("head.")]
+    # A model of a single dense layer has its head alone.
     chosen = body[:1] or names[:1]
     if not chosen or plan.training.algorithm != "fedsgd":
         return None
@@ -151,6 +152,7 @@ def _active_share(model: Classifier, images: Tensor) -> Indicator:
     def count(_: nn.Module, __: object, output: Tensor) -> None:
         shares.append(float((output > 0).float().mean()))
 
+    # Only these switch off: a smooth activation leaves the gradient smooth.
     hooks = [
         part.register_forward_hook(count)
         for part in model.modules()
@@ -190,6 +192,7 @@ def _sizes(plan: UpdatePlan) -> list[Indicator]:
     """Judges equations for each unknown, local steps, and clients in the sum."""
     images, clients, training = plan.first.num_images, plan.first.num_clients, plan.training
     entries = sum(value.numel() for value in plan.first.parameters.values())
+    # Entries of the update are equations; pixels of all its images are unknowns.
     ratio = entries / (images * math.prod(plan.first.model.input_shape))
     several = f"{training.steps}, {training.batches} batches"
     return [

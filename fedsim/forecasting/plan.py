@@ -209,6 +209,7 @@ def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
         for (stack, _), paths in recorded.items()
     ]
     first = observations[0][1][0]
+    # By batch size; the scenario's order of stacks is kept below.
     observations.sort(key=lambda each: each[1][0].training.batch_size)
     declared, images = declared_training(scenario), _stand_ins_of_run(scenario, first)
     return [

@@ -460,6 +460,7 @@ def _search_noise(excess: Callable[[float], float], enough: float) -> tuple[floa
         at_low, spent = excess(low), spent + 1
     while spent < _SEARCH and high - low > 0.01 and at_low > 0 > at_high:
         share = at_low / (at_low - at_high)
+        # Kept off the ends, where a noisy estimate could leave the bracket as it is.
         middle = low + (high - low) * min(max(share, 0.1), 0.9)
         found, spent = excess(middle), spent + 1
         if found > 0:

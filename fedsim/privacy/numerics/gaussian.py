@@ -79,6 +79,7 @@ def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
     c = solve(falling, np.maximum(zero, -40.0), np.maximum(1 - ndtri(target), zero))
     with np.errstate(over="ignore"):
         found = np.maximum(0.0, mu * (c + mu / 2))
+    # With δ(0) below the target already, the root would lie at a negative ε.
     found = np.where(_log_curve(zero, mu) <= log_target, 0.0, found)
     return np.where(multiplier == 0, np.inf, found)[()]
 

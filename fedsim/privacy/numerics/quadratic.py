@@ -435,6 +435,7 @@ def _saddle(form: _Form, sign: float) -> _Saddle:
         s = sign * grown * q
         beyond = 1 + s if sign > 0 else q
         w = q * (1 + grown * pull[:, some])
+        # First and second derivative of K(s) - s ε - log|s| - log(1 + s), group by group.
         ratio, count, shift = form.a[:, some] / w, form.count[:, some], form.shift[:, some]
         slope = (count * (-form.log_rest[:, some] - ratio)).sum(0) / 2
         slope += (shift / form.rest[:, some] * (beyond + s * w) / w**2).sum(0) / 2
@@ -453,6 +454,7 @@ def _saddle(form: _Form, sign: float) -> _Saddle:
     while len(active):
         now = y[active]
         here, moved = at(now, active)
+        # The sign makes it rise with y on either side of 0.
         value = sign * here.slope
         low[active] = np.where(value < 0, now, low[active])
         high[active] = np.where(value < 0, high[active], now)

@@ -53,6 +53,8 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
                 "norm; raise epsilon or privacy.delta"
             )
         low, at_low = high, at_high
+        # If ε falls as 1 / z², half of its logarithm's excess is the whole way; a doubling is the
+        # least.
         high += min(max(at_high / 2, math.log(2)), _FARTHEST)
         at_high = excess(high)
     while at_low <= 0:
