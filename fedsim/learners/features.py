@@ -56,4 +56,5 @@ class FeatureExtractor:
                         for part in torch.split(pixels, _BATCH)
                     ]
                 )
+        # normalize divides by 1e-12 at least, so a row of zeros stays one.
         return F.normalize(rows.double(), dim=1)

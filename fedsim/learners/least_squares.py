@@ -126,6 +126,7 @@ def normal_solution(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
     features, target = rows[:, :-1], rows[:, -1]
     best = solve(rows)
     residual = torch.linalg.vector_norm(features @ best - target)
+    # cholesky_ex reports a failure instead of raising, so that the error can name the remedy.
     factor, failed = torch.linalg.cholesky_ex(features.T @ features)
     if int(failed):
         raise FedsimError(

@@ -140,13 +140,13 @@ class _Training(Computation):
         )
 
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Moves the weights in the units of the algorithm."""
+        """Subtracts lr times the mean gradient (fedsgd), or adds the mean change (fedavg)."""
         if training.algorithm == "fedsgd":
             return before - training.lr * update
         return before + update
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
-        """Returns the difference of the weights, in the units of the algorithm.
+        """Returns the mean update that led from `before` to `after`: a gradient under fedsgd.
 
         Raises:
             FedsimError: the server projects the weights, which cannot be undone.
@@ -193,6 +193,8 @@ class _Training(Computation):
                 chunk = slice(start, start + _EVALUATION_BATCH)
                 inputs = normalize(as_pixels(images[chunk]).to(self._device), self.spec)
                 target = labels[chunk].to(self._device)
+                # The module keeps its own weights, and computes with those of the round for this
+                # call.
                 logits = functional_call(self.model, state, (inputs,))
                 total += F.cross_entropy(logits, target, reduction="sum").double().cpu()
                 correct += int((logits.argmax(1) == target).sum())

@@ -44,7 +44,7 @@ class HeadConfig(BaseModel):
     """Standard deviation of the planted W. The paper draws N(0, I) for features of norm 1; for
     features of norm s, 1 / s gives the same."""
     planted_rows: Literal["graded", "two_groups", "equal"] = "graded"
-    """Row k = 1..K of A on the planted neurons, v of them: `graded` k / v; `two_groups` 1 / v for
+    """Entries of row k = 1..K of A on the v planted neurons: `graded` k / v; `two_groups` 1 / v for
     the first half of the classes and -1 / v for the others; `equal` 1 / v."""
     planted_gain: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Factor of the planted rows of A."""
@@ -75,7 +75,7 @@ class HeadDropout(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Body and head. Input (B, C, H, W) normalized; features (B, d); output (B, K) logits."""
+    """Joins body and head: normalized images (B, C, H, W) -> features (B, d) -> logits (B, K)."""
 
     def __init__(self, body: nn.Module, head: nn.Module, unit_features: bool = False) -> None:
         """Joins body and head; with `unit_features`, features get unit length before the head."""

@@ -57,7 +57,7 @@ class PluginRef(ScenarioSection):
 
 
 class Partition(ScenarioSection):
-    """How the training set is divided among clients."""
+    """Division of the training set among clients."""
 
     name: Literal["iid", "dirichlet", "shards", "natural", "file"] = "iid"
     alpha: Positive | None = None
@@ -69,7 +69,7 @@ class Partition(ScenarioSection):
 
 
 class Data(ScenarioSection):
-    """What the clients train on."""
+    """Data that the clients train on, and their division."""
 
     source: PluginRef
     clients: Annotated[int, Field(ge=1, le=100_000)] = 4
@@ -172,7 +172,7 @@ class Observe(ScenarioSection):
 
 
 class Privacy(ScenarioSection):
-    """How the ledger states the claim."""
+    """Settings of the ledger, which states the claim."""
 
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     probes: Literal["included", "outside"] = "included"
@@ -197,7 +197,7 @@ class Audit(ScenarioSection):
 
 
 class Scoring(ScenarioSection):
-    """How reconstructions are scored."""
+    """Settings of the score of reconstructions."""
 
     lpips_weights: str | None = None
     """Path of the backbone's weights for LPIPS; else they are used if torchvision has them."""

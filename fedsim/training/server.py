@@ -59,7 +59,7 @@ class Census:
     held: Sequence[int]
     """Number of training examples of each client, by the client's number."""
     private_statistics: Mapping[Unit, tuple[str, ...]]
-    """By unit of privacy: what in the set-up depends on one unit's data without noise, in words."""
+    """Parts of the set-up that depend on one unit's data without noise, in words, by unit."""
 
     @property
     def examples(self) -> int:
@@ -98,6 +98,7 @@ class Server:
             )
         self.computation  # noqa: B018 - built now, since it may be refused
 
+    # Every recording asks, for one of a few batch sizes, and guarantees take time to work out.
     @cached_property
     def device(self) -> torch.device:
         """Device that clients compute on."""

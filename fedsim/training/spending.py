@@ -176,7 +176,7 @@ class Account:
             counts.add(Most(len(rounds) - repeated, repeated, probed))
         return [
             most
-            # A client whom another one exceeds in all three counts cannot be the worst.
+            # A client whose counts another one equals or exceeds cannot be worse.
             for most in sorted(counts, reverse=True)
             if not any(
                 other != most

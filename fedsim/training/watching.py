@@ -50,6 +50,7 @@ class Steps:
     """(C, H, W) float32 each: different inputs of the model, normalized and augmented as it got
     them."""
     labels: list[int] = field(default_factory=list)
+    """Label of each image."""
     order: list[int] = field(default_factory=list)
     """Indices in `images` of the members of all batches, one batch after the other."""
     sizes: list[int] = field(default_factory=list)
