@@ -29,7 +29,7 @@ from fedsim.words import number_of
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """A scenario with its data, of which nothing was refused."""
+    """Holds a scenario with its data, of which nothing was refused."""
 
     scenario: Scenario
     variant: Mapping[str, Any]
@@ -174,7 +174,7 @@ def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator
 
 
 def place_of(index: int, variants: Sequence[Variant]) -> str:
-    """Say which variant of a sweep stands at `index`; nothing where there is no sweep."""
+    """Return the place of the variant at `index`, as `2/4 `; empty where there is no sweep."""
     return f"{index + 1}/{len(variants)} " if variants[index].label else ""
 
 
@@ -186,7 +186,7 @@ def accept(
     out: Path | None = None,
     link: Link | None = None,
 ) -> Accepted:
-    """Load the data of a scenario and ask all questions about it (`federation.refusals`).
+    """Load the data of a scenario and check everything about it (`federation.refusals`).
 
     Args:
         variant: The scenario, with every default written out.

@@ -176,7 +176,7 @@ _UNDECLARED = (
 
 
 class _Execution:
-    """The work on one scenario that is accepted, in the order of its stages."""
+    """Does the work on one accepted scenario, in the order of its stages."""
 
     def __init__(
         self, accepted: Accepted, out: Path, resume: bool, workers: int | None, link: Link | None
@@ -201,7 +201,7 @@ class _Execution:
         self.workers = workers or fitting
 
     def announce(self) -> None:
-        """Write what is to be done, before any of it: who looks in between sees how far it is."""
+        """Write the plan before any work, so that anybody can see how far the run is."""
         rounds = self.scenario.training.rounds * len(self.servers)
         name, variant = self.scenario.name, self.accepted.variant
         Plan.of(name, variant, rounds, self._planned, origin=self._origin()).save(self.out)
@@ -336,7 +336,7 @@ class _Execution:
         return result_without_attack(seen, "failed", lost)
 
     def _awaits_truth(self, job: Job) -> bool:
-        """Whether the truth of a recording that is here is still with a node."""
+        """Returns whether a recording is here while its truth is still with a node."""
         if not self.deployed or not job.observation.exists():
             return False
         seen = files.load_observation(job.observation)
@@ -423,7 +423,7 @@ class _Execution:
 
     @property
     def described(self) -> Dataset | Table:
-        """The description of the data, and its test split."""
+        """Description of the data, with the test split."""
         return next(iter(self.servers.values())).described
 
     @property

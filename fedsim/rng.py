@@ -31,8 +31,8 @@ _KEY_BYTES = 32
 _WORDS = 624
 """Number of 32-bit words in the whole state of MT19937, PyTorch's generator on the CPU."""
 _STATE = slice(24, 24 + 8 * _WORDS)
-"""Where PyTorch's serialized generator holds these words, each in 64 bits. Before them are the
-number of words left of the last block and the place of the next one."""
+"""Bytes of PyTorch's serialized generator that hold these words, each in 64 bits. Before them are
+the number of words left of the last block and the place of the next one."""
 
 
 def derive(seed: int, *path: str | int) -> int:

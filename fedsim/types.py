@@ -26,24 +26,24 @@ Mode = Literal["train", "eval"]
 Batches = Literal["same", "different"]
 Sampling = Literal["without_replacement", "poisson", "balls_in_bins"]
 Watcher = Literal["server", "client", "eavesdropper"]
-"""Parties that look. `server`: at what it decodes. `client`: a participant, at the global models
-that it receives. `eavesdropper`: at what crosses the wire."""
+"""Parties that watch. `server` sees what it decodes. `client`, a participant, sees the global
+models that it receives. `eavesdropper` sees what crosses the wire."""
 Vantage = Literal["server", "aggregate", "client", "eavesdropper"]
-"""What a watcher sees: the watcher itself, but that a server whose stack combines updates sees
-their `aggregate` only."""
+"""Views of the watchers, by their names. The view of a server whose stack combines updates is
+`aggregate`: it sees their combination only."""
 Server = Literal["honest", "planted", "modified"]
-"""What the server has done to the model. `honest`: nothing. `planted`: it chose weights of a
-two-layer head, to read features from (`head.planted`). `modified`: it put a module in front, to
-read images from (`imprint`)."""
+"""Manipulations of the model by the server, from least to most. `honest`: none. `planted`: it chose
+weights of a two-layer head, to read features from (`head.planted`). `modified`: it put a module in
+front, to read images from (`imprint`)."""
 Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relative"]
 AuditMethod = Literal["two_worlds", "one_run"]
-"""`two_worlds`: one canary takes part in half of many runs. `one_run`: each of many canaries takes
-part in one run by the toss of a coin."""
+"""Methods of an audit. `two_worlds`: one canary takes part in half of many runs. `one_run`: each of
+many canaries takes part in one run by the toss of a coin."""
 
 Status = Literal["ok", "failed", "unscored", "unseen"]
-"""States of an attack on a recording: scored; failed; its truth is elsewhere, so that nobody
-attacked yet; or its vantage shows no update, so that there is nothing to attack."""
+"""States of an attack on a recording. `ok`: scored. `failed`: without a score. `unscored`: not made
+yet, as the truth is elsewhere. `unseen`: not possible, as the vantage shows no update."""
 
 MOST_STEPS = 100_000
 """Maximum number of local steps of an update."""
@@ -57,11 +57,11 @@ ReleaseKind = Literal[
     "kernel_model",
 ]
 Payload = Literal["update"] | ReleaseKind
-"""What a client sends: the update of a model, or what it computed from its rows in closed form."""
+"""Kinds of client message: a model's update, or what was computed from rows in closed form."""
 
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
-"""Pattern of the names of devices."""
+"""Pattern of a device's name: `auto`, `cpu`, `cuda` or `cuda:N`."""
 
 
 class FedsimError(Exception):
@@ -69,23 +69,24 @@ class FedsimError(Exception):
 
 
 class RunFailed(FedsimError):  # noqa: N818 - reads as what happened
-    """Work had begun when it failed; finished work is kept. The command then exits with 1."""
+    """A failure after work had begun: finished work is kept, and the command exits with 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRule:
-    """What the steps of somebody's own training have beyond SGD of the mean cross-entropy."""
+    """Describes how steps of somebody's own training differ from SGD of the mean cross-entropy."""
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decays of the means that Adam keeps."""
+    """Decay rates (β1, β2) of Adam's means of gradients and of their squares."""
     eps: float = 1e-8
-    """Added to the root in Adam's step."""
+    """ε that is added to the root in Adam's step."""
     nesterov: bool = False
     weight_decay: float = 0.0
-    """Share of the weights added to the gradient, as torch.optim does; by AdamW apart from it."""
+    """Factor of the weights that is added to the gradient, as in torch.optim. AdamW instead takes
+    it off the weights directly."""
     proximal: float = 0.0
-    """μ of FedProx: each step's gradient has μ times what the weights have moved in addition."""
+    """μ of FedProx: μ times the weights' movement so far is added to each step's gradient."""
     rates: tuple[float, ...] | None = None
     """Learning rate of each step; None if they are all `lr`."""
     label_smoothing: float = 0.0
@@ -94,7 +95,7 @@ class StepRule:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining:
-    """How a client turns a batch into an update. Public: every observation declares it.
+    """Describes how a client turns a batch into an update; public, as observations declare it.
 
     `fedsgd`: the update is the gradient of the mean loss over one batch (gradient units).
     `fedavg`: the update is `weights after - weights before` after `steps` SGD steps (weight units).
@@ -116,7 +117,7 @@ class LocalTraining:
     dropout: float = 0.0
     """Probability that a hidden neuron of the head is dropped in a step."""
     rule: StepRule | None = None
-    """What steps have beyond SGD of the mean cross-entropy; None if nothing."""
+    """Rule of steps that are more than SGD of the mean cross-entropy; None for plain SGD."""
 
     @property
     def num_images(self) -> int:
@@ -124,7 +125,7 @@ class LocalTraining:
         return self.batch_size * (self.steps if self.batches == "different" else 1)
 
     def bins(self, num_examples: int) -> int:
-        """Returns into how many batches a client divides its examples (balls_in_bins).
+        """Returns the number of batches that a client divides its examples into (balls_in_bins).
 
         Their mean size is as near to `batch_size` as possible.
         """
@@ -190,20 +191,20 @@ class ModelSpec(InputSpec):
 
     @property
     def server(self) -> Server:
-        """What the server has done to the model."""
+        """Manipulation of the model by the server."""
         return server_of(self.parameters)
 
 
 def watcher_of(vantage: str) -> str:
-    """Returns who looks from a `vantage`: the `aggregate` is what a server sees, too."""
+    """Returns the watcher at a `vantage`; the `aggregate` is seen by a server, too."""
     return "server" if vantage == "aggregate" else vantage
 
 
 def server_of(parameters: Mapping[str, Any]) -> Server:
-    """Returns what the server of a model has done, by the model's `parameters`.
+    """Returns the server's manipulation of a model, by the model's `parameters`.
 
-    If it has done both, `modified`. A third party's model that knows neither `head` nor `imprint`
-    is `honest`.
+    A model that is both planted and modified counts as `modified`. A third party's model that knows
+    neither `head` nor `imprint` is `honest`.
     """
     if parameters.get("imprint"):
         return "modified"
@@ -273,8 +274,8 @@ class Noise:
 
 
 Removal = Literal["smallest", "smallest_of_tensor", "others"]
-"""Rules by which entries are zeroed: the smallest of all, the same share of each tensor's smallest,
-or those of another rule, under which a zero tells nothing."""
+"""Rules by which entries are zeroed. `smallest`: the smallest of all. `smallest_of_tensor`: the
+same share of each tensor's smallest. `others`: another rule, under which a zero tells nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +289,7 @@ class Effect:
     known: bool = True
     """Whether the defense declares its effect; if not, nothing else here may be relied upon."""
     noise: tuple[Noise, ...] = ()
-    """All noise that is added."""
+    """Noises that are added, in order of the defenses."""
     removed: Removal | None = None
     """Rule by which entries are set to zero; None if none are."""
     scaled: bool = False
@@ -365,20 +366,20 @@ class Observation:
     spec: ModelSpec | ReleaseSpec
     """Describes the model that was trained, or the release that a closed-form learner made."""
     training: LocalTraining
-    """The local training. For rows, `batch_size` is how many took part on average, each with the
-    same chance."""
+    """Local training. For rows, `batch_size` is the mean number that took part, each with the same
+    chance."""
     defense: tuple[Mapping[str, Any], ...]
-    """The announced defense stack: `name` and parameters in use of each, in order of application.
-    `std` of Gaussian noise is there whether or not another parameter declared it."""
+    """Announced defense stack: `name` and parameters in use of each, in order of application. `std`
+    of Gaussian noise is among them even if another parameter declared it."""
     effect: Effect
-    """What that stack does to the update. Attacks read this, and not the names of defenses."""
+    """Effect of that stack on the update, which attacks read instead of the defenses' names."""
     vantage: Vantage
     round: int
     client: int
-    """Client (partition) id; -1 at the aggregate vantage. At the client vantage it is the one who
-    looks: `update` is the mean of the others."""
+    """Client (partition) id; -1 at the aggregate vantage. At the client vantage it is the watching
+    client, and `update` is the mean of the others."""
     num_clients: int
-    """How many clients' updates `update` is the mean of (1 at the server's and the eavesdropper's
+    """Number of clients whose mean `update` is (1 at the server's and the eavesdropper's
     vantage)."""
     trial: int
     seed: int
@@ -388,7 +389,7 @@ class Observation:
 
     @property
     def server(self) -> Server:
-        """What the server has done to the model; `honest` for a release of rows."""
+        """Manipulation of the model by the server; `honest` for a release of rows."""
         return self.spec.server
 
     @property
@@ -437,13 +438,13 @@ class Truth:
     asked_singly: ClassVar[bool] = False
     """Whether attacks are asked about one example at a time."""
     more: Tensors = field(default_factory=dict)
-    """What else targets had clients leave, by their parts."""
+    """Part of a target -> further truth that it had clients leave."""
     local_losses: Tensor | None = None
     """(2,) mean cross-entropy on the batch before and after local training, without update
     defenses; the mean over clients. None for a single gradient, and where nothing is trained."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all of it by name."""
+        """Returns all tensors of the truth by name."""
         # Files hold tensors alone, so that `classes` of rows travels as one; `of` makes it an int
         # again.
         own = {n: torch.as_tensor(v) for n, v in vars(self).items() if isinstance(v, Tensor | int)}
@@ -451,7 +452,8 @@ class Truth:
 
     @staticmethod
     def of(tensors: Tensors) -> Truth:
-        """Returns the truth that holds these `tensors`: of rows, if they say who took part."""
+        """Builds the truth of these `tensors`: of rows if they have `members`, else of a batch."""
+        # Files do not say what they hold: only a truth of rows has to say who took part.
         kind = RowTruth if "members" in tensors else GroundTruth
         known = {each.name for each in fields(kind)} - {"more"}
         more = {name: value for name, value in tensors.items() if name not in known}
@@ -470,8 +472,8 @@ class GroundTruth(Truth):
     """Holds the batch that an update was computed from."""
 
     images: Tensor
-    """(N, C, H, W) pixels in [0, 1]; (N, D) entries on [0, 1] of rows of a table, whose `columns`
-    (D,), which are among `more`, say by number which column each entry is of."""
+    """(N, C, H, W) pixels in [0, 1]; for rows of a table (N, D) entries on [0, 1]. `columns` (D,)
+    among `more` then has the number of each entry's column."""
     labels: Tensor
     """(N,) int64."""
     features: Tensor | None = None
@@ -516,37 +518,37 @@ class Reconstruction:
     labels: Tensor | None = None
     """(N,) int64."""
     features: Tensor | None = None
-    """(N, d)."""
+    """(N, d) inputs of the head."""
     features_by: str | None = None
-    """Other attack that was asked for these features; None where none was, or they were fitted
-    anew since."""
+    """Name of another attack that these features are from; None if there is none, or if they were
+    fitted anew since."""
     stages: int | None = None
-    """Number of stages that the body was cut into, each inverted on its own from four on; None
-    where the attack cuts no body."""
+    """Number of stages that the body was cut into; from four on, each is inverted on its own. None
+    where the attack does not cut the body."""
     rows: Tensor | None = None
     """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
     membership: Tensor | None = None
     """(N,) log-likelihood ratio of having taken part over not: the higher, the likelier."""
     more: Tensors = field(default_factory=dict)
-    """Answers to targets of other packages, by their parts."""
+    """Part -> answer, for targets of other packages."""
     determined: Tensor | None = None
-    """(N,) bool: of which images what was observed leaves nothing near open: features are locally
-    unique within its rounding and noise. None where the attack does not say."""
+    """(N,) bool: whether the observation leaves no other features near an image's, within its
+    rounding and noise. None where the attack does not say."""
     certified: Tensor | None = None
-    """(N,) bool: of which images the attack knows that features and labels (those of them that it
-    returns) are right: they reproduce what was observed to rounding, are determined, and nothing
-    else was found to. None where the attack offers no certificate."""
+    """(N,) bool: whether the attack knows that an image's features and labels, as far as it returns
+    them, are right. They reproduce the observation to rounding, they are determined, and no other
+    answer was found that does. None where the attack offers no certificate."""
     loss: float
-    """The attack's own objective at the returned point: the only thing selection may use."""
+    """Value of the attack's own objective at the returned point, the only basis of selection."""
     iterations: int
 
     def parts(self) -> dict[str, Tensor]:
-        """Returns what was answered, by the parts of targets."""
+        """Returns part of a target -> answer, for all that was answered."""
         own = {name: getattr(self, name) for name in _PARTS}
         return {name: part for name, part in {**own, **self.more}.items() if part is not None}
 
     def with_parts(self, parts: Tensors) -> Reconstruction:
-        """Returns the same with other answers in place of those that `parts` names."""
+        """Returns the reconstruction with the answers of `parts` in place of its own."""
         own: dict[str, Any] = {name: part for name, part in parts.items() if name in _PARTS}
         more = {name: part for name, part in parts.items() if name not in _PARTS}
         return replace(self, **own, more={**self.more, **more})
@@ -578,9 +580,9 @@ class Dataset:
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training image, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
-    """Names of these fields that were computed from training images without noise ("mean and std"),
-    which voids every claim of privacy; empty if none was. None: the source does not say, and no
-    claim is made either."""
+    """Names of fields that were computed from training images without noise ("mean and std"), which
+    voids every claim of privacy; empty if none was. None if the source does not say, in which case
+    no claim is made either."""
     placed_by_label: bool = False
     """Whether changing one image's label would move other images to other places and so, where a
     partition deals by places, to other clients."""
@@ -647,7 +649,7 @@ def as_pixels(images: Tensor) -> Tensor:
 
 
 _ROUNDING = 1e-12
-"""Relative rounding error that a norm at its bound may have. A claim changes as little by it."""
+"""Relative rounding error granted to a norm at its bound, which changes a claim as little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -669,12 +671,12 @@ class Table:
     columns: tuple[str, ...]
     """Names of the d features and of the target."""
     row_norm: float
-    """l, the public bound."""
+    """l, the public bound on the L2 norm of a row."""
     classes: tuple[str, ...] | None
-    """The target's classes, evenly from -1 to +1 (before rows are scaled down to the bound); None
-    if the target is a quantity."""
+    """Classes of the target, evenly spaced from -1 to +1 (before rows are scaled down to the
+    bound); None if the target is a quantity."""
     feature_columns: tuple[InputColumn, ...] = ()
-    """Columns of the features, but for the constant one. Empty: each feature is a quantity."""
+    """Columns of the features without the constant one; empty if each feature is a quantity."""
     intercept: bool = False
     """Whether the last feature is the constant 1 (before rows are scaled down to the bound)."""
     client_of: Tensor | None = None
@@ -683,7 +685,7 @@ class Table:
     """Names of the fields that were computed from training rows without noise ("ranges of the
     columns"). None: the source does not say, and no claim of privacy is made."""
     left_out: tuple[tuple[str, int], ...] = ()
-    """(reason, count) of columns that may be meant to be used and are not."""
+    """(reason, count) of the columns that the source found and did not use."""
 
     def __post_init__(self) -> None:
         """Refuses rows beyond the bound, which every claim rests on.
@@ -787,6 +789,6 @@ class PrivacyClaim:
     (`add_or_remove`), maybe only among declared databases (`relative`).
     `close` and `relative` are no differential privacy."""
     reason: str | None
-    """Why ε is ∞, if it is."""
+    """Reason for an ε of ∞; None if ε is finite."""
     covers: str = ""
-    """Releases that the claim covers, and conditions, in words."""
+    """Wording of the releases that the claim covers, and of its conditions."""

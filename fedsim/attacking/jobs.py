@@ -25,7 +25,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all jobs of a run share."""
+    """Holds what all jobs of a run share."""
 
     root: Path
     """The run's folder."""
@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One attack on one observation."""
+    """Names one attack on one observation."""
 
     observation: Path
     """Path of the observation's JSON file."""
@@ -101,17 +101,17 @@ class Result:
     stages: int | None = None
     """Number of stages that the attack cut the model's body into; None if it cuts none."""
     baseline: dict[str, Any]
-    """Metrics of the zero-information guess, its `name`, how many images it was learned from
-    (`public`, and `public_per_image` that it guesses), and PSNR `per_image`."""
+    """Metrics of the zero-information guess, its `name`, the number of images that it was learned
+    from (`public`, and `public_per_image` of the guess), and PSNR `per_image`."""
     victims: list[str] | None
-    """A digest of each true image, or row that took part, in the order of the truth; the same for
-    the same content. None of an update that was never recorded."""
+    """Digest of each true image, or row that took part, in the order of the truth; equal content
+    has equal digests. None for an update that was never recorded."""
     tensor_rate: float | None
     """Predicted error of the attack by theory, up to a constant; None if theory says nothing."""
     cost: dict[str, float | int | None]
     local_losses: tuple[float, float] | None
-    """Mean loss on the images of the truth before local training and after it; None of a single
-    gradient, and of rows."""
+    """Mean loss on the images of the truth before local training and after it; None for a single
+    gradient, and for rows."""
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:

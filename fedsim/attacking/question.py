@@ -26,7 +26,7 @@ from fedsim.types import FedsimError, Observation, Reconstruction
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One attack on one observation, or on one row of it."""
+    """Asks one attack about one observation, or about one row of it."""
 
     attack: Attack[AttackState]
     observation: Observation
@@ -36,7 +36,7 @@ class Question:
     restarts: int
 
     def answer(self, progress: Callable[[Progress], None] | None = None) -> Solution:
-        """Runs the attack. What it draws from torch's global stream follows from the seed.
+        """Runs the attack, with torch's global stream seeded by the question's seed.
 
         Raises:
             AttackFailed: `solve` raises it.
@@ -57,7 +57,7 @@ class AttackAnswer:
     """Holds what became of a question: a solution, or the reason of its failure."""
 
     solution: Solution | None
-    """None if the attack failed; its tensors are in CPU memory."""
+    """Solution, with tensors in CPU memory; None if the attack failed."""
     reason: str | None
     """Why the attack failed; None if it did not."""
     seconds: float

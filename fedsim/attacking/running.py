@@ -150,7 +150,7 @@ def _scorable(
 
 
 class _AskedJob:
-    """A job whose questions are being asked and answered."""
+    """Keeps track of a job whose questions are being asked and answered."""
 
     def __init__(self, index: int, job: Job, setting: Setting, public: Public) -> None:
         """Loads the observation and its truth; raises IncompleteTruth if nobody could score it."""
@@ -172,7 +172,7 @@ class _AskedJob:
         self._reason: str | None = None
         self._failed, self._asking = False, True
         self.sent = 0
-        """Number of loads of questions that were sent so far."""
+        """Number of loads of questions sent so far."""
 
     def next(self) -> bytes | None:
         """Returns the next load of questions; None if there is none, or one has failed."""

@@ -16,7 +16,7 @@ from fedsim.recording.exchanges import Exchange
 from fedsim.types import FedsimError, LocalTraining, Mode, Observation, StepRule
 
 TappedAnswer = Literal["weights", "delta", "gradient"]
-"""What clients answer: their weights after training, these less the server's, or a gradient."""
+"""Kinds of client answer: weights after training, these less the server's (delta), a gradient."""
 EXAMPLES = "num-examples"
 """Name of the metric by which Flower's clients state the number of examples of an answer."""
 

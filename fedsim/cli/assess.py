@@ -109,6 +109,7 @@ def assess(
         from fedsim.system import paths
         from fedsim.types import FedsimError
 
+        # Together they replace the witness's account of the training; one alone would mix the two.
         if (batch_size is None) != (lr is None):
             raise FedsimError("--batch-size, --lr: expected both or none")
         local = {"batch_size": batch_size, "lr": lr, "epochs": epochs, "momentum": momentum}

@@ -114,6 +114,7 @@ def run(
             "--shared-seed": shared_seed,
         },
     )
+    # Put last, since later overrides win over those of --set.
     short = {"seed": seed, "device": device}
     overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
     with exits():
@@ -187,6 +188,7 @@ def attack(
         if out:
             # Before the attack: it may take hours, and would be lost.
             writable_folder(out, "--out")
+        # Progress goes to the standard error: the standard output is JSON for programs.
         with Live(Console(stderr=True, quiet=quiet)) as display:
             begun: list[Progress] = []
 
@@ -394,6 +396,7 @@ def list_plugins(
         width = get_terminal_size((80, 24)).columns
 
         def read() -> str:
+            # Imported here, where a child process may have stand-ins in the place of libraries.
             from fedsim.contracts import listing
 
             rows = listing.rows(kinds)
@@ -430,7 +433,7 @@ def validate(
         typer.Option("--without-data", help="Read the file alone, as where the data are not."),
     ] = False,
 ) -> None:
-    """Ask of a scenario all that a run asks before its work: status 2 if one would be refused.
+    """Check all that a run checks before its work: status 2 if a run would be refused.
 
     SCENARIO is a YAML file. Its data are loaded; nothing is trained, attacked or written.
     """
@@ -450,6 +453,7 @@ def validate(
             accepted = ask(scenario, overrides=settings or [], quiet=False)
             facts = [variant.lines() for variant in accepted]
         if resolved:
+            # Several documents in one stream of YAML, as a sweep is several scenarios.
             typer.echo("---\n".join(dump(variant.scenario) for variant in variants), nl=False)
             return
         typer.echo(f"{scenario}: valid{', its data aside' if without_data else ''}")
@@ -487,6 +491,7 @@ def preflight(
         with fix_within(1), report_work("preflight", "the forecasts"):
             forecasts = preflight_file(origin, settings or [], tell=work.tell)
         rows = [forecast.as_row() for forecast in forecasts]
+        # The rendered text ends with a newline of its own.
         typer.echo(json.dumps(rows, indent=2) if as_json else render(forecasts), nl=as_json)
 
 
@@ -505,9 +510,11 @@ def make_printable() -> None:
     """Replaces characters that a terminal cannot show, and drops output if there is no terminal."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        # A process may be started without the stream, and printing to None would end it.
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, TextIOWrapper):
+            # A terminal that has no ε shows its escape, instead of ending a run with an error.
             stream.reconfigure(errors="backslashreplace")
 
 

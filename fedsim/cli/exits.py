@@ -16,6 +16,7 @@ def exits() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
+        # The message says how to go on; 130 is what shells take for an interrupted command.
         interrupts.say(lambda text: typer.secho(text, err=True, fg="red"))
         raise typer.Exit(interrupts.STATUS) from error
     except BrokenPipeError:

@@ -8,6 +8,7 @@ from fedsim.system import interrupts
 def main() -> None:
     """Runs the `fedsim` command."""
     with interrupts.command():
+        # Imported only now that an interrupt is provided for, since it takes long.
         from fedsim.cli.commands import app, make_printable
 
         make_printable()

@@ -97,6 +97,7 @@ def register(
         contents = [paths.read_named(path, "KEY", paths.TEXT) for path in public]
         for path, content in zip(public, contents, strict=True):
             try:
+                # Nodes that were registered before stay so: the command can be repeated.
                 is_new = flower.register(reached, content)
             except FedsimError as error:
                 raise FedsimError(f"{path}: {error}") from error
@@ -143,6 +144,7 @@ def node(
         from fedsim.federation.network.node_app import NodeApp
         from fedsim.federation.network.policy import Policy
 
+        # Before anything is opened, so that a signal from now on ends the node in order.
         stop = until_told()
         app = NodeApp(
             client,

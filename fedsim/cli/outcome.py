@@ -73,6 +73,7 @@ def leaderboard(runs: Sequence[reading.Run], format: TableFormat) -> str:
     from fedsim.results.reading import measurements
 
     width = get_terminal_size((120, 24)).columns
+    # One reading of the runs serves the table and the verdicts, which then cannot disagree.
     rows = aggregate(measurements(runs))
     judged = judgements(rows, runs)
     table = render(

@@ -27,6 +27,7 @@ class Method(StrEnum):
 
 
 app = typer.Typer(
+    # Without a command, the mechanisms are listed.
     no_args_is_help=False,
     help="How private a release is, and how much noise makes it so.",
 )
@@ -149,6 +150,7 @@ def _parse_keys(mechanism: str, keys: list[str] | None, question: str) -> dict[s
     from fedsim.privacy import calculator
 
     parsed = calculator.parse(keys)
+    # Made only to be checked: the calculator makes its own.
     calculator.make(mechanism, calculator.QUESTIONS[question], parsed)
     return parsed
 
@@ -248,4 +250,5 @@ def _list(as_json: bool) -> None:
         rows = calculator.listing()
         return json.dumps(rows, indent=2) if as_json else calculator.render(rows, width)
 
+    # The rendered text ends with a newline of its own.
     typer.echo(read_without_libraries(read, "fedsim.mechanisms"), nl=as_json)

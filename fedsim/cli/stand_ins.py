@@ -25,6 +25,7 @@ class _Kind(ABCMeta):
     """Metaclass of stand-ins, whose every attribute is another stand-in; classes may mix in ABC."""
 
     def __getattr__(cls, name: str) -> type:
+        # Python asks for special names to learn what an object can do: these have to be missing.
         if name.startswith("__"):
             raise AttributeError(name)
         return _stand_in(name)
@@ -56,6 +57,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:
         """Returns the spec of a stand-in for a library's module; None for any other module."""
         if fullname.partition(".")[0] in LIBRARIES:
+            # As a package, so that its submodules are looked for, and found here, as well.
             return ModuleSpec(fullname, self, is_package=True)
         return None
 

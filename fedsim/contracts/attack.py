@@ -161,8 +161,8 @@ class Solution:
     reconstruction: Reconstruction
     restart: int
     losses: tuple[float, ...]
-    """Own loss of every restart, in order; NaN where its answer is not finite. Those that are not
-    finite lose but keep their place."""
+    """Own loss of every restart, in order; NaN where its answer is not finite. Restarts without a
+    finite loss are never chosen."""
     seconds: float
     iterations: int
     """Number of iterations of all restarts together."""
@@ -188,8 +188,10 @@ def solve(
             and a finite answer.
     """
     _refuse_unusable(observation)
+    # Otherwise each iteration pays for fresh pages of the same tensors.
     memory.keep_freed()
     device = _device(observation)
+    # TF32 would add a thousand times the rounding that attacks explain an update to.
     compute_exactly(device)
     elsewhere = attack.on_processor and device.type != "cpu"
     if elsewhere:

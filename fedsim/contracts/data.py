@@ -25,6 +25,7 @@ class DataSource(Plugin):
 
         A node asks its owner's policy about it. By default the field `path` or `root`.
         """
+        # These are the names that data sources give to where their data lie.
         named = getattr(self, "path", None) or getattr(self, "root", None)
         return None if named is None else str(named)
 

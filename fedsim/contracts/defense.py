@@ -235,7 +235,7 @@ class TrainingDefense(Plugin):
 
 
 class StatefulTrainingDefense(TrainingDefense):
-    """A training defense whose steps depend on the client's earlier ones, over all its rounds."""
+    """Changes how the client trains, by steps that depend on its earlier ones over all rounds."""
 
     @abstractmethod
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
@@ -250,7 +250,7 @@ class StatefulTrainingDefense(TrainingDefense):
 
 
 class LossTerm(nn.Module, ABC):
-    """A layer that adds a term to the loss of the model that it is part of."""
+    """Base of layers that add a term to the loss of the model that they are part of."""
 
     @abstractmethod
     def loss_term(self) -> Tensor:
@@ -293,9 +293,8 @@ class AggregationDefense(Plugin):
     """Changes what the server sees of a round: one combined update instead of each client's."""
 
     averages: ClassVar[bool] = False
-    """Whether the combination, with the server's noise if any, is a mean to which clients that
-    report the same number of examples contribute the same: one who knows its own update can then
-    take it off."""
+    """Whether the combination, with the server's noise if any, is a mean in which clients with the
+    same number of examples have the same weight. A client can then take its own update off."""
 
     @abstractmethod
     def combine(self, updates: Iterable[Update]) -> Update:
@@ -335,7 +334,7 @@ class ServerRound:
 
 
 class NoisyAggregation(AggregationDefense):
-    """An aggregation by a trusted server that adds noise of its own to what it shows."""
+    """Aggregates by a trusted server that adds noise of its own to what it shows."""
 
     @abstractmethod
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
@@ -368,7 +367,7 @@ class SumTerms:
 
 
 class MaskedAggregation(NoisyAggregation):
-    """An aggregation that clients carry out with the server, who sees masked vectors and their sum.
+    """Aggregates by a protocol of clients and server, who sees masked vectors and their sum.
 
     The federation runs the protocol (`fedsim.federation.secure_aggregation`), on the terms that the
     defense states. `combine` and `add_noise` are what it comes to: the ideal functionality, with a
@@ -425,6 +424,7 @@ def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
 def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
     """Draws independent N(0, 1) in float64, in the shapes of `like`."""
     return {
+        # Drawn on the CPU and moved, so that every device adds the same noise.
         name: normal(tensor.shape, rng, torch.float64).to(tensor.device)
         for name, tensor in like.items()
     }
@@ -453,7 +453,7 @@ def shapes(update: Tensors) -> Mapping[str, torch.Size]:
 
 
 _STEP_BITS = 18
-"""Binary logarithm of how much finer than the noise's deviation the steps of `add_noise` are."""
+"""Number of powers of two by which steps of `add_noise` are finer than the noise's deviation."""
 
 
 def _rounded_to(step: float, values: Tensor) -> Tensor:

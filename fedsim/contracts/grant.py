@@ -154,6 +154,7 @@ class Grant(BaseModel):
         return [
             f"{name}={getattr(self, name)}"
             for name, meaning in self.meanings().items()
+            # At `most` an honest server is still honest; only what is above it counts.
             if getattr(self, name) != (most := meaning.honest or values[name][0])
             and self._reaches(name, most)
         ]

@@ -32,8 +32,9 @@ from fedsim.types import (
 )
 
 Batches = Sequence[tuple[Tensor, Tensor]]
-"""What a client computes from: (pixels (B, C, H, W), labels (B,)) of each local step; of a learner
-that releases once one batch of all that the client holds, of a table (rows (n, d + 1), labels)."""
+"""Inputs of a client's computation: (pixels (B, C, H, W), labels (B,)) of each local step. A
+learner that releases once gets one batch of all that the client holds; for a table it is (rows (n,
+d + 1), labels)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,8 @@ class Request:
     training: LocalTraining
     """Local training after the stack's training defenses; meaningless where nothing is trained."""
     stream: torch.Generator
-    """Randomness of the learner and not of the defense; `fedsim.rng.normal` draws from it what has
-    to stay secret."""
+    """Stream of the learner, apart from that of the defense; `fedsim.rng.normal` draws from it what
+    has to stay secret."""
     recorded: bool
     """Whether the round is observed, so that the truth will be asked for."""
 
@@ -103,9 +104,9 @@ class Computation(ABC):
     """Carries out a learner's work in one stack's federation."""
 
     spec: ModelSpec | None = None
-    """Description of the model, of a learner that trains one."""
+    """Description of the model; None for a learner that trains none."""
     model: nn.Module | None = None
-    """The network, of a learner that trains one."""
+    """Network; None for a learner that trains none."""
     release: Release | None = None
     """Release of a closed-form learner, as far as privacy depends on it; None without one."""
     releases_statistics: bool = False
@@ -194,7 +195,7 @@ class Learner(Plugin):
     """Defines what a client computes from its data, and what the server makes of the mean."""
 
     data: ClassVar[type[Dataset] | type[Table]]
-    """The kind of data source that it computes from."""
+    """Kind of data source that it computes from."""
     trains: ClassVar[bool]
     """Whether it trains a model over rounds, as `training` says. One that does not releases once
     (`training.rounds: 1`), from all of a client's data, and its server takes the plain mean."""
@@ -208,6 +209,8 @@ class Learner(Plugin):
         Raises:
             FedsimError: it trains a model, and the data have no classes.
         """
+        # A model is trained on features and classes; a closed-form learner reads a table's rows as
+        # such.
         return data.labelled() if self.trains and self.data is Dataset else data
 
     def payload(self) -> Payload | None:

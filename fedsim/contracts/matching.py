@@ -31,6 +31,7 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
     targets = truth.flatten(1).double()
     # The direct form of the distance: the matrix-product form loses small differences.
     distance = torch.cdist(targets, claimed, compute_mode="donot_use_mm_for_euclid_dist")
+    # Images without pixels cost nothing, and must not divide by 0.
     cost = distance.square() / max(1, targets.shape[1])
     return assign(cost)
 

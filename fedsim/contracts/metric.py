@@ -28,10 +28,10 @@ class Unavailable:
 
 
 MetricValue = Tensor | float | Unavailable
-"""One value for each truth (N,), one for all of them, or why there is none."""
+"""Value of a metric: one for each truth (N,), one for all of them, or why there is none."""
 
 TensorMetric = Callable[[Tensor, Tensor], MetricValue]
-"""Compares what was claimed (N, ...) with the truth (N, ...)."""
+"""Function that compares a claim (N, ...) with the truth (N, ...)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Term:
     """Holds a term of the glossary, and its meaning in plain sentences."""
 
     key: str
-    """Identifies it in a page: lower-case letters and hyphens."""
+    """Identifier of the term in a page: lower-case letters and hyphens."""
     name: str
     meaning: str
 
@@ -75,7 +75,7 @@ class Metric:
     heading: str | None = None
     """Heading of its column in a leaderboard; None if only JSON and CSV show it."""
     meaning: str = ""
-    """Explains the column to people."""
+    """Explanation of the column in a clause, for readers of a table."""
     described: Term | None = None
     """Entry of the glossary, if it says more than `heading` and `meaning` do."""
     shown_as: Literal["mean", "interval", "percent"] = "mean"
@@ -89,6 +89,7 @@ class Metric:
         """Entry of the glossary that explains the metric's column."""
         if self.described:
             return self.described
+        # The key is the term's anchor in a page.
         key = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         meaning = self.meaning[:1].upper() + self.meaning[1:]
         return Term(key=key, name=self.heading or self.name, meaning=f"{meaning}.")

@@ -138,6 +138,7 @@ def load(group: str, name: str) -> type[Plugin]:
             f"plugin {name!r} of {_package(point)} is {cls!r}; expected a class derived from "
             "fedsim.contracts.plugins.Plugin"
         )
+    # Python would refuse it only when a scenario makes one, by a TypeError that names no package.
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise PluginError(
@@ -259,6 +260,7 @@ def _range(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 
 def _follow_reference(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Without a reference the name is empty, and the item stands for itself.
     name = str(item.get("$ref", "")).rpartition("/")[2]
     resolved: Mapping[str, Any] = definitions.get(name, item)
     return resolved

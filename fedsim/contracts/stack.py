@@ -139,6 +139,8 @@ class Stack:
     def gradient(self, step: LocalStep) -> GradientFn:
         """Returns the direction of a local `step` after every training defense."""
         for index, defense in enumerate(self.training_defenses):
+            # Noted, so that a learner that trains around its defenses is found out
+            # (`federation.refusals`).
             self._directed.add(index)
             if isinstance(defense, StatefulTrainingDefense):
                 memory = self._memories.get(index, {})
@@ -241,6 +243,7 @@ class Stack:
         own training defenses.
         """
         proven = self.guarantees(declared)
+        # A loss is a function of the data that none of the noise hides.
         return self.aggregation is None and not any(held.mechanism for held in proven)
 
     def init(
@@ -281,6 +284,7 @@ def chain(*defenses: Defense) -> Stack:
             data defense, or one that is not the first; or more than one defense of a statistic, or
             one behind an update defense.
     """
+    # Only these orders are proven: each defense acts on what the ones before it have made.
     acted: set[Statistic] = set()
     changed = False
     for position, defense in enumerate(defenses):

@@ -29,7 +29,8 @@ class Resources:
     """Holds what a run has for scores, besides answers and truths."""
 
     guesser: Any = None
-    """Guesses batches from public images (`fedsim.scoring.Guesser`); None where there are none."""
+    """Guesser of batches from public images (`fedsim.scoring.Guesser`); None where there are
+    none."""
     lpips_backbone: Literal["alex", "vgg", "squeeze"] = "alex"
     lpips_weights: str | None = None
 
@@ -57,6 +58,7 @@ class TargetScores:
 
     def means(self) -> dict[str, float]:
         """Returns the means; a metric without a value is missing."""
+        # Metrics with one value for all, such as a share of labels, are their own mean.
         tensors = {n: float(v.mean()) for n, v in self.values.items() if isinstance(v, Tensor)}
         return {n: v for n, v in self.values.items() if isinstance(v, float)} | tensors
 
@@ -86,7 +88,7 @@ class GuessRequest:
 
 
 class Target(Plugin):
-    """A kind of leak. Only `part`, `noun`, `singular`, `metrics` and `leaks` have to be stated."""
+    """Describes a kind of leak; `part`, `noun`, `singular`, `metrics`, `leaks` are required."""
 
     part: ClassVar[str]
     """Name of the scored part, in an answer and in the truth."""
@@ -115,10 +117,12 @@ class Target(Plugin):
     attacked update. `gain`: all of that gain. `mean`: the mean, where guesses are compared by
     their means alone."""
     leaks: ClassVar[float]
-    """Gain in the first metric from which a trial leaks, over the guess and another update. Where
-    it `ranks_by` the mean, an error: the share of the guess's from which down it leaks."""
+    """Gain in the first metric from which a trial leaks, over the guess and over another update. If
+    it `ranks_by` the mean, which is an error, it leaks at this share of the guess's error or
+    less."""
     exposes: ClassVar[float | None] = None
-    """Gain that no attack has by chance, so that one such trial is a leak; None: there is none."""
+    """Gain that no attack has by chance, so that one such trial is a leak; None if there is
+    none."""
     likeness: ClassVar[Mapping[str, float]] = {}
     """Metric of likeness -> its value from which an answer that leaks is recognizable. An answer
     may leak by these, whatever the first metric says. The first of them judges means."""
@@ -129,8 +133,8 @@ class Target(Plugin):
     """Value of the first metric from which an answer that leaks is recognizable, where its likeness
     was not measured."""
     works: ClassVar[float | None] = None
-    """Gain of an undefended attack from which the positive control passes. None: the main target
-    passes as it `leaks`, another alone shows nothing of it."""
+    """Gain of an undefended attack from which the positive control passes. If None, the main target
+    passes where it `leaks`, and any other target alone does not pass."""
 
     @property
     def ranking(self) -> Metric:
@@ -138,7 +142,7 @@ class Target(Plugin):
         return self.metrics[0]
 
     def is_alike(self, values: Mapping[str, float | None], by: Iterable[str]) -> bool:
-        """Whether an answer of these `values` is recognizable by any of these metrics."""
+        """Returns whether an answer of these `values` is recognizable by any metric in `by`."""
         gain = {metric.name: metric.gain for metric in self.metrics}
         return any(
             (value := values.get(name)) is not None and gain[name](value, self.likeness[name]) >= 0
@@ -146,7 +150,10 @@ class Target(Plugin):
         )
 
     def is_recognizable(self, values: Mapping[str, float | None]) -> bool:
-        """Whether an answer that leaks is recognizable: by its likeness, else its first metric."""
+        """Returns whether an answer that leaks is recognizable.
+
+        Its likeness decides or, where that was not measured, the ranking metric.
+        """
         # The first measure of likeness judges; the ranking metric does only where that has no
         # value.
         first, value = next(iter(self.likeness), ""), values.get(self.ranking.name)
@@ -317,6 +324,7 @@ def _metrics() -> Mapping[str, Metric]:
     known: dict[str, Metric] = {}
     for target in targets().values():
         for metric in target.metrics:
+            # A row has one field for a name, whose values have to compare across targets.
             other = known.setdefault(metric.name, metric)
             if (other.unit, other.larger_leaks) != (metric.unit, metric.larger_leaks):
                 raise plugins.PluginError(
@@ -327,7 +335,7 @@ def _metrics() -> Mapping[str, Metric]:
 
 
 class _Metrics(Mapping[str, Metric]):
-    """The metrics of all targets by name, read when they are first asked for."""
+    """Maps names to the metrics of all targets, which are read at the first access."""
 
     def __getitem__(self, name: str) -> Metric:
         return _metrics()[name]
@@ -340,7 +348,7 @@ class _Metrics(Mapping[str, Metric]):
 
 
 METRICS: Mapping[str, Metric] = _Metrics()
-"""The metrics that mean the same for every attack, by name, in the order of a row's fields."""
+"""Name -> metric, of all that mean the same for every attack, in the order of a row's fields."""
 
 
 def ranking_targets() -> Mapping[str, Target]:

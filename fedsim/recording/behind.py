@@ -99,7 +99,7 @@ class WorkQueue:
         self._work_on()
 
     def _work_on(self) -> None:
-        """Works off what waits, on behalf of `_working`."""
+        """Does job after job until none waits; the caller has set `_working`."""
         with self._changed:
             # A thread that could not be started once may come when others have done its work.
             if not self._working or self._thread:

@@ -47,7 +47,7 @@ _DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, Recur
 
 
 class Exchange(BaseModel):
-    """One order to train and its answer, without the tensors: the JSON beside a reply."""
+    """Describes one order to train and its answer, without tensors: the JSON beside a reply."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

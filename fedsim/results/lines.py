@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedsim.attacking.jobs import Job, Result
 
 _DIVERGED = 2.0
-"""Local training diverges if it multiplies the loss by more than this."""
+"""Factor of the loss from which local training counts as diverged."""
 
 
 class RowPart(BaseModel):
@@ -102,7 +102,7 @@ class ModelOf(RowPart):
 
 
 class KnowledgeOf(Grant):
-    """States what the attacker was granted; a row of a later version may hold more."""
+    """States what the attacker was granted; rows of later versions may hold more fields."""
 
     # What this version does not know is kept: it is something that was granted.
     model_config = ConfigDict(extra="allow")
@@ -182,7 +182,7 @@ class ClaimOf(RowPart):
 
 
 class PrivacyOf(ClaimOf):
-    """States the claim, whose secret its noise is, and what an audit measured."""
+    """States the claim, the owner of its noise's secret, and what an audit measured."""
 
     noise_key: str | None = None
     """Owner of the secret that the noise follows from: `scenario` or `node`."""
@@ -192,7 +192,7 @@ class PrivacyOf(ClaimOf):
 
 
 class CostOf(RowPart):
-    """States what the attack took."""
+    """States the cost of the attack."""
 
     seconds: float | None = None
     iterations: int | None = None
@@ -219,11 +219,10 @@ class ResultRow(RowPart):
     variant: dict[str, Any] = {}
     dataset: str
     model: ModelOf | None = None
-    """None for a learner that trains no model."""
+    """Model of the victim; None for a learner that trains none."""
     learner: str = "sgd"
     release: dict[str, Any] | None = None
-    """The kind of a closed-form release and the learner's parameters; None for updates of a
-    model."""
+    """Kind of a closed-form release, and the learner's parameters; None for updates of a model."""
     training: dict[str, Any] = {}
     defense: DefenseOf
     attack: AttackOf
@@ -245,7 +244,7 @@ class ResultRow(RowPart):
     reason: str | None = None
     metrics: Metrics | None = None
     victims: list[str] | None = None
-    """A digest of each true image, or row of a table that took part."""
+    """Digest of each true image, or of each row of a table that took part."""
     baseline: BaselineOf | None = None
     control: ControlOf | None = None
     theory: TheoryOf | None = None

@@ -32,12 +32,12 @@ class Plan(BaseModel):
     scenario: str
     variant: dict[str, Any]
     rounds: Count
-    """Rounds of training, of all defense stacks together."""
+    """Number of rounds of training, of all defense stacks together."""
     attack_runs: Count
     lines: Count
     """Number of lines of the leaderboard, each of several attack runs."""
     resumable: bool
-    """Whether `--resume` goes on with it."""
+    """Whether `--resume` can continue the run."""
     origin: Annotated[str, Field(pattern=r"^$|^[^:]+:.")] = ""
     """Kind and digest of what the run measures, as `data:5f3a...`; empty if not known.
 

@@ -37,7 +37,7 @@ class ReportError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One folder with a `results.jsonl` or a `plan.json`: a run, or one variant of a sweep."""
+    """Holds the content of one folder of results: a run, or one variant of a sweep."""
 
     folder: Path
     rows: list[ResultRow]

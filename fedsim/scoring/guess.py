@@ -84,6 +84,7 @@ class Guesser:
 
         A single image for all is no better than the guess that the attack is compared with.
         """
+        # At least two, so that there is a half to try guesses on (`_learn`).
         max_images = min(_POOL, max(2, _POOL_VALUES // images[0].numel()))
         if len(images) > max_images:
             stream = rng.generator(0, "guess", "pool")
@@ -103,6 +104,7 @@ class Guesser:
 
     def public(self, max_images: int = _POOL) -> Tensor:
         """Returns at most so many public images, evenly chosen: (P, C, H, W), uint8."""
+        # Rounded up, so that no more than `max_images` come out.
         step = -(-len(self._images) // max_images)
         return self._images[::step]
 

@@ -205,6 +205,7 @@ class Features(Target):
         # Between unit vectors the least squared distance is the largest cosine.
         units = [F.normalize(each.double(), eps=1e-30) for each in (claimed, true)]
         assignment = match(*units)
+        # For spans the answer is compared as it came: they have neither order nor missing vectors.
         matched = align(claimed, assignment, self.filling(true, aids))
         pair = ScoredPair(claimed=matched, truth=true, unordered=claimed)
         return TargetScores(values=self.compute_metrics(pair), assignment=assignment)

@@ -136,6 +136,7 @@ class Images(Target):
         guesser = resources.guesser
         if guesser is None:
             return ImageAid(lpips=Unavailable("the data are no images"))
+        # The mean of a table's rows fills no image.
         if guesser.mean.ndim != _IMAGE_AXES - 1:
             return ImageAid(guesser=guesser, lpips=Unavailable("the data are no images"))
         lpips = load_lpips(resources.lpips_backbone, resources.lpips_weights)
@@ -172,6 +173,7 @@ class Images(Target):
         notes = {}
         if isinstance(values.get("lpips"), Tensor) and isinstance(aid.lpips, LpipsMetric):
             notes["lpips"] = aid.lpips.describe(*true.shape[-2:])
+        # With a `fill`, each truth has pixels to be compared with.
         missing = 0 if aid.fill is not None else len(assignment) - len(matched)
         return TargetScores(values=values, assignment=assignment, missing=missing, notes=notes)
 

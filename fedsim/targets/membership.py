@@ -128,4 +128,5 @@ class Membership(Target):
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
         """Returns the other release's scores, repeated where it has fewer candidates."""
+        # The scores are of other rows and should tell nothing about these, which makes the control.
         return answer[torch.arange(len(truth.tensors()["members"])) % len(answer)]

@@ -91,6 +91,7 @@ class Records(Target):
         if true is None:
             raise ScoringError("records were answered, and the batch is of images")
         self.check_each(answer, true)
+        # Both comparisons are false for NaN, which is refused as well.
         if not bool(((answer >= 0) & (answer <= 1)).all()):
             raise ScoringError("records: entries are beyond [0, 1], or not finite")
 
@@ -111,6 +112,7 @@ class Records(Target):
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the mean of public rows; None beside an attack that answers no records."""
         guess = guessed_batch(request, aids)
+        # A failed attack is compared with the guess, too.
         answered = request.found is None or self.answer_of(request.found) is not None
         if guess is None or not answered or self.truth_of(request.truth) is None:
             return None

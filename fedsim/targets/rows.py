@@ -89,6 +89,7 @@ class Rows(Target):
     exposes: ClassVar[float | None] = 10.0
     recognizable_from: ClassVar[float | None] = RECOGNIZABLE_PSNR
     metrics: ClassVar[tuple[Metric, ...]] = (
+        # The same metric by name, so that a row of results has one field for it.
         replace(PSNR, compute=_as_pixels(image.psnr)),
         replace(RMSE, compute=_as_pixels(image.rmse)),
         Metric(
@@ -136,6 +137,7 @@ class Rows(Target):
                 f"recovered rows are {tuple(answer.shape)}, those that took part "
                 f"{tuple(true.shape)}"
             )
+        # The comparison is false for NaN, which is refused as well.
         if not bool((answer.abs() <= 1 + _SLACK).all()):
             raise ScoringError(
                 "recovered rows have entries beyond [-1, 1], or none that are finite"

@@ -233,6 +233,7 @@ def make_observation(
     declared = training or LocalTraining(
         algorithm="fedsgd", steps=1, batch_size=len(images) // num_clients, lr=0.1
     )
+    # Steps follow what training defenses made of it; a stack itself is asked with the declared one.
     training = stack.training(declared)
     if len(images) != training.num_images * num_clients:
         raise ValueError(
@@ -252,6 +253,7 @@ def make_observation(
     for client, (x, y) in enumerate(
         zip(images.chunk(num_clients), labels.chunk(num_clients), strict=True)
     ):
+        # As many batches of different images as there are steps, or one for all steps.
         distinct = training.num_images // training.batch_size
         batches = list(zip(normalize(x, spec).chunk(distinct), y.chunk(distinct), strict=True))
         # Batch by batch, as batch norm sees them in training.
@@ -400,6 +402,7 @@ def make_release(
     if num_clients > 1 and stack.aggregation is None:
         raise ValueError("several clients' releases need an aggregation defense to combine them")
     size = rows.shape[1]
+    # Nothing is computed from the rows (`private_statistics`), so that a claim can be made.
     table = Table(
         name="example",
         train_rows=rows,
@@ -499,6 +502,7 @@ def _observe_release(
             parameters=before,
             buffers=buffers,
             training=declared,
+            # Apart from the defenses' stream, so that a defense changes no draw of the learner.
             stream=rng.generator(seed, "learner", client),
             recorded=True,
         )
