@@ -41,7 +41,7 @@ class GaussianNoise(UpdateDefense):
     epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """ε of one release, from which the multiplier follows."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """δ of that ε."""
+    """δ of `epsilon`."""
 
     @model_validator(mode="after")
     def _one_scale(self) -> GaussianNoise:

@@ -47,7 +47,7 @@ class GaussianSampling(StatisticDefense):
     beta: _Positive
     """β: neighbours differ in one example, whose features are no farther apart in L2 norm."""
     samples: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
-    """k. With 0 K̃ is zero, and nothing of K is released: the control α = Y / λ."""
+    """k: number of draws. With 0 K̃ is zero, and nothing of K is released: the control α = Y / λ."""
     epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """ε of K̃ alone: k is the largest that keeps to it, but at most 100,000."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None

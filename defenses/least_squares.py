@@ -19,7 +19,7 @@ from fedsim.types import FedsimError, Relation
 from fedsim_defenses.leverage import max_leverage, require
 
 _UP = 1 + 1e-7
-"""Factor on σ for what the search for the largest leverage may leave: no more ε is stated."""
+"""Factor on σ that covers the tolerance of the largest leverage, so that ε is not exceeded."""
 
 
 @final

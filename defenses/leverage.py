@@ -12,7 +12,7 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 _ROUNDING = 1e-9
-"""Relative error of a measured leverage. A claim changes as little by it."""
+"""Relative error of a measured leverage; it changes a claim by no more than that."""
 
 
 def largest(rows: Tensor) -> float:

@@ -169,7 +169,7 @@ def _choose_threshold(
 
 
 def _candidates(*worlds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scores to try as thresholds: every world's ranks, dense towards both tails."""
+    """Chooses scores to try as thresholds: every world's ranks, dense towards both tails."""
     chosen = []
     for scores in worlds:
         ordered = np.sort(scores)

@@ -25,7 +25,7 @@ class Contributions:
     def __init__(self, workload: Workload, start: tuple[Tensors, Tensors] | None = None) -> None:
         self._workload = workload
         self.start = workload.initial() if start is None else start
-        """(parameters, buffers)."""
+        """(parameters, buffers) of the model at which contributions are computed."""
 
     def client_update(self, *path: int) -> Tensors:
         """Returns an update of twice the stack's bound on a client's, in a random direction."""

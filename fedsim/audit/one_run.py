@@ -82,7 +82,7 @@ class _Cast(ABC):
         self.workload = workload
         self.seed = rng.derive(workload.scenario.seed, "canary", "run")
         self.owners = torch.tensor(owners)
-        """(m,) clients, ascending."""
+        """(m,) numbers of the clients that the canaries belong to, ascending."""
         stream = rng.generator(self.seed, "coins")
         self.coins = torch.rand(len(owners), generator=stream) < 0.5
         """(m,) whether each canary is in the world that is called present."""

@@ -199,11 +199,11 @@ def scores(
 
 @dataclass(frozen=True, kw_only=True)
 class _Trials:
-    """A canary's trainings."""
+    """The trainings of a canary's client, as functions of world and trial."""
 
     run: Callable[[int, int], list[Tensors]]
-    """(world, trial) -> what is seen of each round, with randomness of that trial's own; the world
-    is 1 with the canary, and another without it."""
+    """Function (world, trial) -> the update seen in each round, with randomness of the trial's own.
+    World 1 has the canary, any other world does not."""
     towards: Sequence[Tensors]
     """Contribution of the canary to each round."""
     weights: NDArray[np.float64]
@@ -317,7 +317,7 @@ def _example_trials(workload: Workload, relation: Relation, rounds: int) -> _Tri
 
 
 def _full(image: Tensor) -> Tensor:
-    """Returns an input whose entries are the largest that it can hold."""
+    """Returns an image like `image` with all entries at the largest value: 1.0, or 255 as bytes."""
     return torch.full_like(image, 1 if image.is_floating_point() else 255)
 
 

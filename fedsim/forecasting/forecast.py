@@ -20,7 +20,7 @@ Answer = Literal["yes", "with luck", "no", "not told"]
 Band = tuple[float, float]
 
 LEAK = 3.0
-"""dB over the guess from which fedsim says that a trial leaks."""
+"""Least gain over the guess, dB, from which fedsim says that a trial leaks."""
 _FACTOR, _MARGIN = 2.0, 2.0
 """The band: gain / factor - margin to gain * factor + margin, dB."""
 
@@ -31,7 +31,7 @@ class Forecast:
 
     stack: str
     rounds: tuple[int, ...]
-    """Rounds whose weights were looked at."""
+    """Rounds whose weights the forecast was computed at."""
     batch_size: int
     num_images: int
     """Images that the update was computed on, all clients and steps together."""
@@ -55,7 +55,7 @@ class Forecast:
 
     @property
     def reason(self) -> str:
-        """Why no gain is told, in a clause; empty if one is.
+        """Reason, as a clause, why no gain is told; empty if one is.
 
         That matching gradients gains nothing says nothing of an attack that does not match them,
         unless noise hides the images from any.
@@ -119,7 +119,7 @@ def band_of(gain: float) -> Band:
 
 
 def _answer(gain: float) -> Answer:
-    """Says of attacks with this expected gain whether an update is attackable by them."""
+    """Says whether attacks with this expected gain, dB, succeed: the whole band has to agree."""
     low, high = band_of(gain)
     if low >= LEAK:
         return "yes"
@@ -191,7 +191,7 @@ _BEYOND = {
     "factored_inversion": "recovers features first",
     "patch_inversion": "solves equations of the position embedding",
 }
-"""Attack to begin with -> what it does other than match gradients or read a closed form."""
+"""Means of an attack other than matching gradients or reading a closed form, by its name."""
 
 
 _WIDTH = 80

@@ -97,7 +97,7 @@ class Disturbance:
     """(m,): what pruning, rounding, or anything undeclared does; None where the update is exact
     but for noise."""
     std: float
-    """Deviation of Gaussian noise in each entry of y / scale; 0 where `error` has it already."""
+    """Standard deviation of noise in an entry of y / scale; 0 where `error` includes it."""
 
 
 def disturbance(
@@ -385,7 +385,7 @@ deployments of benchmarks/preflight.py."""
 STALL_SHARE = 0.25
 """A descent stalls where the slope explains less than this share of the distance. Set as T."""
 MOST_GAIN = 50.0
-"""dB: what float32 gradients resolve of pixels."""
+"""Largest gain, dB: float32 gradients resolve pixels no better."""
 MOST_IMAGES = 32
 """Images per update that the estimate uses. For larger updates the result is an upper bound."""
 DRAWS = 4
@@ -406,7 +406,7 @@ class Estimate:
     """Gain of attacks that match gradients or read a closed form: dB over the guess, 0 to
     `MOST_GAIN`."""
     stall: float
-    """t_s, 0 to 1."""
+    """t_s, 0 to 1: share of the way from truth to guess at which descents stall."""
     unfinished: float | None
     """Share of the squared error that noise, pruning and limited steps leave, 0 to 1; None where
     descents stall at the guess, so that nothing else was looked at."""

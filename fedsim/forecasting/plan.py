@@ -41,7 +41,7 @@ class StandIns:
     pixels: Tensor
     """(P, C, H, W) in [0, 1]."""
     labels: Tensor
-    """(P,) int64."""
+    """(P,) int64 classes of `pixels`."""
     guess: Tensor
     """(C, H, W): the image that an attacker guesses who saw no update."""
     source: str

@@ -25,7 +25,7 @@ Direction = Literal["forward", "reverse", "both"]
 WAYS: tuple[Direction, ...] = ("forward", "reverse")
 
 Size = Annotated[float, Field(ge=1e-12, le=1e12)]
-"""A noise, a norm or a distance, of a magnitude that can be computed with."""
+"""A noise, a norm or a distance, in the range that can be computed with."""
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 

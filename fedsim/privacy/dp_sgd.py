@@ -19,13 +19,13 @@ from fedsim.types import LocalTraining, Sampling
 from fedsim.words import number_of
 
 _SMALLEST = 700.0
-"""δ is looked for down to exp(-700)."""
+"""-log of the smallest δ that is looked for."""
 
 
 class _Keys(Stated):
     unit: ClassVar[str] = "example"
     examples: Annotated[int, Field(ge=1, le=1_000_000_000)]
-    """n: how many examples the client with the fewest holds."""
+    """n: examples of the client that holds the fewest."""
     batch_size: Annotated[int, Field(ge=1, le=1_000_000)]
     """B: examples of a step's batch; their mean, where that varies."""
     rounds: Annotated[int, Field(ge=1, le=100_000)]

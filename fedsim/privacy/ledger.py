@@ -40,7 +40,7 @@ OF_SERVER = f"{EXACT}, correlated noise of the server"
 RENYI = "RDP, sampled without replacement"
 
 _LARGEST = 1e9
-"""An ε from here on is stated as infinite: so little noise may be lost in the update's rounding."""
+"""Least ε that is stated as infinite: so little noise may be lost in the update's rounding."""
 _LEAST = 1e-12
 """Smallest noise multiplier for which ε is stated: below, it would be above 1e23."""
 _AMPLIFIED = (0.02, 1e5)
@@ -65,7 +65,7 @@ class ProbeReleases:
     """The releases of a client besides training: `count` batches, each `releases` times."""
 
     declared: LocalTraining
-    """Before the stack's training defenses."""
+    """The local training of a probe, before the stack's training defenses."""
     count: int
     releases: int = 1
 
@@ -91,8 +91,8 @@ class Entry:
     release: Release | None = None
     """The release that a closed-form learner makes of all of a client's rows in each round."""
     schedules: Collection[tuple[bool, ...]] = ()
-    """Clients' participations in the federation's rounds so far, where noise of the server's is
-    correlated over these; by default one took part in all."""
+    """Clients' participations in the rounds so far, for noise of the server that is correlated over
+    rounds; by default one client took part in all."""
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
     """Quantities that clients compute with and a unit's data influenced without noise, by unit.
     A unit then moves more than its own contribution, and nothing is claimed."""

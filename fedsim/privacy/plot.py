@@ -24,7 +24,7 @@ _LOWEST = -30.0
 
 
 def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) -> None:
-    """Write a PNG of the curve of `mechanism` around `answer`, which is marked.
+    """Writes a PNG of the curve of `mechanism` around `answer`, which is marked.
 
     ε runs from 0 to where δ has become negligible.
 

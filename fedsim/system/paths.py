@@ -52,7 +52,7 @@ def regular(path: Path, max_bytes: int) -> Path:
     """Checks that `path` is a regular file, and returns it; a library may now open it by name.
 
     Raises:
-        FedsimError: it is no regular file, or has more than `most` bytes.
+        FedsimError: it is no regular file, or has more than `max_bytes` bytes.
         OSError: it is missing, or may not be read.
     """
     with open_regular(path, max_bytes):

@@ -26,7 +26,7 @@ from typing import Any
 from fedsim.system import interrupts
 
 _PR_SET_PDEATHSIG = 1
-"""Constant of Linux's <sys/prctl.h>."""
+"""Option of Linux's prctl that sets the signal for a parent's death, from <sys/prctl.h>."""
 
 
 @dataclass

@@ -194,7 +194,7 @@ def _norms_by_count(steps: int, rate: float, correlation: float) -> tuple[Array,
 
 
 _GROUPS = 400
-"""Groups of norms."""
+"""Number of groups that norms are gathered in, each at its largest."""
 _MOST_CELLS = 1_000_000
 """Steps times levels of the grid: about ten seconds."""
 _WORST_STEPS = 20_000

@@ -53,7 +53,7 @@ _TILTS = (1.5, 3.0, 5.0)
 
 
 class TooFewDraws(FedsimError):  # noqa: N818 - reads as what happened
-    """The draws do not reach far enough into the tail for an interval."""
+    """Raised where the draws do not reach far enough into the tail for an interval."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Poisson:
 
     @property
     def laws(self) -> int:
-        """Number of laws."""
+        """Number of laws that participations are drawn by: the true one, and tilted ones."""
         return len(self._rates)
 
     @cached_property
@@ -242,7 +242,7 @@ class PairCurve:
         seed: int,
         most: int = work.MOST,
     ) -> None:
-        """`draws` are made for each direction.
+        """Prepares `draws` draws for each direction; they are made when first asked for.
 
         Raises:
             TooMuchWork: they would take too long.

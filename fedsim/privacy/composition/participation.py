@@ -41,7 +41,7 @@ class Grid:
     """Levels of y in rising order, the first being 0, and where each goes in a step."""
 
     levels: Array
-    """(M,)."""
+    """(M,) values of y."""
     absent: NDArray[np.int64]
     """(M,) next level of an example that is not in the batch."""
     present: NDArray[np.int64]

@@ -50,7 +50,7 @@ class _Steps(Keys):
     """Noisy steps: how many, on which batches, and by which claim."""
 
     steps: Annotated[int, Field(ge=1, le=100_000)]
-    """T: noisy steps."""
+    """T: number of noisy steps."""
     sampling_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
     """q: the probability of an example to be in a step's batch. Not used by `full` and
     `single_epoch`."""
@@ -161,7 +161,7 @@ def _log_density(seen: Array, means: Array, chances: Array, sigma: float) -> Arr
 _EXACT = "exact Gaussian"
 _CONVEX = "exact Gaussian, averaged over the batches, by joint convexity"
 _LARGEST = 1e9
-"""ε and noise multipliers are searched up to here."""
+"""Largest ε, and largest noise multiplier, that are looked for."""
 _SEARCH, _ATTEMPTS = 9, 8
 """Curves that calibration estimates of a few draws, and of all of them."""
 

@@ -87,7 +87,7 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
     """δ(ε) of a number of draws."""
 
     k: Count
-    """Draws."""
+    """Number of draws."""
     variant: Variant = "exact"
     """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
 
@@ -96,7 +96,7 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
         return {"method": paper if self.variant == "paper" else self.method}
 
     def delta(self, epsilon: float) -> Answer:
-        """See `Curve`.
+        """Computes the least δ for ε >= 0.
 
         Raises:
             FedsimError: the variant is `paper`.
@@ -141,7 +141,7 @@ class SamplingRelease(CurveMechanism):
 
     samples: int
     eigenvalues: tuple[tuple[float, float], ...]
-    """Eigenvalues of `kernel_distance.eigenvalues_under_lift`."""
+    """Rows (λ+, λ-) of `kernel_distance`, the largest between neighbours."""
     accountant: str = "exact Gaussian sampling"
 
     def log_delta(self, epsilons: Array) -> Array:
@@ -163,9 +163,9 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
 
     claims = GaussianSamplingCurve
     k: Count
-    """Draws."""
+    """Number of draws."""
     distance: Annotated[float | None, Field(ge=1e-12, lt=1)] = None
-    """M = |K^½ K'⁻¹ K^½ - I|, in Frobenius norm."""
+    """M: Frobenius norm of K^½ K'⁻¹ K^½ - I, the largest over neighbours."""
 
     @model_validator(mode="after")
     def _some_draws(self) -> GaussianSamplingExperiment:
@@ -181,7 +181,7 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
         return round(self.k / self.sabotage**2)
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """(draws,) log likelihood ratios; `present` is K'."""
+        """Draws releases, and returns (draws,) log likelihood ratios; `present` is K'."""
         count, apart = self._drawn, self.separation()
         up, down = apart[0] if isinstance(apart, np.ndarray) else (0.0, apart)
         ratio = np.zeros(draws)

@@ -174,7 +174,7 @@ class TruncatedLaplaceExperiment(Experiment):
     """The largest magnitude of the noise, in the units of the release."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """(draws,) log likelihood ratios; infinite where only one neighbour can be the source."""
+        """Draws (draws,) log likelihood ratios; infinite where only one neighbour is possible."""
         scale, bound = self.sabotage * self.scale, self.sabotage * self.bound
         # The inverse distribution function of the truncated exponential, at a uniform share.
         size = -scale * np.log1p(np.expm1(-bound / scale) * rng.random(draws))

@@ -41,7 +41,7 @@ _OUTSIDE = 0.1
 """Share of δ that `calibrate_noise` spends on δ∞: the bound depends on it by a logarithm only."""
 
 _UP = 1 + 1e-12
-"""Factor on a scale found for an ε: rounding must not lift what is stated above it."""
+"""Factor on a scale found for an ε, so that rounding does not lift the stated ε above it."""
 
 
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:

@@ -398,7 +398,7 @@ class LeastSquaresExperiment(Leverages, Experiment):
     """Leverage of the row in [B, b]; at least p."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """(draws,) log likelihood ratios."""
+        """Draws releases, and returns their (draws,) log likelihood ratios."""
         p, q = (
             regularize_leverage(self.p, self.sabotage),
             regularize_leverage(self.q, self.sabotage),

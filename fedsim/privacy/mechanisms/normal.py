@@ -42,7 +42,7 @@ class NormalCurve(ExactCurve):
         return super().delta(epsilon)
 
     def epsilon(self, delta: float) -> Answer:
-        """See `Curve`.
+        """Computes the least ε >= 0 for δ in (0, 1).
 
         Raises:
             FedsimError: the method is `monte_carlo`.

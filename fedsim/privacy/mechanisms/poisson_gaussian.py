@@ -14,7 +14,7 @@ from fedsim.privacy.numerics.special import Array
 
 @final
 class PoissonGaussianExperiment(Experiment):
-    """Poisson-sampled steps, summed."""
+    """Steps of DP-SGD on Poisson samples, of one example whose gradient has norm 1."""
 
     steps: Annotated[int, Field(ge=1, le=10_000)]
     sampling_rate: Annotated[float, Field(gt=0, le=1)]
@@ -22,7 +22,7 @@ class PoissonGaussianExperiment(Experiment):
     """Standard deviation of a step's noise over the bound of one row's contribution."""
 
     def curve(self) -> Curve:
-        """dp_accounting's, by privacy loss distributions (rounded up)."""
+        """Returns the calculator's curve of Poisson-sampled steps without correlation."""
         return CorrelatedCurve(
             steps=self.steps,
             sampling_rate=self.sampling_rate,
@@ -34,7 +34,7 @@ class PoissonGaussianExperiment(Experiment):
         return self.steps
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """(draws,) log likelihood ratios, summed over the steps."""
+        """Draws releases, and returns (draws,) log likelihood ratios, summed over the steps."""
         sigma = self.sabotage * self.noise_multiplier
         total = np.zeros(draws)
         for _ in range(self.steps):

@@ -194,7 +194,7 @@ _LEAST = 1e-300
 _APART = 0.7
 """Two terms whose ratio is below this lose nothing in their difference."""
 _DEPTH = 45.0
-"""exp(-45) of an integrand's peak is left out."""
+"""-log of the share of an integrand's peak below which it is left out."""
 
 
 def _upper_integral(p: Array, a: Array, eps: Array, u: Array) -> Array:
@@ -318,12 +318,12 @@ class RandomProjectionExperiment(Experiment):
 
     claims = RandomProjectionCurve
     leverage: Annotated[float, Field(ge=0, lt=1)]
-    """p = v' M⁻¹ v of the row, in the regularized database that holds it."""
+    """p = v' M⁻¹ v: leverage of the row in the regularized database that holds it."""
     r: Count
-    """Random combinations released."""
+    """Number of random combinations released."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """(draws,) log likelihood ratios."""
+        """Draws releases, and returns their (draws,) log likelihood ratios."""
         p = regularize_leverage(self.leverage, self.sabotage)
         variance = p if present else p * (1 - p)
         squares = variance * rng.chisquare(self.r, draws)

@@ -41,10 +41,11 @@ class NormalPair:
     """
 
     a: Array
+    """(d,) a_j < 1."""
     rest: Array
-    """1 - a_j, known to full precision."""
+    """(d,) 1 - a_j, known to full precision."""
     shift: Array
-    """b_j²"""
+    """(d,) b_j²."""
     apart: bool = False
 
     def log_delta(self, epsilon: ArrayLike) -> Array:
@@ -140,7 +141,7 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
 
 @dataclass(frozen=True, kw_only=True)
 class MonteCarloDelta:
-    """A Monte-Carlo estimate of δ with its guarantee."""
+    """A Monte-Carlo estimate of δ with an interval that holds at `confidence`."""
 
     delta: float
     interval: tuple[float, float]

@@ -39,7 +39,7 @@ Columns = NDArray[Any]
 _TILT = 0.7
 """|dx / dy| of the path far out."""
 _SHARPEST = 1.0
-"""The least `bend`."""
+"""Least bend of a path by its skewness, in widths of the saddle."""
 _LONG = 6.0
 """The length beyond which another bend may be shorter."""
 _DEPTH = 42.0
@@ -78,7 +78,7 @@ class Integrand:
         return [(bool(p.any()), bool(b.any())) for p, b in zip(self.power, self.bulk, strict=True)]
 
     def log(self, x: Array, y: Array, some: Columns) -> tuple[Array, Array]:
-        """Real and imaginary part of E at x + i y, of shape (columns, nodes)."""
+        """Computes real and imaginary part of E at x + i y, of shape (columns, nodes)."""
         linear = self._linear[some, None]
         size, phase = linear * x, linear * y
         for j, (powers, bulks) in enumerate(self._present):
@@ -132,7 +132,7 @@ class _Path:
         self._shorten(np.flatnonzero(_LENGTHS[self._level] > _LONG))
 
     def _shorten(self, columns: Columns) -> None:
-        """Bend by what is linear in z far out, where that makes the path shorter."""
+        """Bends paths by what is linear in z far out, where that makes them shorter."""
         reach, power, bulk = (
             x[:, columns] for x in (self._of.reach, self._of.power, self._of.bulk)
         )

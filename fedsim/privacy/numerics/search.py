@@ -13,11 +13,11 @@ _TOLERANCE = 0.005
 _DIGITS = 5
 """Digits of a noise multiplier, rounded up: it reads well, and is the same on every machine."""
 _RANGE = (1e-6, 1e9)
-"""Noise multipliers that are looked at."""
+"""Least and largest noise multiplier that is looked at."""
 _MOST = 60
-"""Questions; a few suffice where ε falls smoothly."""
+"""Most questions to the accountant; a few suffice where ε falls smoothly."""
 _USUAL = 8
-"""Questions that a search is told to take."""
+"""Questions that a search usually takes, by which its progress is told."""
 _FARTHEST = math.log(64)
 """Longest step of the bracketing, in log noise."""
 

@@ -16,7 +16,7 @@ from fedsim.types import FedsimError
 
 Array = NDArray[np.float64]
 Sloped = Callable[[Array], tuple[Array, Array]]
-"""x -> (value, derivative)."""
+"""A function x -> (value, derivative), both of the shape of x."""
 
 
 def require_range(name: str, value: ArrayLike, low: float, high: float, expected: str) -> Array:
