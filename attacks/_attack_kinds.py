@@ -100,7 +100,7 @@ class FeatureSolver(AttackState, ABC):
 
     @property
     def misfit(self) -> Tensor:
-        """How far the features are from explaining what the solver compares them with (0-d)."""
+        """Distance (0-d) between what the features imply and what the solver compares them with."""
         return self.loss
 
 

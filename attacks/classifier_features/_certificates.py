@@ -25,16 +25,16 @@ from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGr
 from fedsim_attacks.classifier_features._profile import Consistency, Fits, Profile
 
 _ROUNDED = (4 * 2.0**-24) ** 2
-"""Share of the gradient that rounding of float32 may leave: that of logits and probabilities is
-alike in all entries of a row, and no column's sum shows it."""
+"""Share of the gradient that rounding of float32 may leave. Rounding of logits and probabilities is
+alike in all entries of a row, so that no column's sum shows it."""
 _SCATTER = 12.0
-"""Times the inverse root of the number of equations: how far the energy of what the deviation
-leaves may be above its mean, which a column's sums tell with an error of their own."""
+"""Relative excess of the noise's energy over its mean that is allowed, times the root of the number
+of equations. The mean is estimated from columns' sums, and has an error of its own."""
 _FARTHEST = 1e3
-"""Times the bound of an image, that another whose features are open may do to it: farther, it has
-no error signal with which it could."""
+"""Largest factor by which an image whose features are open widens the bounds of others: beyond, it
+has no error signal with which it could."""
 _SAFETY = 3.0
-"""Times the standard deviation of an image's features, up to which they may be off."""
+"""Standard deviations by which an image's features may be off."""
 
 
 def bound_residual(problem: Consistency | Profile) -> float:
@@ -79,7 +79,7 @@ def widen_bounds(bounds: Tensor) -> Tensor:
 
 
 _ROUNDING = 4.0
-"""Times the rounding of an entry, root mean square, that a solution may leave of the gradient."""
+"""Residual of an entry that a solution may leave, root mean square, over its rounding."""
 _RIGHT = 0.03
 """Relative error of features (a cosine of 0.9995) up to which they are right."""
 _WRONG = 0.03
@@ -90,28 +90,28 @@ number: a chance of 5e-5."""
 _CHANGES = 36
 """Labels that are changed at most, one at a time, the likeliest first."""
 _WORK = 3e8
-"""Cubes of the unknowns' number that changed labels are tried for: fewer of large problems."""
+"""Budget for changed labels, each of which costs the cube of the number of unknowns."""
 _LENGTHS = (0.1, 0.3, 3.0, 10.0)
-"""Times the features, that rivals start at."""
+"""Factors of the features' lengths at which rivals start."""
 _ITERATIONS = 20
 """Iterations of a rival's descent."""
 _PROMISING = 1e4
-"""Times the tolerance, up to which a rival is descended further: it may be on its way."""
+"""Loss over the tolerance up to which a rival is descended further: it may be on its way."""
 _FURTHER = 120
 """Iterations of a promising rival's second descent."""
 _AS_GOOD = 100.0
-"""Times the tolerance, up to which a rival explains the gradient too."""
+"""Loss over the tolerance up to which a rival explains the gradient too."""
 
 
 def certify_images(
     classifier: ClassifierGradient, features: Tensor, labels: Tensor, others: Tensor
 ) -> Tensor:
-    """Returns of which images (N,) an answer is known to be right.
+    """Returns a mask (N,) of the images whose features and labels are known to be right.
 
     Args:
         classifier: what was observed; it holds no truth.
-        features: (N, d) of the answer.
-        labels: (N,) of the answer.
+        features: (N, d), the answer's features.
+        labels: (N,), the answer's labels.
         others: (S, N, d), features from which rivals are sought.
     """
     none = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
@@ -186,7 +186,7 @@ def exceeds_chance(
 
 
 def _stand_apart(fit: Fits) -> Tensor:
-    """Returns of which images (N,) none of the same label is so near that both may be one."""
+    """Returns a mask (N,) of the images that have no other of the same label near them."""
     features, labels = fit.features[0], fit.labels[0]
     near = torch.cdist(features, features) <= _RIGHT * features.norm(dim=1, keepdim=True)
     twins = near & (labels[:, None] == labels)
@@ -196,7 +196,7 @@ def _stand_apart(fit: Fits) -> Tensor:
 
 
 def _seek_rivals(problem: Consistency, fit: Fits, others: Tensor) -> Fits:
-    """Descends from what is not the solution, to find others that explain as much."""
+    """Descends from other labels, lengths and features than the solution's, to find rivals."""
     point, labels = fit.points[0], fit.labels[0]
     changed = _change_labels(problem, fit)
     scaled = torch.stack([length * fit.features[0] for length in _LENGTHS])
@@ -231,7 +231,7 @@ def _change_labels(problem: Consistency, fit: Fits) -> Tensor:
 
 
 def _are_in_all_rivals(problem: Consistency, fit: Fits, rivals: Fits) -> Tensor:
-    """Returns which images (N,) are also in each rival that explains the gradient."""
+    """Returns a mask (N,) of the images that are also in each rival which explains the gradient."""
     features, labels = fit.features[0], fit.labels[0]
     held = torch.ones(len(labels), dtype=torch.bool)
     good = rivals.losses <= _AS_GOOD * tolerance(problem.classifier)

@@ -29,8 +29,8 @@ _LARGEST_BATCH = 128
 """Images up to which all their features are sought at once: unknowns are their square."""
 
 _FINEST, _COMPARED, _OFF = 1 << 12, 64, 0.01
-"""How many levels the least entry of a grid may be from 0, how many values tell the grid's spacing,
-and how far from a level, in spacings, float32 leaves them."""
+"""Largest number of levels between 0 and the least entry of a grid; number of values that tell its
+spacing; and distance from a level, in spacings, that float32 may leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class ClassifierGradient:
     momentum: float
     """Momentum of those steps."""
     bias_weight: float = 1.0
-    """How much more precise the bias's gradient is than an entry of the weights'."""
+    """Precision of the bias's gradient over that of an entry of the weights' gradient."""
     removed_below: Tensor | None = None
     """(d + 1,): magnitude that an entry of each column which is set to zero had at most; infinite
     where that is not known."""
@@ -74,13 +74,13 @@ class ClassifierGradient:
     """Spacing of the values that entries of the weights' gradient were rounded to; 0 if they were
     not, or if that is not known."""
     approximation: float = 0.0
-    """Root mean square error of an entry, over that of all, where it is nearly another gradient."""
+    """Relative root mean square error of an entry if the gradient is an approximation; else 0."""
 
     @staticmethod
     def read(observation: Observation) -> ClassifierGradient:
         """Reads the gradient off an observation.
 
-        An update of several steps is their mean gradient.
+        An update of several steps is taken for their mean gradient.
 
         Raises:
             AttackFailed: the model does not end with a linear classifier, or the update holds no
@@ -205,9 +205,9 @@ class ClassifierGradient:
 
     @property
     def quotient(self) -> Tensor | None:
-        """Features (d,) of the only image, off the gradient; None of several, or without a bias.
+        """Features (d,) of a single image in closed form; None for several, or without a bias.
 
-        ∂L/∂W = D x' and ∂L/∂b = D, so that x is their ratio; by least squares if there is noise.
+        ∂L/∂W = D x' and ∂L/∂b = D, so that x is their ratio; noise is averaged by least squares.
         """
         if self.num_images > 1 or not self.biased:
             return None

@@ -31,8 +31,8 @@ _DECAY = 0.75
 def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation:
     """Turns an update of several steps into one gradient: the mean of its steps' gradients.
 
-    It is taken for that of the weights moved by a `share` of the update. Near for a small learning
-    rate, and no more than a start for a large one.
+    It is taken for that of the weights moved by a `share` of the update. That is near for a small
+    learning rate, and no more than a start for a large one.
     """
     factor = mean_gradient_factor(observation.training)
     return replace(
@@ -80,7 +80,7 @@ def middle(training: LocalTraining, shares: Sequence[float]) -> float:
 _IMAGES = 256
 """Images of noise whose features are watched as they drift."""
 _BRIGHTNESS = 0.5
-"""Standard deviation of their means, in units of that of their pixels."""
+"""Standard deviation of the brightness of these images, over that of their pixels."""
 _TRIED = 128
 """Further images of noise, on which the predicted drift is tested."""
 _PARTS = slice(_IMAGES), slice(_IMAGES, None)
@@ -105,7 +105,7 @@ def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
 
 @final
 class Drift:
-    """How features move along the path: quadratic in the share, linear in the features."""
+    """The move of features along the path: quadratic in the share, linear in the features."""
 
     def __init__(self, observation: Observation, middle: float, rng: torch.Generator) -> None:
         """Watches features of noise at both ends of the path and at its `middle`."""
@@ -114,7 +114,7 @@ class Drift:
         whole = [_features(observation, share, images) for share in (0.0, 1.0)]
         ends, others = ([each[part] for each in whole] for part in _PARTS)
         self.features, tried = (_features(observation, middle, images)[part] for part in _PARTS)
-        """(P, d), of the noise, at the middle."""
+        """Features (P, d) of the images of noise, at the middle."""
         self._middle = middle
         mean_square = self.features.square().sum(1).mean()
         # A constant as large as features, so that the ridge treats offset and features alike.
@@ -155,7 +155,7 @@ def _features(observation: Observation, share: float, images: Tensor) -> Tensor:
 _MIDDLE_ERROR = 0.02
 """Root mean square error of an entry, over that of all, where the steps are taken for one."""
 _ERRORS = (0.01, 0.005, 0.003, 0.003)
-"""The same after each correction: the last are what the drift of features leaves."""
+"""The same after each correction; the last ones are what the model of the drift leaves."""
 _FOLLOWED = 0.25
 """Largest unexplained drift of a path that is followed: 0.05 to 0.14 where that helps, and 0.4 to
 1.2 in fresh networks, whose features drift farther than they are apart."""

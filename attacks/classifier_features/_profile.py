@@ -30,11 +30,11 @@ from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGr
 _FIRST_DAMPING = 1e-2
 """Damping at the start, in units of the diagonal of J'J."""
 _EASED, _RAISED = 0.2, 3.0
-"""Times the damping after a step that lowered the sum of squares, and after one that did not."""
+"""Factors of the damping after a step that lowered the sum of squares, and after any other."""
 _DAMPING = (1e-12, 1e8)
 """Least and largest damping."""
 _FLAT = 1e-12
-"""Least entry of the diagonal, over the largest: directions that the residual does not see."""
+"""Least entry of the diagonal, over the largest; below are directions that change no residual."""
 
 Batched = Callable[[Tensor, Tensor], Tensor]
 """Function from points (S, n) and constants to residuals (S, e), or to Jacobians (S, e, n)."""
@@ -54,7 +54,7 @@ def make_normals(jacobians: Batched) -> Normals:
 
 
 class Minima(NamedTuple):
-    """Where descents from several starts have come to."""
+    """Points that descents from several starts have reached."""
 
     points: Tensor
     """(S, n): the last point of each start."""
@@ -122,7 +122,7 @@ warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarn
 
 
 class Fits(NamedTuple):
-    """Features that several starts have led to."""
+    """Features that descents from several starts have reached."""
 
     features: Tensor
     """(S, N, d), without the constant 1."""
@@ -137,7 +137,7 @@ class Fits(NamedTuple):
 def whole_inverse(matrix: Tensor) -> Tensor:
     """Computes the pseudo-inverse (N, K) of `matrix` (K, N), in which nothing counts as zero.
 
-    What an image without error signal may be is then huge, and not left out.
+    An image without an error signal then has a huge inverse, which shows that it is not determined.
     """
     left, lengths, right = torch.linalg.svd(matrix, full_matrices=False)
     inverse: Tensor = (right.T / lengths.clamp_min(_NOTHING)) @ left.T
@@ -323,13 +323,13 @@ _LARGEST = 50.0
 NARROWED = 2
 """Times that the features' spread is estimated, and the fit repeated with it."""
 _WIDER = 3.0
-"""Times the estimated spread that is taken: what one gains by less, others lose."""
+"""Factor of the estimated spread; with a smaller one some features gain what others lose."""
 _EXPECTATIONS = 30
 """Rounds of the estimate of how far a batch's features are from what they share."""
 
 
 class _Parts(NamedTuple):
-    """What the gradient's columns are explained by, for each of S starts."""
+    """Parts that explain the gradient's columns, for each of S starts."""
 
     errors: Tensor
     """D (S, N, K)."""
@@ -384,7 +384,7 @@ class Profile:
 
     @property
     def rank(self) -> int:
-        """r, the dimensions of the classifier's rows."""
+        """Number of dimensions r that the classifier's rows span."""
         return int(self._span.shape[1])
 
     @property
@@ -400,7 +400,8 @@ class Profile:
     def variances(self, point: Tensor, labels: Tensor) -> Tensor:
         """Computes the variance of each image's features (N,), summed, per unit of noise variance.
 
-        To first order: of the points by the Jacobian, of Y by the points' and by D's inverse.
+        It is computed to first order: for the points by the Jacobian, for Y by the points' variance
+        and by the inverse of D.
         """
         targets = F.one_hot(labels, self.classes).double()[None]
         parts = self._parts(point[None], targets)
@@ -425,9 +426,10 @@ class Profile:
         return total
 
     def spread(self, point: Tensor, labels: Tensor) -> float:
-        """Estimates how far Y of an image is from what the batch shares: its standard deviation.
+        """Estimates the standard deviation of an image's Y around what the batch shares.
 
-        By expectation and maximization at the error signals of `point` (n,) with `labels` (N,).
+        The method is expectation and maximization, at the error signals of `point` (n,) with
+        `labels` (N,).
         """
         errors = self.errors(point, labels) / len(labels)
         count, noise = len(labels), self.classifier.deviation**2
@@ -510,7 +512,7 @@ class Profile:
         return self._parts(points, targets).left.flatten(1)
 
     def jacobians(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes the slopes (S, e, n) of `residuals`, but for how Y moves with D."""
+        """Computes the slopes (S, e, n) of `residuals`, but for the change of Y with D."""
         parts = self._parts(points, targets)
         count, rank = self.classifier.num_images, self.rank
         fixed = self._observed.shape[1] - len(self._turn)
@@ -590,9 +592,9 @@ _TURNS = 200
 _STEPS = 2
 """Iterations of the fit after each filling in."""
 _STRIDE = 1.8
-"""How far entries move, over what the features imply: a little beyond it converges sooner."""
+"""Step of missing entries, over the way to what features imply; above 1 it converges sooner."""
 _STILL = 1e-9
-"""Share of the gradient's norm below which a change of the missing entries is none."""
+"""Change of the missing entries, over the gradient's norm, below which they have converged."""
 
 
 def complete_gradient(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
@@ -638,8 +640,8 @@ def exchange_images(
 
     Args:
         images: (N, u), the unknowns of each image.
-        labels: (N,) of them.
-        drawn: (S, N, u), what images are replaced by.
+        labels: (N,), the label of each image.
+        drawn: (S, N, u), the unknowns that take an image's place.
         classes: K, two or more.
         failed: rounds of exchanges in which nothing better was found: after one, two and three
             images are replaced at once, then one again.

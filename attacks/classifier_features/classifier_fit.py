@@ -46,7 +46,7 @@ from fedsim_attacks.classifier_features._profile import (
 from fedsim_attacks.labels.label_inference import infer_labels
 
 _POOL = 128
-"""Images of noise, of whose features each start is drawn."""
+"""Images of noise, from whose features each start is drawn."""
 _FIRST = 60
 """Iterations of the first starts."""
 _EXCHANGED = 40
@@ -56,7 +56,7 @@ _EXCHANGES = 128
 _TOGETHER = 8192
 """Unknowns of the starts that are tried before the search goes on from the best, at most."""
 _BETTER = 0.999
-"""Times the loss, below which an exchange has found something."""
+"""Loss over that before, below which an exchange has found something better."""
 _GIVEN_UP = 8
 """Rounds in a row that find nothing, after which there are no more."""
 _MANY = 1200
@@ -77,7 +77,7 @@ class ClassifierSolver(FeatureSolver):
     """(P, d): features that starts are drawn from."""
     rng: torch.Generator
     labels: Tensor
-    """(N,): those read off the gradient, from which the search starts."""
+    """(N,): labels read off the gradient, from which the search starts."""
     starts: int
     """Unit of the number of starts: four times as many at first, eight times to the end."""
     iterations: int
@@ -157,7 +157,7 @@ class ClassifierSolver(FeatureSolver):
         self.failed = 0 if float(self.loss) < _BETTER * before else self.failed + 1
 
     def _end(self) -> None:
-        """Takes account of noise, of what was removed, and of local steps."""
+        """Ends the search: converges, then corrects for noise, removed entries and local steps."""
         assert self.best is not None
         # Earlier descents stop as soon as all is explained; this one goes on to the minimum.
         self._keep(self.problem.descend(self.best.points, self.best.labels, self.iterations))
@@ -179,7 +179,7 @@ class ClassifierSolver(FeatureSolver):
         self.over = True
 
     def _search(self, first: ClassifierSolver) -> None:
-        """Takes a step of the first search; in the end goes on from what it found, or anew."""
+        """Takes a step of the first search; at its end, goes on from its answer or begins anew."""
         first.improve()
         self.iteration, self.loss = first.iteration, first.loss
         if not first.finished:
@@ -211,7 +211,7 @@ class ClassifierSolver(FeatureSolver):
         return self.problem.unknowns(features)
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features, their labels, and which are determined and certified."""
+        """Returns the best features and labels, and masks of those determined and certified."""
         assert self.best is not None
         errors = widen_bounds(bound_errors(self.problem, self.best, 0))
         certain = (errors < _DETERMINED) & is_explained(self.problem, float(self.loss))

@@ -36,7 +36,7 @@ KERNELS: tuple[ReleaseKind, ...] = ("kernel_regression", "kernel_model")
 """The kinds of release that `read_model` reads."""
 
 _EXACT = 1e-6
-"""Scale of the noise on rows to which none was added: they are read as exactly as that."""
+"""Scale of the noise that is assumed on rows to which none was added."""
 
 _FAR = 1e6
 """Loss of log-likelihood where a row is impossible; finite, so that the least bad match exists."""
@@ -149,7 +149,7 @@ def symmetric_labels(alpha: Tensor) -> Tensor:
     """Searches Y (n, c), one 1 a row, that makes Y'α of (n, c) `alpha` symmetric, or nearly so.
 
     The search starts where a row's coefficient is largest, and changes the label that helps most.
-    Of two classes and many rows, where symmetry is a single equation, it may end elsewhere.
+    With two classes and many rows symmetry is a single equation, and it may end elsewhere.
     """
     n, c = alpha.shape
     eye = torch.eye(c, dtype=alpha.dtype)
@@ -280,10 +280,10 @@ def _rescale(model: KernelModel) -> KernelModel:
 
 
 _WEIGHTS = (0.3, 1.0, 3.0, 10.0, 1e6)
-"""How many rows of a class the mean of all rows may count for; the last: classes are alike."""
+"""Numbers of a class's rows that the mean of all rows may weigh as much as; the last: all alike."""
 
 _LINEAR = 1e-4
-"""Standard deviation at which what is exact is compared with a linear approximation of it."""
+"""Standard deviation assumed where an exact equation is compared with a linear approximation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +355,7 @@ class Equations:
     kernel: Tensor
     """(d, d) matrix S of the kernel."""
     values: Tensor
-    """(m,): what K(x_j, x) is up to those errors."""
+    """(m,): values of K(x_j, x), up to those errors."""
     precision: Tensor
     """(m, m) inverse of the errors' covariance."""
 
@@ -495,10 +495,10 @@ def posterior_mean(
 
 
 def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -> Tensor:
-    """Draws the inverse variances of normal noise of this `size` |e| from their posterior.
+    """Draws the inverse variances of normal noise from their posterior, given its `size` |e|.
 
-    It is inverse Gaussian of mean 1 / (b |e|) and shape 1 / b² (Michael, Schucany and Haas, The
-    American Statistician 1976).
+    The posterior is inverse Gaussian of mean 1 / (b |e|) and shape 1 / b² (Michael, Schucany and
+    Haas, The American Statistician 1976).
     """
     # An error of exactly 0 would have an infinite mean.
     mean = 1 / (scale * size.clamp_min(1e-9 * scale))

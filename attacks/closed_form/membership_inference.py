@@ -37,8 +37,8 @@ from fedsim_attacks.closed_form._release_likelihood import KNOWN, release_likeli
 class MembershipInference(DirectAttack):
     """Says of a given row, by the likelihood ratio, whether a release was computed from it.
 
-    Sketches and coefficients of all methods, alone and summed, by their exact distributions; kernel
-    regressions against a row like the others. All other rows are known.
+    Sketches and coefficients of all methods, alone and summed, are judged by their exact
+    distributions; kernel regressions against a row like the others. All other rows are known.
     """
 
     paper: ClassVar[str] = (

@@ -117,8 +117,8 @@ def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:
 
 
 _WIDER = 1.2
-"""How much wider than the posterior at its maximum the draws around it are: importance sampling
-fails where it draws too narrowly."""
+"""Width of the draws around a maximum, over the posterior's width there: importance sampling fails
+where it draws too narrowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,10 +397,10 @@ def _estimates(known: ReleaseLikelihood, expected: Prior) -> Iterator[Tensor]:
 
 
 def _residuals(direction: Tensor, coefficients: Tensor, expected: Prior) -> list[Tensor]:
-    """Lists what t - f'x may be, given that f is `direction` over it.
+    """Lists values that the residual t - f'x may have, given that f is `direction` over it.
 
-    The constant feature tells. Without one, it is at least what keeps f within its ranges; a target
-    of two classes leaves the roots of ρ² - t ρ + direction'x = 0.
+    The constant feature tells it. Without one, it is at least what keeps f within its ranges; a
+    target of two classes leaves the roots of ρ² - t ρ + direction'x = 0.
     """
     if expected.low[-2] == 1:
         return [direction[-1]]

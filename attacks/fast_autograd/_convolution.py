@@ -247,8 +247,9 @@ _BT = [
     [0, 4, 0, -5, 0, 1],
 ]
 _CHANNELS, _TILES = 64, 40
-"""Channels in and out, and tiles over the batch, from which it is faster than the direct kernels on
-a CPU (measured on ConvNets and ResNet-18 at 64 to 512 channels, 1 to 512 tiles)."""
+"""Channels in and out, and tiles over the batch, from which Winograd's algorithm is faster than
+direct kernels on a CPU (measured on ConvNets and ResNet-18 at 64 to 512 channels, 1 to 512
+tiles)."""
 
 
 @lru_cache
@@ -261,9 +262,10 @@ def _matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Scratch(threading.local):
-    """Memory for what is consumed at once, one piece per use; fresh memory is slow.
+    """Reusable memory for results that are consumed at once, one piece for each use.
 
-    (MKL's batched product of 9 MB: 17 ms into fresh pages, 1 ms into used ones.)
+    Fresh memory is slow: MKL's batched product of 9 MB takes 17 ms into fresh pages, 1 ms into used
+    ones.
     """
 
     def __init__(self) -> None:

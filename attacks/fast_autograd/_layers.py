@@ -42,9 +42,9 @@ def is_wanted(parameter: Tensor | None) -> bool:
 
 
 def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
-    """Brings a tensor (N, C, H, W) into the memory order of `like`, or leaves it there.
+    """Brings a tensor (N, C, H, W) into the memory order of `like`, if it is not in it.
 
-    PyTorch's kernels read both as if they lay alike: up to 2.11, whether or not they do.
+    PyTorch's kernels up to 2.11 read both in one order, whether or not they have it.
     """
     last = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
     last = last and not like.is_contiguous()

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 Function = Callable[..., tuple[Tensor, ...]]
 
 PAYS = 2000
-"""Calls from which on a replay gains time on a processor: recording takes what 450 (ConvNet) to
-3,500 (ResNet-18) replays gain."""
+"""Least number of calls that pay for a recording on a processor: it takes the time that 450
+(ConvNet) to 3,500 (ResNet-18) replays gain."""
 PAYS_ON_GPU = 20
 """The same on a GPU, where recording takes as long as a few calls."""
 _WARM = 2

@@ -141,7 +141,7 @@ class UNet(nn.Module):
         )
 
     def forward(self, features: Tensor | None) -> Tensor:
-        """Draws (N, C, H, W), each entry in (0, 1); `features` (N, d), as long as they are many."""
+        """Draws images (N, C, H, W) with entries in (0, 1), given `features` (N, d) or None."""
         x, skips = self.start, []
         for level, blocks in enumerate(self.down):
             x = blocks(x, features)
@@ -216,8 +216,8 @@ class _Attention(nn.Module):
 
 
 Canvas = Literal["unet", "pixel", "pyramid"]
-"""What is optimized: the weights of an untrained U-Net, the pixels themselves, or pixels and
-coarser images that are added to them."""
+"""Variables that are optimized: the weights of an untrained U-Net, the pixels themselves, or pixels
+and coarser images that are added to them."""
 Decay = Literal["steps", "cosine"]
 """How step sizes fall: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine."""
 
@@ -253,8 +253,8 @@ class Drawing:
         """Starts at random pixels, or at a U-Net of random weights.
 
         Args:
-            canvas: what is optimized.
-            count: images N.
+            canvas: variables that are optimized.
+            count: number of images N.
             spec: the victim's model, for the images' shape and normalization.
             features: (N, d) that the U-Net is given; None if there are none.
             width: channels of the U-Net at full resolution.
@@ -291,7 +291,7 @@ class Drawing:
         self._decay, self._iterations, self._done = decay, iterations, 0
 
     def draw(self) -> Tensor:
-        """Draws (N, C, H, W), differentiable in what is optimized."""
+        """Draws normalized images (N, C, H, W), differentiable in what is optimized."""
         if self._network is None:
             assert self._pixels is not None
             return self._pixels
@@ -299,7 +299,7 @@ class Drawing:
             return normalize(self._network(self._features), self._spec)
 
     def copy(self, images: Tensor) -> None:
-        """Brings a U-Net to draw normalized `images` (N, C, H, W) as nearly as it soon can."""
+        """Trains the U-Net for a few steps to draw normalized `images` (N, C, H, W)."""
         optimizer = self._make_optimizer(_RATES["unet"])
         for _ in range(_COPYING):
             drawn = self.draw()

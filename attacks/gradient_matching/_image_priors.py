@@ -31,7 +31,7 @@ from fedsim.models.victim import rebuild
 from fedsim.types import ModelSpec, Observation
 
 Variation = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""images (N, C, H, W) -> (how much they vary (0-d), its gradient in them)."""
+"""Function from images (N, C, H, W) to their variation (0-d) and its gradient in them."""
 
 _OPPONENTS = ((1.0, 1.0, 1.0), (1.0, 0.0, -1.0), (0.5, -1.0, 0.5))
 """Brightness, and two directions of color."""
@@ -115,8 +115,8 @@ _VALID = 0.999
 
 
 _INFORMED = 3.0
-"""Odds that contrast is right, over those that an entry of the first stage's gradient is no noise:
-1 is nearer on batches of 4 and 8, by 0.1 dB, and costs where images come out better, as of 2."""
+"""Factor of the signal-to-noise ratio of the first stage's gradient at which contrast is trusted. A
+factor of 1 gains 0.1 dB on batches of 4 and 8, and costs where images come out better, as with 2."""
 
 
 def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def expose(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) ->
 def trusted_contrast(noise: float) -> float:
     """Computes the contrast to show, in [0, 1], at a share of noise in the first stage's gradient.
 
-    An estimate of correlation c with the truth is nearest to it with c of its contrast.
+    An estimate whose correlation with the truth is c is nearest to it at a contrast of c.
     """
     clear = _INFORMED * max(0.0, 1 - noise)
     return math.sqrt(clear / (noise + clear))
@@ -233,7 +233,7 @@ class ForwardPrior:
 
 
 def _statistics(observation: Observation, knowledge: Knowledge) -> dict[str, tuple[Tensor, Tensor]]:
-    """Reads batch-norm layer -> (mean, variance) of its input, as far as `knowledge` grants it."""
+    """Reads the mean and variance of each batch-norm layer's input, as `knowledge` grants them."""
     layers = {
         n: m for n, m in rebuild(observation).named_modules() if isinstance(m, nn.BatchNorm2d)
     }

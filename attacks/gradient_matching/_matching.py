@@ -73,8 +73,8 @@ class MatchedUpdate:
 
 
 Distance = Callable[[Sequence[Tensor], MatchedUpdate], tuple[Tensor, list[Tensor], Tensor]]
-"""(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in
-the update is scale * direction. Closed forms: autograd would keep a graph of them."""
+"""Function from (update, target) to (distance (0-d), direction, scale (0-d)). The derivative of the
+distance in the update is scale * direction, in closed form: autograd would keep a graph of it."""
 
 
 def cosine_distance(
@@ -177,9 +177,9 @@ class Matching:
         Args:
             observation: What the server saw.
             dtype: Precision of the computation.
-            calls: How often about `differentiate` is to be called; many calls pay for a recording.
+            calls: Expected number of calls of `differentiate`; many calls pay for a recording.
             width: Width of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
-            tensors: Which tensors of the update are compared.
+            tensors: Tensors of the update that are compared.
 
         Raises:
             AttackFailed: `tensors` is `body`, and the model has none, or its update is zero.
@@ -214,12 +214,12 @@ class Matching:
 
     @property
     def counts(self) -> list[float]:
-        """How many parameters of each compared tensor are not zero: weights of its direction."""
+        """Number of non-zero parameters in each compared tensor, by which it is weighted."""
         return [float((self._observation.parameters[n] != 0).sum()) for n in self.names]
 
     @property
     def device(self) -> torch.device:
-        """Where the observation lies."""
+        """Device of the observation."""
         return next(iter(self._observation.parameters.values())).device
 
     def _lay(self, tensor: Tensor) -> Tensor:
@@ -269,9 +269,9 @@ class Matching:
     def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
         """Computes what clients with these `images` would have sent of the compared tensors.
 
-        If `create_graph`, differentiable in the normalized images and, if they are probabilities,
-        in the labels. Images are those of the first client's first step, then of its second, and
-        so on.
+        If `create_graph`, the result is differentiable in the normalized images and, if they are
+        probabilities, in the labels. Images are those of the first client's first step, then of its
+        second, and so on.
         """
         direction = self._direction if create_graph else self._detach
         updates = [
@@ -360,5 +360,5 @@ def _couples_batch(model: nn.Module, training: LocalTraining) -> bool:
 
 
 def _cast(tensors: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies: a model in train mode writes its statistics into its buffers."""
+    """Copies buffers to `dtype`, since a model in train mode writes its statistics into them."""
     return {n: (t.to(dtype) if t.is_floating_point() else t).clone() for n, t in tensors.items()}

@@ -195,7 +195,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     """Safetensors file of a generator that `benchmarks/train_generator.py` has trained on public
     data; default: untrained. `~` is the home directory."""
     public: str | None = None
-    """The public data that `weights` was trained on, as its file has it: what the attacker had."""
+    """Name of the public data that `weights` was trained on, as its file states it."""
     iterations: Annotated[int, Field(ge=1)] = 5500
     """Steps of Adam in both stages; each divides its step size by 10 at 3/8, 5/8 and 7/8."""
     latent_iterations: Annotated[int, Field(ge=0)] | None = None

@@ -80,7 +80,7 @@ class GradInversion(IterativeAttack[Group]):
     batch_norm: Annotated[float, Field(ge=0)] = 0.1
     """α_BN: weight of the distance of batch norm's inputs from the granted statistics."""
     group: Annotated[float, Field(ge=0)] = 0.1
-    """α_group: weight of the root mean square of what parts a seed from the registered mean."""
+    """α_group: weight of the root mean square distance of a seed from the registered mean."""
     reach: Annotated[int, Field(ge=0, le=16)] = 1
     """Largest shift of the registration, in pixels."""
     noise: Annotated[float, Field(ge=0)] = 0.2

@@ -75,7 +75,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     """How the step size falls: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine,
     to 0, after it has risen over the first 50."""
     signs: Literal["hard", "soft"] = "hard"
-    """What Adam is given of a slope g: its sign, or tanh(s g) / s, where s falls from 1 to 0."""
+    """Function of a slope g that Adam descends: its sign, or tanh(s g) / s, where s falls to 0."""
     pattern: Annotated[int, Field(ge=1)] | None = None
     """Side in pixels of the random patch that each image starts as a tiling of; default: none."""
     total_variation: Annotated[float, Field(ge=0)] = 0.1

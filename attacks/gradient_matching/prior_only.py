@@ -28,7 +28,7 @@ from fedsim_attacks.gradient_matching._image_priors import (
 
 @dataclass(kw_only=True)
 class Drawn(AttackState):
-    """What draws the images, and the images of least own loss."""
+    """The drawing and the images of least own loss."""
 
     spec: ModelSpec
     drawing: Drawing
@@ -57,7 +57,7 @@ class PriorOnly(IterativeAttack[Drawn]):
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Step size, divided by 10 at 3/8, 5/8 and 7/8; default 0.001 for the U-Net, 0.1 for pixels."""
     total_variation: Annotated[float, Field(ge=0)] = 0.01
-    """Weight of the total variation; of 0, what is drawn at first."""
+    """Weight of the total variation; with 0 the answer is what is drawn at first."""
     variation: Literal["absolute", "chromatic", "opponents"] = "absolute"
     """Variation of all channels alike, with three times the weight in color, or of the channels and
     their differences."""
