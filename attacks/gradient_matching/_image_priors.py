@@ -116,7 +116,7 @@ _VALID = 0.999
 
 _INFORMED = 3.0
 """Factor of the signal-to-noise ratio of the first stage's gradient at which contrast is trusted. A
-factor of 1 gains 0.1 dB on batches of 4 and 8, and costs where images come out better, as with 2."""
+factor of 1 gains 0.1 dB on batches of 4 and 8, and costs on batches of 2, which come out better."""
 
 
 def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
 _BEYOND = 1.05
-"""Times the edge of noise, from which a direction is an image's."""
+"""Length of a direction over the edge of noise, from which it is an image's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +136,13 @@ class HeadGradient:
 
     @cached_property
     def planted(self) -> slice:
-        """The planted neurons; all, if none are."""
+        """Slice of the planted neurons; of all neurons if none are planted."""
         count = self.config.planted
         return slice(self.hidden.shape[0] - count if count else 0, None)
 
     @property
     def rows(self) -> Tensor:
-        """The rows of ∂L/∂W whose span is the features', (rows, d); none if nothing is left.
+        """Rows (v, d) of ∂L/∂W, weighted to show the features' span; none if nothing is left.
 
         Without noise a short row is as exact as a long one, and an image whose loss is nearly zero
         shows only in short rows, those of the neurons that no other image activates: then they are
@@ -157,7 +157,7 @@ class HeadGradient:
         return self.grad_hidden[kept] / length[kept].to(self.grad_hidden.dtype)
 
     def restrict(self, basis: Tensor) -> HeadGradient:
-        """Restricts features to the span of `basis` (n, d), orthonormal: to n coordinates in it."""
+        """Restricts features to n coordinates in an orthonormal `basis` (n, d)."""
         return replace(
             self,
             hidden=self.hidden @ basis.T,
@@ -166,7 +166,7 @@ class HeadGradient:
         )
 
     def lift(self, features: Tensor) -> Tensor:
-        """Turns coordinates (N, n) in `basis` into features (N, d); without one, they are."""
+        """Turns coordinates (N, n) in `basis` into features (N, d); keeps features without a basis."""
         return features if self.basis is None else features @ self.basis
 
     def subset(self, equations: int, fewest: int = 1) -> HeadGradient:
@@ -247,10 +247,10 @@ def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
 
 
 def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds factors of `features` (n, d) at which they imply `errors` D (K, n), and residuals.
+    """Finds factors (n,) of `features` (n, d) at which they imply `errors` D (K, n).
 
-    Under ReLU ∂L/∂A determines D_i |x_i| only; but N D_i = softmax(f(x_i)) - y_i, so each norm is
-    where that holds best, up to a relative squared residual. Both (n,).
+    Returns the relative squared residuals (n,) as well. Under ReLU ∂L/∂A determines D_i |x_i| only;
+    but N D_i = softmax(f(x_i)) - y_i, so each norm is where that holds best.
     """
     preactivation = features @ head.hidden.T
     label = errors.argmin(0)
@@ -281,7 +281,7 @@ def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Te
 _RIDGE = 1e-9
 """Ridge of the least squares for D, over the mean diagonal of their Gram matrix."""
 _PASSES = 4
-"""Newton steps at most for D under censoring; warm started, mostly one or two."""
+"""Largest number of Newton steps for D under censoring; warm starts mostly take one or two."""
 _SAME = 1e-3
 """Relative change of D at which they have converged."""
 _WEAKEST = 1e-4
@@ -294,9 +294,9 @@ class Value(NamedTuple):
     loss: Tensor
     """Share of ∂L/∂A's energy that is left unexplained (0-d)."""
     slope: Tensor
-    """Its gradient (n, d)."""
+    """Gradient of `loss` in the features (n, d)."""
     errors: Tensor
-    """The best D (K, n)."""
+    """Error signals D (K, n) that explain most at these features."""
     residual: Tensor
     """What is left of ∂L/∂A (K, m)."""
 
@@ -352,9 +352,9 @@ class Objective:
         return scale
 
     def noise_floor(self, variance: float, unknowns: int = 0) -> float:
-        """Computes the loss at the truth, by noise of that variance in each entry.
+        """Computes the loss that noise of this `variance` in each entry leaves at the truth.
 
-        With `unknowns`, at the best fit, which explains some of the noise itself.
+        With `unknowns` it is that of the best fit, which explains some of the noise itself.
         """
         return variance * (self._observed.numel() - unknowns) / float(self._energy)
 
@@ -408,8 +408,8 @@ def _solve(gram: Tensor, right: Tensor) -> Tensor:
 class WholeHead:
     """Computes the mean squared residual of the head's whole gradient over the noise's variance.
 
-    |p - o|² is computed as |p|² - 2 <p, o> + |o|². Of ∂L/∂W that takes products with N vectors, and
-    no tensor of its size is ever written.
+    |p - o|² is computed as |p|² - 2 <p, o> + |o|². For ∂L/∂W that takes products with N vectors,
+    and no tensor of its size is ever written.
     """
 
     def __init__(self, head: HeadGradient, labels: Tensor) -> None:
@@ -422,7 +422,7 @@ class WholeHead:
         self._unit = sum(each.numel() for each in observed) * head.noise / head.divisor**2
 
     def __call__(self, features: Tensor, width: float = 0.0) -> Tensor:
-        """Computes it at `features` (N, d) with their norms: 0-d float64, differentiable in them.
+        """Computes it at `features` (N, d) with their norms: a float64 (0-d), differentiable.
 
         Jumps of the activation's slope are taken to be `width` standard deviations wide.
         """

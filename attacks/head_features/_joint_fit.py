@@ -33,8 +33,8 @@ from fedsim_attacks.head_features.head_fit import (
 from fedsim_attacks.head_features.spectral_features import span
 
 _CLEAR = 1.2
-"""Times the edge of noise, from which a direction of ∂L/∂W shows where images are. Half of them
-have to: the fit of the whole gradient finds what the others hide."""
+"""Length of a direction of ∂L/∂W over the edge of noise, from which it shows where images are. Half
+of the directions have to: the fit of the whole gradient finds what the others hide."""
 _EXPLAINED = (1.01, 1.03, 1.03)
 """Mean squared residual, over the noise's variance, up to which features explain all, after the
 first, second and third attempt; each takes as long again."""

@@ -36,7 +36,7 @@ _GROUPS = 400
 _SAME_FEATURE = 1 - 1e-6
 """Cosine from which two features are the same."""
 _ROUNDING = 1e-6
-"""What a float32 sum may be off by, over the sum of its terms' magnitudes."""
+"""Error of a float32 sum, over the sum of its terms' magnitudes."""
 
 
 @dataclass(kw_only=True)
@@ -52,11 +52,11 @@ class Peeling(FeatureSolver):
     rows: Tensor
     """(v, d + 1) float64: what no known feature explains of the planted neurons' rows."""
     outer: Tensor
-    """(K, v) float64: the same of ∂L/∂A."""
+    """(K, v) float64: what no known feature explains of ∂L/∂A."""
     shares: Tensor
     """(n, d + 1) float64: u_i of the n known features."""
     stuck: bool = False
-    """Whether the last round found none."""
+    """Whether the last round found no feature."""
 
     @classmethod
     def start(cls, head: HeadGradient, tolerance: float, consistency: float) -> Peeling:
@@ -101,7 +101,7 @@ class Peeling(FeatureSolver):
         return _feature(self.shares)
 
     def improve(self) -> None:
-        """Runs a round: rows of single images give features, which leave the other rows."""
+        """Runs a round: finds features in rows of single images, and takes them off all rows."""
         head = self.head
         weights, bias = head.hidden[head.planted].double(), head.bias[head.planted].double()
         shares, errors = self._single_images(weights, bias)

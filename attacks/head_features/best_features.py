@@ -41,7 +41,7 @@ _COARSE = 8
 rounding has blurred the row space: 64 of 8 images hold all but 0.004 of them behind pruning of 0.7,
 and an iteration in them takes an eighth of the time."""
 _TOLERANCES = ((1e-5, 1e-3), (1e-3, 3e-2))
-"""(equal rows, one image's ∂L/∂A): of exact gradients, and of several small steps."""
+"""Pairs (`tolerance`, `consistency`) of `Peeling`, for one gradient and for several steps."""
 
 
 @dataclass(kw_only=True)
@@ -49,9 +49,9 @@ class Best(FeatureSolver):
     """Runs the solver that suits the observation, and keeps the peeling if that explains more."""
 
     solver: FeatureSolver | None
-    """None where peeling is the whole answer."""
+    """Solver of what peeling leaves open; None where peeling is the whole answer."""
     peeling: Peeling | None
-    """None where there was nothing to peel, or the solver is to be believed in any case."""
+    """Peeling to compare with; None where nothing was peeled or the solver alone is trusted."""
 
     @property
     def finished(self) -> bool:

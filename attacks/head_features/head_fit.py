@@ -54,7 +54,7 @@ def lbfgs(variable: Tensor) -> torch.optim.LBFGS:
 
 
 _SPREAD = 0.5
-"""Distance of starting features from their common direction, in units of it."""
+"""Distance of starting features from their common direction, over its length."""
 
 
 def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
@@ -237,24 +237,25 @@ _WEIGHTS = 1 << 18
 _LITTLE, _POLISH = 0.03, 1e-4
 """Relative gains of a run below which a split is tried, and below which the fit ends."""
 _ROWS_GAIN = 0.95
-"""Share of the rows' misfit down to which a fit of the rows must bring it to be repeated."""
+"""Misfit of the rows after a fit of them, over that before, up to which the fit is repeated."""
 _RUNS_BETWEEN = 2
 """Runs from one fit of the rows to the next."""
 _EXPLAINED = 1e-5
 """Share left unexplained up to which no image is missing."""
 _SPLIT_GAIN, _NOISY_SPLIT_GAIN = 0.7, 0.9
-"""Share of the loss beyond noise down to which a split must bring it in one run. Behind noise,
-which flattens valleys, it has two runs if the first brings it down to `_PROMISING`."""
+"""Loss beyond noise after one run of a split, over that before, up to which the split is kept.
+Behind noise, which flattens valleys, a split has a second run if the first comes to
+`_PROMISING`."""
 _PROMISING = 1.5
 _FEW = 3
 """Splits that are tried at a time while a subset of the neurons counts."""
 _STUCK = 1.03
-"""Times the loss that noise leaves the best fit, from which a fit is in a local minimum."""
+"""Loss over that which noise leaves the best fit, from which a fit is in a local minimum."""
 
 
 @dataclass(kw_only=True)
 class OutputFit:
-    """Fits ∂L/∂A from several starts, of which it follows the best."""
+    """Fits ∂L/∂A from several starts, and goes on from the best of them."""
 
     head: HeadGradient
     subset: Objective
@@ -396,7 +397,7 @@ class OutputFit:
         return _RUNS_BETWEEN * ITERATIONS
 
     def _try_splits(self, budget: int) -> int:
-        """Tries moves until one gains; if none does, none is tried again."""
+        """Tries splits until one gains, or gives them up; returns the iterations that it took."""
         spent, floor = 0, self.noise_floor
         most = budget if self.all_neurons else min(budget, _FEW * ITERATIONS)
         for proposal in propose_splits(self.subset, self.features):
@@ -552,9 +553,9 @@ class CoarseToFine(FeatureSolver):
     head: HeadGradient
     """The gradient in all d directions."""
     fit: OutputSolver
-    """The coarse one, then the fine one."""
+    """The coarse fit, then the fine one."""
     budget: int
-    """Iterations, together."""
+    """Iterations of both fits together."""
     second_starts: list[Tensor]
     """Starts (N, d) of the fine fit's second attempt."""
     fine: bool = False

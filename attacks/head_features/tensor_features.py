@@ -171,8 +171,7 @@ _BUDGET, _COARSE = 1500, 16
 """Iterations of each descent from the decomposition, and directions an image in which it begins
 behind a defense that blurs the rows."""
 _UNEQUAL = 3.0
-"""Times their median, up to which norms of features differ at first; those that a wrong direction
-implies may be any."""
+"""Largest factor between a first norm and the median: wrong directions may imply any norm."""
 _ROUNDING = 5e-7
 """Share of the longest singular value of a float32 gradient below which it holds rounding; rounding
 alone leaves a tenth of that. Images of one label differ in D by as little as 1e-6."""
@@ -198,9 +197,9 @@ class TensorFeatures(DirectAttack):
     whiten: bool = False
     """Use W (W'W / m)^(-1/2), whose sample covariance is I. The paper does not."""
     rows: Literal["combined", "all"] = "combined"
-    """What the moments are taken of: one sum g of two rows of ∂L/∂A, as in the paper, in which the
-    images of a batch hide one another; or all rows, made orthonormal, where images of
-    different labels come apart."""
+    """Rows that the moments are taken of: one sum g of two rows of ∂L/∂A, as in the paper, in which
+    the images of a batch hide one another; or all rows, made orthonormal, where images of different
+    labels come apart."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Iterations of the power method for the span."""
     contraction: Literal["auto", "second", "third"] = "auto"

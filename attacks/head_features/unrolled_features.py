@@ -37,11 +37,11 @@ from fedsim_attacks.head_features.spectral_features import span
 _STARTS = 4
 """Random starts of the first trial."""
 _WEIGHTS = 1 << 16
-"""Weights of the neurons that a fit starts with: it is tried again if that was too few."""
+"""Weights of the neurons that a fit starts with; a further trial makes up for too few."""
 _SPREAD = 0.5
 """Spread of an image's features over the steps at the start, in units of their common one."""
 _HOPS = (0.6, 0.3)
-"""How far features are perturbed for the next trial, in units of themselves, by turns."""
+"""Sizes of the perturbation before the next trial, over the features' lengths, by turns."""
 _EXPLAINED = 0.04
 """Relative residual of an error signal up to which the first head counts as explaining it."""
 _SAME = 0.98
@@ -73,7 +73,7 @@ class UnrolledSolver(FeatureSolver):
     first_step: Tensor
     """(N, N E): the best features of the first step so far."""
     common: Tensor | None = None
-    """(N, N E), if one feature an image nearly fits all steps."""
+    """(N, N E): one feature for each image, if that nearly fits all steps; else None."""
     lowest: OutputSolver
     """The trial that explains most of ∂L/∂A, from which the next one hops."""
     ended: int = 0
@@ -247,7 +247,7 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     iterations: Annotated[int, Field(ge=100)] = 1500
     """Iterations of L-BFGS in each trial; it mostly ends earlier."""
     trials: Annotated[int, Field(ge=1)] = 16
-    """Fits, until one is consistent."""
+    """Largest number of fits, of which the first that is consistent ends the search."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

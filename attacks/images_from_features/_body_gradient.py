@@ -44,7 +44,7 @@ class Part(NamedTuple):
     """Some of a body's layers."""
 
     function: Callable[[Tensor], Tensor]
-    """Inputs (N, ...) to outputs (N, ...)."""
+    """Function from inputs (N, ...) to outputs (N, ...)."""
     parameters: list[tuple[str, Tensor]]
     """Parameters with their names in the observation."""
 
@@ -93,14 +93,14 @@ _LEAST_SHARE = 0.02
 
 
 class _Expected(NamedTuple):
-    """What a recomputed gradient is turned into before it is compared."""
+    """Changes to a recomputed gradient before it is compared."""
 
     scaled: bool
     """Whether it is multiplied by the factor that fits best."""
     share: float = 1.0
-    """The share of the gradient that is in the update."""
+    """Share of the gradient that is in the update."""
     added: list[Tensor] | None = None
-    """What later steps have added."""
+    """Mean gradient that later steps have added, by tensor; None if it is not known."""
 
 
 @final
@@ -149,7 +149,7 @@ class PartUpdate:
     def compare(self, update: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | float]:
         """Subtracts this update from a recomputed one, or for a removed entry its bound.
 
-        Also returns the derivative of that in the recomputed update: 1, but for several steps'.
+        Also returns the derivative of the difference in the recomputed update: 1 for a single step.
         """
         expected = self._expected
         growth: Tensor | float = expected.share
@@ -161,7 +161,7 @@ class PartUpdate:
         return [self._subtract(i, tensor) for i, tensor in enumerate(update)], growth
 
     def _factor(self, update: Sequence[Tensor]) -> Tensor:
-        """Computes the factor of the best fit (0-d), where the misfit does not depend on it."""
+        """Computes the factor (0-d) at which `update` fits best, without a gradient."""
         with torch.no_grad():
             pairs = list(zip(update, self._target, strict=True))
             across = torch.stack([(u * t).sum() for u, t in pairs]).sum()
@@ -202,7 +202,7 @@ def nonzero_energy(energy: Tensor) -> Tensor:
 
 _FROM, _TIMES = 0.4, 30
 """Share of the iterations after which candidates are near enough to tell what later steps add, and
-how often it would be simulated over all of them."""
+number of simulations if they were spread over all iterations."""
 
 
 @final
@@ -262,11 +262,11 @@ class LaterSteps:
 
 
 _LEAST_STRETCH = 0.1
-"""Least factor of outputs that are known up to one; random inputs may make any."""
+"""Least fitted factor of outputs that are known up to a factor: random inputs may imply any."""
 
 
 class Misfit(NamedTuple):
-    """How far candidates are from the observation."""
+    """Distances of candidates from the observation."""
 
     update: Tensor
     """|u - t|² / |t|² of the body's update (0-d)."""
@@ -279,7 +279,7 @@ class Misfit(NamedTuple):
 
 
 class StageTarget(NamedTuple):
-    """What a part of the body is known to make of its inputs."""
+    """Outputs of a part of the body and their error signals, as far as they are known."""
 
     outputs: Tensor
     """(N, ...), up to a factor for each image if `unscaled`."""

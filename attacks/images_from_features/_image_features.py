@@ -40,7 +40,7 @@ def _is_explained_by(classifier: ClassifierGradient, features: Tensor) -> bool:
 
 
 def _doubts_of(classifier: ClassifierGradient, features: Tensor) -> Tensor:
-    """Squares the bounds (N,) of the relative errors of `features` (N, d), 0 beyond its classes."""
+    """Squares the bounds (N,) of relative errors of `features` (N, d); 0 for too many images."""
     if classifier.excess:
         return features.new_zeros(len(features))
     problem = Consistency(classifier)
@@ -51,8 +51,8 @@ def _doubts_of(classifier: ClassifierGradient, features: Tensor) -> Tensor:
 def _is_determined_by(classifier: ClassifierGradient, features: Tensor) -> bool:
     """Says whether noise leaves each image's features nearer to the truth than to another's.
 
-    Of more images than the classifier can tell apart, another layer has told them (`_heads`), and
-    only those that it determines.
+    With more images than the classifier can tell apart, features come from another layer
+    (`_heads`), which gives only those that it determines.
     """
     if classifier.exact or classifier.excess:
         return True
@@ -92,7 +92,7 @@ _ALL = 1e-5
 EXCHANGED = 0.1
 """Share of their difference that two features which are hard to tell apart may have exchanged."""
 _CHANCE = 4.0
-"""Times what as many numbers explain of noise alone, up to which a gain is chance."""
+"""Gain over that which as many unknowns have by fitting noise alone, up to which it is chance."""
 
 
 def are_explained(head: Head, features: Tensor) -> bool:

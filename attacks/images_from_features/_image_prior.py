@@ -36,12 +36,12 @@ _ROUNDING = 1e-12
 """Share of the targets' energy: a residual below is the rounding of features and pixels (float32),
 and says nothing of a ridge."""
 _TIE = 1e-6
-"""Cross-validated errors that differ by less of themselves are the same."""
+"""Relative difference of cross-validated errors up to which they are the same."""
 
 
 @final
 class ImageDistribution:
-    """Normal distributions of some images, of one covariance."""
+    """Normal distributions of some images, with one covariance and a mean for each."""
 
     def __init__(self, means: Tensor, precision: Tensor, shape: torch.Size) -> None:
         """Takes `means` (N, C, h, w), `precision` (C h w, C h w); images have (H, W) = `shape`."""

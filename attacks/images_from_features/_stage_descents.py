@@ -142,7 +142,7 @@ class StagePeeling:
 
 
 _SHARE = 0.2
-"""First step size of a map, over how far it is from what the stage before makes of its inputs."""
+"""First step size of a map, over its distance from what the stage before makes of its inputs."""
 _RELAXATION_END = 0.005
 """Step size at the end, over that of the beginning."""
 _LOOSE = 0.03
@@ -153,8 +153,8 @@ maps carry the noise of all stages into the images, looser ones each fit that of
 _TIGHT_APPROXIMATE = 10.0
 """The same where an update of several steps is taken for one gradient."""
 _FAR, _CLEAR = 1.5, 3.0
-"""How far maps are from right that nothing is known of, in units of their size: where noise hides
-most of the update, steps are to be shorter, by the fourth root of what is not noise."""
+"""Assumed relative error of unknown maps: at most `_FAR`, and `_CLEAR` times the fourth root of the
+share that is not noise. Where noise hides most of the update, steps are to be shorter."""
 LEAST_CLEAR = 1e-3
 """Share of the update that is not noise, at least: less cannot be told from none."""
 

@@ -38,7 +38,7 @@ class _Call:
     """Number of calls that have begun once this one has ended."""
     answer: Any = None
     version: int | None = None
-    """How often the answer had been written to; None if it is no map of numbers."""
+    """Version counter of the answer; None if it is no map of numbers."""
 
 
 class _EndReached(BaseException):
@@ -69,7 +69,7 @@ class BodyCalls:
             for number, call in enumerate(calls)
             if call.version is not None and call.version == call.answer._version
         }
-        """What computed the answer of each call that is a map, and its size."""
+        """Graph node and size of the answer of each call that is a map."""
         with torch.no_grad():  # answers that are kept hold no graph
             self._calls = self._note(images)[0]
 
@@ -188,7 +188,7 @@ _MARGIN = 2.0
 _KNOWN = 0.5
 """Share of a map's values that are equations: ReLU has set the others to zero."""
 _NARROWEST = 0.1
-"""How wide jumps are at the end, over the beginning."""
+"""Width of jumps at the end, over that of the beginning."""
 
 
 @final
@@ -208,7 +208,7 @@ class Stage:
 
 @final
 class StagedBody:
-    """A victim's body in stages, and how wide its jumps are taken for."""
+    """A victim's body in stages, with the width of its slopes' jumps."""
 
     def __init__(
         self, observation: Observation, num_images: int, rng: torch.Generator, *, width: float

@@ -77,7 +77,7 @@ _ONE_STEP_SHARE = 0.7
 """Share of the iterations that take several steps for one gradient, at a seventh of the cost;
 through a deep body all do, as the descent of a whole one leads away."""
 _FINE_STEP = 0.3
-"""Times the step size when the steps are then unrolled: from far they lead anywhere."""
+"""Factor of the step size when steps are unrolled: large steps lead anywhere."""
 _FIRST = 0.25
 """Share of the iterations before images' features are looked at, where the head is blurred."""
 _PEELED, _SINGLE = 0.35, 0.4
@@ -99,16 +99,16 @@ _MAPS = 4.0
 _DOUBT = 10.0
 """Factor of what is left unexplained of the stage behind, by which that weight is less."""
 _LOST = 0.5
-"""Share of what a stage shows that is left unexplained, from which maps are worth nothing."""
+"""Unexplained share of a stage from which its maps are worth nothing."""
 _COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
-"""Total variation of images from maps, times the usual at first; and its end over its beginning.
-A first stage alone is descended through smooth images well, and held back by none in the end."""
+"""Factor of the variation's weight for images from maps, and its last value over its first. A first
+stage alone is descended through smooth images well, and held back by none in the end."""
 _WHOLE_VARIATION = 0.03
 """Least weight of the total variation against the cosine distance of the whole update."""
 _DIRECTION_STEP, _DIRECTION_FEATURES = 2.0, 0.1
-"""Step size, and weight of features, times the usual, where directions of tensors are compared."""
+"""Factors of step size and weight of features where directions of tensors are compared."""
 _DIRECTION_VARIATION, _DIRECTION_FINAL = 10.0, 0.1
-"""Total variation at first, times the usual, and its end over its beginning."""
+"""Factor of the variation's weight there at first, and its last value over its first."""
 _LEAST_DISTRIBUTION_WEIGHT = 1e-3
 """Least weight of how unlikely images are by the distribution of public ones."""
 _PRIOR = 0.7
@@ -119,7 +119,7 @@ what the weight of the total variation then follows from."""
 @final
 @dataclass(frozen=True)
 class Phase:
-    """What images are compared with for some iterations, and how they move."""
+    """A comparison of images with the update for some iterations, and how they move."""
 
     misfit: Callable[[Tensor], Misfit] | StagePeeling
     """The comparison, or the stages that are peeled first, while images stay as they are."""
@@ -143,7 +143,7 @@ class Phase:
 
 
 Plan = Callable[[Tensor], Phase]
-"""A phase to come, from the normalized images (N, C, H, W) that those before end with."""
+"""Function that makes a phase of the normalized images (N, C, H, W) of the phase before."""
 
 
 @final
@@ -194,7 +194,7 @@ class Phases:
         clear = max(1 - noise_share(self._as_one, self._head), LEAST_CLEAR)
         demanded = values * relative_noise_variance(self._as_one, self._head) / math.sqrt(clear)
         self.distribution_weight = max(_LEAST_DISTRIBUTION_WEIGHT, demanded)
-        """Weight of its energy: as of a likelihood, and more where noise is most of the update."""
+        """Weight of its energy: that of a likelihood, and more if most of the update is noise."""
 
     @property
     def stages(self) -> int:
@@ -500,7 +500,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
     feature_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the relative squared distance of features; a tenth of it against directions."""
     jump_width: Annotated[float, Field(ge=0)] = 1.0
-    """How wide a jump of a slope is to its derivative, in units of its input; 0: as it is."""
+    """Width of slopes' jumps in second derivatives, in units of a layer's inputs; 0 keeps jumps."""
 
     public: bool = True
     """Whether public images, if the threat model grants any, are a prior."""

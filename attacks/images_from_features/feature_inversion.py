@@ -57,7 +57,7 @@ _DOUBT = 0.01
 
 @dataclass(frozen=True)
 class Told:
-    """What is known of the images before any is drawn."""
+    """Features, labels and trust that are known before any image is drawn."""
 
     recovered: Reconstruction | None
     """Features, and which attack they are by; None if none are wanted."""
@@ -76,7 +76,7 @@ class Told:
 
 @dataclass(kw_only=True)
 class FeatureInversionState(AttackState):
-    """What draws the images, its optimizer, and what they are held to."""
+    """The drawing of images, and what they are compared with."""
 
     matching: Matching
     drawing: Drawing
@@ -84,7 +84,7 @@ class FeatureInversionState(AttackState):
     """Drawing that takes over after the pixels; None if there is no such change to come."""
     told: Told
     body: BodyGradient | None
-    """What images are compared with in place of the whole update, if error signals are known."""
+    """Body's share of the update, compared in place of the whole if error signals are known."""
     prior: ForwardPrior
     distance: Distance
     best: Tensor
@@ -130,7 +130,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     its number of non-zero parameters, as the paper does, or not weighted; their mean by those
     weights, of which terms beside it count more; or one cosine over all tensors together."""
     features: Literal["squared_cosine", "relative"] = "squared_cosine"
-    """What holds candidates to the recovered features: 1 - cos² (equation 2, sign-free), or the
+    """Distance of candidates from the recovered features: 1 - cos² (equation 2, sign-free), or the
     relative squared distance (where they have sign and norm)."""
     doubted: bool = True
     """Whether a feature counts less, the more of the head's gradient it leaves unexplained. The
@@ -152,7 +152,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     share of the update is compared in squared distance, as `factored_inversion` does; not where
     features are in doubt, and not over several local steps or clients."""
     jump_width: Annotated[float, Field(ge=0)] = 0.0
-    """How wide a jump of a slope is to its derivative, in units of its input; 0: as it is."""
+    """Width of slopes' jumps in second derivatives, in units of a layer's inputs; 0 keeps jumps."""
 
     @field_validator("features_from")
     @classmethod

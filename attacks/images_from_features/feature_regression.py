@@ -20,7 +20,7 @@ from fedsim_attacks.images_from_features._heads import head_of, recover, signals
 from fedsim_attacks.images_from_features._image_prior import ImagePrior
 
 _MIXED = 0.3
-"""How much of their difference two features may have exchanged: their images are then blends, of
+"""Share of their difference that two features may have exchanged: their images are then blends, of
 which the right one is the larger part."""
 
 
@@ -28,9 +28,9 @@ which the right one is the larger part."""
 class FeatureRegression(DirectAttack):
     """Recovers features, and guesses their images by a regression on public ones.
 
-    The guess of least squared error that is linear in the features: blurred, but with the right
-    colors in the right places; where the head's gradient leaves features in doubt, the mean of the
-    public images. Nothing is optimized.
+    It is the guess of least squared error that is linear in the features: blurred, but with the
+    right colors in the right places; where the head's gradient leaves features in doubt, the mean
+    of the public images. Nothing is optimized.
     """
 
     paper: ClassVar[str] = (

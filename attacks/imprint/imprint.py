@@ -23,7 +23,7 @@ _WEIGHT, _BIAS = "imprint.hidden.weight", "imprint.hidden.bias"
 _ROUNDING = 1e-10
 """Share of the largest row's energy below which a jump is rounding, of float32 and its sums."""
 _CLEAR = 2.0
-"""Energy of a jump, in units of what noise makes of it, from which on it is an image's."""
+"""Energy of a jump over that of a jump by noise, from which it is an image's."""
 
 
 @final
@@ -116,10 +116,10 @@ class Segmentation(NamedTuple):
 
 
 def segment(rows: Tensor, pieces: int) -> Segmentation:
-    """Finds the best segmentation of `rows` (k, m) into `pieces` <= k, by k² pieces operations.
+    """Finds the best segmentation of `rows` (k, m) into `pieces` <= k, in k² pieces operations.
 
-    By dynamic programming over the end of the last piece (Bellman, On the approximation of curves
-    by line segments using dynamic programming, CACM 1961).
+    The method is dynamic programming over the end of the last piece (Bellman, On the approximation
+    of curves by line segments using dynamic programming, CACM 1961).
     """
     zero = torch.zeros_like(rows[:1])
     sums = torch.cat([zero, rows.cumsum(0)])

@@ -156,6 +156,7 @@ def abscissae(degree: int, intervals: int) -> Tensor:
 _SAMPLES = 32
 """Points of a piece of the curve; the forms' products are determined by 2 degree + 1."""
 _VANISHING = 1e-10
+"""Singular value over the largest, up to which it counts as 0."""
 _PAIRS = 10
 """Random pairs of members that are diagonalized; the best conditioned counts."""
 
@@ -214,7 +215,7 @@ _SETTLED = 1e-6
 _WIDEST = 1.0
 """Standard deviation of a pixel that nothing is known of: valid pixels are all as likely then."""
 _FAINTEST = 1e-12
-"""Least variance of error signals, in units of the noise's."""
+"""Least prior variance of error signals, over that of the noise."""
 
 
 @dataclass(frozen=True, kw_only=True)

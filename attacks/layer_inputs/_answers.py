@@ -30,7 +30,7 @@ _CONSISTENT = 0.02
 """Relative error of an image's error signal that its own features imply."""
 
 _WIDTHS = (4.0, 2.0, 1.0, 0.0)
-"""Standard deviations up to which an input may be 0, as they are tried in turn."""
+"""Distances from 0, in standard deviations, within which an input counts as 0; tried in turn."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,9 @@ def _find_inconsistent(
 
 
 _ROUNDINGS = 8.0
-"""Times the rounding of what each image adds to the classifier's gradient, that certified features
-may leave of it: they come from inputs, through the rest of the network in float32."""
+"""Residual of the classifier's gradient that certified features may leave, over the rounding of
+what each image adds to it: features come from inputs, through the rest of the network in
+float32."""
 
 
 def certify_inputs(observation: Observation, answer: Reconstruction) -> Tensor:
