@@ -166,7 +166,7 @@ class HeadGradient:
         )
 
     def lift(self, features: Tensor) -> Tensor:
-        """Turns coordinates (N, n) in `basis` into features (N, d); keeps features without a basis."""
+        """Turns coordinates (N, n) in `basis` into features (N, d), if there is a basis."""
         return features if self.basis is None else features @ self.basis
 
     def subset(self, equations: int, fewest: int = 1) -> HeadGradient:

@@ -49,7 +49,7 @@ class Inputs:
 
     @property
     def certain(self) -> Tensor:
-        """Mask (k,) of those that rounding or noise leave no more open than `_DETERMINED`."""
+        """Mask (k,) of the inputs whose relative error is surely below `_DETERMINED`."""
         return (_SURE * self.errors < _DETERMINED) & self.separate
 
 
@@ -94,7 +94,7 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
 
 
 def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
-    """Takes a gradient apart, given what combines its columns to single images' error signals.
+    """Takes a gradient apart, given combinations of its columns that are images' error signals.
 
     With ∂L/∂W = Δ' X, the columns of Δ' are those of the gradient's `space` in `combinations` Q
     (r, r), a row for each image, and X is their inverse. The gradient in the bias, Δ' 1, has the
@@ -170,7 +170,7 @@ def build_answer(
 def _find_inconsistent(
     classifier: ClassifierGradient, features: Tensor, labels: Tensor
 ) -> tuple[Tensor, float]:
-    """Says which images (N,) have other error signals in the gradient than they imply.
+    """Returns a mask (N,) of images whose error signals differ from those that they imply.
 
     Also returns the share of the gradient that features leave unexplained.
     """
@@ -195,7 +195,7 @@ float32."""
 
 
 def certify_inputs(observation: Observation, answer: Reconstruction) -> Tensor:
-    """Returns of which images (N,) an answer is known to be right: of all, or of none.
+    """Returns a mask (N,) of the images whose answer is known to be right: all, or none.
 
     Inputs that are determined have zeros that are no coincidence, which leaves nothing of them
     open. Features are computed from them and fitted to nothing; that they explain the classifier's

@@ -32,12 +32,12 @@ from torch import Tensor
 from fedsim_attacks.layer_inputs._layers import Signal
 
 _ESSENTIAL = 0.99
-"""Leverage of a zero from which on it does not follow from the others."""
+"""Leverage from which a zero does not follow from the others."""
 _NARROWER, _LAST = 0.3, 6
 """Factor by which the width of the weights shrinks, and iterations at its least: a start may be
 nearer to other zeros than errors are."""
 ZERO = 4.0
-"""Standard deviations of its error, up to which an entry may be 0."""
+"""Distance from 0, in standard deviations of its error, up to which an entry may be 0."""
 
 
 def sharpen(
@@ -78,25 +78,25 @@ def sharpen(
 
 
 _NEGATIVE = 30.0
-"""Standard deviations of its error, down to which an entry may be negative: rounding is not the
-same in each."""
+"""Distance below 0, in standard deviations of its error, down to which an entry may be: rounding is
+not the same in each."""
 _FEWEST = 0.05
-"""Share of its entries that an input has zeros at least, besides those of any extreme ray."""
+"""Least share of zeros in an input, besides those that any extreme ray has."""
 _FRUITLESS = 12
-"""Linear programs at each slack without a new input, after which there will be none."""
+"""Linear programs without a new input, at each slack, after which the search ends."""
 _REWEIGHTED = 3
-"""Times that a linear program is tried again with other weights."""
+"""Number of times that a linear program is tried again with other weights."""
 _NEAR = 0.1
-"""Share of the mean entry: what is nearer to 0 than that weighs alike."""
+"""Share of the mean entry below which all entries weigh alike."""
 _SLACK, _SLACKS = 1e-8, 4
-"""How far below 0 entries may be that sum to 1, as solvers round; and how many wider bounds are
-tried in turn where noise in the weakest direction is larger."""
+"""Distance below 0 to which solvers round entries that sum to 1; and number of bounds, from that to
+the noise in the weakest direction, that are tried in turn where noise is larger."""
 _SAME, _SURELY = 1e-3, 6.0
-"""Relative distance up to which two rays are the same, and that in standard deviations."""
+"""Distance up to which two rays are the same: relative, and in standard deviations of errors."""
 _BETTER = 0.5
-"""Share of the error that remains when a ray is worth another's place."""
+"""Error of a ray over that of a like one, up to which it takes the other's place."""
 _VAGUE = 0.1
-"""Relative error from which on a ray is known too little to be one."""
+"""Relative error of a ray above which it is not taken for one."""
 
 SignalOf = Callable[[Tensor, float], Signal | None]
 """Function from a combination of rows (n,) and its relative error to its error signal; None if the
@@ -180,7 +180,7 @@ class _Ray:
     error: float
     """Root of the summed variances of all values, over their norm."""
     signal: Signal | None = None
-    """Error signal of its image, if that is the only one it may be."""
+    """Error signal of its image; None if nothing tells it."""
 
     @property
     def bound(self) -> Tensor | None:
@@ -273,7 +273,7 @@ class _Search:
         return None
 
     def last(self, rays: list[_Ray]) -> _Ray | None:
-        """Returns the only ray that all others leave, if one is missing, whatever its zeros are."""
+        """Returns the one missing ray, which all others determine whatever its zeros; else None."""
         bounds = [ray.bound for ray in rays if ray.bound is not None]
         # Only r - 1 known signals leave a single direction orthogonal to all.
         if len(bounds) != len(rays) or len(rays) != len(self.rows) - 1:

@@ -30,10 +30,10 @@ _SPARSE = 0.05
 _SAME = 1e-4
 """Relative difference of features up to which they are the same."""
 _RESCALED = (0.7, 1.3)
-"""Factors of the first and the last image, of which features do not depend on any where the scale
-of a layer's input is lost: batch norm loses one that all images share, and no image's own."""
+"""Factors of the first and the last image, with which it is tried whether the scale of a layer's
+input is lost: batch norm loses one that all images share, and no image's own."""
 _PART = 3
-"""Images whose features are the same without the others."""
+"""Images that are run without the others, to see whether their features stay the same."""
 
 Features = Callable[[Tensor], Tensor]
 """Function from a layer's inputs (N, n) to the features (N, d) of the model."""
@@ -132,7 +132,7 @@ def trace_layers(observation: Observation) -> list[Layer]:
 
 
 _Place = tuple[int, int]
-"""Where a tensor's values are in memory, and how many they are: views of it are the same."""
+"""Address and number of a tensor's values: the same for views of it."""
 
 
 @dataclass
@@ -145,7 +145,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Tail:
-    """What the model makes of the input of one of its modules."""
+    """Function from the input of one of the model's modules to the model's features."""
 
     model: Classifier
     module: nn.Module
@@ -173,8 +173,9 @@ def _closing_tail(
 ) -> _Tail | None:
     """Finds the module from whose input, which is that of `call`, all features follow.
 
-    What bypasses it, as around a block, does not end there. None if there is no such module, or if
-    an image's features depend on the other images, as behind batch norm in training mode.
+    A path that bypasses the module, as around a block, would not end there. Returns None if there
+    is no such module, or if an image's features depend on the other images, as behind batch norm in
+    training mode.
 
     Args:
         model: the model, which computes features.
@@ -246,7 +247,7 @@ def _is_linear(call: _Call) -> bool:
 
 
 def _cut_reached(weight: Tensor, call: _Call) -> Tensor:
-    """Cuts from a layer's `weight` what meets its input, and not padding: (m, n)."""
+    """Selects the part (m, n) of a layer's `weight` that meets its input, and not padding."""
     module = call.module
     if isinstance(module, nn.Conv2d) and not isinstance(module.padding, str):
         (top, left), (height, width) = module.padding, call.before.shape[2:]
@@ -255,13 +256,12 @@ def _cut_reached(weight: Tensor, call: _Call) -> Tensor:
 
 
 _ROUNDING = 2.0**-24
-"""Relative error of an entry in float32, of the gradient's rms."""
+"""Error of an entry in float32, over the gradient's root mean square."""
 _VISIBLE = 3.0
-"""Times the largest singular value of mere noise, from which on one is an image's."""
+"""Singular value over the largest one of mere noise, from which it is an image's."""
 _CLEAR, _NOTHING = 5.0, 8.0
-"""Times what rows leave of it that they leave of any other combination of columns at least, and
-standard deviations of their errors that they leave of it at most: rounding is not the same in
-each."""
+"""Least ratio of what the rows leave of any other combination of columns to what they leave of the
+signal's; and the most that they may leave of that, in standard deviations of their errors."""
 
 
 @dataclass(frozen=True)
@@ -269,9 +269,9 @@ class Signal:
     """An image's error signal as a combination of the gradient's columns, as far as it is known."""
 
     combination: Tensor | None
-    """(r,), of the gradient's columns, of unit length. None where several may be."""
+    """(r,): coefficients of the gradient's columns, of unit length; None where several may be."""
     errors: Tensor | None = None
-    """(r, r - 1), of the combination: independent, and each of one standard deviation."""
+    """(r, r - 1): independent errors of the combination, a column for one standard deviation."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Unmixing(AttackState):
     optimizer: torch.optim.Adam
     rng: torch.Generator
     inversion: tuple[Drawing, ForwardPrior] | None = None
-    """Pixels, and what holds them to the unmixed features; None before they are unmixed."""
+    """Pixels, and the prior that holds them to unmixed features; None before these are unmixed."""
 
 
 @final
@@ -72,14 +72,14 @@ class CocktailParty(IterativeAttack[Unmixing]):
     step_size: Annotated[float, Field(gt=0)] = 0.01
     """Step size of Adam."""
     slope: Annotated[float, Field(gt=0)] = 1.0
-    """a of the negentropy's log cosh(a x)."""
+    """Factor a in log cosh(a x), which stands for the negentropy."""
     independence: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the penalty that keeps two components from being the same."""
     temperature: Annotated[float, Field(gt=0)] = 5.0
     """T in exp(T |cosine of two rows|), which that weight multiplies."""
     image_iterations: Annotated[int, Field(ge=0)] = 0
     """Steps of Adam by which pixels then descend to the unmixed features, in 1 - cos² and
-    variation. Each costs a pass through the body. 0: features are the answer."""
+    variation. Each costs a pass through the body. With 0, features are the answer."""
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the mean absolute difference of neighbouring pixels, of images."""
     sign: Annotated[float, Field(ge=0)] = 1.0

@@ -29,8 +29,8 @@ from fedsim_attacks.layer_inputs._cone import SignalOf, find_rays
 from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, Signal, trace_layers
 
 _OFF, _ROUNDING = 5.0, 1e-6
-"""Standard deviations that a neuron's input is below 0 at least, where ReLU has surely made it 0;
-and the share of the largest that rounding may be."""
+"""Distance below 0, in standard deviations, from which ReLU has surely switched a neuron off; and
+rounding of a neuron's input, over the largest."""
 
 
 @final
@@ -123,7 +123,7 @@ def _inputs(layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator) -> 
 
 
 def _signals(layer: Layer, space: RowSpace) -> SignalOf | None:
-    """Returns what finds an input's error signal, where ReLU makes it 0: at neurons left off."""
+    """Returns the function from an input to its error signal, told by neurons left off by ReLU."""
     bias = layer.bias
     if bias is None or not layer.rectified:
         return None

@@ -27,9 +27,9 @@ from fedsim_attacks.layer_inputs._cone import sharpen
 from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, trace_layers
 
 _NEAR = 1e-3
-"""Share of a combination's largest entry: what is nearer to 0 may be 0."""
+"""Share of a combination's largest entry below which an entry may be 0."""
 _SHARP, _SHARPER = 1e-6, 0.9
-"""Width of the weights in the end, and by which factor it shrinks in an iteration."""
+"""Last width of the weights, and the factor by which it shrinks in an iteration."""
 _ZERO = 20.0
 """Standard deviations of an error up to which an entry is 0: large entries round more."""
 _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
@@ -107,7 +107,7 @@ def _is_new(each: Tensor, others: Tensor, sine: float) -> bool:
 
 
 class Candidates:
-    """Combinations that were found, each once, the sparsest first."""
+    """Combinations of the gradient's columns that were found, each once, the sparsest first."""
 
     def __init__(self, layer: Layer, space: RowSpace) -> None:
         """Begins without any combination, for the gradient `space` of `layer`."""
@@ -213,7 +213,7 @@ class Spear(IterativeAttack[Sampling]):
     """Iterations of 4,096 sets of neurons each; it ends when all neurons agree."""
     search: Literal["sampled", "descent"] = "sampled"
     """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and also
-    descended from, which is not the paper's; what it takes does not double with each image."""
+    descended from. That is not the paper's, and its cost does not double with each image."""
     sparsity: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Share of a combination's entries that have to be 0. The paper takes what fewer of 1 in
     100,000 images of an untrained network have; of a trained one images activate more."""

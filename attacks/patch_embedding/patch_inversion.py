@@ -242,11 +242,11 @@ def solve_patches(
 
 
 _PIXEL_MEAN, _PIXEL_SPREAD = 0.5, 0.25
-"""Mean and standard deviation of pixels in [0, 1], before anything is seen."""
+"""Prior mean and standard deviation of pixels in [0, 1]."""
 _DETERMINED = 0.01
 """Root mean squared error of pixels (40 dB) up to which an image is determined."""
 _SAFETY = 3.0
-"""Times the standard deviation of its pixels, up to which an image may be off."""
+"""Standard deviations of its pixels by which an image may be off."""
 
 
 @final
