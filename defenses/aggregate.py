@@ -45,8 +45,8 @@ class Aggregate(AggregationDefense):
                     f"aggregate: an update has num_examples {update.num_examples}; it is the "
                     "weight of the mean and must be at least 1"
                 )
-            # The mean so far moves towards each update by its share of all examples: no sum is
-            # held.
+            # The mean so far moves towards each update by its
+            # share of all examples: no sum is held.
             seen += update.num_examples
             tensors.move_towards(update.tensors, update.num_examples / seen)
             buffers.move_towards(update.buffers, update.num_examples / seen)

@@ -58,8 +58,8 @@ class Quantization(UpdateDefense):
         if self.rounding == "deterministic":
             level.round_()
         else:
-            # floor(x + u) with u uniform in [0, 1) is up with the probability of x's fraction: x on
-            # average.
+            # floor(x + u) with u uniform in [0, 1) is up with the
+            # probability of x's fraction: x on average.
             draw = uniform(tensor.shape, rng)
             level.add_(draw.to(tensor.device)).floor_()
         rounded: Tensor = level.clamp_(-levels, levels).mul_(spacing).to(tensor.dtype)

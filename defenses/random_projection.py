@@ -105,8 +105,8 @@ class RandomProjection(DataDefense):
             return lowering(allowed, norm, self.leverage)
         allowed = max_leverage(self.epsilon, self.delta, columns, None)
         least = lowering(allowed, norm, self.leverage)
-        # Rows of no more leverage than is allowed need no noise, whichever calibration is asked
-        # for.
+        # Rows of no more leverage than is allowed need no
+        # noise, whichever calibration is asked for.
         if self.calibration == "tight" or least == 0:
             return least
         return norm * math.sqrt(1 / allowed)

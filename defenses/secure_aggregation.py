@@ -138,8 +138,8 @@ class SecureAggregation(MaskedAggregation):
 
         It may be one of those that collude, of whom all shares are known already.
         """
-        # The fewest clients in a sum that opens, less those whose shares are known: who colludes,
-        # or the one.
+        # The fewest clients in a sum that opens, less those whose
+        # shares are known: who colludes, or the one.
         honest = participants * self.threshold - max(1.0, participants * self.colluding)
         left = max(0.0, honest / (participants * (self.threshold - self.colluding)))
         # Shares' variances add up, so that the deviation falls by the root of what is left.

@@ -61,8 +61,8 @@ def scores(
             updates = [Update(tensors=sent[client], num_examples=1) for client in sorted(sent)]
             sent = {_ALL: workload.combine_updates(updates, round).tensors}
         for viewed, update in sent.items():
-            # Every round starts from the same model, where a canary contributes the same: the sum
-            # says it all.
+            # Every round starts from the same model, where a canary
+            # contributes the same: the sum says it all.
             seen[viewed] = seen.get(viewed, 0) + cast.sign * cast.flat(update)
         on_progress(round, rounds)
     return cast.score_canaries(seen), cast.coins.numpy()
@@ -219,8 +219,8 @@ class _Examples(_Cast):
             for own in others
             if len(own)
         ]
-        # The coin decides on plus or minus half the difference around the mean, which is there
-        # anyway.
+        # The coin decides on plus or minus half the difference
+        # around the mean, which is there anyway.
         return present - absent, torch.cat([(present + absent) / 2, *copies])
 
     def _gradients(self, examples: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
@@ -247,8 +247,8 @@ class _Regression:
         self.rounding = _ROUNDING * self.energy
         self.entries = len(vector)
         mean = certain.double().sum(0)
-        # The last entry is an inner product with the vector: it goes through every projection as a
-        # row does.
+        # The last entry is an inner product with the vector: it
+        # goes through every projection as a row does.
         length = float(torch.linalg.vector_norm(mean[:-1]))
         if length > 0:
             mean = mean / length

@@ -285,8 +285,8 @@ def _example_trials(workload: Workload, relation: Relation, rounds: int) -> _Tri
     shifts = [(canary, shift(canary, start)) for canary in tried]
     there, toward = shifts[0]
     farthest = max(shifts, key=lambda pair: float(global_norm(pair[1])))
-    # More than one example moves by itself: others' contributions moved with it, and the worst is
-    # taken.
+    # More than one example moves by itself: others'
+    # contributions moved with it, and the worst is taken.
     if float(global_norm(farthest[1])) > _MOST_OF_ONE:
         there, toward = farthest
     starts, towards = [start] * rounds, [toward] * rounds

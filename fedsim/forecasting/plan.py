@@ -99,8 +99,8 @@ class UpdatePlan:
         groups = steps * self.first.num_clients
         stream = rng.generator(self.first.seed, "stand-ins", draw)
         count = len(self.stand_ins.pixels)
-        # As many passes over the stand-ins as it takes. Drawn for the largest size, cut to this
-        # one.
+        # As many passes over the stand-ins as it takes. Drawn
+        # for the largest size, cut to this one.
         order = torch.cat(
             [torch.randperm(count, generator=stream) for _ in range(-(-groups * largest // count))]
         )
@@ -157,8 +157,8 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
                 "update of images; `fedsim privacy` tells what such a release guarantees"
             )
         parameters, buffers = workload.initial()
-        # Behind an aggregation one update of all participants is seen, else that of a single
-        # client.
+        # Behind an aggregation one update of all participants
+        # is seen, else that of a single client.
         together = workload.stack.aggregation is not None
         clients = len(workload.plan(1).participants) if together else 1
         sizes = scenario.observe.batch_sizes or [scenario.training.local.batch_size]

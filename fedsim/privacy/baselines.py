@@ -73,8 +73,8 @@ def mutual_information_leverage(delta: float, r: float) -> float:
     '8.165e-05'
     """
     columns = float(require_range("r", r, 1.0, 1e300, "a number of columns, at least 1"))
-    # Solved in logarithms: r (odds - log(1 + odds)) = δ², with the odds p / (1 - p) of the
-    # leverage.
+    # Solved in logarithms: r (odds - log(1 + odds)) = δ²,
+    # with the odds p / (1 - p) of the leverage.
     target = 2 * math.log(float(require_delta(delta))) - math.log(columns)
 
     def excess(log_odds: Array) -> tuple[Array, Array]:
@@ -146,8 +146,7 @@ def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float
             f"variant paper: Theorem F.12 needs steps x sampling_rate >= 3 log(2 / δ) = "
             f"{slack**2 * participations:.4g} and has {participations:.4g}: use variant: exact"
         )
-    # No singular value of C reaches 1 / (1 - λ), so so many participations move C G by less than
-    # this.
+    # No singular value of C reaches 1 / (1 - λ): so many participations move C G by less.
     return math.sqrt((1 + slack) * participations) / (1 - correlation)
 
 

@@ -181,8 +181,8 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
         said = explain(error, dict(keys), known_keys(cls))
         lines += [
             f"{'.'.join(map(str, path))}: {message}".removeprefix(": ")
-            # Missing keys are listed above with their meaning; pydantic's own line on them is left
-            # out.
+            # Missing keys are listed above with their meaning;
+            # pydantic's own line on them is left out.
             for path, message in said
             if path[-1:] not in [(key,) for key in missing]
         ]

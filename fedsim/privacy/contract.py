@@ -177,8 +177,8 @@ class Experiment(Keys):
     def claim(self, delta: float) -> float:
         """Returns the ε that is claimed at δ; of an estimate it is the interval's upper end."""
         found = self.curve().epsilon(delta)
-        # An estimate is below the truth about half of the time; only the interval's end may be
-        # claimed.
+        # An estimate is below the truth about half of the time;
+        # only the interval's end may be claimed.
         return found.interval[1] if found.interval else found.epsilon
 
     def work(self) -> int:

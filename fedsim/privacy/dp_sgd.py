@@ -126,8 +126,8 @@ class DPSGDCalibration(_Keys, Calibration):
         Raises:
             FedsimError: no noise is enough.
         """
-        # Searched by the ledger itself, so that a run with this noise states no more than
-        # `epsilon`.
+        # Searched by the ledger itself, so that a run with this
+        # noise states no more than `epsilon`.
         noise = least_noise(lambda at: self.ledger(at, delta)[0], epsilon)
         return self.answer(noise, delta)
 

@@ -227,8 +227,8 @@ def of_steps(
     balls = sampling == "balls_in_bins"
     rate = 1 / training.bins(num_examples) if balls else training.batch_size / num_examples
     steps = rounds * mechanism.releases
-    # This bound takes no draws. If another client spends as much anyway, drawing would change
-    # nothing.
+    # This bound takes no draws. If another client spends as
+    # much anyway, drawing would change nothing.
     if balls and known > 0:
         bound, accountant = _of_curve(mechanism, steps, sampling, rate, delta, draw=False)
         if bound <= known:
@@ -424,8 +424,8 @@ def _renyi(
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     # Less noise is less private: the divergences of the end of the range hold beyond it.
     multiplier = min(multiplier, _AMPLIFIED[1])
-    # Without sampling the divergence of order α is α / (2 z²), which is also the cap of a sampled
-    # one.
+    # Without sampling the divergence of order α is α / (2 z²),
+    # which is also the cap of a sampled one.
     orders = tuple(map(float, accountant._orders))
     whole = np.array(orders) / (2 * multiplier**2)
     if batch_size == num_examples:

@@ -84,8 +84,8 @@ def chance_within(error: float, information: float, dimension: int) -> float:
 
     if not (0 < error < 1 and information >= 0 and dimension >= 2):
         raise ValueError("expected error in (0, 1), information >= 0 and dimension >= 2")
-    # The squared sine of a uniform direction's angle to a line has the law Beta((d - 1) / 2, 1 /
-    # 2).
+    # The squared sine of a uniform direction's angle to a
+    # line has the law Beta((d - 1) / 2, 1 / 2).
     share = float(betainc((dimension - 1) / 2, 0.5, error**2))
     # The share underflows in high dimensions, where the bound tends to 0.
     if share == 0:

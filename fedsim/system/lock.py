@@ -78,8 +78,8 @@ def _lock(path: Path, option: str) -> int:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise FedsimError(f"{path}: is {_NO_LOCK}; remove it")
             _acquire(handle, path, option)
-            # Its holder may have removed the file between opening and locking: the lock would be on
-            # nothing.
+            # Its holder may have removed the file between opening and
+            # locking: the lock would be on nothing.
             if _is_at(handle, path):
                 os.ftruncate(handle, 0)
                 os.write(handle, f"process {os.getpid()} on {platform.node()}\n".encode())

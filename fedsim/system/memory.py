@@ -83,8 +83,8 @@ def _control_group_limits(listed: Path, root: Path) -> list[int]:
         return []
     limits = []
     for line in lines:
-        # Version 1 lists a line for each hierarchy with its controllers; version 2 has one line
-        # without.
+        # Version 1 lists a line for each hierarchy with its
+        # controllers; version 2 has one line without.
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue

@@ -78,8 +78,8 @@ class Poisson:
     @cached_property
     def _rates(self) -> Array:
         q = self.sampling_rate
-        # Shifted in standard deviations of the share of steps that take the example, but never to
-        # 1.
+        # Shifted in standard deviations of the share of steps
+        # that take the example, but never to 1.
         larger = q + np.array(_TILTS) * math.sqrt(q * (1 - q) / self.steps)
         return np.append(q, np.minimum(larger, (1 + q) / 2))
 
@@ -351,8 +351,8 @@ def _removal(
             for several, s, a in groups
         ]
     )
-    # The first part is the pair itself: law 0, stretch 1, no shift. Its density is divided by the
-    # mixture's.
+    # The first part is the pair itself: law 0, stretch 1, no
+    # shift. Its density is divided by the mixture's.
     return np.exp(logs[0] - _log_mean(logs)), logs[0]
 
 

@@ -126,8 +126,8 @@ def squared_norms(
     for step in range(steps):
         work.tell(step, steps)
         after = stay @ mass
-        # A participation at a level adds the same gain whatever the sum was: a row moves as a
-        # whole.
+        # A participation at a level adds the same gain whatever
+        # the sum was: a row moves as a whole.
         for level in np.flatnonzero(mass.any(axis=1)):
             kept = max(0, _CELLS + 1 - shift[level])
             row = sampling_rate * mass[level]

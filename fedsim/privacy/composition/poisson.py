@@ -96,8 +96,7 @@ def _divergences(sampling_rate: float, noise: float) -> Array:
 
 def interval(sampling_rate: float, noise: float, steps: int) -> float:
     """Chooses the step between losses: at most `POINTS` for one release, 32 times that for all."""
-    # The loss of a step that takes the example is N(1 / (2 z²), 1 / z²): its mean and 12
-    # deviations.
+    # A step that takes the example loses N(1 / (2 z²), 1 / z²): the mean and 12 deviations.
     reach = 0.5 / noise**2 + 12 / noise
     # A step's loss deviates by about q sqrt(χ²), or by a whole loss in a share q of the steps.
     deviation = min(

@@ -122,8 +122,8 @@ class CorrelatedExperiment(_Steps, Experiment):
             count = min(chunk, draws - start)
             gradients = reach[present] * masks[rng.choice(len(masks), count, p=chances)]
             noise = sigma * rng.standard_normal((count, self.steps))
-            # The copy is z itself: in place, each step would be taken off what is correlated
-            # already.
+            # The copy is z itself: in place, each step would be
+            # taken off what is correlated already.
             noise[:, 1:] -= self.correlation * noise[:, :-1].copy()
             seen = accumulate(gradients + noise, self.correlation)  # C makes the noise white
             likely = [_log_density(seen, means, chances, sigma) for means in whitened]
@@ -222,8 +222,8 @@ class _Keys(_Steps):
     def _log_delta(self) -> tuple[Callable[[float, float], float], str] | None:
         """Returns (log δ of a noise multiplier and ε, method), or None where it needs draws."""
         factor = 2.0 if self.relation == "replace_one" else 1.0
-        # No sampling is counted on: one Gaussian release at the worst places of the example, which
-        # is exact.
+        # No sampling is counted on: one Gaussian release at the
+        # worst places of the example, which is exact.
         if self._always or self.sampling == "single_epoch":
             count = None if self._always else 1
             reach = factor * correlated.sensitivity(self.steps, self.correlation, count)

@@ -36,8 +36,8 @@ def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> 
     for start in range(0, count, _CHUNK):
         size = min(_CHUNK, count - start)
         part = normal((root.shape[1], size), generator, root.dtype)
-        # Squares are summed before the root is applied: two products in all, in place of two a
-        # chunk.
+        # Squares are summed before the root is applied: two
+        # products in all, in place of two a chunk.
         inner += part @ part.T
     return root @ inner @ root.T / max(count, 1)
 

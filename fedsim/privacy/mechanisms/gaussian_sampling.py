@@ -185,8 +185,8 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
         count, apart = self._drawn, self.separation()
         up, down = apart[0] if isinstance(apart, np.ndarray) else (0.0, apart)
         ratio = np.zeros(draws)
-        # With ratio 1 - a of a direction, the log ratio is (a S + k log(1 - a)) / 2, S summing k
-        # squares.
+        # In a direction with ratio 1 - a, the log ratio is
+        # (a S + k log(1 - a)) / 2, S being a sum of k squares.
         for a in filter(None, (-up, down)):
             squares = rng.chisquare(count, draws) / (1 - a if present else 1.0)
             ratio += a * squares / 2 + count / 2 * math.log1p(-a)

@@ -105,8 +105,8 @@ def _corners(least: Array, most: Array, product: Array) -> Array:
     """Returns (n, 2) the largest λ+ and λ- for T between `least` and `most` and D = `product`."""
     return np.stack(
         [
-            # λ+ and -λ- solve λ² - T λ - D = 0: λ+ rises with T and λ- falls with it, and both rise
-            # with D.
+            # λ+ and -λ- solve λ² - T λ - D = 0: λ+ rises with T and
+            # λ- falls with it, and both rise with D.
             most / 2 + np.sqrt(most**2 / 4 + product),
             -least / 2 + np.sqrt(least**2 / 4 + product),
         ],

@@ -69,8 +69,8 @@ def log_delta(
     # Randomized response of ε0: (exp(ε0) - exp(ε)) / (1 + exp(ε0)).
     response = -np.expm1(np.minimum(eps - most, 0.0)) / (1 + math.exp(-most))
     with np.errstate(divide="ignore"):
-        # A release outside of the common support costs δ in full; within it, the better of two
-        # bounds holds.
+        # A release outside of the common support costs δ in full;
+        # within it, the better of two bounds holds.
         return np.log(lost + (1 - lost) * np.minimum(spread, response))
 
 

@@ -119,8 +119,8 @@ def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
         value = log_delta(inner, columns, eps)
         with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
             upper = (eps - a * np.log1p(-inner)) / inner
-            # dδ/dε = -exp(ε) Pr[Γ(a) >= v], the removal's second term: the derivatives of both
-            # limits cancel.
+            # dδ/dε = -exp(ε) Pr[Γ(a) >= v], the removal's second term:
+            # the derivatives of both limits cancel.
             return target - value, np.exp(eps + log_gammaincc(a, upper) - value)
 
     # δ <= Pr[Γ(a) >= u] <= exp(a + sqrt(2 a t) - u) bounds u, and so ε, for t = -log δ.

@@ -74,8 +74,8 @@ class NormalPair:
 
     def log_ratio(self, z: Array) -> Array:
         """Computes log N1(x) / N2(x) at draws x of N1: `z` (..., dimensions) is standard normal."""
-        # With this constant E[exp(-L)] = 1 under the first distribution, as of any likelihood
-        # ratio.
+        # With this constant E[exp(-L)] = 1 under the first
+        # distribution, as of any likelihood ratio.
         constant = (np.log(self.rest) - self.shift / self.rest).sum() / 2
         return np.asarray(-(z**2 @ self.a / 2 + z @ np.sqrt(self.shift) + constant))
 

@@ -92,8 +92,8 @@ class Integrand:
                 size -= (power / 2) * np.log1p(excess)
                 phase -= power * np.arctan2(v, u)
             if bulks:
-                # z² / (1 + reach z) is z² times the conjugate of 1 + reach z, over its squared
-                # modulus.
+                # z² / (1 + reach z) is z² times the conjugate of 1 +
+                # reach z, over its squared modulus.
                 share = self.bulk[j, some, None] / (1 + excess)
                 real, imaginary = x * x - y * y, 2 * x * y
                 size += share * (real * u + imaginary * v)
@@ -124,8 +124,8 @@ class _Path:
         skewness = -(of.reach * (of.power * of.reach**2 / 3 + of.bulk)).sum(0)
         self._side = np.sign(skewness)
         with np.errstate(divide="ignore"):
-            # Close to 0 the path is x = side _TILT y² / (2 bend): this bend makes that the steepest
-            # descent.
+            # Close to 0 the path is x = side _TILT y² / (2 bend):
+            # this bend makes that the steepest descent.
             self._bend = np.maximum(_SHARPEST, _TILT / 2 / np.abs(skewness))
         self._level = self._ends(np.arange(len(of.slope)), self._side, self._bend)
         """Index of the path's length among `_LENGTHS`."""
@@ -210,8 +210,8 @@ class _Path:
         ends = np.empty(len(columns), dtype=np.intp)
         for part in _pieces(np.arange(len(columns)), 1):
             short, long = np.full(len(part), -1), np.full(len(part), len(_LENGTHS) - 1)
-            # Bisection over the lengths: right only if the integrand falls all the way, as the
-            # caller finds out.
+            # Bisection over the lengths: right only if the integrand
+            # falls all the way, as the caller finds out.
             for _ in range(len(_LENGTHS).bit_length() - 1):
                 middle = (short + long) // 2
                 v = _LENGTHS[middle, None]
@@ -231,8 +231,8 @@ class _Path:
                     down = fall < -_DEPTH
                     first = np.where(down.any(-1), down.argmax(-1), len(v) - 1)
                     before = np.where(np.arange(len(v)) <= first[:, None], fall, -np.inf).max(-1)
-                    # Growth costs more than any length: a path on which E grows is taken only for
-                    # want of others.
+                    # Growth costs more than any length: a path on which E
+                    # grows is taken only for want of others.
                     cost = v[first] + 1e3 * np.maximum(before - _GROWTH, 0.0)
                     better = cost < best[some]
                     chosen = some[better]
@@ -407,8 +407,8 @@ def _log_delta(form: _Form) -> tuple[Array, Array]:
                 log_integral[near] += np.log(area * width / np.pi)
                 mean[near] += offset * width
             if sign > 0:
-                # ε enters the integrand by exp(-s ε) alone: the slope of log δ is minus the mean of
-                # s.
+                # ε enters the integrand by exp(-s ε) alone: the
+                # slope of log δ is minus the mean of s.
                 value[some], slope[some] = log_integral, -mean
             else:
                 complement = np.minimum(np.exp(log_integral), 1.0)
@@ -463,8 +463,8 @@ def _saddle(form: _Form, sign: float) -> _Saddle:
         good &= 2 * np.abs(newton - now) <= before[active]
         new = np.where(good, newton, (low[active] + high[active]) / 2)
         before[active], last[active] = last[active], np.abs(new - now)
-        # The slope over the root of the curvature is the distance to the saddle point, in its
-        # widths.
+        # The slope over the root of the curvature is the
+        # distance to the saddle point, in its widths.
         done = np.abs(value) < _NEARNESS * np.sqrt(here.curvature)
         y[active] = np.where(done, now, new)
         active = active[~done & (last[active] > _RESOLUTION)]

@@ -38,8 +38,8 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
     def excess(at: float) -> float:
         nonlocal asked
         with work.part(min(asked, _USUAL - 1), _USUAL):
-            # Asked of the rounded multiplier, which is what is returned: the claim is known for
-            # that very number.
+            # Asked of the rounded multiplier, which is what is returned:
+            # the claim is known for that very number.
             found = epsilon_of(rounded_up(math.exp(at)))
         asked += 1
         return math.log(min(max(found, 1e-12), 1e12) / target)
@@ -53,8 +53,8 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
                 "norm; raise epsilon or privacy.delta"
             )
         low, at_low = high, at_high
-        # If ε falls as 1 / z², half of its logarithm's excess is the whole way; a doubling is the
-        # least.
+        # If ε falls as 1 / z², half of its logarithm's excess is
+        # the whole way; a doubling is the least.
         high += min(max(at_high / 2, math.log(2)), _FARTHEST)
         at_high = excess(high)
     while at_low <= 0:
@@ -69,8 +69,8 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
         at_low = excess(low)
     bisect = False
     while at_high < -_TOLERANCE and high - low > 10.0**-_DIGITS and asked < _MOST:
-        # Aimed at the middle of the tolerance below the target, so that a miss on either side may
-        # still do.
+        # Aimed at the middle of the tolerance below the target, so
+        # that a miss on either side may still do.
         share = 0.5 if bisect else (at_low + _TOLERANCE / 2) / (at_low - at_high)
         middle = low + (high - low) * min(max(share, 0.02), 0.98)
         found, width = excess(middle), high - low

@@ -73,8 +73,8 @@ def log_gammaincc(a: Array, x: Array) -> Array:
 
     a, x = np.broadcast_arrays(a, x)
     upper = np.atleast_1d(gammaincc(a, x))
-    # Close to the least double SciPy's value loses its digits: the logarithm is then found
-    # directly.
+    # Close to the least double SciPy's value loses its
+    # digits: the logarithm is then found directly.
     deep = np.atleast_1d(upper < 1e-280)
     with np.errstate(divide="ignore"):
         result = np.asarray(np.log(upper))
