@@ -52,6 +52,7 @@ class Accepted:
         held, schedule = first.census.held, first.schedule
         of = first.described.noun
         counts = f"at least {number_of(min(held), of)}"
+        # All rounds have as many participants; the first stands for them.
         taking = len(schedule.round(1).participants)
         lines = [
             f"data: {number_of(len(held), 'client')} each with {counts}, and "
@@ -105,6 +106,7 @@ def describe_near_copies(server: Server) -> list[str]:
     seen = [held[one.own] for one in server.clients if asked == "all" or one.number in asked]
     public = public_images(server.dataset, server.scenario.seed)
     count = sum(scoring.near_copies(images, public) for images in seen)
+    # Only copies are judged here: ∞ public images for each guess are always enough.
     problem = scoring.guess_problem(len(public), math.inf, count)
     return [f"of what observed clients hold: {problem}"] if problem else []
 

@@ -46,6 +46,7 @@ def up(
         RunFailed: see `run`.
     """
     count = [] if nodes is None else [f"data.clients={nodes}"]
+    # Put last, since later overrides win.
     asked = [*overrides, *count, "federation.engine=deployment"]
     variants = expand(open_document(scenario, asked))
     if len(variants) > 1:

@@ -284,6 +284,8 @@ class _Execution:
                 )
         record.write_lines(
             path,
+            # In canonical order, so that an interrupted run leaves the same file as one in a single
+            # go.
             sorted(latest.values(), key=lambda row: (stacks.index(row["defense"]), row["round"])),
         )
 

@@ -82,6 +82,7 @@ class Stream(torch.Generator):
 
     def keystream(self, count: int) -> bytes:
         """Returns the next `count` bytes of the cryptographic stream."""
+        # Zeros encrypted in counter mode are the keystream itself.
         return self._keystream.update(bytes(count))
 
 

@@ -126,6 +126,7 @@ def seed_of(observation: Observation, label: str) -> int:
     So all stacks are attacked from the same starting points, and compared like for like.
     """
     training = observation.training
+    # No name of a stack is among these.
     victim = (observation.round, observation.client, training.batch_size, observation.trial)
     return rng.derive(observation.seed, "attack", label, *victim)
 

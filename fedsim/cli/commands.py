@@ -530,6 +530,7 @@ def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> Non
         "determined": reconstruction.determined,
         "certified": reconstruction.certified,
     }
+    # Readable for their owner alone (`write_tensors`), since these may be a client's images.
     tensors = {name: tensor for name, tensor in recovered.items() if tensor is not None}
     write_tensors(out / "reconstruction.safetensors", tensors)
     write_json(out / "result.json", row)

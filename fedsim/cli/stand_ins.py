@@ -89,6 +89,7 @@ def read_without_libraries(read: Callable[[], Any], *groups: str) -> Any:
         # Read to its end before the wait: a child whose pipe is full would never end.
         text = answer.read()
     _, status = os.waitpid(child, 0)
+    # Where stand-ins were not enough, this process imports the libraries after all.
     return json.loads(text) if status == 0 else read()
 
 

@@ -78,6 +78,7 @@ class Attack(Plugin, Generic[S]):
         return tuple(
             f"{name}={thing}"
             for name, value in self
+            # A choice such as `adam` is none of the attack's data, even where a file is called so.
             if value not in _choices(fields[name].annotation)
             for thing in _things(value)
         )

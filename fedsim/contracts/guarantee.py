@@ -44,6 +44,7 @@ class Mechanism:
     @property
     def reach(self) -> int:
         """Largest distance between neighbours' contributions, in units of C."""
+        # The other contribution may be the opposite one: both have length C, and are 2C apart.
         return 2 if self.relation == "replace_one" else 1
 
 
@@ -123,6 +124,8 @@ class Composed:
     parts: tuple[CurveMechanism, ...]
 
     def __post_init__(self) -> None:
+        # A curve hides distances up to its β: those of two different ones hold for different
+        # neighbours.
         if len({(part.unit, part.beta) for part in self.parts}) > 1:
             raise FedsimError(
                 f"mechanisms that hide different things do not compose: {self._names}; give "
@@ -196,6 +199,7 @@ class Guarantee:
 
     def bounded(self, norm: float) -> Guarantee:
         """Returns the guarantee after a step that makes no update longer, and none than `norm`."""
+        # What was proven before still holds, as the step lengthens nothing.
         return replace(self, sensitivity=min(self.sensitivity, norm))
 
     def unproven(self, reason: str) -> Guarantee:

@@ -88,5 +88,6 @@ def wrap_text(text: str, width: int, indent: int) -> list[str]:
 
 def _parameter(parameter: Row) -> tuple[str, str, str, str]:
     default = "required" if parameter["required"] else f"= {json.dumps(parameter['default'])}"
+    # Without a range no colon is left behind the type.
     kind = f"{parameter['type']}: {parameter['range']}".removesuffix(": ")
     return parameter["name"], default, kind, parameter["description"]

@@ -238,6 +238,7 @@ def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
 def _type(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     item = _follow_reference(item, definitions)
     if "anyOf" in item:
+        # Several members of a union may have one type, which is named once.
         return " or ".join(dict.fromkeys(_type(one, definitions) for one in item["anyOf"]))
     if "type" in item:
         kind = str(item["type"])

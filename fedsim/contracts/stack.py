@@ -194,6 +194,7 @@ class Stack:
             (self.training_defenses, "local training"),
             (self.model_defenses, "the model that clients train"),
         ):
+            # A release in closed form is the only thing that its learner makes: nothing trains.
             if members and release:
                 raise FedsimError(
                     f"{_name(members[0])} changes {what}, and this learner does not train; drop "
@@ -228,6 +229,7 @@ class Stack:
                     "release from, and this one releases nothing of the kind; choose learner ntk, "
                     "or drop it"
                 )
+        # Each defense has found its statistic, of which there is none without a release.
         assert release is not None
         parts = {d.statistic: d.guarantee(release) for d in self.statistic_defenses}
         bare = [statistic for statistic in known if statistic not in parts]
@@ -266,6 +268,7 @@ class Stack:
         after: dict[str, Tensor] = {}
         for index, defense in enumerate(self.update_defenses):
             prefix = f"{index}."
+            # The states of all defenses lie in one flat mapping, told apart by these prefixes.
             own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
             defended, own_after = defense.apply(defended, own, rng)
             after |= {prefix + name: tensor for name, tensor in own_after.items()}

@@ -275,6 +275,7 @@ class Target(Plugin):
         if order is None and self.itemwise:
             order = next(iter(assignments.values()), None)
         if order:
+            # Saved in the order of the truth, so that pictures can be set side by side.
             answer = align(answer, order, self.filling(true, aids))
         return {truth_name: true, answer_name: answer}
 

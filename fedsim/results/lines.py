@@ -163,6 +163,7 @@ class UtilityOf(RowPart):
         """Whether local training more than doubled the loss of its own images, or ended at inf."""
         if self.local_losses is None:
             return False
+        # An infinite loss is written as text, as JSON has no infinity.
         before, after = (float(loss) for loss in self.local_losses)
         return math.isinf(after) or after > _DIVERGED * before
 

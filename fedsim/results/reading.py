@@ -81,6 +81,8 @@ class Run:
     def ended(self) -> bool:
         """Whether the run has come to its end; rows may still wait for their truth."""
         if self.plan is None:
+            # Without a plan or a scenario, a folder holds rows alone, and nothing says that more
+            # will come.
             return bool(self.record) or self.scenario_text is None
         return bool(self.record) and self.attack_runs >= self.plan.attack_runs
 
@@ -266,6 +268,7 @@ def _load_run(folder: Path) -> Run:
     text, parsed = _scenario(folder / "scenario.yaml")
     plan = _plan(folder)
     rows = _read(folder / RESULTS, ResultRow, optional=plan is not None)
+    # Rows that wait for truth, or that saw nothing, are counted and enter no table.
     counts = Counter(row.status for row in rows)
     scored = [row for row in rows if row.status in ("ok", "failed")]
     run = Run(

@@ -161,6 +161,7 @@ class Run:
 
     def observations(self) -> list[Path]:
         """Returns the recordings, to be read with `fedsim.load_observation`."""
+        # What the server saw: `participant-*` and `wire-*` are of other vantages.
         return self._all("observations/**/client-*.json") + self._all(
             "observations/**/aggregate-*.json"
         )
@@ -192,6 +193,7 @@ def _processor() -> str:
                 return line.partition(":")[2].strip()
     except OSError:
         pass
+    # Most Linux systems leave `processor` empty, so that it is asked last.
     return platform.processor() or platform.machine()
 
 

@@ -80,7 +80,9 @@ def certificate(
         certified=told.get("certified"),
         false=None if truth is None else false_certificates(found, truth),
         per_image={
-            name: [k != MISSING and bool(mask[k]) for k in order] for name, mask in stated.items()
+            # A truth without an answer has no certificate.
+            name: [k != MISSING and bool(mask[k]) for k in order]
+            for name, mask in stated.items()
         },
     )
 

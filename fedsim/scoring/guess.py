@@ -131,8 +131,7 @@ class Guesser:
         stream = rng.generator(0, "guess", "halves")
         order = torch.randperm(len(self._images), generator=stream)
         half = len(order) // 2
-        # One half makes the candidates and the other one tries them, so that none is tried on its
-        # own.
+        # One half makes the candidates and the other tries them: none is tried on its own images.
         chosen = "mean_image"
         if half:
             first, second = (

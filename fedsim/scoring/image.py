@@ -53,6 +53,7 @@ def rmse(reconstruction: Tensor, truth: Tensor) -> Tensor:
 
 def psnr(reconstruction: Tensor, truth: Tensor) -> Tensor:
     """Returns the peak signal-to-noise ratio of each image in dB, at most `PSNR_CAP`."""
+    # 10 log10(range² / MSE) with a range of 1.
     return -10 * mse(reconstruction, truth).clamp(min=10 ** (-PSNR_CAP / 10)).log10()
 
 

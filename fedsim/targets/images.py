@@ -171,6 +171,7 @@ class Images(Target):
             claimed = align(answer, assignment, aid.fill)
         values = self.compute_metrics(ScoredPair(claimed=claimed, truth=true, aid=aid))
         notes = {}
+        # Values of LPIPS compare only at one backbone, one set of weights and one size.
         if isinstance(values.get("lpips"), Tensor) and isinstance(aid.lpips, LpipsMetric):
             notes["lpips"] = aid.lpips.describe(*true.shape[-2:])
         # With a `fill`, each truth has pixels to be compared with.

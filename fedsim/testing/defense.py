@@ -383,6 +383,7 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         # The gradient of `_steep` is along the image: none for zeros, and the opposite for its
         # negative.
         example = images[:1] * (0 if mechanism.relation == "zero_out" else -1)
+        # Neighbouring batches differ in one example.
         exchanged = torch.cat([example, images[1:]])
         second = defense.gradient(local_step(_steep, _plain, 3, *_WIDE))(
             parameters, exchanged, labels, stream()
@@ -534,6 +535,7 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
         _assert_alike(combined.buffers, updates[0].buffers)
         assert combined.num_examples == sum(update.num_examples for update in updates)
         for tensor in (*combined.tensors.values(), *combined.buffers.values()):
+            # Writing into the result must not reach the clients' own updates.
             tensor.zero_()
         for update, unchanged in zip(updates, before, strict=True):
             assert same(update.tensors, unchanged.tensors)
@@ -617,6 +619,7 @@ def _updates() -> list[Update]:
             buffers={"running_mean": torch.randn(3, generator=draw)},
         )
 
+    # Unequal numbers of examples, so that a weighted mean differs from a plain one.
     return [one(1, 5), one(2, 1), one(3, 40)]
 
 
