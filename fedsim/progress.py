@@ -56,6 +56,7 @@ class Live(Display):
             TimeRemainingColumn(),
             TextColumn("{task.fields[detail]}", style="dim"),
             console=console,
+            # A bar redraws its line, and would fill a file with copies of itself.
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None

@@ -28,6 +28,7 @@ def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Disp
     """Returns a callback that appends the row of a finished attack to `path` and shows progress."""
 
     def on_result(job: Job, result: Result) -> None:
+        # On the disk before the display says that it is done: a kill loses no finished attack.
         record.append_line(path, row(job, result).dump())
         display.advance(_summary(job, result))
 

@@ -158,7 +158,7 @@ class InputColumn:
 
     @property
     def width(self) -> int:
-        """Number of entries."""
+        """Number of the column's entries in an input."""
         return max(1, len(self.categories))
 
 
@@ -304,8 +304,8 @@ class Effect:
     mixed: bool = False
     """Whether an entry depends on those at other positions (a projection, a transform)."""
     model: tuple[Named, ...] = ()
-    """The defenses that alter the model, in order. Whoever has them installed builds the same
-    model (`fedsim.models.victim.rebuild`), however little else is known."""
+    """Defenses that alter the model, in order. Whoever has them installed builds the same model
+    (`fedsim.models.victim.rebuild`), however little else is known."""
     drawn: bool = False
     """Whether the altered model draws chance when it computes, so that the same batch has another
     update each time."""
@@ -356,15 +356,15 @@ class Observation:
     id: str
     """`<stack>/round-0001/client-0000-b4-t0`; also the path of its files below `observations/`."""
     update: Tensors
-    """The update as decoded from the wire, after the defense. Names and shapes of `parameters`."""
+    """Update as decoded from the wire, after the defense; named and shaped as `parameters`."""
     buffers_update: Tensors
-    """The client's new batch-norm buffers, if the model has any."""
+    """New batch-norm buffers of the client; empty if the model has none."""
     parameters: Tensors
-    """The global weights that the client started from."""
+    """Global weights that the client started from."""
     buffers: Tensors
-    """The global model's buffers that the client started from."""
+    """Buffers of the global model that the client started from."""
     spec: ModelSpec | ReleaseSpec
-    """Describes the model that was trained, or the release that a closed-form learner made."""
+    """Description of the model that was trained, or of the release of a closed-form learner."""
     training: LocalTraining
     """Local training. For rows, `batch_size` is the mean number that took part, each with the same
     chance."""

@@ -148,6 +148,7 @@ def on_cpu(found: Reconstruction) -> Reconstruction:
         for name, mask in (("determined", found.determined), ("certified", found.certified))
     }
     parts = {
+        # Attacks may compute in another precision; scores and files have float32.
         name: (part.float() if name in ("images", "features") else part).detach().cpu()
         for name, part in found.parts().items()
     }

@@ -202,6 +202,7 @@ def solve(
     for restart in range(restarts):
         # A stream for each restart: the k-th one is the same however many there are.
         state = attack.init(observation, knowledge, rng.generator(seed, "attack", restart))
+        # Long ago by the clock, so that each restart's first step is reported at once.
         told = 0.0
         while not attack.terminate(state):
             state = attack.step(state)

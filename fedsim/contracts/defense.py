@@ -246,6 +246,7 @@ class StatefulTrainingDefense(TrainingDefense):
 
     def gradient(self, step: LocalStep) -> GradientFn:
         """Returns the direction of the first step and of those that follow it."""
+        # An empty memory is that of a client that has taken no step.
         return self.gradient_with_memory(step, {})
 
 

@@ -29,6 +29,7 @@ def refuse_other_run(out: Path, resolved: str, resume: bool) -> None:
             f"{out} holds a run already: continue it with --resume (in Python, resume=True), or "
             "name another folder with --out (out=...)"
         )
+    # Byte by byte: a default that a new version has changed makes another run as well.
     if paths.content(previous, paths.TEXT) != resolved.encode():
         raise FedsimError(
             f"{out} holds a run of another scenario (see its scenario.yaml): resume with the same "

@@ -189,7 +189,7 @@ class PrivacyOf(ClaimOf):
     """Owner of the secret that the noise follows from: `scenario` or `node`."""
     audited_epsilon: float | None = None
     run: ClaimOf | None = None
-    """The claim for all releases of the run, if this one is for a single release."""
+    """Claim for all releases of the run; None if this claim is that one."""
 
 
 class CostOf(RowPart):

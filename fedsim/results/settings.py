@@ -30,6 +30,7 @@ def differences(
     scenario, of a run that lost its own, differs in nothing. Stacks of one name are compared where
     both scenarios have one.
     """
+    # What rows state already tells the runs apart without being repeated.
     shown = {key for variant in stated for key in variant}
     settings = [dict(_decisive(scenario)) for scenario in scenarios]
     keys = {key: None for setting in settings for key in setting if not _within(key, shown)}

@@ -95,6 +95,8 @@ def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tu
 
 
 def _half_width(std: float, n: int, confidence: float) -> float:
+    # The spread is estimated from the sample itself, hence Student's t with n - 1 degrees of
+    # freedom.
     return float(_quantile(n - 1, confidence) * std / np.sqrt(n))
 
 
