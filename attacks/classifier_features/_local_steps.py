@@ -176,16 +176,14 @@ class LocalPath:
         """One gradient, at the middle."""
         self._classifier = ClassifierGradient.read(self.observation)
         self._sent = ClassifierGradient.read(as_one_gradient(observation)).weights
-        # The middle lies a `share` along the path: extrapolated, it gives the classifier that came
-        # back.
+        # The middle lies a `share` along the path: extrapolated it gives the classifier of the end.
         self._came = self._sent + (self._classifier.weights - self._sent) / share
         self.drift = Drift(observation, share, rng)
 
     @staticmethod
     def suits(observation: Observation, classifier: ClassifierGradient) -> bool:
         """Says whether an update is of one client's exact steps on one batch, and moves a body."""
-        # Under a frozen body features stay, and `Consistency` follows the classifier's steps
-        # itself.
+        # Under a frozen body features stay, and `Consistency` follows the classifier by itself.
         body = len(observation.parameters) > 1 + int(classifier.biased)
         exact = classifier.exact and not classifier.factors
         return bool(classifier.rates) and observation.num_clients == 1 and body and exact

@@ -93,8 +93,7 @@ def minimize(
             break
         normal, downhill = normals(points, given, there)
         diagonal = normal.diagonal(dim1=1, dim2=2)
-        # A direction that the residual does not see has curvature 0, and would make the system
-        # singular.
+        # A direction that changes no residual has curvature 0, and would make the system singular.
         floor = _FLAT * diagonal.amax(1, keepdim=True) + torch.finfo(starts.dtype).tiny
         # Marquardt's scaling: damped in units of each unknown's own curvature.
         damped = normal + torch.diag_embed(damping[:, None] * (diagonal + floor))
@@ -180,8 +179,7 @@ class Consistency:
         """Projects `features` (S, N, d) to unknowns (S, n) of the row space."""
         features = self.classifier.with_constant(features.double())
         inside = (features @ self._basis.T - self._origin) @ self._free
-        # A factor is stored as its logarithm: 0 stands for no clipping, and no step makes it
-        # negative.
+        # A factor is stored as its logarithm: no step makes it negative, and 0 is no clipping.
         return F.pad(inside.flatten(1), (0, self.classifier.factors))
 
     def features(self, points: Tensor, labels: Tensor) -> Tensor:
@@ -238,8 +236,7 @@ class Consistency:
         count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
         # The row space is orthonormal: variances of coordinates are those of features.
         inside = variances.reshape(count, -1).sum(1)
-        # Outside the row space X = (D' / N)⁺ M: each column adds the squared norm of that inverse's
-        # row.
+        # Outside the row space X = (D' / N)⁺ M: each column adds the inverse's squared row norm.
         errors = self.errors(point, labels) / count
         total: Tensor = inside + columns * whole_inverse(errors.T).square().sum(1)
         return total
@@ -556,8 +553,7 @@ class Profile:
         energies = torch.where(energies > _VANISHED * energies[:, -1:], energies, 0)
         ridged = energies + self._ridge
         inverse = torch.where(ridged > 0, 1 / ridged, 0)
-        # Residual and penalty together are |√(1 - e / (e + ridge)) M|²; without a ridge, a
-        # projector.
+        # Residual and penalty make |√(1 - e / (e + ridge)) M|²; without a ridge, a projector.
         part = (1 - energies * inverse).clamp_min(0).sqrt()
         outside = (axes * part[:, None]) @ axes.transpose(1, 2)
         rest = self._observed[:, self._observed.shape[1] - len(self._turn) :]

@@ -227,8 +227,7 @@ class ClassifierSolver(FeatureSolver):
         )
         features = self.best.features[0]
         if self.path is not None:
-            # They were fitted at the path's middle, and the weights that were sent are its
-            # beginning.
+            # They were fitted at the path's middle, and are wanted at its beginning.
             features = self.path.drift(features, 0.0)
         return Reconstruction(
             features=features.float(),

@@ -147,8 +147,7 @@ def _missing_row(target: Tensor, basis: Tensor, dimension: int) -> Tensor:
     _, vectors = torch.linalg.eigh(whole)
     best = torch.inf, vectors[:, 0]
     for start in (*vectors[:, :_STARTS].T, *vectors[:, -_STARTS:].T.flip(0)):
-        # Coefficients may be negative, and the target stands for either sign: the start tells
-        # which.
+        # Coefficients may be negative: the start tells which sign of the target is x x'.
         x, sign, damping = start, float(torch.sign(start @ whole @ start)) or 1.0, 1e-3
         residual = _residual(x, sign * target, basis)
         for _ in range(_STEPS):

@@ -70,8 +70,7 @@ class Geometry(NamedTuple):
             if not live:
                 return None
             windows.append(slice(live[0], live[-1] + 1))
-            # Without the taps before the first live one the kernel begins later: less padding makes
-            # up.
+            # Without the taps before it the kernel begins later, for which less padding makes up.
             padding.append(p - live[0] * d)
         rest = [w.stop - w.start for w in windows]
         less = self._replace(padding=tuple(padding))

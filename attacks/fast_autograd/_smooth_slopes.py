@@ -84,8 +84,7 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        # The slope is a function of its own, so that its derivative can be another than autograd's
-        # 0.
+        # The slope is a function of its own, to which a derivative can be given.
         return gy * _Step.apply(x, ctx.width), None
 
 

@@ -66,8 +66,7 @@ class Tape:
             return self._function(*inputs)
         with torch.no_grad():
             replayed = self._recorded(*inputs)
-        # The second call has other values: a recording that depends on the first's is found out
-        # here.
+        # Its values are others: here it shows if the recording depends on those of the first.
         if self._calls == 2:
             results = self._function(*inputs)
             if not all(map(_same, results, replayed)):

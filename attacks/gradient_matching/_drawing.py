@@ -71,6 +71,7 @@ class Pyramid:
         """Computes the gradient in one level, by the transpose of `_prolonged`."""
         with torch.enable_grad():
             variable = level.detach().requires_grad_()
+            # Enlarging is linear, and its transpose is the vector-Jacobian product.
             (gradient,) = torch.autograd.grad(self._prolonged(variable), variable, slope)
         return gradient
 
@@ -152,6 +153,7 @@ class UNet(nn.Module):
             x = F.interpolate(x, size=skips[level].shape[2:])
             x = self.up[level](self.merge[level](torch.cat([skips[level], x], 1)), features)
         drawn: Tensor = self.out(x)
+        # In (0, 1) by construction: a clamp would have no slope beyond the ends.
         return drawn.sigmoid()
 
 

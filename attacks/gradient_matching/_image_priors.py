@@ -215,8 +215,7 @@ class ForwardPrior:
                 value = value + self._feature_weight * self._features.misfit(features)
             for name, (mean, variance) in self._statistics.items():
                 layer_input = self._inputs[name]
-                # Yin et al., equation 9: distances of the mean and of the variance of each layer's
-                # input.
+                # Yin et al., equation 9: distances of mean and variance of each layer's input.
                 gap = torch.linalg.vector_norm(layer_input.mean((0, 2, 3)) - mean)
                 gap = gap + torch.linalg.vector_norm(
                     layer_input.var((0, 2, 3), unbiased=False) - variance

@@ -280,6 +280,7 @@ class Matching:
         ]
         if len(updates) == 1:
             return [updates[0][name] for name in self.names]
+        # What the server sees is the mean of the clients' updates.
         return [torch.stack([u[n] for u in updates]).mean(0) for n in self.names]
 
     def differentiate(

@@ -66,7 +66,9 @@ class GradientDistance(IterativeAttack[Descent]):
         optimizer = torch.optim.LBFGS(
             candidate.variables,
             max_iter=_TOGETHER,
+            # PyTorch allows 1.25 evaluations an iteration by default: a line search may take more.
             max_eval=25 * _TOGETHER,
+            # PyTorch's tolerances are absolute, and slopes of a relative distance are small.
             tolerance_grad=1e-12,
             tolerance_change=1e-15,
             line_search_fn="strong_wolfe",

@@ -244,6 +244,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         else:
             with streams.global_stream(int(torch.randint(2**31, (), generator=rng))):
                 generator = over_parameterized(count, spec.input_shape)
+        # At first only codes are searched, and no gradient of weights is wanted.
         generator = generator.to(matching.device).requires_grad_(False)
         codes = torch.randn(count, generator.latent, generator=rng).to(matching.device)
         codes.requires_grad_()

@@ -134,6 +134,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best_images = torch.where(better, images, state.best_images)
         state.best_labels = torch.where(better, candidate.hard_labels(), state.best_labels)
+        # Soft signs end as plain slopes, as tanh(s g) / s goes to g.
         left = 1 - state.iteration / self.iterations
         # Signed gradients, as in the authors' code.
         candidate.images.grad = slope.sign_() if self.signs == "hard" else soft_sign(slope, left)

@@ -218,8 +218,7 @@ class HeadGradient:
             # `grad_output` was multiplied by the divisor, and its noise with it.
             return float(each) * self.divisor**2
         size = self.grad_output.abs()
-        # Stochastic rounding to a spacing s has a variance of s² / 6 in the mean over its
-        # fractions.
+        # Stochastic rounding to a spacing s has a variance of s² / 6, in the mean over entries.
         rounded = not (self.exact or self.noisy or self.pruned)
         return float(size[size > 0].min()) ** 2 / 6 if rounded and bool(size.any()) else 0.0
 
@@ -267,7 +266,7 @@ def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Te
     residual = cost(best)
     if head.config.activation not in ("relu", "leaky_relu"):
         return best, residual  # others are not homogeneous: the fit has the norm
-    # A grid over six decades, then a finer one around its best: costs have several minima.
+    # A grid needs no start and serves all features at once: six decades, then finer at the best.
     for decades, points in ((3.0, 241), (0.025, 21)):
         around = best
         for exponent in torch.linspace(-decades, decades, points).tolist():
@@ -377,8 +376,7 @@ class Objective:
         for _ in range(_PASSES):
             before = errors
             if errors is not None:
-                # Active set: a removed entry counts where the prediction exceeds its bound (Tobin,
-                # 1958).
+                # Active set (Tobin, 1958): a removed entry counts where it is predicted too large.
                 bounded = (errors @ hidden).clamp_(-self._bound, self._bound)
                 counted = kept | (bounded.abs() == self._bound)
                 target = torch.where(kept, self._observed, bounded)

@@ -65,6 +65,7 @@ class Body:
             smooth(self.model, width)
         self._windows = drop_dead_weights(self.model, self.input_shape)
         self.model.train(observation.training.mode == "train")
+        # Weights are cut and brought to their memory order once, and not in each iteration.
         for module_name, module in self.model.named_modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 of = f"{module_name}.{name}"
@@ -186,6 +187,7 @@ def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor]
     removed = observation.effect.removed
     if removed is None or observation.effect.noisy:
         return None
+    # Entries that were not chosen by magnitude may have been anything.
     if removed == "others":
         return [tensor.new_full((), torch.inf) for tensor in update.values()]
     kept = [tensor[tensor != 0].abs() for tensor in update.values()]
@@ -230,8 +232,7 @@ class LaterSteps:
         """
         images = images.detach()
         with torch.enable_grad():
-            # The client's training on the candidates, less what one gradient at the sent weights
-            # explains.
+            # The client's own training on the candidates, and one gradient at the sent weights.
             every = self._all.update(images, self._labels, create_graph=False)
             first = self._one.update(images, self._labels, create_graph=False)
         return {
@@ -250,9 +251,9 @@ class LaterSteps:
             done: number of calls of this method before.
             calls: number of calls that there will be in all.
         """
+        # Far candidates tell nothing of later steps, and each simulation costs an iteration.
         if done < _FROM * calls or done % max(1, calls // _TIMES):
             return False
-        # Far candidates tell nothing of later steps, and each simulation costs an iteration.
         added = self(images)
         if not all(bool(each.isfinite().all()) for each in added.values()):
             return False
@@ -369,6 +370,7 @@ class PartGradient:
         """Computes the factors (N, 1) between `outputs` and the known ones."""
         if not self._target.unscaled:
             return outputs.new_ones(len(outputs), 1)
+        # Least squares of outputs ≈ factor · known outputs, image by image.
         along = (outputs * self._outputs).sum(1, keepdim=True)
         return (along / self._lengths).clamp_min(_LEAST_STRETCH)
 

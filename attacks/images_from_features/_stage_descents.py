@@ -287,6 +287,7 @@ class Relaxation:
             entering = inputs[i].clone() if i else inputs[i]
             outputs_made = stage.part.function(entering)
             parameters = [parameter for _, parameter in stage.part.parameters]
+            # Differentiable, as a stage's error signals depend on the maps of all stages behind it.
             gradient = torch.autograd.grad(
                 (outputs_made.flatten(1) * errors.flatten(1)).sum(),
                 [*parameters, entering] if i else parameters,

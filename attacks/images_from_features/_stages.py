@@ -58,12 +58,15 @@ class BodyCalls:
         self._body, self._images = body, images
         self._visit: _Visit | None = None
         for module in body.modules():
+            # The forward function of a compiled module cannot be replaced.
             if not isinstance(module, torch.jit.ScriptModule):
                 replace_forward(module, partial(self._intercept, module.forward))
+        # Images are leaves of the graph, so that a path from them around a cut shows.
         self._variable = images.detach().clone().requires_grad_()
         with torch.enable_grad():
             calls, output = self._note(self._variable)
         self._output, self._output_size = output.grad_fn, output.numel()
+        # An answer that was written to afterwards is no longer what followed from its call.
         self._maps = {
             number: (call.answer.grad_fn, call.answer.numel())
             for number, call in enumerate(calls)

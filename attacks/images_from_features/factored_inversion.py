@@ -189,8 +189,7 @@ class Phases:
         self.distribution = self._distribution()
         """Distribution of the present phase's images; None without public ones."""
         values = observation.num_images * math.prod(observation.model.input_shape)
-        # A likelihood's weight is the noise's variance; where little is clear the prior counts
-        # more.
+        # The noise's variance, as for a likelihood, and more where little of the update is clear.
         clear = max(1 - noise_share(self._as_one, self._head), LEAST_CLEAR)
         demanded = values * relative_noise_variance(self._as_one, self._head) / math.sqrt(clear)
         self.distribution_weight = max(_LEAST_DISTRIBUTION_WEIGHT, demanded)
@@ -525,6 +524,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
         phases = Phases(observation, features, seed, self, prior)
         matching = Matching(observation)
         images = matching.random_candidate(phases.present.labels, rng, std=0.3).images.detach()
+        # The expected images, given public ones, are nearer than random pixels.
         if phases.distribution is not None:
             images = phases.distribution.means
         infinite = torch.full((), torch.inf, device=images.device)

@@ -92,7 +92,7 @@ def _clear_jumps(rows: Tensor, segmentation: Segmentation, drifting: bool) -> Te
     else:
         jumps = -segmentation.means(rows).diff(dim=0)
         lengths = torch.tensor([0, *segmentation.ends], device=rows.device).diff().to(rows.dtype)
-    # Variance of a row's squared distance from its mean, by the degrees of freedom.
+    # Squared distance from its piece's mean that noise gives a row, by the degrees of freedom.
     spread = segmentation.residual / max(1, len(rows) - len(jumps))
     # The variance of a mean; the zero after the last piece has none.
     noise = 1 / lengths + torch.cat([1 / lengths[1:], lengths.new_zeros(1)])

@@ -426,7 +426,7 @@ def _update_errors(state: PixelPosterior) -> None:
     """Updates δ given the bases, and its prior variance (by maximizing the evidence)."""
     noise = state.gradient.noise**2
     gram = torch.einsum("njk,ljk->nl", state.basis, state.basis)
-    # E|b|² exceeds |E b|² by what pixels are uncertain.
+    # E|b|² exceeds |E b|² by the variance that uncertain pixels give the basis.
     gram.diagonal().copy_(state.power.sum(1))
     inverse = torch.linalg.inv(gram + torch.diag(noise / state.strength))
     state.errors = inverse @ torch.einsum("njk,ijk->ni", state.basis, state.gradient.tensor)

@@ -267,8 +267,7 @@ class _Search:
             if ray is not None:
                 return ray
             at = (solution @ scaled).clamp_min(0)
-            # Entries that are nearly 0 weigh most, and are driven there (Candès, Wakin and Boyd,
-            # 2008).
+            # Entries that are nearly 0 weigh most, and are driven there (Candès et al., 2008).
             aim = scaled @ (1 / (at + _NEAR * at.mean()))
         return None
 

@@ -155,8 +155,7 @@ def _position(
     for name, rows in _candidates(parameters, gradients, signal.shape[1]):
         if len(rows) < patches:
             continue
-        # What is added to each token has the token's gradient. (A matrix product would round it
-        # away.)
+        # What is added to a token has its gradient; a matrix product would round differences away.
         distances = torch.cdist(signal, rows, compute_mode="donot_use_mm_for_euclid_dist")
         nearest, index = distances.min(1)
         same = bool((nearest <= _ALIKE * signal.norm(dim=1)).all())
