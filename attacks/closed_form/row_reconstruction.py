@@ -258,7 +258,7 @@ class RowReconstruction(Attack[RowSearch]):
     reads: ClassVar[tuple[Payload, ...]] = (*KNOWN, *KERNELS)
 
     prior: Literal["others", "ranges"] = "others"
-    """What a row is expected to be: like the others, or anything within the declared ranges."""
+    """Expectation of a row: like the others, or anything within the declared ranges."""
     iterations: Annotated[int, Field(ge=1, le=100_000)] = 100
     """Iterations of the search from one start, at most."""
     starts: Annotated[int, Field(ge=1, le=100)] = 3

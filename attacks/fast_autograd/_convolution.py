@@ -24,7 +24,7 @@ on kernels of 3x3x128x128 to 3x3x512x512 at 4 to 400 positions."""
 
 
 class Geometry(NamedTuple):
-    """How the kernel moves over the (zero-padded) image."""
+    """The kernel's way over the zero-padded image: stride, padding, dilation and groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]

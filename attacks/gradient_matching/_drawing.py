@@ -221,7 +221,7 @@ Canvas = Literal["unet", "pixel", "pyramid"]
 """Variables that are optimized: the weights of an untrained U-Net, the pixels themselves, or pixels
 and coarser images that are added to them."""
 Decay = Literal["steps", "cosine"]
-"""How step sizes fall: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine."""
+"""Fall of step sizes: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine."""
 
 _RATES = {"pixel": 0.1, "pyramid": 0.1, "unet": 1e-3}
 """Adam's step size by default."""

@@ -163,7 +163,7 @@ class KnownFeatures(NamedTuple):
     values: Tensor
     """(N, d)."""
     measure: Literal["squared_cosine", "relative"]
-    """How features are compared: by direction alone, or by distance."""
+    """Comparison of features: by direction alone, or by distance."""
     trust: Tensor | float = 1.0
     """(N,): weight of each image's misfit."""
 

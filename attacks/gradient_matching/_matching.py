@@ -30,7 +30,7 @@ from fedsim_attacks.labels.label_inference import infer_labels
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is optimized: normalized images, and the logits of soft labels or fixed labels."""
+    """A candidate batch: normalized images, with fixed labels or with logits of soft ones."""
 
     images: Tensor
     """(N, C, H, W)."""

@@ -72,7 +72,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     step_size: Annotated[float, Field(gt=0)] = 0.1
     """Step size of Adam, in units of normalized pixels."""
     decay: Literal["steps", "cosine"] = "steps"
-    """How the step size falls: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine,
+    """Fall of the step size: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine,
     to 0, after it has risen over the first 50."""
     signs: Literal["hard", "soft"] = "hard"
     """Function of a slope g that Adam descends: its sign, or tanh(s g) / s, where s falls to 0."""

@@ -51,7 +51,7 @@ class PriorOnly(IterativeAttack[Drawn]):
     iterations: Annotated[int, Field(ge=1)] = 100
     """Steps of Adam; more only make the images flatter."""
     prior: Canvas = "unet"
-    """What is optimized: the weights of an untrained U-Net, or pixels that start at N(0, 1)."""
+    """Variables that are optimized: the weights of an untrained U-Net, or pixels from N(0, 1)."""
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Channels of the U-Net at full resolution."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None

@@ -54,7 +54,7 @@ class HeadGradient:
     activation: Callable[[Tensor], Tensor]
     """σ, element-wise."""
     config: HeadConfig
-    """How the head was built; public."""
+    """Configuration of the head, which is public."""
     grad_hidden: Tensor
     """∂L/∂W (m, d), zero where a defense removed an entry."""
     grad_bias: Tensor
@@ -297,7 +297,7 @@ class Value(NamedTuple):
     errors: Tensor
     """Error signals D (K, n) that explain most at these features."""
     residual: Tensor
-    """What is left of ∂L/∂A (K, m)."""
+    """Part of ∂L/∂A (K, m) that is left unexplained."""
 
 
 @final

@@ -432,7 +432,7 @@ def power_method(
 ) -> Tensor:
     """Computes the leading eigenvectors of Σ P², P symmetric (d, d): (d, rank), orthonormal.
 
-    Of one matrix they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3;
+    For one matrix they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3;
     squared, so that eigenvalues of both signs count).
     """
     square = torch.stack([matrix @ matrix for matrix in matrices]).sum(0)

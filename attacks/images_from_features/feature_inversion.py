@@ -112,21 +112,21 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     `suited` chooses by the head, `none` matches the update alone. `{name: tensor_features, oracle:
     true}` has the paper's order by the true features, which `knowledge.features` has to grant."""
     prior: Canvas = "unet"
-    """What is optimized: the weights of an untrained U-Net, or pixels, alone or with coarser images
-    that are added to them (`pyramid`)."""
+    """Variables that are optimized: the weights of an untrained U-Net, or pixels, alone or with
+    coarser images that are added to them (`pyramid`)."""
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Channels of the U-Net at full resolution."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Step size of Adam; default 0.001 for the U-Net and 0.1 for pixels. The paper states 0.00001,
     which draws next to nothing in 10,000 iterations."""
     decay: Decay = "steps"
-    """How the step size falls: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a
+    """Fall of the step size: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a
     cosine."""
     pixels_first: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the iterations in which a pyramid of pixels is descended. The U-Net then learns to
     draw them, and goes on. The paper's starts from random weights."""
     cosines: Literal["weighted_sum", "sum", "weighted_mean", "whole"] = "weighted_sum"
-    """How directions are compared: 1 - cosine summed over the update's tensors, each weighted by
+    """Comparison of directions: 1 - cosine summed over the update's tensors, each weighted by
     its number of non-zero parameters, as the paper does, or not weighted; their mean by those
     weights, of which terms beside it count more; or one cosine over all tensors together."""
     features: Literal["squared_cosine", "relative"] = "squared_cosine"

@@ -124,7 +124,7 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
 def _scales(slopes: Tensor) -> list[float]:
     """Lists factors in (0, 1] that clipping may have multiplied the bias's gradient (K,) by.
 
-    Unclipped, its entry of class k is above -n_k / N, and all n_k / N sum to 1.
+    Without clipping its entry of class k is above -n_k / N, and all n_k / N sum to 1.
     """
     least = min(float((-slopes).clamp_min(0).sum()), 1.0)
     return [min(times * least, 1.0) for times in _SCALES] if least > 0 else [1.0]

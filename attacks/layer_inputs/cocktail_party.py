@@ -37,7 +37,7 @@ class Unmixing(AttackState):
     """The unmixing matrix and what it unmixes."""
 
     observation: Observation
-    """What the server saw."""
+    """The server's observation."""
     layer: Layer
     """The layer whose inputs are unmixed."""
     white: Tensor
