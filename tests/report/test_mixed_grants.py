@@ -55,8 +55,8 @@ def mixed_update(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_no_ranking_mixes_them_and_the_honest_server_is_first(mixed: Path) -> None:
-    rows = leaderboard_rows([mixed])
+def test_no_ranking_mixes_them_and_the_honest_server_is_first(mixed_update: Path) -> None:
+    rows = leaderboard_rows([mixed_update])
     assert len({row.comparison for row in rows}) == 2
     honest = [row for row in rows if row.threat == HONEST]
     assert rows[: len(honest)] == honest
@@ -76,8 +76,8 @@ def attacker_of(verdict: Verdict) -> str:
     return describe_attacker(row.threat, row.vantage, masked=row.masked)
 
 
-def test_headlines_are_of_one_threat_model_each(mixed: Path) -> None:
-    honest, other = judge_runs(load_runs([mixed]))
+def test_headlines_are_of_one_threat_model_each(mixed_update: Path) -> None:
+    honest, other = judge_runs(load_runs([mixed_update]))
     assert honest.comparison[-2] == HONEST != other.comparison[-2]
     found = [{v.defense: v.finding for v in each.verdicts}["dp"] for each in (honest, other)]
     assert found == ["nothing", "recognizable"]
@@ -85,15 +85,15 @@ def test_headlines_are_of_one_threat_model_each(mixed: Path) -> None:
     assert named[0] == "the server" != named[1]
 
 
-def test_terminal_report_and_page_show_them_apart(mixed: Path) -> None:
-    rows = leaderboard_rows([mixed])
+def test_terminal_report_and_page_show_them_apart(mixed_update: Path) -> None:
+    rows = leaderboard_rows([mixed_update])
     title = rows[-1].threat.differs or "by a malicious server"
     table = render(rows, width=160)
     assert "s, faces, lenet, honest server" in table
-    runs = load_runs([mixed])
+    runs = load_runs([mixed_update])
     assert "s, faces, lenet, honest server" in outcome.leaderboard(runs, TableFormat.table)
     assert title in table and table.index("inverting_gradients") < table.index(title)
-    for page in (write_report(mixed), write_dossier(mixed)[0]):
+    for page in (write_report(mixed_update), write_dossier(mixed_update)[0]):
         text = page.read_text()
         assert title in text and "s, faces, lenet, honest server" in text
     for section in Content(runs).sections:
@@ -101,9 +101,9 @@ def test_terminal_report_and_page_show_them_apart(mixed: Path) -> None:
         assert len({line.row.attack for line in section.lines}) == 1
 
 
-def test_limits_name_the_threat_model(mixed: Path) -> None:
-    title = leaderboard_rows([mixed])[-1].threat.title
-    lines = broken_limits([mixed], max_gain=3.0)
+def test_limits_name_the_threat_model(mixed_update: Path) -> None:
+    title = leaderboard_rows([mixed_update])[-1].threat.title
+    lines = broken_limits([mixed_update], max_gain=3.0)
     assert lines and all(title in line for line in lines if "strong" in line)
     assert not any("inverting_gradients" in line and "above 3" in line for line in lines)
 
