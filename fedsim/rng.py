@@ -33,6 +33,8 @@ _WORDS = 624
 _STATE = slice(24, 24 + 8 * _WORDS)
 """Bytes of PyTorch's serialized generator that hold these words, each in 64 bits. Before them are
 the number of words left of the last block and the place of the next one."""
+_BELOW_ONE = 1 - 2.0**-53
+"""The largest float64 below 1. The last middle rounds to 1, whose normal value is infinite."""
 
 
 def derive(seed: int, *path: str | int) -> int:
@@ -92,7 +94,7 @@ def generator(seed: int, *path: str | int) -> Stream:
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Draws float64 values, uniform on the 2^53 middles of as many equal parts of (0, 1).
+    """Draws float64 values, uniform on the middles of 2^53 equal parts of (0, 1), as rounded.
 
     A `Stream` gives them from its cryptographic stream; a third party's generator draws its own.
     """
@@ -102,11 +104,12 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
         )
         # `rand` draws multiples of 2^-53 from 0 on; half a step more keeps out 0, whose log is
         # infinite.
-        return drawn + 2.0**-54
+        return (drawn + 2.0**-54).clamp_(max=_BELOW_ONE)
     count = math.prod(shape)
     # The upper 53 of 64 bits: as many as a float64 holds exactly.
     words = np.frombuffer(generator.keystream(8 * count), dtype="<u8") >> np.uint64(11)
-    return torch.from_numpy((words.astype(np.float64) + 0.5) * 2.0**-53).reshape(tuple(shape))
+    values = np.minimum((words.astype(np.float64) + 0.5) * 2.0**-53, _BELOW_ONE)
+    return torch.from_numpy(values).reshape(tuple(shape))
 
 
 def normal(

@@ -317,7 +317,8 @@ class Effect:
 
     @property
     def exact(self) -> bool:
-        """Whether the update is the computed one, up to one factor for all of it."""
+        """Whether the update is the computed one, up to the factors of `scaled` and
+        `scaled_examples`."""
         altered = self.removed or self.rounded or self.mixed
         return not altered and not self.noisy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fedsim import rng
@@ -18,6 +19,17 @@ def test_streams_of_neighbours_are_unrelated() -> None:
     draws = torch.stack([torch.randn(4096, generator=rng.generator(7, "x", i)) for i in range(8)])
     correlation = torch.corrcoef(draws) - torch.eye(8)
     assert correlation.abs().max() < 0.08  # 5 standard deviations of 1 / sqrt(4096)
+
+
+@pytest.mark.parametrize("byte", [0, 255])
+def test_the_ends_of_the_interval_are_never_drawn(
+    byte: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be an infinite noise."""
+    monkeypatch.setattr(rng.Stream, "keystream", lambda self, count: bytes([byte]) * count)
+    stream = rng.generator(7, "x")
+    assert 0 < float(rng.uniform((1,), stream)) < 1
+    assert rng.normal((1,), stream, torch.float64).isfinite().all()
 
 
 def test_the_global_stream_is_restored() -> None:

@@ -202,9 +202,10 @@ def _fill(
         files.save_observation(observation, folder)
         save_truth(victim, folder, observation.id, each.number)
         errors[observation.id] = error = simulation_error(observation, victim)
-        # A defense that alters updates or draws noise makes any simulation miss: then it says
+        # A defense that alters, clips or noises updates makes any simulation miss: then it says
         # nothing.
-        if error is not None and error > _UNLIKE and effect.exact:
+        clipped = effect.scaled or effect.scaled_examples
+        if error is not None and error > _UNLIKE and effect.exact and not clipped:
             app.plan.notes.append(
                 f"training: client {each.number} sent another update than is simulated of what "
                 f"it trained on, by {error:.2g} of its length (simulation_error): attacks do "

@@ -9,6 +9,8 @@ REASONS = ("client_error", "late", "malformed", "non_finite", "too_few")
 """Why an update is left out of a round: the client raised an error; it did not answer in time; its
 answer had wrong names, shapes, types or counts; its answer held NaN or infinity; it is one of too
 few for what the clients share, so that nothing was combined."""
+SILENT = ("client_error", "late")
+"""Those of `REASONS` behind which no answer came."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,9 +132,10 @@ def disturbance(
     state = model.to(torch.float32)
     groups = zip(images.float().chunk(clients), labels.chunk(clients), strict=True)
     for number, (x, y) in enumerate(groups):
-        stream = rng.generator(observation.seed, "disturbance", number)
-        # Each client's update twice: as computed, and as its stack makes it.
+        # Each client's update twice: as computed, and as its stack makes it. Both draw the same
+        # chance in training, so that only the stack sets them apart.
         for bare, kept in ((True, plain), (False, defended)):
+            stream = rng.generator(observation.seed, "disturbance", number)
             kept.append(_update(plan, observation, state, x, y, stream, bare=bare))
     computed = torch.stack([flat(each, names) for each in plain]).mean(0).double()
     seen = torch.stack([flat(each, names) for each in defended]).mean(0).double()

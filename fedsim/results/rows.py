@@ -13,7 +13,7 @@ from typing import Any
 
 from fedsim.attacking.jobs import Job, Result
 from fedsim.audit import Step, audited_epsilon, quiet
-from fedsim.federation.records import RoundRecord
+from fedsim.federation.records import SILENT, RoundRecord
 from fedsim.privacy import membership
 from fedsim.results.lines import ResultRow
 from fedsim.results.record import Row
@@ -192,5 +192,6 @@ def number(value: float) -> float | str:
 
 
 def _per_client(row: Row) -> int | None:
-    answered = len(row["participants"]) - sum(row["failures"].values())
+    # Answers that were read and then left out are among the bytes.
+    answered = len(row["participants"]) - sum(row["failures"].get(why, 0) for why in SILENT)
     return row["bytes_up"] // answered if answered else None

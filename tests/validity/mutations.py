@@ -762,7 +762,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "bytes of a client counted over those who did not answer": swap(
             "fedsim/results/rows.py:_per_client",
-            "len(row['participants']) - sum(row['failures'].values())",
+            "len(row['participants']) - sum(row['failures'].get(why, 0) for why in SILENT)",
             "len(row['participants'])",
             BESIDE,
         ),

@@ -152,7 +152,7 @@ def test_seconds_are_those_of_all_restarts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_bytes_of_a_client_are_over_those_who_answered() -> None:
-    row = {"participants": [0, 1, 2, 3], "failures": {"lost": 1}, "bytes_up": 300}
+    row = {"participants": [0, 1, 2, 3], "failures": {"late": 1, "malformed": 1}, "bytes_up": 300}
     assert rows._per_client(row) == 100
 
 
