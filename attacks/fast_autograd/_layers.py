@@ -68,15 +68,17 @@ def batch_norm(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
-    return _normalize(x, module.weight, module.bias, _Layer(None, module.eps, fixed))
+    return _normalize(x, module.weight, module.bias, _NormOptions(None, module.eps, fixed))
 
 
 def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
     """Computes `module(x)` for x (N, C, H, W)."""
-    return _normalize(x, module.weight, module.bias, _Layer(module.num_groups, module.eps, None))
+    return _normalize(
+        x, module.weight, module.bias, _NormOptions(module.num_groups, module.eps, None)
+    )
 
 
-class _Layer(NamedTuple):
+class _NormOptions(NamedTuple):
     groups: int | None
     """Number of groups per image; None is batch norm."""
     eps: float
@@ -109,7 +111,7 @@ class _Layer(NamedTuple):
         return (local if self.groups is None else local.sum(0)).flatten()
 
 
-def _normalize(x: Tensor, gamma: Tensor, beta: Tensor, layer: _Layer) -> Tensor:
+def _normalize(x: Tensor, gamma: Tensor, beta: Tensor, layer: _NormOptions) -> Tensor:
     y: Tensor = _Normalization.apply(match_layout(x, x), gamma, beta, layer)
     return y
 
@@ -118,7 +120,7 @@ class _Normalization(torch.autograd.Function):
     """y = γ x̂ + β."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, layer: _Layer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, layer: _NormOptions) -> Tensor:
         y: Tensor
         if layer.groups is None:
             fixed = layer.fixed or (None, None)
@@ -154,7 +156,7 @@ class _NormalizationGradient(torch.autograd.Function):
         gamma: Tensor,
         mean: Tensor,
         r: Tensor,
-        layer: _Layer,
+        layer: _NormOptions,
         wants: list[bool],
     ) -> tuple[Tensor | None, ...]:
         gy = match_layout(gy, x)
@@ -177,7 +179,7 @@ class _NormalizationGradient(torch.autograd.Function):
     def backward(ctx: Any, vx: Tensor, vgamma: Tensor, vbeta: Tensor) -> tuple[Tensor | None, ...]:
         # An output without a cotangent has one of zeros here.
         gy, x, gamma, mean, r = ctx.saved_tensors
-        layer: _Layer = ctx.layer
+        layer: _NormOptions = ctx.layer
         wants_gamma = is_wanted(gamma)
         gamma, vgamma, vbeta = (t.view(1, -1, 1, 1) for t in (gamma, vgamma, vbeta))
         count = x.numel() / r.numel()

@@ -59,7 +59,7 @@ def accelerate(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             if geometry := Geometry.read(module):
-                replace_forward(module, _Layer(module, geometry))
+                replace_forward(module, _FastConvolution(module, geometry))
         elif isinstance(module, nn.BatchNorm2d) and module.affine:
             replace_forward(module, partial(batch_norm, module))
         elif isinstance(module, nn.GroupNorm) and module.affine:
@@ -103,12 +103,12 @@ def drop_dead_weights(
             found = geometry and geometry.live_window(size, module.weight.shape[2:])
             if found:
                 less, rows, columns = found
-                replace_forward(module, _Layer(module, less))
+                replace_forward(module, _FastConvolution(module, less))
                 windows[f"{name}.weight"] = (slice(None), slice(None), rows, columns)
     return windows
 
 
-class _Layer:
+class _FastConvolution:
     """The forward function of an accelerated convolution."""
 
     def __init__(self, module: nn.Conv2d, geometry: Geometry) -> None:

@@ -40,7 +40,7 @@ def smooth(model: nn.Module, width: float | Tensor) -> None:
 
 def relu(x: Tensor, *, width: float | Tensor) -> Tensor:
     """Computes max(x, 0), whose second derivative is smooth."""
-    y: Tensor = _Relu.apply(x, width)
+    y: Tensor = _SmoothRelu.apply(x, width)
     return y
 
 
@@ -74,7 +74,7 @@ def _windows(module: nn.MaxPool2d, x: Tensor, fill: float) -> tuple[Tensor, tupl
     return F.unfold(x, k, stride=s), (n, c, h, w)
 
 
-class _Relu(torch.autograd.Function):
+class _SmoothRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, width: float | Tensor) -> Tensor:
         ctx.save_for_backward(x)

@@ -174,16 +174,16 @@ class _Level(nn.Module):
 
     def __init__(self, width: int, features: int, size: int) -> None:
         super().__init__()
-        self.first = _Block(width, features)
-        self.attention = _Attention(width) if size == _ATTENTION else nn.Identity()
-        self.second = _Block(width, features)
+        self.first = _ResidualBlock(width, features)
+        self.attention = _PixelAttention(width) if size == _ATTENTION else nn.Identity()
+        self.second = _ResidualBlock(width, features)
 
     def forward(self, x: Tensor, features: Tensor | None) -> Tensor:
         y: Tensor = self.second(self.attention(self.first(x, features)), features)
         return y
 
 
-class _Block(nn.Module):
+class _ResidualBlock(nn.Module):
     """x plus two convolutions, each after group norm and SiLU, with features added between."""
 
     def __init__(self, width: int, features: int) -> None:
@@ -201,7 +201,7 @@ class _Block(nn.Module):
         return added
 
 
-class _Attention(nn.Module):
+class _PixelAttention(nn.Module):
     """x plus self-attention of one head over its positions."""
 
     def __init__(self, width: int) -> None:

@@ -58,7 +58,7 @@ class JointSolver(FeatureSolver):
     """The present attempt's fit of ∂L/∂A."""
     attempts: list[OutputSolver]
     """Attempts that may follow, the next one last."""
-    descent: _Descent | None = None
+    descent: _JointDescent | None = None
     """The present attempt's fit of the whole gradient."""
     features: Tensor | None = None
     """(N, d): the best so far."""
@@ -88,7 +88,7 @@ class JointSolver(FeatureSolver):
             return
         if self.descent is None:
             fitted = self.output.attempt.head.lift(self.output.scale_features())
-            self.descent = _Descent(self.head, fitted)
+            self.descent = _JointDescent(self.head, fitted)
         self.descent.run()
         self.iteration += ITERATIONS
         if bool(self.descent.loss < self.loss):
@@ -124,13 +124,13 @@ def joint_fit_applies(head: HeadGradient) -> bool:
 
 def fit_whole_gradient(head: HeadGradient, features: Tensor) -> Tensor:
     """Fits all of the head's gradient from near `features` (N, d); returns the fitted ones."""
-    descent = _Descent(head, features)
+    descent = _JointDescent(head, features)
     while not descent.settled:
         descent.run()
     return descent.features
 
 
-class _Descent:
+class _JointDescent:
     """Descends by L-BFGS over the features, for the labels that they imply at the start."""
 
     def __init__(self, head: HeadGradient, features: Tensor) -> None:

@@ -274,7 +274,7 @@ class OutputFit:
     """Whether a split may gain anything."""
     fits_rows: bool
     """Whether what pruning has left of ∂L/∂W may correct the fit."""
-    descent: _Descent | None = None
+    descent: _ScaledDescent | None = None
     """The descent that found `features`."""
     settled: bool = False
     """Whether the last iterations gained little."""
@@ -354,7 +354,7 @@ class OutputFit:
         `budget` bounds those of splits and of a fit of the rows.
         """
         if self.untried:
-            self._run(_Descent(self.objective, self.untried.pop(0)))
+            self._run(_ScaledDescent(self.objective, self.untried.pop(0)))
             return ITERATIONS
         # Where iterations gain little: rows of ∂L/∂W, then splits, then all neurons for a subset.
         if self.settled:
@@ -367,13 +367,13 @@ class OutputFit:
                 self.loss = self.objective(self.features).loss
                 self.settled = self.splits_failed = False
         before = self.loss
-        self._run(self.descent or _Descent(self.objective, self.features))
+        self._run(self.descent or _ScaledDescent(self.objective, self.features))
         # A subset is left early for all neurons, which alone are worth polishing.
         gain = _LITTLE if not self.all_neurons or self.stuck else _POLISH
         self.settled = not bool(self.loss < before * (1 - gain))
         return ITERATIONS
 
-    def _run(self, descent: _Descent) -> None:
+    def _run(self, descent: _ScaledDescent) -> None:
         """Runs `descent`, and keeps what it finds if that is better."""
         features, loss = descent.run()
         if loss < self.loss:
@@ -391,7 +391,7 @@ class OutputFit:
             self.descent, self.fits_rows = None, False
             return 0
         self.before_rows = missed, self.features, self.loss
-        self.descent = _Descent(self.objective, fit_rows(self.head, features, errors))
+        self.descent = _ScaledDescent(self.objective, fit_rows(self.head, features, errors))
         for _ in range(_RUNS_BETWEEN):  # more would lose what the rows have corrected
             self.features, self.loss = self.descent.run()
         return _RUNS_BETWEEN * ITERATIONS
@@ -403,7 +403,7 @@ class OutputFit:
         for proposal in propose_splits(self.subset, self.features):
             if most - spent < ITERATIONS:
                 break
-            descent = _Descent(self.objective, proposal)
+            descent = _ScaledDescent(self.objective, proposal)
             features, loss = descent.run()
             spent += ITERATIONS
             if self.noise and loss - floor < _PROMISING * (self.loss - floor):
@@ -419,7 +419,7 @@ class OutputFit:
         return spent
 
 
-class _Descent:
+class _ScaledDescent:
     """Descends by L-BFGS in scaled variables, whose memory lasts over several runs."""
 
     def __init__(self, objective: Objective, start: Tensor) -> None:

@@ -31,7 +31,7 @@ from fedsim_attacks.images_from_features._body_gradient import Body, Part
 _Visit = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _Call:
+class _StageCall:
     """One call of a module."""
 
     after: int
@@ -136,13 +136,13 @@ class BodyCalls:
 
         return function
 
-    def _note(self, images: Tensor) -> tuple[list[_Call], Tensor]:
-        calls: list[_Call] = []
+    def _note(self, images: Tensor) -> tuple[list[_StageCall], Tensor]:
+        calls: list[_StageCall] = []
 
         def visit(
             forward: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
         ) -> Any:
-            call = _Call()
+            call = _StageCall()
             calls.append(call)
             try:
                 call.answer = answer = forward(*arguments, **named)

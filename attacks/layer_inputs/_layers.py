@@ -136,7 +136,7 @@ _Place = tuple[int, int]
 
 
 @dataclass
-class _Call:
+class _LayerCall:
     name: str
     module: nn.Module
     before: Tensor
@@ -169,7 +169,7 @@ class _Tail:
 
 
 def _closing_tail(
-    model: Classifier, call: _Call, calls: list[_Call], images: Tensor, features: Tensor
+    model: Classifier, call: _LayerCall, calls: list[_LayerCall], images: Tensor, features: Tensor
 ) -> _Tail | None:
     """Finds the module from whose input, which is that of `call`, all features follow.
 
@@ -195,15 +195,15 @@ def _closing_tail(
     return None
 
 
-def _run(model: Classifier, images: Tensor) -> tuple[list[_Call], Tensor]:
+def _run(model: Classifier, images: Tensor) -> tuple[list[_LayerCall], Tensor]:
     """Computes features; also returns the calls of modules, outer ones before what they call."""
-    calls: list[_Call] = []
-    open_calls: list[_Call] = []
+    calls: list[_LayerCall] = []
+    open_calls: list[_LayerCall] = []
     hooks: list[RemovableHandle] = []
     for name, module in model.named_modules():
 
         def begin(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
-            calls.append(_Call(name, module, inputs[0], inputs[0]))
+            calls.append(_LayerCall(name, module, inputs[0], inputs[0]))
             open_calls.append(calls[-1])
 
         def end(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -229,7 +229,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
     return float((first - second).norm()) <= _SAME * float(second.norm())
 
 
-def _is_linear(call: _Call) -> bool:
+def _is_linear(call: _LayerCall) -> bool:
     """Says whether a layer's outputs are one linear function of all of its input."""
     module = call.module
     if isinstance(module, nn.Linear):
@@ -246,7 +246,7 @@ def _is_linear(call: _Call) -> bool:
     return covered and call.after.shape[2:] == (1, 1)
 
 
-def _cut_reached(weight: Tensor, call: _Call) -> Tensor:
+def _cut_reached(weight: Tensor, call: _LayerCall) -> Tensor:
     """Selects the part (m, n) of a layer's `weight` that meets its input, and not padding."""
     module = call.module
     if isinstance(module, nn.Conv2d) and not isinstance(module.padding, str):

@@ -72,7 +72,7 @@ def assess(
         raise FedsimError(f"--out {folder}: holds results already; name another folder")
     asked = AssessSettings(**settings)
     homes = [truth] if isinstance(truth, str | Path) else list(truth)
-    tape = _Tape.read(Path(tapped), homes, asked)
+    tape = _TappedRun.read(Path(tapped), homes, asked)
     app = _App(model, tape, asked)
     # One thread, as in the processes that attack: each of them has one core.
     with lock_folder(folder), fix_within(1):
@@ -111,7 +111,7 @@ def assess(
 
 
 @dataclass(frozen=True)
-class _Tape:
+class _TappedRun:
     """Recording and testimony of one run of an app."""
 
     source: Path
@@ -121,7 +121,7 @@ class _Tape:
     """Exchanges that are attacked, with their truth."""
 
     @classmethod
-    def read(cls, tapped: Path, homes: Sequence[str | Path], asked: AssessSettings) -> _Tape:
+    def read(cls, tapped: Path, homes: Sequence[str | Path], asked: AssessSettings) -> _TappedRun:
         source = run_folder(tapped, asked.run)
         exchanges = read_exchanges(source)
         said: dict[str, Testimony] = {}
@@ -133,7 +133,7 @@ class _Tape:
 class _App:
     """Facts known of the app whose recording is attacked: its model, normalization and training."""
 
-    def __init__(self, model: nn.Module | str, tape: _Tape, asked: AssessSettings) -> None:
+    def __init__(self, model: nn.Module | str, tape: _TappedRun, asked: AssessSettings) -> None:
         self.title = slug(asked.name or package_of(model))
         self.model = model if isinstance(model, nn.Module) else built_model(model)
         if type(self.model).__module__ == "__main__":
@@ -167,7 +167,7 @@ class _App:
 
 
 def _fill(
-    folder: Path, tape: _Tape, app: _App, asked: AssessSettings
+    folder: Path, tape: _TappedRun, app: _App, asked: AssessSettings
 ) -> tuple[AssessmentContext, Setting]:
     """Writes the recording and its truth as a run's, and returns how it is attacked."""
     seen: dict[str, tuple[Observation, Picked]] = {}

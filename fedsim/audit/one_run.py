@@ -136,7 +136,7 @@ class _Cast(ABC):
             canaries = torch.nonzero((self.owners == client) | (client == _ALL))[:, 0]
             if len(canaries):
                 parts.append(
-                    (canaries, _Regression(vector, *self.contribution_rows(canaries, vector)))
+                    (canaries, _CanaryRegression(vector, *self.contribution_rows(canaries, vector)))
                 )
         # One scale for all vectors: a single client may have too few canaries to tell it.
         scale = _fit_scale([part for _, part in parts])
@@ -233,7 +233,7 @@ class _Examples(_Cast):
         return torch.stack(rows)
 
 
-class _Regression:
+class _CanaryRegression:
     """A vector as a sum of rows with normal weights, and of noise, by sufficient statistics."""
 
     def __init__(self, vector: Tensor, decided: Tensor, certain: Tensor) -> None:
@@ -269,7 +269,7 @@ class _Regression:
         return torch.mv(self._vectors, shrunk * self.projected)
 
 
-def _fit_scale(parts: list[_Regression]) -> float:
+def _fit_scale(parts: list[_CanaryRegression]) -> float:
     """Returns the scale of weights at which all vectors are likeliest (empirical Bayes)."""
     spectrum = torch.cat([part.spectrum for part in parts])
     projected = torch.cat([part.projected for part in parts])

@@ -34,7 +34,7 @@ def show(finished: Run) -> None:
     typer.echo(f"report: {finished.report}")
 
 
-def say_what_lacks(runs: Sequence[reading.Run]) -> None:
+def say_what_lacks(runs: Sequence[reading.StoredRun]) -> None:
     """Prints a line on the standard error for each run whose tables lack rows."""
     from fedsim.report import unfinished, unseen
 
@@ -42,7 +42,7 @@ def say_what_lacks(runs: Sequence[reading.Run]) -> None:
         typer.echo(line, err=True)
 
 
-def outcome(runs: Sequence[reading.Run]) -> str:
+def outcome(runs: Sequence[reading.StoredRun]) -> str:
     """Returns the leaderboard of runs, or the cost of their defenses if no attack is scored."""
     from fedsim.report import (
         attacks_nothing,
@@ -61,7 +61,7 @@ def outcome(runs: Sequence[reading.Run]) -> str:
     return "\n".join([shown.rstrip("\n"), *undeclared(runs), *standing_still(runs)])
 
 
-def leaderboard(runs: Sequence[reading.Run], format: TableFormat) -> str:
+def leaderboard(runs: Sequence[reading.StoredRun], format: TableFormat) -> str:
     """Returns the leaderboard over several runs, as wide as the terminal, below the verdicts.
 
     All of it is of one reading, as runs may go on while it is written.

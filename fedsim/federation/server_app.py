@@ -46,12 +46,12 @@ def build(
         patience = server.scenario.federation.timeout if delivery.own_machines else START_SECONDS
         nodes = Nodes(grid, server.scenario.data.clients, patience)
         tap = TapGrid(grid, server, nodes.by_client, out, delivery)
-        _Training(server, tap, nodes, out).run(on_round)
+        _StackTraining(server, tap, nodes, out).run(on_round)
 
     return app
 
 
-class _Training:
+class _StackTraining:
     """Trains one stack: holds its global model and strategy, and the tap between them."""
 
     def __init__(self, server: Server, tap: TapGrid, nodes: Nodes, out: Path) -> None:

@@ -66,11 +66,11 @@ class LeastSquares(Learner):
         Raises:
             FedsimError: there are fewer columns than features.
         """
-        return _Regression(problem, self.method, self.columns or 0)
+        return _LinearRegression(problem, self.method, self.columns or 0)
 
 
 @final
-class _Regression(ClosedForm):
+class _LinearRegression(ClosedForm):
     def __init__(self, problem: Problem, method: Method, columns: int) -> None:
         super().__init__(problem, _KINDS[method], columns)
         self._method = method

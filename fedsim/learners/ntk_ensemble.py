@@ -99,7 +99,7 @@ class NTK(Learner):
         return _Ensemble(problem, self) if self.release == "form" else _Single(problem, self)
 
 
-class _Regression(OneRelease):
+class _KernelRegression(OneRelease):
     """Regresses on one stack's clients, whatever they release of it."""
 
     def __init__(self, problem: Problem, learner: NTK) -> None:
@@ -203,7 +203,7 @@ class _Regression(OneRelease):
 
 
 @final
-class _Ensemble(_Regression):
+class _Ensemble(_KernelRegression):
     """Clients release Q, of which the server takes the mean."""
 
     def __init__(self, problem: Problem, learner: NTK) -> None:
@@ -235,7 +235,7 @@ class _Ensemble(_Regression):
 
 
 @final
-class _Single(_Regression):
+class _Single(_KernelRegression):
     """One client releases (X, α), padded with rows of zeros, which predict nothing."""
 
     def __init__(self, problem: Problem, learner: NTK) -> None:

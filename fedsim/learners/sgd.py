@@ -66,11 +66,11 @@ class SGD(Learner):
         Raises:
             FedsimError: the model does not fit the images.
         """
-        return _Training(problem)
+        return _SGDTraining(problem)
 
 
 @final
-class _Training(Computation):
+class _SGDTraining(Computation):
     """Trains one stack's federation."""
 
     spec: ModelSpec

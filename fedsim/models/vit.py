@@ -85,7 +85,7 @@ class _Body(nn.Module):
             self.cls_token = nn.Parameter(torch.zeros(1, 1, config.width))
         self.pos_embed = nn.Parameter(torch.zeros(1, patches + classed, config.width))
         self.patch_embed = _PatchEmbedding(channels, config.patch, config.width)
-        self.blocks = nn.Sequential(*(_Block(config) for _ in range(config.depth)))
+        self.blocks = nn.Sequential(*(_TransformerBlock(config) for _ in range(config.depth)))
         before = config.norm == "pre"
         # As in timm, a mean is normalized after it is taken.
         last = nn.LayerNorm(config.width, eps=_EPS) if before else nn.Identity()
@@ -126,7 +126,7 @@ class _PatchEmbedding(nn.Module):
         return embedded.flatten(2).transpose(1, 2)
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     """Self-attention and two layers, each added to what it was computed from."""
 
     def __init__(self, config: ViT) -> None:

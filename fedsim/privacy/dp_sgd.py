@@ -22,7 +22,7 @@ _SMALLEST = 700.0
 """-log of the smallest δ that is looked for."""
 
 
-class _Keys(Stated):
+class _DPSGDKeys(Stated):
     unit: ClassVar[str] = "example"
     examples: Annotated[int, Field(ge=1, le=1_000_000_000)]
     """n: examples of the client that holds the fewest."""
@@ -90,7 +90,7 @@ class _Keys(Stated):
 
 
 @final
-class DPSGDCurve(_Keys, Curve):
+class DPSGDCurve(_DPSGDKeys, Curve):
     """ε and δ of a training with a given noise."""
 
     noise_multiplier: Annotated[float, Field(gt=0, le=1e12)]
@@ -117,7 +117,7 @@ def _delta(up: float) -> float:
 
 
 @final
-class DPSGDCalibration(_Keys, Calibration):
+class DPSGDCalibration(_DPSGDKeys, Calibration):
     """The least noise of a whole training that is (ε, δ)-private."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:

@@ -17,7 +17,7 @@ from fedsim.report.judge import Verdict
 from fedsim.report.pictures import reconstruction_file
 from fedsim.report.row import LeaderboardRow, population_of
 from fedsim.results.lines import ResultRow
-from fedsim.results.reading import Run
+from fedsim.results.reading import StoredRun
 from fedsim.targets.membership import FALSE_POSITIVES
 
 _POINTS = 400
@@ -41,7 +41,7 @@ class ChartGroup:
 
 def draw_charts(
     rows: Sequence[LeaderboardRow],
-    runs: Sequence[Run],
+    runs: Sequence[StoredRun],
     verdicts: Sequence[Verdict],
     colors: Mapping[str, int],
     confidence: float,
@@ -114,7 +114,7 @@ def _leakage(
 
 
 def _recovered_rows(
-    lines: Sequence[LeaderboardRow], runs: Sequence[Run], colors: Mapping[str, int]
+    lines: Sequence[LeaderboardRow], runs: Sequence[StoredRun], colors: Mapping[str, int]
 ) -> ChartGroup | None:
     """Returns recovered beside true entries, a chart for each line that recovers rows.
 
@@ -180,7 +180,7 @@ def _membership(lines: Sequence[Series]) -> ChartGroup | None:
     )
 
 
-def _training(runs: Sequence[Run], colors: Mapping[str, int]) -> ChartGroup | None:
+def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGroup | None:
     """Returns the curves of each defense, from the first run of its stack; a point is no curve."""
     curves: dict[str, dict[str, Series]] = {"test_accuracy": {}, "train_loss": {}}
     for run in runs:
@@ -223,7 +223,7 @@ def _training(runs: Sequence[Run], colors: Mapping[str, int]) -> ChartGroup | No
 
 
 def accused(
-    lines: Sequence[LeaderboardRow], runs: Sequence[Run], colors: Mapping[str, int]
+    lines: Sequence[LeaderboardRow], runs: Sequence[StoredRun], colors: Mapping[str, int]
 ) -> list[Series]:
     """Returns the rates at which the best attack on each defense accuses, over all trials.
 
@@ -269,7 +269,7 @@ def _rates(scores: Tensor, members: Tensor) -> list[tuple[float, float]]:
     return [(0.0, 0.0), *zip(false, true, strict=True)]
 
 
-def _files(line: LeaderboardRow, runs: Sequence[Run]) -> list[tuple[ResultRow, Path]]:
+def _files(line: LeaderboardRow, runs: Sequence[StoredRun]) -> list[tuple[ResultRow, Path]]:
     """Returns the successful trials of a line with the paths of their reconstructions."""
     return [
         (row, path)

@@ -29,7 +29,7 @@ from fedsim.report.row import LeaderboardRow, by_comparison, population_of
 from fedsim.report.threat import describe_comparison, threat_model
 from fedsim.report.utility import UtilityRow, attacks_nothing, utility
 from fedsim.results.lines import ResultRow
-from fedsim.results.reading import Run, measurements
+from fedsim.results.reading import StoredRun, measurements
 from fedsim.scoring import Summary, Term
 
 _QUESTION = "What do the clients’ updates show of their data, and which defense is worth its price?"
@@ -187,7 +187,7 @@ class ScenarioSummary:
     """Holds the runs of one scenario: what was run, what it cost, how to repeat it."""
 
     name: str
-    runs: list[Run]
+    runs: list[StoredRun]
     summary: str
     utility: list[UtilityRow]
     again: facts.Again
@@ -196,7 +196,7 @@ class ScenarioSummary:
 class Content:
     """Holds all that pages show of runs. Each part is worked out once, when it is asked for."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[StoredRun]) -> None:
         """Shows `runs`, which are not read again."""
         self.runs = runs
 
@@ -311,7 +311,7 @@ class Content:
     @cached_property
     def scenarios(self) -> list[ScenarioSummary]:
         """The runs by the name of their scenario."""
-        by_name: dict[str, list[Run]] = {}
+        by_name: dict[str, list[StoredRun]] = {}
         for run in self.runs:
             by_name.setdefault(run.name, []).append(run)
         return [
@@ -405,7 +405,7 @@ class Content:
         )
 
 
-def _summary(runs: Sequence[Run]) -> str:
+def _summary(runs: Sequence[StoredRun]) -> str:
     """Words what was run; empty where the page says already that nothing is scored yet."""
     rows = measurements(runs)
     if not rows and attacks_nothing(runs):

@@ -39,7 +39,7 @@ from fedsim.report.row import LeaderboardRow
 from fedsim.report.threat import WATCHERS, is_own, threat_model_of, unknown_grants
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.lines import ResultRow, nested
-from fedsim.results.reading import RESULTS, Run, load_runs
+from fedsim.results.reading import RESULTS, StoredRun, load_runs
 from fedsim.system import paths
 from fedsim.types import FedsimError, Payload, watcher_of
 from fedsim.words import number_of
@@ -77,7 +77,7 @@ def write_dossier(
     return [page, printed]
 
 
-def dossier_of(runs: Sequence[Run], root: Path) -> str:
+def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
     """Returns the dossier of `runs`, which were read below the folder `root`.
 
     It fetches nothing and has no script.
@@ -143,7 +143,7 @@ def _print_page(page: Path, printed: Path, browser: str) -> None:
         write_bytes(printed, paths.content(draft, paths.TEXT))
 
 
-def _stacks(runs: Sequence[Run], rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
+def _stacks(runs: Sequence[StoredRun], rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     """Returns the members of each defense in words, as scenarios or else rows state them."""
     stated = {k: v for run in runs for k, v in (run.setting("defenses") or {}).items()}
     stated = stated or {row.defense.name: row.defense.stack for row in rows}
@@ -167,7 +167,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
 """What the dossier names of a scenario -> where it is set."""
 
 
-def system_facts(run: Run) -> list[tuple[str, str]]:
+def system_facts(run: StoredRun) -> list[tuple[str, str]]:
     """Returns names and values of what the scenario of `run` sets."""
 
     def describe(value: Any) -> str:
@@ -308,7 +308,9 @@ def _non_defaults(group: str, name: str, parameters: dict[str, object]) -> dict[
     }
 
 
-def list_untried(rows: Sequence[ResultRow], runs: Sequence[Run] = ()) -> list[tuple[str, str, str]]:
+def list_untried(
+    rows: Sequence[ResultRow], runs: Sequence[StoredRun] = ()
+) -> list[tuple[str, str, str]]:
     """Returns (name, summary, reason) of the installed attacks that none of `rows` is of."""
     names = {row.attack.name for row in rows}
     due = {
@@ -352,7 +354,7 @@ def _reason(plugin: plugins.Installed, rows: Sequence[ResultRow]) -> str:
     return "the scenario does not name it; whether it fits this system was not checked"
 
 
-def _list_unobserved(rows: Sequence[ResultRow], runs: Sequence[Run]) -> list[str]:
+def _list_unobserved(rows: Sequence[ResultRow], runs: Sequence[StoredRun]) -> list[str]:
     """Words which vantages, clients and rounds nobody looked at."""
     views = {"client": "another participant", "eavesdropper": "somebody on the wire"}
     vantages = {row.vantage for row in rows}
@@ -383,7 +385,7 @@ _LARGEST = 700.0
 """exp of more is beyond the largest double."""
 
 
-def guarantees(runs: Sequence[Run]) -> tuple[list[str], list[str]] | None:
+def guarantees(runs: Sequence[StoredRun]) -> tuple[list[str], list[str]] | None:
     """Returns a sentence for each guarantee and one on audits, and the assumptions of all.
 
     None where no round of training is recorded.
@@ -436,7 +438,7 @@ def _promise(row: UtilityRow) -> str:
     return text
 
 
-def _assumptions(runs: Sequence[Run], rows: Sequence[UtilityRow]) -> list[str]:
+def _assumptions(runs: Sequence[StoredRun], rows: Sequence[UtilityRow]) -> list[str]:
     lines = [
         "Every client runs the declared defense as it is written, and the server does not receive "
         "anything else from it.",
@@ -548,7 +550,7 @@ Command = tuple[str, ...]
 
 
 def numbered_commands(
-    rows: Sequence[LeaderboardRow], runs: Sequence[Run], root: Path
+    rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun], root: Path
 ) -> list[tuple[str, Command]]:
     """Returns (title, command) for each attack on each defense, numbered C1, C2 and so on.
 
@@ -564,7 +566,7 @@ def numbered_commands(
     return [(title, command) for command, title in titles.items()]
 
 
-def _command(row: LeaderboardRow, run: Run, root: Path) -> Command | None:
+def _command(row: LeaderboardRow, run: StoredRun, root: Path) -> Command | None:
     stack = (run.setting("defenses") or {}).get(row.defense)
     entries = [
         entry
@@ -583,7 +585,7 @@ def _command(row: LeaderboardRow, run: Run, root: Path) -> Command | None:
     )
 
 
-def _whole_commands(runs: Sequence[Run], root: Path) -> list[tuple[str, Command]]:
+def _whole_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, Command]]:
     """Returns the command that repeats each run whose scenario is kept."""
     commands: list[tuple[str, Command]] = []
     for run in runs:
@@ -595,12 +597,12 @@ def _whole_commands(runs: Sequence[Run], root: Path) -> list[tuple[str, Command]
     return commands
 
 
-def _with_scenario(command: str, run: Run, root: Path) -> str:
+def _with_scenario(command: str, run: StoredRun, root: Path) -> str:
     """Returns a command whose scenario is that of `run`."""
     return command.replace("scenario.yaml", shlex.quote(f"{_name(run, root)}/scenario.yaml"))
 
 
-def _name(run: Run, root: Path) -> str:
+def _name(run: StoredRun, root: Path) -> str:
     """Names a run's folder as seen from the one that holds `root`, with `/` between its parts."""
     here = root.resolve()
     return run.folder.resolve().relative_to(here.parent).as_posix() if here.name else "."
@@ -622,7 +624,7 @@ def _as_yaml(value: object) -> str:
     return text.strip()
 
 
-def hashes(run: Run) -> list[tuple[str, str]]:
+def hashes(run: StoredRun) -> list[tuple[str, str]]:
     """Returns the SHA-256 of a run's files, and one of all its recordings: (name, digest).
 
     That of the recordings is of the lines that `sha256sum` prints of each, in the order of their

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow, canonical, nested
-from fedsim.results.reading import Run
+from fedsim.results.reading import StoredRun
 from fedsim.results.settings import differences
 from fedsim.words import number_of
 
@@ -21,7 +21,7 @@ UNATTACKED = (
 """Summary of a run whose scenario has no attacks."""
 
 
-def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
+def sentence(runs: Sequence[StoredRun], rows: Sequence[ResultRow]) -> str:
     """Words in one sentence what was run."""
     late = unfinished(runs)
     if waiting := awaited(runs):
@@ -72,7 +72,7 @@ def failures(rows: Sequence[ResultRow]) -> list[tuple[str, str, str, int]]:
     return [(*key, count) for key, count in counts.items()]
 
 
-def client_failures(runs: Sequence[Run]) -> list[str]:
+def client_failures(runs: Sequence[StoredRun]) -> list[str]:
     """Returns what went wrong in the federations' rounds, a line per defense and kind."""
     counts: Counter[tuple[str, str]] = Counter()
     details: dict[str, None] = {}
@@ -87,7 +87,7 @@ def client_failures(runs: Sequence[Run]) -> list[str]:
     return standing_still(runs) + lines + list(details)
 
 
-def standing_still(runs: Sequence[Run]) -> list[str]:
+def standing_still(runs: Sequence[StoredRun]) -> list[str]:
     """Returns a line for each stack with rounds in which no update moved the model."""
     lines = []
     for run in runs:
@@ -102,13 +102,13 @@ def standing_still(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def notes(runs: Sequence[Run]) -> list[str]:
+def notes(runs: Sequence[StoredRun]) -> list[str]:
     """Returns the notes of all runs, each text once."""
     texts = [str(text) for run in runs for text in (nested(run.record, "notes") or {}).values()]
     return list(dict.fromkeys([*texts, *unseen(runs)]))
 
 
-def unseen(runs: Sequence[Run]) -> list[str]:
+def unseen(runs: Sequence[StoredRun]) -> list[str]:
     """Returns a line for each run on whose encrypted wire an eavesdropper saw no update."""
     return [
         f"ENCRYPTED: an eavesdropper on the wire of {run.folder} saw sizes and times, and no "
@@ -118,7 +118,7 @@ def unseen(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def undeclared(runs: Sequence[Run]) -> list[str]:
+def undeclared(runs: Sequence[StoredRun]) -> list[str]:
     """Returns a line for each stack with a defense that does not declare its effect."""
     items = [item for run in runs for item in (nested(run.record, "notes") or {}).items()]
     return list(dict.fromkeys(str(text) for key, text in items if key.startswith("effect.")))
@@ -133,7 +133,7 @@ class Awaited:
     reason: str
 
 
-def awaited(runs: Sequence[Run]) -> Awaited | None:
+def awaited(runs: Sequence[StoredRun]) -> Awaited | None:
     """Returns why no attack is scored yet; None if some are, or if none ever will be."""
     waiting = [run for run in runs if run.unscored]
     if any(run.rows for run in runs):
@@ -151,13 +151,13 @@ def awaited(runs: Sequence[Run]) -> Awaited | None:
     )
 
 
-def _collect(run: Run) -> str:
+def _collect(run: StoredRun) -> str:
     """Returns the command that joins a run's truth; nodes of `fedsim up` are in its folder."""
     homes = "" if (run.folder / "nodes").is_dir() else " --from HOME (each node's folder)"
     return f"fedsim collect {run.folder}{homes}"
 
 
-def unfinished(runs: Sequence[Run]) -> list[str]:
+def unfinished(runs: Sequence[StoredRun]) -> list[str]:
     """Returns a line for each run that has not ended, or is not scored, whose tables lack rows."""
     waiting = [
         f"UNSCORED: the truth of {number_of(run.unscored, 'attack run')} of {run.folder} is with "
@@ -168,7 +168,7 @@ def unfinished(runs: Sequence[Run]) -> list[str]:
     return waiting + [f"UNFINISHED: {_describe_extent(run)}" for run in runs if not run.ended]
 
 
-def _describe_extent(run: Run) -> str:
+def _describe_extent(run: StoredRun) -> str:
     """Words how far a run is that has not ended, and how it goes on."""
     has = f"{number_of(run.attack_runs, 'attack run')} so far"
     if plan := run.plan:
@@ -183,7 +183,7 @@ def _describe_extent(run: Run) -> str:
     return f"{run.folder} has {has}, and {_continuation(run)}"
 
 
-def _continuation(run: Run) -> str:
+def _continuation(run: StoredRun) -> str:
     if run.at_work:
         return "is still going"
     if run.plan and not run.plan.resumable:
@@ -204,7 +204,7 @@ class Again:
     """Whether a scenario is run, which has to be saved first."""
 
 
-def again(runs: Sequence[Run]) -> Again:
+def again(runs: Sequence[StoredRun]) -> Again:
     """Returns how to repeat `runs`, which are of one engine."""
     if commands := {run.record["again"] for run in runs if run.record.get("again")}:
         command = " && ".join(sorted(map(str, commands)))
@@ -268,7 +268,7 @@ def _same(values: Iterable[object]) -> object | None:
     return first if all(other == first for other in others) else None
 
 
-def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[Run]:
+def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun]) -> list[StoredRun]:
     """Returns the runs that `rows`, of one comparison, are from, or will have more rows from.
 
     A run without a row yet belongs to them if its scenario has the same name and settings.
@@ -276,7 +276,7 @@ def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[Run]:
     cells, scenario = {row.cell for row in rows}, rows[0].scenario
     own = [run for run in runs if any(row.cell in cells for row in run.rows)]
 
-    def belongs(run: Run) -> bool:
+    def belongs(run: StoredRun) -> bool:
         if run.rows or run.setting("name") != scenario:
             return run in own
         pairs = [differences([each.scenario, run.scenario], [{}, {}]) for each in own]
@@ -285,7 +285,7 @@ def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if belongs(run)]
 
 
-def round_seconds(runs: Sequence[Run]) -> dict[str, float]:
+def round_seconds(runs: Sequence[StoredRun]) -> dict[str, float]:
     """Maps each defense to the mean seconds of its rounds, of all runs that state them."""
     times: dict[str, list[float]] = {}
     for run in runs:

@@ -17,7 +17,7 @@ from fedsim.report.facts import round_seconds, runs_of, unfinished
 from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.row import Comparison, LeaderboardRow, by_comparison
-from fedsim.results.reading import Run, measurements
+from fedsim.results.reading import StoredRun, measurements
 from fedsim.scoring import LEAST, Accuracy, Share, Summary, chance_of
 
 Level = str
@@ -235,7 +235,7 @@ class Judgement:
         return tuple(kind for kind in first if all(kind in v.untried for v in self.verdicts))
 
 
-def judge(rows: Sequence[LeaderboardRow], runs: Sequence[Run] = ()) -> Judgement:
+def judge(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> Judgement:
     """Judges the rows of one comparison.
 
     Args:
@@ -267,12 +267,12 @@ def judge(rows: Sequence[LeaderboardRow], runs: Sequence[Run] = ()) -> Judgement
     )
 
 
-def judgements(rows: Sequence[LeaderboardRow], runs: Sequence[Run] = ()) -> list[Judgement]:
+def judgements(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> list[Judgement]:
     """Judges every comparison among `rows`, in their order."""
     return [judge(own, runs_of(own, runs)) for own in by_comparison(rows).values()]
 
 
-def judge_runs(runs: Sequence[Run], *, confidence: float = 0.95) -> list[Judgement]:
+def judge_runs(runs: Sequence[StoredRun], *, confidence: float = 0.95) -> list[Judgement]:
     """Judges every comparison among the rows of `runs`, in the leaderboard's order."""
     return judgements(aggregate(measurements(runs), confidence=confidence), runs)
 

@@ -21,7 +21,7 @@ from fedsim.report.messages import invalid_reasons
 from fedsim.report.row import LeaderboardRow, by_comparison
 from fedsim.report.threat import describe_comparison
 from fedsim.report.utility import UtilityRow, utility
-from fedsim.results.reading import ReportError, Run, load_runs, measurements, name_by_place
+from fedsim.results.reading import ReportError, StoredRun, load_runs, measurements, name_by_place
 from fedsim.results.settings import differences, leaves_of
 from fedsim.scoring import LEAST, METRICS, Summary
 from fedsim.words import number_of
@@ -157,9 +157,9 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     return list(dict.fromkeys([*lines, *_weaker_claims(runs, later, of_runs)]))
 
 
-def _member(of: LeaderboardRow | Run) -> str:
+def _member(of: LeaderboardRow | StoredRun) -> str:
     """Names the scenario and the variant of a row, or of a run."""
-    if isinstance(of, Run):
+    if isinstance(of, StoredRun):
         return f"{of.name} {describe_variant(of.variant)}"
     return f"{of.scenario} {of.variant}"
 
@@ -179,7 +179,7 @@ def _names(row: LeaderboardRow) -> tuple[object, ...]:
     return row.defense, row.attack, row.vantage, row.threat, row.batch_size, row.round
 
 
-def _other_setting(old: Run, new: Run) -> list[str]:
+def _other_setting(old: StoredRun, new: StoredRun) -> list[str]:
     """Returns a line for each setting in which the runs differ, and one if their data do."""
     before, after = differences([old.scenario, new.scenario], [{}, {}])
     lines = [
@@ -196,7 +196,7 @@ def _other_setting(old: Run, new: Run) -> list[str]:
     return lines
 
 
-def _other_victims(old: Run, new: Run) -> int:
+def _other_victims(old: StoredRun, new: StoredRun) -> int:
     """Returns how many trials have other victims; none of nodes, which draw them from a secret."""
     if old.setting("seed") != new.setting("seed"):
         return 0
@@ -316,7 +316,7 @@ _Claim = UtilityRow | LeaderboardRow
 
 
 def _weaker_claims(
-    runs: Sequence[Run], later: Sequence[Run], pairs: Collection[tuple[str, str]]
+    runs: Sequence[StoredRun], later: Sequence[StoredRun], pairs: Collection[tuple[str, str]]
 ) -> list[str]:
     """Returns a line for each defense of which less is claimed than before."""
     before, after = _claims(runs), _claims(later)
@@ -349,7 +349,7 @@ def _weaker(name: str, earlier: Sequence[_Claim], later: Sequence[_Claim]) -> li
     return lines
 
 
-def _claims(runs: Sequence[Run]) -> dict[str, dict[str, list[UtilityRow]]]:
+def _claims(runs: Sequence[StoredRun]) -> dict[str, dict[str, list[UtilityRow]]]:
     """Maps members to the claims of their runs, by defense."""
     claims: dict[str, dict[str, list[UtilityRow]]] = {}
     for run in runs:
@@ -454,7 +454,7 @@ def _list_unmeasured(members: Sequence[LeaderboardRow], psnr: bool, gain: bool) 
     ]
 
 
-def _stacks(run: Run) -> dict[str, list[Any]]:
+def _stacks(run: StoredRun) -> dict[str, list[Any]]:
     """Returns the members of each stack of a run, by its name."""
     return run.setting("defenses") or {}
 
@@ -478,7 +478,7 @@ def _refuted_by_attack(row: LeaderboardRow) -> list[str]:
     return lines
 
 
-def _unproven(run: Run, names: Collection[str], limit: float) -> list[str]:
+def _unproven(run: StoredRun, names: Collection[str], limit: float) -> list[str]:
     """Returns a line for each of these defenses of a run whose ε is no proof of the limit."""
     claims = {row.defense: row for row in utility([run])}
     lines = []

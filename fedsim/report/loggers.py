@@ -26,7 +26,7 @@ from fedsim.report.figures import describe_stack, describe_variant, format_epsil
 from fedsim.report.pictures import NEAREST, Plate, from_png
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import utility
-from fedsim.results.reading import Run, load_runs
+from fedsim.results.reading import StoredRun, load_runs
 from fedsim.scoring import METRICS
 from fedsim.system import paths
 from fedsim.types import FedsimError
@@ -60,7 +60,7 @@ class LoggedRun:
     pictures: list[LoggedPicture]
 
 
-def collect(run: Run) -> LoggedRun:
+def collect(run: StoredRun) -> LoggedRun:
     """Returns what is copied of `run`. A reconstruction that is damaged has no picture."""
     content = Content([run])
     plates = [(row, content.plates.get(row.cell)) for row in content.rows]
@@ -81,7 +81,7 @@ def collect(run: Run) -> LoggedRun:
     )
 
 
-def _parameters(run: Run) -> dict[str, str]:
+def _parameters(run: StoredRun) -> dict[str, str]:
     """Returns the settings in words, and the ε of each defense with δ, unit and neighbours."""
     named = {
         "data": run.setting("data", "source"),
@@ -107,7 +107,9 @@ def _parameters(run: Run) -> dict[str, str]:
     return parameters
 
 
-def _numbers(run: Run, rows: Sequence[LeaderboardRow]) -> Iterator[tuple[str, float | None, int]]:
+def _numbers(
+    run: StoredRun, rows: Sequence[LeaderboardRow]
+) -> Iterator[tuple[str, float | None, int]]:
     """Yields (name, value, round) of all rounds, and of all attacks with their intervals."""
     for each in run.rounds:
         for name in ("train_loss", "test_loss", "test_accuracy", "epsilon"):

@@ -19,7 +19,7 @@ from fedsim.report.paired import over_other
 from fedsim.report.pictures import reconstruction_file
 from fedsim.report.threat import ThreatModel, threat_model_of
 from fedsim.results.lines import ResultRow
-from fedsim.results.reading import Run, load_runs
+from fedsim.results.reading import StoredRun, load_runs
 from fedsim.scoring import psnr, summarize
 from fedsim.types import watcher_of
 from fedsim.words import number_of, printable
@@ -110,7 +110,7 @@ def save_overview(folder: Path) -> Path | None:
     return folder / OVERVIEW
 
 
-def choose_lineup(runs: Sequence[Run]) -> Lineup | None:
+def choose_lineup(runs: Sequence[StoredRun]) -> Lineup | None:
     """Chooses victims of `runs`, and the strongest attack on each of their defenses.
 
     Images are of the smallest batch size, in the first and the last attacked round. All images of a

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedsim.recording.files import read_tensors, write_bytes
 from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow
-from fedsim.results.reading import ReportError, Run
+from fedsim.results.reading import ReportError, StoredRun
 from fedsim.results.record import files_of
 from fedsim.scoring import check_pixels, psnr
 from fedsim.types import FedsimError
@@ -136,7 +136,9 @@ class Plate:
     """Why the pictures cannot be read; empty if they can."""
 
 
-def plates_of(rows: Sequence[LeaderboardRow], runs: Iterable[Run]) -> tuple[dict[str, Plate], int]:
+def plates_of(
+    rows: Sequence[LeaderboardRow], runs: Iterable[StoredRun]
+) -> tuple[dict[str, Plate], int]:
     """Returns the plates of a page by the cell of their row, and how many it has no room for.
 
     All rows of one comparison, batch size and round show the same image first, so that defenses

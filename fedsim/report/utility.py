@@ -15,7 +15,7 @@ from fedsim.report.figures import (
 )
 from fedsim.report.leaderboard import accuracy_of
 from fedsim.results.lines import PrivacyOf, RoundRow
-from fedsim.results.reading import Run
+from fedsim.results.reading import StoredRun
 from fedsim.scoring import Accuracy, Summary, learning_problem, summarize
 
 _SEED = "seed"
@@ -52,12 +52,12 @@ class UtilityRow:
     """Why the model cannot show what the defense costs; None if it can."""
 
 
-def attacks_nothing(runs: Sequence[Run]) -> bool:
+def attacks_nothing(runs: Sequence[StoredRun]) -> bool:
     """Whether the scenario of every run declares no attack."""
     return all(run.setting("attacks") == [] for run in runs)
 
 
-def utility(runs: Sequence[Run]) -> list[UtilityRow]:
+def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
     """Returns a row for each variant and defense, in the order of the runs and their rounds."""
     cells: dict[tuple[str, str], list[RoundRow]] = {}
     audited: dict[tuple[str, str], list[float]] = {}

@@ -36,7 +36,7 @@ class ReportError(FedsimError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class StoredRun:
     """Holds the content of one folder of results: a run, or one variant of a sweep."""
 
     folder: Path
@@ -121,7 +121,7 @@ class Run:
         return nested(self.scenario, *path)
 
 
-def load_runs(folders: Iterable[Path | str]) -> list[Run]:
+def load_runs(folders: Iterable[Path | str]) -> list[StoredRun]:
     """Reads every run below `folders`, in order of path, each folder once.
 
     Raises:
@@ -147,7 +147,7 @@ def load_runs(folders: Iterable[Path | str]) -> list[Run]:
     return _set_apart([_load_run(folder) for folder in sorted(parents)])
 
 
-def _set_apart(runs: list[Run]) -> list[Run]:
+def _set_apart(runs: list[StoredRun]) -> list[StoredRun]:
     """Makes runs of one name into variants where they differ in settings, data or figures."""
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
@@ -176,21 +176,21 @@ def _set_apart(runs: list[Run]) -> list[Run]:
     return apart
 
 
-def _with_variant(run: Run, apart: dict[str, Any]) -> Run:
+def _with_variant(run: StoredRun, apart: dict[str, Any]) -> StoredRun:
     if not apart:
         return run
     rows = [row.model_copy(update={"variant": row.variant | apart}) for row in run.rows]
     return replace(run, rows=rows, apart=run.apart | apart)
 
 
-def _scenarios(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _scenarios(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     """Returns the scenario of each run; if no run has one, the stacks that its rows state."""
     if any(run.scenario for run in runs):
         return [run.scenario for run in runs]
     return [{"defenses": {r.defense.name: r.defense.stack for r in run.rows}} for run in runs]
 
 
-def _origins(runs: Sequence[Run]) -> list[dict[str, str]]:
+def _origins(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
     """Returns the origin of each run, or nothing for all if no two runs state different ones."""
     if len({run.origin for run in runs if run.origin}) < 2:
         return [{} for _ in runs]
@@ -202,7 +202,7 @@ _SHOWN = 12
 """Number of characters of a digest that are shown to tell runs apart."""
 
 
-def _contradictions(runs: Sequence[Run]) -> list[dict[str, str]]:
+def _contradictions(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
     """Returns a digest of each run's figures, if two runs state different ones for one place.
 
     A copy that lacks rows has the digest of the run that has them all.
@@ -228,7 +228,7 @@ def _contradictions(runs: Sequence[Run]) -> list[dict[str, str]]:
     ]
 
 
-def name_by_place(runs: Iterable[Run], root: Path | str) -> list[Run]:
+def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun]:
     """Replaces digests that tell runs apart by the runs' folders relative to `root`.
 
     No later run has the same digest. By folder, each of several recordings can be compared with a
@@ -242,7 +242,7 @@ def name_by_place(runs: Iterable[Run], root: Path | str) -> list[Run]:
     return named
 
 
-def measurements(runs: Iterable[Run]) -> list[ResultRow]:
+def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
     """Returns all rows of `runs`, and of equal ones, as of a copy, the one of the weakest claim.
 
     Rows do not state the scenario's seed; their own is of the attack, and the same under each.
@@ -264,14 +264,14 @@ def _rank_copy(row: ResultRow) -> tuple[float, bool, bool]:
     return (row.epsilon or 0.0, row.ended, row.other_update is not None)
 
 
-def _load_run(folder: Path) -> Run:
+def _load_run(folder: Path) -> StoredRun:
     text, parsed = _scenario(folder / "scenario.yaml")
     plan = _plan(folder)
     rows = _read(folder / RESULTS, ResultRow, optional=plan is not None)
     # Rows that wait for truth, or that saw nothing, are counted and enter no table.
     counts = Counter(row.status for row in rows)
     scored = [row for row in rows if row.status in ("ok", "failed")]
-    run = Run(
+    run = StoredRun(
         folder=folder,
         rows=scored,
         unscored=counts["unscored"],

@@ -166,7 +166,7 @@ _SEARCH, _ATTEMPTS = 9, 8
 """Curves that calibration estimates of a few draws, and of all of them."""
 
 
-class _Keys(_Steps):
+class _CorrelatedKeys(_Steps):
     unit: ClassVar[str] = "example"
     relation: Literal["zero_out", "add_or_remove", "replace_one"] = "zero_out"
     """Neighbours: an example's contribution is exchanged for zero, an example is there or not (the
@@ -290,7 +290,7 @@ class _Keys(_Steps):
 
 
 @final
-class CorrelatedCurve(_Keys, Curve):
+class CorrelatedCurve(_CorrelatedKeys, Curve):
     """δ(ε) of a given noise.
 
     A figure that was estimated has an `interval`, whose upper end is what may be claimed; `delta`
@@ -388,7 +388,7 @@ class CorrelatedCurve(_Keys, Curve):
 
 
 @final
-class CorrelatedCalibration(_Keys, Calibration):
+class CorrelatedCalibration(_CorrelatedKeys, Calibration):
     """The least noise of T correlated releases that are together (ε, δ)-private."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
