@@ -1,4 +1,4 @@
-"""Writes docs/results.md and docs/results-appendix.md from the CSV files in docs/results.
+"""Writes docs/results.md, docs/results-appendix.md and docs/papers.md from docs/results/*.csv.
 
     python docs/site/results.py            # writes both pages
     python docs/site/results.py --check    # status 1 where a page is not up to date
@@ -23,6 +23,7 @@ DOCS = Path(__file__).parents[1]
 TEMPLATES = {
     "docs/results.md": "results.md.j2",
     "docs/results-appendix.md": "results-appendix.md.j2",
+    "docs/papers.md": "papers.md.j2",
 }
 """Page -> its template in this folder."""
 
