@@ -6,10 +6,8 @@ stays the record: what a tool loses is lost to that tool alone.
 
 from __future__ import annotations
 
-import base64
 import difflib
 import importlib
-import io
 import math
 import os
 import re
@@ -21,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple, final
 
+from torch import Tensor
+
 from fedsim.report.content import Content
 from fedsim.report.figures import describe_stack, describe_variant, format_epsilon
-from fedsim.report.pictures import NEAREST, Plate, from_png
+from fedsim.report.pictures import encode_png
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import utility
 from fedsim.results.reading import StoredRun, load_runs
@@ -41,10 +41,11 @@ class LoggedNumber(NamedTuple):
 
 
 class LoggedPicture(NamedTuple):
-    """Images of a client above, and what an attack made of them below, as a PNG file."""
+    """Images of a client above, and what an attack made of them below."""
 
     name: str
-    png: bytes
+    pixels: Tensor
+    """(H, W, C) uint8."""
     round: int
 
 
@@ -74,7 +75,7 @@ def collect(run: StoredRun) -> LoggedRun:
             if value is not None and math.isfinite(value)
         ],
         pictures=[
-            LoggedPicture(f"reconstructions/{_name(row)}", _grid(plate), row.round)
+            LoggedPicture(f"reconstructions/{_name(row)}", plate.grid(), row.round)
             for row, plate in plates
             if plate and plate.pairs
         ],
@@ -131,21 +132,6 @@ def _name(row: LeaderboardRow) -> str:
     sight = f"{row.sight}/" if row.sight else ""
     threat = "" if row.threat.is_default else f"{row.threat.title.replace('/', '_')}/"
     return f"{row.defense}/{row.attack}/{threat}{sight}b{row.batch_size}"
-
-
-def _grid(plate: Plate) -> bytes:
-    """Sets true images above what became of them, each enlarged without smoothing, as a PNG."""
-    from PIL import Image
-
-    size = width, height = plate.width, plate.height
-    sheet = Image.new("RGB", (width * len(plate.pairs), height * 2))
-    for x, pair in enumerate(plate.pairs):
-        for y, uri in enumerate((pair.truth, pair.reconstruction)):
-            image = from_png(base64.b64decode(uri.partition(",")[2]))
-            sheet.paste(image.convert("RGB").resize(size, NEAREST), (x * width, y * height))
-    buffer = io.BytesIO()
-    sheet.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 @dataclass(frozen=True)
@@ -206,7 +192,7 @@ class MLflow(Store):
             for picture in run.pictures:
                 *folders, last = _allow(picture.name).split("/")
                 path = Path(scratch) / f"{last}-round-{picture.round}.png"
-                path.write_bytes(picture.png)
+                path.write_bytes(encode_png(picture.pixels))
                 client.log_artifact(identity, str(path), "/".join(folders))
         client.set_terminated(identity)
 
@@ -219,7 +205,6 @@ class TensorBoard(Store):
 
     def write(self, run: LoggedRun) -> None:
         """See `Store`."""
-        import numpy as np
         from torch.utils.tensorboard.writer import SummaryWriter
 
         folder = self.folder / _allow(run.scenario).replace("/", "_")
@@ -229,8 +214,7 @@ class TensorBoard(Store):
             for number in run.numbers:
                 writer.add_scalar(number.name, number.value, number.round)
             for picture in run.pictures:
-                pixels = np.asarray(from_png(picture.png))
-                writer.add_image(picture.name, pixels, picture.round, dataformats="HWC")
+                writer.add_image(picture.name, picture.pixels, picture.round, dataformats="HWC")
             for key, value in run.parameters.items():
                 writer.add_text(key, value.replace("<", "&lt;"))
 

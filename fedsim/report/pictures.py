@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from fedsim.results.reading import ReportError, StoredRun
 from fedsim.results.record import files_of
 from fedsim.scoring import check_pixels, psnr
 from fedsim.types import FedsimError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _SHOWN_SIDE = 64
 """Images with a shorter side below so many pixels are enlarged by a whole factor."""
@@ -40,8 +37,8 @@ _LONGEST = 300
 
 _Value = TypeVar("_Value")
 
-Trial = tuple[Path, ResultRow]
-"""A row of results.jsonl, and the folder of its run."""
+Trial = tuple[ResultRow, Path]
+"""A row of results.jsonl, and the file of its reconstruction."""
 
 
 def enlargement(height: int, width: int, side: int = _SHOWN_SIDE) -> int:
@@ -63,14 +60,18 @@ def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | N
         ScoringError: these are no pixels.
         ReportError: the two differ in shape, or have another number of channels.
     """
-    height, width = truth.shape[-2:]
-    factor = factor or enlargement(height, width)
+    write_bytes(path, encode_png(grid_of(*_as_bytes(truth, reconstruction), factor)))
+
+
+def grid_of(truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> Tensor:
+    """Sets (N, H, W, C) truths above their reconstructions, as one (H', W', C) image of uint8."""
+    factor = factor or enlargement(*truth.shape[1:3])
     rows = []
-    for images in _as_bytes(truth, reconstruction):
+    for images in (truth, reconstruction):
         enlarged = images.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
         spaced = torch.nn.functional.pad(enlarged, (0, 0, 0, _GAP, 0, _GAP), value=255)
         rows.append(torch.cat(list(spaced), dim=1))
-    write_bytes(path, _png(torch.cat(rows)[:-_GAP, :-_GAP]))
+    return torch.cat(rows)[:-_GAP, :-_GAP]
 
 
 def save_grids(folder: Path) -> int:
@@ -86,15 +87,6 @@ def save_grids(folder: Path) -> int:
             save_grid(path.with_suffix(".png"), tensors["truth"], tensors["reconstruction"])
             count += 1
     return count
-
-
-def data_uris(truth: Tensor, reconstruction: Tensor) -> list[tuple[str, str]]:
-    """Returns each pair as two `data:` addresses of PNG images, one image pixel per pixel.
-
-    Raises as `save_grid`.
-    """
-    both = _as_bytes(truth, reconstruction)
-    return [(_uri(a), _uri(b)) for a, b in zip(*both, strict=True)]
 
 
 def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
@@ -113,11 +105,20 @@ def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Holds a true image and what an attack made of it, as `data:` addresses."""
+    """Holds a true image and what an attack made of it, each (H, W, C) of uint8."""
 
-    truth: str
-    reconstruction: str
+    pixels: tuple[Tensor, Tensor]
     psnr: float
+
+    @property
+    def truth(self) -> str:
+        """The true image as a `data:` address, one image pixel per pixel."""
+        return _uri(self.pixels[0])
+
+    @property
+    def reconstruction(self) -> str:
+        """What the attack made of it, likewise."""
+        return _uri(self.pixels[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,11 @@ class Plate:
     problem: str = ""
     """Why the pictures cannot be read; empty if they can."""
 
+    def grid(self) -> Tensor:
+        """Returns its pairs as one (H, W, C) image of uint8, see `grid_of`."""
+        truths, images = zip(*(pair.pixels for pair in self.pairs), strict=True)
+        return grid_of(torch.stack(truths), torch.stack(images))
+
 
 def plates_of(
     rows: Sequence[LeaderboardRow], runs: Iterable[StoredRun]
@@ -146,19 +152,15 @@ def plates_of(
     of the median trial. A row that did not attack it shows its own median trial. The strongest
     attacks come first; others have none once the images are as many as `PIXELS` allows.
     """
-    trials: dict[str, list[Trial]] = {}
-    for run in runs:
-        for result in run.rows:
-            trials.setdefault(result.cell, []).append((run.folder, result))
-    scored = {row.cell: _scored_trials(trials.get(row.cell, [])) for row in rows}
+    scored = scored_trials(runs)
     victims: dict[tuple[object, ...], str | None] = {}
     for row in rows:
-        if scored[row.cell]:
+        if row.cell in scored:
             victims.setdefault(_place(row), _median_victim(scored[row.cell]))
     plates: dict[str, Plate] = {}
     pixels, omitted = 0, 0
     for row in sorted(rows, key=lambda row: not row.strongest):
-        if not scored[row.cell]:
+        if row.cell not in scored:
             continue
         if pixels >= PIXELS:
             omitted += 1
@@ -179,22 +181,25 @@ def _place(row: LeaderboardRow) -> tuple[object, ...]:
     return (row.comparison, row.batch_size, row.round)
 
 
-def _scored_trials(trials: Iterable[Trial]) -> list[tuple[ResultRow, Path]]:
-    """Returns the trials with a scored reconstruction of images, by their PSNR."""
-    scored = [
-        (row.metrics["psnr"], row, path)
-        for folder, row in trials
-        if row.main.pictured and row.ok and row.metrics
-        if row.metrics["psnr"] is not None and (path := reconstruction_file(folder, row))
-    ]
-    return [(row, path) for _, row, path in sorted(scored, key=lambda entry: entry[0])]
+def scored_trials(runs: Iterable[StoredRun]) -> dict[str, list[Trial]]:
+    """Maps cells to their trials with a scored reconstruction of images, by their PSNR."""
+    found: dict[str, list[tuple[float, ResultRow, Path]]] = {}
+    for run in runs:
+        for row in run.rows:
+            value = row.metrics["psnr"] if row.main.pictured and row.ok and row.metrics else None
+            if value is not None and (path := reconstruction_file(run.folder, row)):
+                found.setdefault(row.cell, []).append((value, row, path))
+    return {
+        cell: [(row, path) for _, row, path in sorted(trials, key=lambda entry: entry[0])]
+        for cell, trials in found.items()
+    }
 
 
 def _median(values: Sequence[_Value]) -> _Value:
     return values[(len(values) - 1) // 2]
 
 
-def _median_victim(scored: Sequence[tuple[ResultRow, Path]]) -> str | None:
+def _median_victim(scored: Sequence[Trial]) -> str | None:
     """Returns the digest of the median image of the median trial; None if its row states none."""
     row, _ = _median(scored)
     values = (row.per_image or {}).get("psnr") or []
@@ -204,7 +209,7 @@ def _median_victim(scored: Sequence[tuple[ResultRow, Path]]) -> str | None:
     return row.victims[_median(order)]
 
 
-def _plate(scored: Sequence[tuple[ResultRow, Path]], victim: str | None) -> Plate:
+def _plate(scored: Sequence[Trial], victim: str | None) -> Plate:
     """Returns the plate of the trial that attacked `victim`, or of the median one.
 
     Raises:
@@ -220,14 +225,14 @@ def _plate(scored: Sequence[tuple[ResultRow, Path]], victim: str | None) -> Plat
     if first >= len(truth):
         raise ReportError(f"{path}: holds {len(truth)} images where its row names {first + 1}")
     order = [first, *(at for at in range(len(truth)) if at != first)][:_PAIRS]
-    addresses = data_uris(truth[order], reconstruction[order])
+    both = _as_bytes(truth[order], reconstruction[order])
     values = psnr(reconstruction[order], truth[order]).tolist()
     height, width = truth.shape[-2:]
     factor = enlargement(height, width)
     return Plate(
         pairs=[
-            Pair(truth=a, reconstruction=b, psnr=value)
-            for (a, b), value in zip(addresses, values, strict=True)
+            Pair(pixels=(before, after), psnr=value)
+            for before, after, value in zip(*both, values, strict=True)
         ],
         hidden=len(truth) - len(order),
         width=width * factor,
@@ -251,28 +256,14 @@ def _as_bytes(truth: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:
     return shown[0], shown[1]
 
 
-NEAREST = 0
-"""Pillow's resampling that enlarges a pixel to a square of the same value."""
-
-
-def from_png(content: bytes) -> Image:
-    """Returns the image of a PNG file that was made here."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(content), formats=["PNG"]) as picture:
-        picture.load()
-        return picture
-
-
 def _uri(image: Tensor) -> str:
-    return "data:image/png;base64," + base64.b64encode(_png(image)).decode()
+    return "data:image/png;base64," + base64.b64encode(encode_png(image)).decode()
 
 
-def _png(image: Tensor) -> bytes:
+def encode_png(image: Tensor) -> bytes:
     """Encodes a (H, W, C) uint8 image as PNG."""
     from PIL import Image
 
     buffer = io.BytesIO()
-    picture: Image.Image = Image.fromarray(image.squeeze(2).numpy())
-    picture.save(buffer, format="PNG", optimize=True)
+    Image.fromarray(image.squeeze(2).numpy()).save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()

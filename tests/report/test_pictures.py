@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from fedsim.report import ReportError, save_grid, save_grids
-from fedsim.report.pictures import data_uris, reconstruction_file
+from fedsim.report.pictures import Pair, reconstruction_file
 from fedsim.results.reading import load_runs
 from fedsim.scoring import ScoringError
 
@@ -34,12 +34,11 @@ def test_grid_places_truth_above_reconstruction(tmp_path: Path) -> None:
 
 
 def test_data_addresses_hold_one_pixel_per_pixel() -> None:
-    truth = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
-    (first, _), (_, last) = data_uris(truth, 1 - truth)
-    for uri, image in ((first, truth[0]), (last, 1 - truth[1])):
+    own = torch.randint(256, (5, 7, 3), generator=torch.Generator().manual_seed(0)).byte()
+    pair = Pair(pixels=(own, 255 - own), psnr=0.0)
+    for uri, image in ((pair.truth, own), (pair.reconstruction, 255 - own)):
         content = base64.b64decode(uri.removeprefix("data:image/png;base64,"))
-        pixels = np.asarray(Image.open(io.BytesIO(content)))
-        assert np.array_equal(pixels, (image * 255).round().byte().permute(1, 2, 0))
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), image)
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -975,9 +975,9 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/targets/features.py:Features.guess", "public is None", "True", ROAD
         ),
         "a prior in the picture of what leaks": swap(
-            "fedsim/report/overview.py:strongest",
-            "lambda rows: (_is_informed(rows), _mean_psnr(rows))",
-            "_mean_psnr",
+            "fedsim/report/row.py:LeaderboardRow.standing",
+            "float(not self.blind)",
+            "0.0",
             "tests/report/test_overview.py",
         ),
         "a certificate is right from a cosine of 0.9": swap(
