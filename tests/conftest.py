@@ -1,4 +1,4 @@
-"""Marks: `slow` runs with --run-slow, `gpu` where torch has a CUDA device; runs without workers.
+"""Leaves out what is slow unless --run-slow asks for it; lets a module attack without workers.
 
 The suite runs in as many processes as there are cores (at most 4), so each computes on one thread;
 processes that tests start inherit it, since the number of threads decides the last bits of a sum.
@@ -14,15 +14,22 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 import pytest
 import torch
 
+LEFT_OUT = {"slow", "by_hand"}
+"""Marks without which the rest takes minutes on two cores; pyproject.toml says what each means."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-slow", action="store_true", help="also run tests that take minutes")
+    parser.addoption("--run-slow", action="store_true", help="also run slow and by_hand tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--run-slow"):
+        left_out = {
+            item for item in items if LEFT_OUT & {mark.name for mark in item.iter_markers()}
+        }
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if "slow" in item.keywords and not config.getoption("--run-slow"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes: needs --run-slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

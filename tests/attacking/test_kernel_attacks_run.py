@@ -37,7 +37,7 @@ SCENARIO: dict[str, Any] = {
 }
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.by_hand
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_what_a_page_shows_works(block: Block, place: Placing) -> None:
     check_block(block)
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run_one_after_another(page: str, place: Placing) -> None:
     """A command that is at work after `LIMIT` seconds, without an error, began as written.

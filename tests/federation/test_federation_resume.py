@@ -103,7 +103,7 @@ federate(Scenario.model_validate_json(sys.argv[1]), "topk", Path(sys.argv[2]), r
 """
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_kill_9_and_resume(tmp_path: Path) -> None:
     wanted = demanding()
     wanted = wanted.model_copy(

@@ -44,7 +44,7 @@ def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     check_scenario(demanding("local"))
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 @pytest.mark.parametrize("stack", STACKS)
 def test_each_engine_leaves_the_same_bytes(stack: str, tmp_path: Path) -> None:
     rounds: dict[str, list[dict[str, Any]]] = {}
@@ -54,7 +54,7 @@ def test_each_engine_leaves_the_same_bytes(stack: str, tmp_path: Path) -> None:
     assert contents(tmp_path / "simulation") == contents(tmp_path / "local")
 
 
-@pytest.mark.parametrize("engine", ["local", pytest.param("simulation", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["local", pytest.param("simulation", marks=pytest.mark.by_hand)])
 def test_a_client_that_fails_is_counted_and_the_others_go_on(engine: str, tmp_path: Path) -> None:
     """Its memory on disk is damaged after the first round."""
     wanted = demanding(engine, participation=1.0)
@@ -72,7 +72,7 @@ def test_a_client_that_fails_is_counted_and_the_others_go_on(engine: str, tmp_pa
     assert "cannot be read as safetensors" in records[1].details[0]
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_an_error_of_the_child_is_the_parents_error(tmp_path: Path) -> None:
     wrapper = "DifferentialPrivacyServerSideFixedClipping"
     parameters = {
@@ -113,7 +113,7 @@ federate(Scenario.model_validate_json(sys.argv[1]), "topk", Path(sys.argv[2]), r
 """
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_killed_or_interrupted_nothing_is_left_and_any_engine_goes_on(
     how: signal.Signals, tmp_path: Path

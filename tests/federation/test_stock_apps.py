@@ -62,7 +62,8 @@ def retrained(model: nn.Module, exchange: Exchange, testimony: Testimony) -> dic
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart", "advanced", "embedded", pytest.param("resnet", marks=pytest.mark.slow)]
+    "name",
+    ["quickstart", "advanced", "embedded", pytest.param("resnet", marks=pytest.mark.by_hand)],
 )
 def test_training_on_what_was_witnessed_gives_what_was_tapped(name: str, ran: Any) -> None:
     """Tap and witness together hold the whole truth: the same steps lead to the same answer."""

@@ -205,7 +205,7 @@ def of(sampling: Any, correlation: float, **changes: Any) -> PrivacyClaim:
         ("poisson", 0.0),
         ("balls_in_bins", 0.0),
         ("balls_in_bins", 0.5),
-        pytest.param("poisson", 0.5, marks=pytest.mark.slow),
+        pytest.param("poisson", 0.5, marks=pytest.mark.by_hand),
     ],
 )
 def test_the_ledger_claims_what_the_calculator_says(sampling: Any, correlation: float) -> None:

@@ -27,7 +27,7 @@ def test_a_mutation_applies_once_and_its_tests_are_there(mutation: Mutation) -> 
         assert (ROOT / test.partition("::")[0]).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 @by_name
 def test_the_mutation_is_killed(mutation: Mutation, tmp_path: Path) -> None:
     copy = tmp_path / "project"
@@ -42,7 +42,7 @@ def test_the_mutation_is_killed(mutation: Mutation, tmp_path: Path) -> None:
     assert done.returncode == 1 and " failed" in said, said
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_without_a_mutation_the_copy_passes(tmp_path: Path) -> None:
     """Or else every mutation would count as killed."""
     copy = tmp_path / "project"
@@ -68,8 +68,9 @@ def _copy(to: Path) -> None:
 def _pytest(copy: Path, tests: tuple[str, ...] | list[str]) -> subprocess.CompletedProcess[str]:
     # The copy's packages come before the installed ones, in children too.
     environment = {**os.environ, "PYTHONPATH": str(copy / "packages")}
+    options = ["-q", "-x", "-n0", "-p", "no:cacheprovider", "--run-slow", "-m", "not by_hand"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", *options, *tests],
         cwd=copy,
         env=environment,
         capture_output=True,

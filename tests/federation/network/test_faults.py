@@ -33,7 +33,7 @@ from fedsim.federation.network.node import _JOIN_SECONDS
 from fedsim.federation.network.up import RunningFederation, federation
 from fedsim.types import FedsimError, RunFailed
 
-slow = pytest.mark.slow
+by_hand = pytest.mark.by_hand
 FEDSIM = [sys.executable, "-m", "fedsim"]
 MARK = "FEDSIM_FAULTS"
 PATIENCE = 240.0
@@ -66,7 +66,7 @@ def without_network(written: Mapping[str, Any], out: Path) -> str:
     return checkpoint(out)
 
 
-@slow
+@by_hand
 def test_a_killed_superlink_costs_no_answer(tmp_path: Path) -> None:
     """The database has all that the SuperLink knew; the model is that of a run without a fault."""
     written = soak.scenario(rounds=3, nodes=2, timeout=120)
@@ -76,7 +76,7 @@ def test_a_killed_superlink_costs_no_answer(tmp_path: Path) -> None:
     assert not report.processes and not report.temporary
 
 
-@slow
+@by_hand
 def test_kills_and_stops_of_nodes_and_gate(tmp_path: Path) -> None:
     faults = {
         2: soak.kill_node(0),
@@ -103,7 +103,7 @@ def forget(there: RunningFederation) -> None:
     soak.kill_superlink(there)
 
 
-@slow
+@by_hand
 def test_a_superlink_that_forgets_ends_the_run_and_it_can_be_resumed(tmp_path: Path) -> None:
     out, timeout = tmp_path / "out", 30.0
     written = soak.scenario(rounds=6, nodes=2, timeout=timeout)
@@ -239,7 +239,7 @@ def liar_command(there: RunningFederation, folder: Path, kind: str, client: int)
     ]
 
 
-@slow
+@by_hand
 def test_nodes_that_lie_are_left_out(tmp_path: Path) -> None:
     """The one honest node's update is all that is aggregated, and each lie has its reason."""
     kinds = {
@@ -268,7 +268,7 @@ def test_nodes_that_lie_are_left_out(tmp_path: Path) -> None:
         }
 
 
-@slow
+@by_hand
 def test_a_node_that_floods_the_gate_is_late(tmp_path: Path) -> None:
     written = soak.scenario(rounds=2, nodes=2, timeout=60)
     out = tmp_path / "out"
@@ -310,7 +310,7 @@ def fill(folder: Path) -> Path:
     return path
 
 
-@slow
+@by_hand
 def test_a_full_disk_at_a_node_costs_its_answers_only(tmp_path: Path) -> None:
     written = soak.scenario(rounds=8, nodes=2, timeout=30)
     out = tmp_path / "out"
@@ -342,7 +342,7 @@ def test_a_full_disk_at_a_node_costs_its_answers_only(tmp_path: Path) -> None:
     assert found[-1]["aggregated"] == 2
 
 
-@slow
+@by_hand
 def test_a_full_disk_at_the_runner_ends_the_run_and_it_can_be_resumed(tmp_path: Path) -> None:
     written = soak.scenario(rounds=6, nodes=2, timeout=30)
     with (
@@ -367,7 +367,7 @@ def test_a_full_disk_at_the_runner_ends_the_run_and_it_can_be_resumed(tmp_path: 
         assert checkpoint(out) == without_network(written, tmp_path / "local")
 
 
-@slow
+@by_hand
 def test_a_second_run_does_not_disturb_the_first(tmp_path: Path) -> None:
     first = soak.scenario(rounds=8, nodes=2, timeout=60)
     second = {**soak.scenario(rounds=3, nodes=2, timeout=60), "seed": 4}
@@ -409,7 +409,7 @@ def begin(folder: Path, mark: str, *more: str) -> subprocess.Popen[bytes]:
         )
 
 
-@slow
+@by_hand
 @pytest.mark.parametrize("when", ["starting", "training"])
 @pytest.mark.parametrize(
     ("number", "status"),
@@ -431,7 +431,7 @@ def test_whatever_ends_it_nothing_is_left(
         assert "--resume" in (tmp_path / "up.log").read_text()
 
 
-@slow
+@by_hand
 @pytest.mark.parametrize(
     ("more", "status"), [([], 0), (["--set", "data.source=csv"], 2)], ids=["success", "error"]
 )
@@ -449,7 +449,7 @@ def nothing_left(folder: Path, mark: str) -> None:
     assert soak.left_in(folder / "tmp") == []
 
 
-@slow
+@by_hand
 def test_a_key_that_is_refused_gives_up(tmp_path: Path) -> None:
     """One that nobody registered, and that of a node that is there, which is not disturbed."""
     with bare_federation(tmp_path) as there:

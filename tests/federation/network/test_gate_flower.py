@@ -147,7 +147,7 @@ def test_a_supernode_registers_heartbeats_and_pulls(federation: Federation) -> N
     assert not federation.log.read_text()
 
 
-@pytest.mark.slow  # `test_a_stranger_is_no_node` asks the same without a process
+@pytest.mark.by_hand  # `test_a_stranger_is_no_node` asks the same without a process
 def test_a_supernode_with_another_key_is_refused(federation: Federation) -> None:
     assert federation.link.authority
     command = ["flower-supernode", "--superlink", federation.gate, "--isolation", "process"]

@@ -22,7 +22,7 @@ from fedsim.federation.network.link import Link
 from fedsim.recording.files import load_observation
 from fedsim.types import FedsimError, Tensors
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("attacks_here")]
+pytestmark = [pytest.mark.by_hand, pytest.mark.usefixtures("attacks_here")]
 
 SCENARIO: dict[str, Any] = {
     "name": "wire",

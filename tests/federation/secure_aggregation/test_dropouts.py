@@ -49,7 +49,7 @@ def test_drops_from_a_ring(gone: int, is_open: bool, monkeypatch: pytest.MonkeyP
     assert _outcome(of(20), [set(), set(), set(range(gone)), set(), {19}]) == is_open
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_drops_from_the_ring_of_a_hundred() -> None:
     away = np.random.default_rng(100).permutation(100)[:5]
     gone = [set(part.tolist()) for part in np.array_split(away, _STAGES)]
