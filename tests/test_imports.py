@@ -73,7 +73,7 @@ PRIVACY: dict[str, set[str]] = {
     "calculator": {"contract"},
     "plot": {"calculator", "contract"},
     "ledger": {"composition", "mechanisms", "numerics"},
-    "dp_sgd": {"contract", "ledger", "numerics"},
+    "dp_sgd": {"baselines", "contract", "ledger", "numerics"},
 }
 """Each folder and file within `fedsim/privacy`, and those that it may import."""
 FREE = {"acceptance", "assessment", "deploying", "pipeline", "stages", "cli", "__main__", ""}

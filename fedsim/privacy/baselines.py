@@ -14,6 +14,10 @@ Constraint, CCS 2016). The bound on I here is our own: a mutual information is a
 Kullback-Leibler divergence from the release without the row, which for a row of leverage p and r
 columns is r (p / (1 - p) + log(1 - p)) / 2.
 
+*Independent noise* (`kan_independent_epsilon`). The same paper as below, Theorem 5.4 (D.9). It is
+Lemma D.7's "dominant term" of the Rényi divergences of a batch of fixed size (Wang, Balle and
+Kasiviswanathan, AISTATS 2019), which is no bound where the noise is small or the order high.
+
 *Correlated noise* (`kan_noise`), as far as it is proven. Population Risk Bounds for
 Kolmogorov-Arnold Networks Trained by DP-SGD with Correlated Noise, 2026, Theorem F.12 (Theorem 5.1
 in the body). Its constants are rebuilt: the published text has lost its formulas. Its tail bound
@@ -91,6 +95,26 @@ def mutual_information_leverage(delta: float, r: float) -> float:
 
     odds = float(np.exp(solve(excess, np.array(-800.0), np.array(5.0))))
     return odds / (1 + odds)
+
+
+KAN_INDEPENDENT_METHOD = "Theorem 5.4 of the KAN paper"
+
+
+def kan_independent_epsilon(
+    noise: float, delta: float, *, steps: int, sampling_rate: float
+) -> float:
+    """Computes the ε that Theorem 5.4 states for independent noise; neighbours replace one example.
+
+    Each step has divergences 8 q² α / σ², taken at α = 1 + 2 ln(1/δ) / ε, with half of ε for them
+    and half for ln(1/δ) / (α - 1). It is the theorem's claim, and false of short runs: only with a
+    proven bound beside it may it be stated.
+
+    >>> round(kan_independent_epsilon(8.0, 1e-5, steps=1000, sampling_rate=0.01), 4)
+    0.772
+    """
+    # σ² ε² = 16 q² T (ε + 2 ln(1/δ)), solved for ε.
+    spent = 16 * steps * sampling_rate**2 / noise**2
+    return (spent + math.sqrt(spent**2 - 8 * spent * math.log(delta))) / 2
 
 
 KAN_METHOD = "Theorem F.12 of the KAN paper (its Gaussian step exact where the paper's falls short)"

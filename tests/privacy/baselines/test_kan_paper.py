@@ -9,10 +9,13 @@ import math
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from scipy.stats import beta, norm
 
 from fedsim.privacy import baselines
 from fedsim.privacy.composition import correlated
+from fedsim.privacy.contract import Answer
+from fedsim.privacy.dp_sgd import DPSGDCurve
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
@@ -120,18 +123,6 @@ def test_f12_counts_correlation_as_if_all_participations_were_in_a_row() -> None
     assert apart == pytest.approx(1 / math.sqrt(1 - lam**2))
 
 
-def independent_noise(epsilon: float, delta: float, steps: int, rate: float) -> float:
-    """The noise multiplier that Theorem 5.4 (D.9) asks for without correlation.
-
-    Each step has Rényi divergences 8 q² α / σ² (Lemma D.7, "dominant term": Wang, Balle and
-    Kasiviswanathan's bound for a sensitivity of 2), taken at α = 1 + 2 ln(1/δ) / ε, with half of ε
-    for them and half for ln(1/δ) / (α - 1). Neighbours differ by a replacement, where Theorem F.12
-    has a contribution exchanged for zero.
-    """
-    order = 1 + 2 * math.log(1 / delta) / epsilon
-    return rate * math.sqrt(16 * steps * order / epsilon)
-
-
 def test_theorems_5_4_and_5_1_do_not_join_as_correlation_vanishes() -> None:
     """λ -> 0 must end at λ = 0; theirs is off by a factor that grows like 1 / sqrt(q)."""
 
@@ -139,7 +130,45 @@ def test_theorems_5_4_and_5_1_do_not_join_as_correlation_vanishes() -> None:
         steps = round(100 / rate)  # as many participations
         shape = {"steps": steps, "sampling_rate": rate}
         vanishing = baselines.kan_noise(0.5, 1e-5, **shape, correlation=1e-12)
-        return vanishing / independent_noise(0.5, 1e-5, steps, rate)
+        order = 1 + 2 * math.log(1e5) / 0.5
+        independent = rate * math.sqrt(16 * steps * order / 0.5)
+        found = baselines.kan_independent_epsilon(independent, 1e-5, **shape)
+        assert found == pytest.approx(0.5)
+        return vanishing / independent
 
     assert jump(0.01) > 3
     assert jump(0.0001) / jump(0.01) == pytest.approx(10)
+
+
+def test_theorem_5_4_is_false_of_short_runs() -> None:
+    """A single step: one example in a hundred is seen behind the noise that it asks for."""
+    rate, delta = 0.01, 1e-5
+    noise = rate * math.sqrt(16 * (1 + 2 * math.log(1 / delta)))
+    shape = {"steps": 1, "sampling_rate": rate}
+    claimed = baselines.kan_independent_epsilon(noise, delta, **shape)
+    assert claimed == pytest.approx(EPSILON)
+    # batches of one; all other gradients are 0, the example's is +1 or, replaced, -1
+    present, replaced = ({0.0: 1 - rate, place / noise: rate} for place in (1.0, -1.0))
+    assert hockey_stick(present, replaced) > 900 * delta
+
+
+def test_its_variant_states_no_less_than_the_ledger_proves() -> None:
+    def stated(variant: str, rounds: int, batch_size: int, noise: float) -> Answer:
+        keys = {"examples": 10_000, "rounds": rounds, "batch_size": batch_size, "variant": variant}
+        return DPSGDCurve.model_validate({**keys, "noise_multiplier": noise}).epsilon(1e-5)
+
+    long, short = ((1000, 100, 8.0), (1, 100, 0.2))
+    assert stated("paper", *long).method == baselines.KAN_INDEPENDENT_METHOD
+    assert stated("paper", *long).epsilon > stated("exact", *long).epsilon
+    assert stated("paper", *short).epsilon == stated("exact", *short).epsilon > 2
+    with pytest.raises(ValidationError, match="without_replacement"):
+        DPSGDCurve.model_validate(
+            {
+                "examples": 100,
+                "rounds": 1,
+                "batch_size": 10,
+                "noise_multiplier": 1,
+                "sampling": "poisson",
+                "variant": "paper",
+            }
+        )
