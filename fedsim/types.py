@@ -194,6 +194,21 @@ class ModelSpec(InputSpec):
         """Manipulation of the model by the server."""
         return server_of(self.parameters)
 
+    def as_model(self, id: str) -> ModelSpec:
+        """Returns the description itself; `id` is the observation's."""
+        return self
+
+    def as_release(self, id: str) -> ReleaseSpec:
+        """Refuses to be a release.
+
+        Raises:
+            FedsimError: always.
+        """
+        raise FedsimError(
+            f"{id} is an update of model {self.name}, and not what a closed-form learner released; "
+            "use an attack on updates (`fedsim list attacks`)"
+        )
+
 
 def watcher_of(vantage: str) -> str:
     """Returns the watcher at a `vantage`; the `aggregate` is seen by a server, too."""
@@ -249,6 +264,21 @@ class ReleaseSpec:
     def payload(self) -> Payload:
         """The kind of release."""
         return self.kind
+
+    def as_model(self, id: str) -> ModelSpec:
+        """Refuses to be a model.
+
+        Raises:
+            FedsimError: always.
+        """
+        raise FedsimError(
+            f"{id} is what learner {self.learner} released, and of no model; use an attack that "
+            "reads such releases (`fedsim list attacks`)"
+        )
+
+    def as_release(self, id: str) -> ReleaseSpec:
+        """Returns the description itself; `id` is the observation's."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,12 +430,7 @@ class Observation:
         Raises:
             FedsimError: none was.
         """
-        if not isinstance(self.spec, ModelSpec):
-            raise FedsimError(
-                f"{self.id} is what learner {self.spec.learner} released, and of no model; use an "
-                "attack that reads such releases (`fedsim list attacks`)"
-            )
-        return self.spec
+        return self.spec.as_model(self.id)
 
     @property
     def release(self) -> ReleaseSpec:
@@ -414,12 +439,7 @@ class Observation:
         Raises:
             FedsimError: it is the update of a model.
         """
-        if not isinstance(self.spec, ReleaseSpec):
-            raise FedsimError(
-                f"{self.id} is an update of model {self.spec.name}, and not what a closed-form "
-                "learner released; use an attack on updates (`fedsim list attacks`)"
-            )
-        return self.spec
+        return self.spec.as_release(self.id)
 
     @property
     def payload(self) -> Payload:

@@ -15,6 +15,7 @@ every residual block through a linear projection. Ulyanov et al., Deep Image Pri
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, final
 
@@ -233,39 +234,45 @@ _COPYING = 100
 """Steps in which a U-Net learns to draw given images."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrawingSettings:
+    """Variables that are optimized, and the steps that Adam takes in them."""
+
+    canvas: Canvas
+    iterations: int
+    """Number of steps over which the step size falls."""
+    width: int = 0
+    """Channels of the U-Net at full resolution; unused by other canvases."""
+    rate: float | None = None
+    """Step size of Adam; None is 0.001 for the U-Net and 0.1 for pixels."""
+    decay: Decay = "steps"
+
+
 @final
 class Drawing:
     """Draws normalized images, and descends in what they are drawn from."""
 
     def __init__(
         self,
-        canvas: Canvas,
+        settings: DrawingSettings,
         count: int,
         spec: ModelSpec,
         *,
-        features: Tensor | None,
-        width: int,
-        rate: float | None,
-        iterations: int,
-        seed: int,
+        features: Tensor | None = None,
+        seed: int = 0,
         rng: torch.Generator,
         device: torch.device,
-        decay: Decay = "steps",
     ) -> None:
         """Starts at random pixels, or at a U-Net of random weights.
 
         Args:
-            canvas: variables that are optimized.
+            settings: variables and steps.
             count: number of images N.
             spec: the victim's model, for the images' shape and normalization.
             features: (N, d) that the U-Net is given; None if there are none.
-            width: channels of the U-Net at full resolution.
-            rate: step size of Adam; None is 0.001 for the U-Net and 0.1 for pixels.
-            iterations: number of steps over which the step size falls.
             seed: seed of the U-Net's weights and input.
             rng: source of the first pixels.
             device: where the images lie.
-            decay: how the step size falls.
         """
         self._spec, self._features = spec, features
         self.box = valid_range(spec, torch.zeros((), device=device))
@@ -273,9 +280,9 @@ class Drawing:
         self._pixels: Tensor | None = None
         self._network: UNet | None = None
         self._pyramid: Pyramid | None = None
-        if canvas != "unet":
+        if settings.canvas != "unet":
             start = torch.randn(count, *spec.input_shape, generator=rng).to(device)
-            if canvas == "pyramid":
+            if settings.canvas == "pyramid":
                 self._pyramid = Pyramid(start.mul_(_PYRAMID_START), betas=(0.9, 0.99))
             else:
                 start.requires_grad_()
@@ -285,12 +292,12 @@ class Drawing:
             told = 0 if features is None else features.shape[1]
             # Layers draw their weights from torch's global stream, which is put back afterwards.
             with streams.global_stream(seed):
-                self._network = UNet(count, spec.input_shape, told, width).to(device)
+                self._network = UNet(count, spec.input_shape, told, settings.width).to(device)
             variables = list(self._network.parameters())
-        self._rate = _RATES[canvas] if rate is None else rate
+        self._rate = _RATES[settings.canvas] if settings.rate is None else settings.rate
         self._variables = variables
         self._optimizer = self._make_optimizer(self._rate)
-        self._decay, self._iterations, self._done = decay, iterations, 0
+        self._settings, self._done = settings, 0
 
     def draw(self) -> Tensor:
         """Draws normalized images (N, C, H, W), differentiable in what is optimized."""
@@ -315,8 +322,8 @@ class Drawing:
 
     def step(self, drawn: Tensor, slope: Tensor) -> None:
         """Takes a step of Adam, given the gradient in the images `drawn`; pixels stay valid."""
-        done = self._done / self._iterations
-        fall = half_cosine(done, _FINAL) if self._decay == "cosine" else stepped(done)
+        done = self._done / self._settings.iterations
+        fall = half_cosine(done, _FINAL) if self._settings.decay == "cosine" else stepped(done)
         self._done += 1
         if self._pyramid is not None:
             self._pyramid.step(slope, self._rate * fall)

@@ -19,7 +19,11 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
+from fedsim_attacks.gradient_matching._drawing import (
+    Canvas,
+    Drawing,
+    DrawingSettings,
+)
 from fedsim_attacks.gradient_matching._image_priors import (
     VARIATIONS,
     expose,
@@ -68,13 +72,14 @@ class PriorOnly(IterativeAttack[Drawn]):
         """Draws random weights or pixels; of the observation only the images' shape is used."""
         device = next(iter(observation.parameters.values())).device
         drawing = Drawing(
-            self.prior,
+            DrawingSettings(
+                canvas=self.prior,
+                iterations=self.iterations,
+                width=self.width,
+                rate=self.learning_rate,
+            ),
             observation.num_images,
             observation.model,
-            features=None,
-            width=self.width,
-            rate=self.learning_rate,
-            iterations=self.iterations,
             seed=int(torch.randint(2**31, (), generator=rng)),
             rng=rng,
             device=device,

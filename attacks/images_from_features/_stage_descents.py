@@ -21,6 +21,7 @@ present maps.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -159,6 +160,17 @@ LEAST_CLEAR = 1e-3
 """Share of the update that is not noise, at least: less cannot be told from none."""
 
 
+@dataclass(frozen=True, eq=False)
+class StageInputs:
+    """Inputs of all stages, from which a descent over them starts."""
+
+    images: Tensor
+    """(N, C, H, W), normalized: inputs of the first stage."""
+    maps: list[Tensor]
+    """Inputs of all other stages, up to a factor for each image; without any, those that `images`
+    lead to."""
+
+
 @final
 class Relaxation:
     """The misfit of images together with the maps between stages, which every call updates."""
@@ -168,8 +180,7 @@ class Relaxation:
         observation: Observation,
         staged: StagedBody,
         target: StageTarget,
-        images: Tensor,
-        maps: list[Tensor],
+        start: StageInputs,
         *,
         noise: float,
         later: LaterSteps | None,
@@ -181,9 +192,7 @@ class Relaxation:
             observation: what the server saw, as one gradient.
             staged: the body in stages.
             target: features and their error signals.
-            images: normalized images (N, C, H, W) to start from.
-            maps: inputs of all stages but the first, up to a factor for each image; without any,
-                those that `images` lead to.
+            start: inputs to start from.
             noise: share of the body's update that is noise, in [0, 1].
             later: what later steps add; None for an update of one step.
             steps: number of calls that there will be.
@@ -204,7 +213,7 @@ class Relaxation:
         # A tape would go on as before a correction.
         replayed = pays(steps, target.outputs.device) and later is None
         self._slopes = Tape(self._differentiate) if replayed else self._differentiate
-        self.maps, distances = self._initial_maps(images, maps, min(_FAR, _CLEAR * clear**0.25))
+        self.maps, distances = self._initial_maps(start, min(_FAR, _CLEAR * clear**0.25))
         self.step_size = _SHARE * distances[0]
         """Step size of images at first, in units of normalized pixels."""
         sizes = [
@@ -258,16 +267,16 @@ class Relaxation:
         return update.detach(), distance.detach(), *(each.contiguous() for each in slopes)
 
     def _initial_maps(
-        self, images: Tensor, maps: list[Tensor], unknown_distance: float
+        self, start: StageInputs, unknown_distance: float
     ) -> tuple[list[Tensor], list[float]]:
         """Prepares maps to start from, and how far each is from what the stage before makes."""
-        if not maps:
-            between = self._staged.maps(images)[1:-1]
+        if not start.maps:
+            between = self._staged.maps(start.images)[1:-1]
             return [each.clone().requires_grad_() for each in between], [unknown_distance] * len(
                 between
             )
-        entering, initial, distances = images, [], []
-        for stage, each in zip(self._staged.stages, maps, strict=False):
+        entering, initial, distances = start.images, [], []
+        for stage, each in zip(self._staged.stages, start.maps, strict=False):
             with torch.no_grad():
                 outputs_made = stage.part.function(entering)
             # Peeling leaves a map a factor for each image, which the stage before tells.

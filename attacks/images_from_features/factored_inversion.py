@@ -65,6 +65,7 @@ from fedsim_attacks.images_from_features._image_prior import ImageDistribution, 
 from fedsim_attacks.images_from_features._stage_descents import (
     LEAST_CLEAR,
     Relaxation,
+    StageInputs,
     StagePeeling,
 )
 from fedsim_attacks.images_from_features._stages import StagedBody
@@ -373,8 +374,7 @@ class Phases:
             self._as_one,
             self._staged,
             StageTarget(features, known.errors, known.scale),
-            images,
-            maps,
+            StageInputs(images, maps),
             noise=noise_share(self._as_one, self._head),
             later=self._later_steps(known),
             steps=iterations,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,12 @@ from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._drawing import Canvas, Decay, Drawing
+from fedsim_attacks.gradient_matching._drawing import (
+    Canvas,
+    Decay,
+    Drawing,
+    DrawingSettings,
+)
 from fedsim_attacks.gradient_matching._image_priors import (
     VARIATIONS,
     ForwardPrior,
@@ -183,33 +188,31 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         matching = Matching(
             observation, calls=self.iterations, width=self.jump_width, tensors=self.tensors
         )
-        settings: dict[str, Any] = {
-            "features": None if told.features is None else _scaled(told.features),
-            "width": self.width,
-            "seed": seed,
-            "rng": rng,
-            "device": matching.device,
-            "decay": self.decay,
-        }
-        count, spec, unet = observation.num_images, observation.model, None
-        pixels = self._pixel_iterations
-        if pixels:
-            unet = Drawing(
-                "unet",
-                count,
-                spec,
-                rate=self.learning_rate,
-                iterations=self.iterations - pixels,
-                **settings,
+
+        def draw_by(canvas: Canvas, iterations: int, rate: float | None) -> Drawing:
+            settings = DrawingSettings(
+                canvas=canvas,
+                iterations=iterations,
+                width=self.width,
+                rate=rate,
+                decay=self.decay,
             )
-        drawing = Drawing(
-            "pyramid" if pixels else self.prior,
-            count,
-            spec,
-            rate=None if pixels else self.learning_rate,
-            iterations=pixels or self.iterations,
-            **settings,
-        )
+            return Drawing(
+                settings,
+                observation.num_images,
+                observation.model,
+                features=None if told.features is None else _scaled(told.features),
+                seed=seed,
+                rng=rng,
+                device=matching.device,
+            )
+
+        pixels, unet = self._pixel_iterations, None
+        if pixels:
+            unet = draw_by("unet", self.iterations - pixels, self.learning_rate)
+            drawing = draw_by("pyramid", pixels, None)
+        else:
+            drawing = draw_by(self.prior, self.iterations, self.learning_rate)
         wanted, body = None, self._body(observation, told)
         if told.features is not None and body is None:
             wanted = KnownFeatures(told.features, self.features, told.trust)

@@ -23,7 +23,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import denormalize
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._drawing import Drawing
+from fedsim_attacks.gradient_matching._drawing import Drawing, DrawingSettings
 from fedsim_attacks.gradient_matching._image_priors import (
     ForwardPrior,
     KnownFeatures,
@@ -163,14 +163,9 @@ class CocktailParty(IterativeAttack[Unmixing]):
             features = self._unmix(state).features
             assert features is not None
             drawing = Drawing(
-                "pixel",
+                DrawingSettings(canvas="pixel", iterations=self.image_iterations),
                 len(features),
                 state.observation.model,
-                features=None,
-                width=0,
-                rate=None,
-                iterations=self.image_iterations,
-                seed=0,
                 rng=state.rng,
                 device=features.device,
             )

@@ -196,9 +196,11 @@ class Learner(Plugin):
 
     data: ClassVar[type[Dataset] | type[Table]]
     """Kind of data source that it computes from."""
-    trains: ClassVar[bool]
-    """Whether it trains a model over rounds, as `training` says. One that does not releases once
+    trains: ClassVar[bool] = False
+    """Whether it trains a model over rounds, see `TrainingLearner`. One that does not releases once
     (`training.rounds: 1`), from all of a client's data, and its server takes the plain mean."""
+    section: ClassVar[str] = "learner"
+    """Section of the scenario that a refusal of `start` names."""
     reads_features: ClassVar[bool] = False
     """Whether a learner that trains nothing computes from the features of a frozen model, if the
     scenario names one (`model`, `training.weights`)."""
@@ -207,15 +209,17 @@ class Learner(Plugin):
         """Returns `data` as the learner computes from them.
 
         Raises:
-            FedsimError: it trains a model, and the data have no classes.
+            FedsimError: the data lack what it computes from, such as classes.
         """
-        # A model is trained on features and classes; a closed-form learner reads a table's rows as
-        # such.
-        return data.labelled() if self.trains and self.data is Dataset else data
+        return data
 
     def payload(self) -> Payload | None:
         """Returns the kind of what clients send; None if no attack reads it."""
-        return "update" if self.trains else None
+        return None
+
+    def least_examples(self, training: LocalTraining) -> int:
+        """Returns the number of examples that a client has to hold at least."""
+        return 1
 
     @abstractmethod
     def start(self, problem: Problem) -> Computation:
@@ -224,3 +228,26 @@ class Learner(Plugin):
         Raises:
             FedsimError: it does not fit the data or the model.
         """
+
+
+class TrainingLearner(Learner):
+    """Defines a learner that trains a model over rounds, as `training` says."""
+
+    trains: ClassVar[bool] = True
+    section: ClassVar[str] = "model"
+
+    def view(self, data: Dataset | Table) -> Dataset | Table:
+        """Returns a table as features and classes, since a model is trained on these.
+
+        Raises:
+            FedsimError: the data have no classes.
+        """
+        return data.labelled() if self.data is Dataset else data
+
+    def payload(self) -> Payload | None:
+        """Returns `update`."""
+        return "update"
+
+    def least_examples(self, training: LocalTraining) -> int:
+        """Returns the batch size: each client has to fill a batch without replacement."""
+        return training.batch_size

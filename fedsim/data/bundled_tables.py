@@ -11,7 +11,7 @@ from typing import ClassVar, final
 import torch
 from pydantic import field_validator
 
-from fedsim.data.rows import RangeColumn, TableSource
+from fedsim.data.rows import RangeColumn, TableSource, TargetColumn
 from fedsim.types import Table
 
 _NUCLEUS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
@@ -86,10 +86,12 @@ class BreastCancer(TableSource):
             "breast_cancer",
             torch.from_numpy(data.data).double()[:, indices],
             tuple(_CELLS[i] for i in indices),
-            # scikit-learn codes malignant as 0 and benign as 1.
-            torch.from_numpy(data.target).double() * 2 - 1,
-            "diagnosis",
-            ("malignant", "benign"),
+            TargetColumn(
+                "diagnosis",
+                # scikit-learn codes malignant as 0 and benign as 1.
+                torch.from_numpy(data.target).double() * 2 - 1,
+                ("malignant", "benign"),
+            ),
             private_statistics=(),
         )
 
@@ -114,8 +116,8 @@ class Diabetes(TableSource):
             "diabetes",
             torch.from_numpy(data.data).double(),
             _PATIENTS,
-            _PROGRESSION.scale(torch.from_numpy(data.target).double()),
-            _PROGRESSION.name,
-            None,
+            TargetColumn(
+                _PROGRESSION.name, _PROGRESSION.scale(torch.from_numpy(data.target).double())
+            ),
             private_statistics=(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -90,6 +91,17 @@ def require_distinct(column: str, texts: tuple[str, ...]) -> None:
         raise ValueError(f"column {column}: {twice[0]!r} is declared twice; remove one")
 
 
+@dataclass(frozen=True, eq=False)
+class TargetColumn:
+    """The column that is predicted, with its values scaled."""
+
+    name: str
+    values: Tensor
+    """(n,) in [-1, 1]."""
+    classes: tuple[str, ...] | None = None
+    """Names of the target's classes; None if it is a number."""
+
+
 class TableSource(DataSource):
     """A table: features and a target, each scaled to [-1, 1] by its declared range.
 
@@ -110,9 +122,7 @@ class TableSource(DataSource):
         name: str,
         features: Tensor,
         columns: tuple[RangeColumn | CategoryColumn, ...],
-        target: Tensor,
-        target_name: str,
-        classes: tuple[str, ...] | None,
+        target: TargetColumn,
         client_of: Tensor | None = None,
         *,
         private_statistics: tuple[str, ...] | None = None,
@@ -124,9 +134,7 @@ class TableSource(DataSource):
             name: name of the source.
             features: (n, d) raw values, or numbers of categories.
             columns: the features' names and ranges, or categories.
-            target: (n,) on [-1, 1].
-            target_name: name of the target's column.
-            classes: names of the target's classes; None if it is a number.
+            target: the target's name, values and classes.
             client_of: (n,) each row's client, counted from 0; None if the source does not know.
             private_statistics: see `Table`; empty if neither ranges nor classes follow from rows.
             split_by_row: whether a row's split follows from that row alone.
@@ -138,11 +146,11 @@ class TableSource(DataSource):
         for i, column in enumerate(columns):
             entries |= column.entries(features[:, i])
         if self.intercept:
-            entries["intercept"] = torch.ones_like(target)
-        rows = torch.stack([*entries.values(), target], dim=1)
+            entries["intercept"] = torch.ones_like(target.values)
+        rows = torch.stack([*entries.values(), target.values], dim=1)
         # Maps [-1, 1] to 0, ..., K - 1. Without classes the factor is 0, and all rows are split as
         # one class.
-        labels = ((target + 1) / 2 * (len(classes or ".") - 1)).round().long()
+        labels = ((target.values + 1) / 2 * (len(target.classes or ".") - 1)).round().long()
         if split_by_row:
             contents = (row.numpy().tobytes() for row in rows)
             train, test = split_by_content(contents, _TEST_FRACTION, name)
@@ -161,10 +169,10 @@ class TableSource(DataSource):
             train_rows=bound_rows(rows[train], bound),
             train_labels=labels[train],
             test_rows=rows[test],
-            columns=(*entries, target_name),
+            columns=(*entries, target.name),
             feature_columns=tuple(column.describe() for column in columns),
             row_norm=bound,
-            classes=classes,
+            classes=target.classes,
             intercept=self.intercept,
             client_of=None if client_of is None else client_of[train],
             private_statistics=private_statistics,

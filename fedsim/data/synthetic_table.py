@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field
 
-from fedsim.data.rows import RangeColumn, TableSource
+from fedsim.data.rows import RangeColumn, TableSource, TargetColumn
 from fedsim.types import Table
 
 _SPREAD = 1 / 3
@@ -48,8 +48,6 @@ class SyntheticTable(TableSource):
             "synthetic_table",
             x,
             columns,
-            target.clamp(-1, 1),
-            "y",
-            None,
+            TargetColumn("y", target.clamp(-1, 1)),
             private_statistics=(),
         )

@@ -14,7 +14,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from fedsim.data.rows import CategoryColumn, RangeColumn, TableSource, require_distinct
+from fedsim.data.rows import (
+    CategoryColumn,
+    RangeColumn,
+    TableSource,
+    TargetColumn,
+    require_distinct,
+)
 from fedsim.system import paths
 from fedsim.types import FedsimError, Table
 from fedsim.words import number_of
@@ -97,9 +103,7 @@ class TableFile(TableSource):
             "table",
             torch.tensor(features, dtype=torch.float64),
             self.features,
-            self.target.scale(raw),
-            self.target.name,
-            classes,
+            TargetColumn(self.target.name, self.target.scale(raw), classes),
             torch.tensor(owners, dtype=torch.int64) if owners else None,
             private_statistics=(),
             split_by_row=True,

@@ -42,7 +42,6 @@ class LeastSquares(Learner):
         "Lemma 1)"
     )
     data = Table
-    trains = False
 
     method: Method = "sketch"
     columns: Annotated[int, Field(ge=1, le=1_000_000)] | None = None

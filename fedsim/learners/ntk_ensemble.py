@@ -63,7 +63,6 @@ class NTK(Learner):
         "Regression, sections 3.3 and 3.4, Algorithm 2"
     )
     data = Dataset
-    trains = False
     reads_features = True
 
     kernel: Literal["discrete", "continuous"] = "discrete"

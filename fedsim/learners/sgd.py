@@ -18,9 +18,9 @@ from fedsim.contracts.learner import (
     Computation,
     Computed,
     Evaluation,
-    Learner,
     Problem,
     Request,
+    TrainingLearner,
     model_spec,
 )
 from fedsim.contracts.stack import Stack
@@ -50,7 +50,7 @@ _EVALUATION_BATCH = 256
 
 
 @final
-class SGD(Learner):
+class SGD(TrainingLearner):
     """Trains a model on images or a table by stochastic gradient descent, as `training` says.
 
     A client releases a gradient (fedsgd) or the change of its weights (fedavg); the server moves
@@ -58,7 +58,6 @@ class SGD(Learner):
     """
 
     data = Dataset
-    trains = True
 
     def start(self, problem: Problem) -> Computation:
         """Binds the learner to one stack's federation.

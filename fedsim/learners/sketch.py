@@ -29,7 +29,6 @@ class Sketch(Learner):
         "and its Application to Privacy-Preserving Machine Learning, section 5"
     )
     data = Table
-    trains = False
 
     columns: Annotated[int, Field(ge=1, le=1_000_000)]
     """r, the number of columns. Estimates err by 1/sqrt(r); more columns cost more privacy."""

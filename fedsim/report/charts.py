@@ -39,37 +39,45 @@ class Series:
     """Further points, each as a ring."""
 
 
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a chart."""
+
+    name: str
+    ends: Span | None = None
+    """Least and largest value on it; by default those of the points."""
+    counts: bool = False
+    """Whether it counts, so that only whole numbers are on it."""
+    least: float = 0.0
+    """Length that it has at least, so that noise does not look like a difference."""
+
+    def range_of(self, values: Sequence[float]) -> Span:
+        """Returns the ends of the axis for a chart of these values."""
+        return self.ends or _pad(values, self.least)
+
+    def ticks(self, ends: Span) -> list[float]:
+        """Returns the values that are written at the axis."""
+        return [tick for tick in _ticks(*ends) if not self.counts or tick.is_integer()]
+
+
 def chart(
-    series: Sequence[Series],
-    *,
-    across: str,
-    up: str,
-    description: str,
-    x_range: Span | None = None,
-    y_range: Span | None = None,
-    diagonal: bool = False,
-    counts: bool = False,
-    least: tuple[float, float] = (0.0, 0.0),
+    series: Sequence[Series], *, across: Axis, up: Axis, description: str, diagonal: bool = False
 ) -> Markup:
     """Returns a chart as SVG.
 
     Args:
-        series: What is drawn.
-        across: Name of the horizontal axis.
-        up: Name of the vertical axis.
-        description: For those who cannot see it.
-        x_range: Ends of the horizontal axis; by default those of the points.
-        y_range: Likewise of the vertical axis.
+        series: Marks to draw.
+        across: Horizontal axis.
+        up: Vertical axis.
+        description: Text for those who cannot see it.
         diagonal: Whether a dashed line marks equal values; else it marks zero of the vertical axis.
-        counts: Whether the horizontal axis counts, so that only whole numbers are on it.
-        least: Lengths that both axes have at least, so that noise does not look like a difference.
     """
     points = [point for one in series for point in (*one.points, *one.rings)]
     bars = [bar for one in series for bar in one.bars]
     xs = [x for x, _ in points] + [end for bar, _ in bars for end in bar or ()]
     ys = [y for _, y in points] + [end for _, bar in bars for end in bar or ()]
-    x_low, x_high = x_range or _pad(xs, least[0])
-    y_low, y_high = y_range or _pad(ys, least[1])
+    x_low, x_high = across.range_of(xs)
+    y_low, y_high = up.range_of(ys)
 
     def x(value: float) -> float:
         share = (value - x_low) / (x_high - x_low)
@@ -81,10 +89,10 @@ def chart(
 
     right, base = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     parts = []
-    for tick in _ticks(y_low, y_high):
+    for tick in up.ticks((y_low, y_high)):
         parts.append(_line(_LEFT, y(tick), right, y(tick), "grid"))
         parts.append(_text(_LEFT - 6, y(tick) + 4, f"{tick:g}", "end"))
-    across_ticks = [t for t in _ticks(x_low, x_high) if not counts or t.is_integer()]
+    across_ticks = across.ticks((x_low, x_high))
     parts += [_text(x(tick), base + 16, f"{tick:g}", "middle") for tick in across_ticks]
     if diagonal:
         parts.append(_line(x(x_low), y(y_low), x(x_high), y(y_high), "guide"))
@@ -101,11 +109,11 @@ def chart(
         if one.label and drawn:
             labels.append((*drawn[-1], one.label))
     parts += [_text(a + 8, b, label, "start", "label") for a, b, label in _move_apart(labels)]
-    parts.append(_text((_LEFT + right) / 2, _HEIGHT - 6, across, "middle"))
+    parts.append(_text((_LEFT + right) / 2, _HEIGHT - 6, across.name, "middle"))
     middle = (_TOP + base) / 2
     parts.append(
         Markup('<text class="axis" transform="translate(12 {}) rotate(-90)" {}>{}</text>').format(
-            middle, Markup('text-anchor="middle"'), up
+            middle, Markup('text-anchor="middle"'), up.name
         )
     )
     return Markup(

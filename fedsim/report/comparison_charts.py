@@ -12,7 +12,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from fedsim.recording.files import read_tensors
-from fedsim.report.charts import Series, chart
+from fedsim.report.charts import Axis, Series, chart
 from fedsim.report.judge import Verdict
 from fedsim.report.pictures import reconstruction_file
 from fedsim.report.row import LeaderboardRow, population_of
@@ -94,10 +94,9 @@ def _leakage(
         return None
     drawn = chart(
         series,
-        across="test accuracy, % → better model",
-        up="gain over guessing, dB → worse",
+        across=Axis("test accuracy, % → better model", least=4.0),
+        up=Axis("gain over guessing, dB → worse", least=2.0),
         description="Leakage against accuracy, a dot for each defense",
-        least=(4.0, 2.0),
     )
     note = (
         "Each dot is a defense, by its number in the matrix: what its strongest attack gains over "
@@ -137,11 +136,9 @@ def _recovered_rows(
         points = list(zip(truth, recovered, strict=True))
         drawn = chart(
             [Series(color=colors[line.defense], points=points)],
-            across="true value",
-            up="recovered value",
+            across=Axis("true value", (-1.08, 1.08)),
+            up=Axis("recovered value", (-1.08, 1.08)),
             description=f"Recovered against true values, {label}",
-            x_range=(-1.08, 1.08),
-            y_range=(-1.08, 1.08),
             diagonal=True,
         )
         charts.append((label, drawn))
@@ -162,11 +159,9 @@ def _membership(lines: Sequence[Series]) -> ChartGroup | None:
         return None
     drawn = chart(
         [replace(line, label="") for line in lines],
-        across="share of other rows that are accused",
-        up="share of members found → worse",
+        across=Axis("share of other rows that are accused", (0, 1)),
+        up=Axis("share of members found → worse", (0, 1)),
         description="True against false positive rate, a line for each defense",
-        x_range=(0, 1),
-        y_range=(0, 1),
         diagonal=True,
     )
     return ChartGroup(
@@ -207,10 +202,9 @@ def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGrou
                 captions[field],
                 chart(
                     list(of_field.values()),
-                    across="round",
-                    up=captions[field],
+                    across=Axis("round", counts=True),
+                    up=Axis(captions[field]),
                     description=f"{captions[field]} by round, a line for each defense",
-                    counts=True,
                 ),
             )
             for field, of_field in curves.items()

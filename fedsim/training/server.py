@@ -139,13 +139,8 @@ class Server:
         problem = problem_of(
             self.scenario, self.stack, self.described, self.census.examples, self.device
         )
-        with blaming("model" if self.trains else "learner"):
+        with blaming(self._learner.section):
             return self._learner.start(problem)
-
-    @property
-    def trains(self) -> bool:
-        """Whether the learner trains a network, over the rounds."""
-        return self._learner.trains
 
     @property
     def release(self) -> Release | None:
@@ -193,8 +188,11 @@ class Server:
         return self.schedule.round(round)
 
     def _schedule(self, stack: Stack) -> Schedule:
-        aggregated = stack.aggregation is not None
-        return Schedule(scenario=self.scenario, aggregated=aggregated, records_training=self.trains)
+        return Schedule(
+            scenario=self.scenario,
+            aggregated=stack.aggregation is not None,
+            records_training=self._learner.trains,
+        )
 
     @property
     def model(self) -> Classifier | None:

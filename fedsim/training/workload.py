@@ -57,8 +57,7 @@ class Workload(Server):
                 scenario.data.partition,
                 scenario.data.clients,
                 rng.derive(scenario.seed, "partition"),
-                # Each client has to fill a batch without replacement.
-                min_images=declared_training(scenario).batch_size if learner.trains else 1,
+                min_images=learner.least_examples(declared_training(scenario)),
             )
         census = Census(
             held=[len(own) for own in parts],

@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedsim.report.charts import Series, _move_apart, _ticks, chart
+from fedsim.report.charts import Axis, Series, _move_apart, _ticks, chart
 from fedsim.report.comparison_charts import _rates
 from fedsim.targets.membership import membership_auc
 
 
-def drawn(*series: Series, **options: object) -> ElementTree.Element:
-    text = chart(series, across="x", up="y", description="of <b>", **options)  # type: ignore[arg-type]
+def drawn(*series: Series) -> ElementTree.Element:
+    text = chart(series, across=Axis("x"), up=Axis("y"), description="of <b>")
     return ElementTree.fromstring(text)  # noqa: S314 - our own
 
 

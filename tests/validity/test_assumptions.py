@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.data.rows import RangeColumn, TableSource
+from fedsim.data.rows import RangeColumn, TableSource, TargetColumn
 from fedsim.data.table import TableFile
 from fedsim.federation import refusals
 from fedsim.results import rows
@@ -142,7 +142,7 @@ class Scaled(TableSource):
         raw = torch.rand(40, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         low, high = float(raw.min()), float(raw.max())
         columns = tuple(RangeColumn(name=name, low=low, high=high) for name in "ab")
-        return self.table("scaled", raw, columns, raw[:, 0], "y", None)
+        return self.table("scaled", raw, columns, TargetColumn("y", raw[:, 0]))
 
 
 def test_a_table_that_does_not_say_claims_nothing() -> None:

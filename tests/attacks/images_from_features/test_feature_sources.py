@@ -17,7 +17,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import FedsimError, GroundTruth, Observation
-from fedsim_attacks.gradient_matching._drawing import Drawing
+from fedsim_attacks.gradient_matching._drawing import Drawing, DrawingSettings
 from fedsim_attacks.gradient_matching._matching import Matching, reweighted_cosine
 from fedsim_attacks.images_from_features._heads import head_of
 from fedsim_attacks.images_from_features._image_features import doubts
@@ -169,13 +169,9 @@ def test_a_sum_of_cosines_is_their_mean_times_the_weights() -> None:
 def test_a_network_learns_to_draw_pixels_before_it_goes_on() -> None:
     observation, _ = make_observation(*example_batch(1, (3, 16, 16)), model="mlp")
     drawing = Drawing(
-        "unet",
+        DrawingSettings(canvas="unet", iterations=10, width=8, rate=0.01),
         1,
         observation.model,
-        features=None,
-        width=8,
-        rate=0.01,
-        iterations=10,
         seed=1,
         rng=torch.Generator().manual_seed(1),
         device=torch.device("cpu"),

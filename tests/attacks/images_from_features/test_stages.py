@@ -22,7 +22,11 @@ from fedsim_attacks.images_from_features._body_gradient import (
     StageTarget,
 )
 from fedsim_attacks.images_from_features._heads import signals
-from fedsim_attacks.images_from_features._stage_descents import Relaxation, StagePeeling
+from fedsim_attacks.images_from_features._stage_descents import (
+    Relaxation,
+    StageInputs,
+    StagePeeling,
+)
 from fedsim_attacks.images_from_features._stages import Stage, StagedBody
 
 
@@ -130,8 +134,7 @@ def relaxation(
         observation,
         staged,
         StageTarget(truth.features, known.errors, known.scale),
-        images,
-        maps,
+        StageInputs(images, maps),
         noise=noise,
         later=later,
         steps=steps,
