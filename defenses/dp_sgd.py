@@ -86,7 +86,6 @@ class DPSGD(TrainingDefense):
             FedsimError: its noise is not found yet; or (when called) the loss cannot be taken one
                 example at a time.
         """
-
         multiplier = self.noise_multiplier
         if multiplier is None:
             raise FedsimError(

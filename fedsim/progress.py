@@ -75,6 +75,7 @@ class Live(Display):
         self._bars.stop()
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
+        """Begins a stage of `total` steps, `done` of which are done."""
         self._running.clear()
         self._task = self._bars.add_task(title, total=total, completed=done, detail="")
         self._title, self._done, self._total = title, done, total
@@ -83,12 +84,14 @@ class Live(Display):
             self.note(f"{title}: {total - done} of {total} to do")
 
     def advance(self, detail: str) -> None:
+        """Counts one more step of the stage as done, and shows `detail` beside the bar."""
         if self._task is not None:
             self._bars.update(self._task, advance=1, detail=detail)
         self._done += 1
         self._tell(detail)
 
     def detail(self, key: str, text: str) -> None:
+        """Shows `text` of the running step `key`; the last two steps that reported are shown."""
         # Taken out and put in again, it stands last: the two steps that reported last are shown.
         self._running.pop(key, None)
         self._running[key] = text
@@ -99,6 +102,7 @@ class Live(Display):
         self._tell(text)
 
     def note(self, text: str) -> None:
+        """Writes a line of text above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _tell(self, detail: str) -> None:

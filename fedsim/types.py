@@ -347,8 +347,10 @@ class Effect:
 
     @property
     def exact(self) -> bool:
-        """Whether the update is the computed one, up to the factors of `scaled` and
-        `scaled_examples`."""
+        """Whether the update is the computed one, but for the factors of `scaled`.
+
+        Those of `scaled_examples` do not count either.
+        """
         altered = self.removed or self.rounded or self.mixed
         return not altered and not self.noisy
 

@@ -151,7 +151,6 @@ class RowPosterior:
         Along each of its vectors the density falls alike around `row` (d + 1,). A release may tell
         some directions a million times as well as others.
         """
-
         with torch.enable_grad():
             entries = row[places].clone().requires_grad_()
             loss = self.loss(row.index_copy(0, places, entries)[None])[0]

@@ -102,6 +102,7 @@ class GradientDistance(IterativeAttack[Descent]):
         return state.converged or state.iteration >= self.iterations
 
     def postprocess(self, state: Descent) -> Reconstruction:
+        """Returns images and hard labels, with the squared distance of their update as the loss."""
         loss, _ = state.matching.differentiate(state.candidate, squared_distance)
         return Reconstruction(
             images=state.matching.pixels(state.candidate.images),

@@ -569,6 +569,7 @@ class CoarseToFine(FeatureSolver):
 
     @property
     def finished(self) -> bool:
+        """Whether the fine fit has come to its end."""
         return self.fine and self.fit.finished
 
     def improve(self) -> None:
@@ -588,9 +589,11 @@ class CoarseToFine(FeatureSolver):
 
     @property
     def misfit(self) -> Tensor:
+        """Misfit of the present fit, see `OutputSolver.misfit`."""
         return self.fit.misfit
 
     def reconstruction(self) -> Reconstruction:
+        """Returns the features and labels of the present fit."""
         return self.fit.reconstruction()
 
 

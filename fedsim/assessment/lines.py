@@ -115,6 +115,8 @@ def _join_values(values: Sequence[float]) -> str:
 
 
 def slug(name: str) -> str:
-    """Returns a name of at most 64 letters, digits and `_+-` that stands for `name` in files; `app`
-    if none are left."""
+    """Returns the letters, digits and `_+-` of `name`, at most 64, as a name for files.
+
+    It is `app` if none are left.
+    """
     return re.sub(r"[^A-Za-z0-9_+-]+", "-", name).strip("-.+_")[:64] or "app"

@@ -25,8 +25,10 @@ _UNDEFENDED, _DEFENDED = "none", "declared"
 
 
 class AppTraining:
-    """Local training and defenses of the app's clients, declared or witnessed, with notes for the
-    report."""
+    """Local training and defenses of the app's clients, declared or witnessed.
+
+    It gathers notes for the report.
+    """
 
     def __init__(
         self,
@@ -119,8 +121,10 @@ class AppTraining:
         )
 
     def _rule(self, each: Picked, lr: float) -> StepRule | None:
-        """Returns how the witnessed steps differ from SGD on the mean cross-entropy (None if not);
-        notes what no attack simulates."""
+        """Returns how the witnessed steps differ from SGD on the mean cross-entropy.
+
+        It is None if they do not. What no attack simulates is added to the notes.
+        """
         said, settings = each.testimony.said, each.testimony.said.settings
         unmodelled = [*said.unmodelled]
         optimizer = _OPTIMIZERS.get(str(said.optimizer), "sgd")
@@ -160,8 +164,7 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns name, announcement and effect of the defenses that clients are declared to
-        apply."""
+        """Returns name, announcement and effect of the defenses that clients declare."""
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)

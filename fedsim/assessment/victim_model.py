@@ -18,10 +18,10 @@ _CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<ca
 
 
 def built_model(named: str) -> nn.Module:
-    """Imports and builds the model that `named` says: `module:Class` or
-    `module:function(key=value)`.
+    """Imports and builds the model that `named` says.
 
-    The module is found as Python finds it from the current folder. Values are literals.
+    `named` is `module:Class` or `module:function(key=value)`, whose values are literals. The module
+    is found as Python finds it from the current folder.
 
     Raises:
         FedsimError: it cannot be imported or built, or is no model.

@@ -53,9 +53,10 @@ def attack(
 
     Args:
         observation: A recording, or the path of its JSON file.
-        name: Name of the attack; `parameters` are its hyper-parameters (others at their defaults).
-        restarts: Starting points; the one with the least own loss is kept.
-        grant: What the threat model grants, as `knowledge` in a scenario.
+        name: Name of the attack.
+        parameters: The attack's hyper-parameters; others are at their defaults.
+        restarts: Number of starting points; the one with the least own loss is kept.
+        grant: Knowledge that the threat model grants, as `knowledge` in a scenario.
         seed: Seed of the attack; default: as in the recorded run, for an attack labelled by its
             name.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).

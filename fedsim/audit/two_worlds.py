@@ -179,7 +179,6 @@ def scores(
     Raises:
         FedsimError: training is impossible.
     """
-
     trials = (
         _client_trials(workload, taken)
         if unit == "client"

@@ -121,8 +121,10 @@ class FederationClient:
         return Message(wire.identity(client), reply_to=message)
 
     def train(self, message: Message, context: Context) -> Message:
-        """Trains one round and answers the update; truth (if observed) and state stay with the
-        client."""
+        """Trains one round and answers with the update.
+
+        The truth (if observed) and the client's state stay with the client.
+        """
         order = self.read_order(message)
         if order.probe:
             raise FedsimError("a training message asks for a probe; send it as train.probe")
@@ -134,8 +136,10 @@ class FederationClient:
         return self._respond(message, context, order)
 
     def probe(self, message: Message, context: Context) -> Message:
-        """Answers a probe that the scenario plans; truth stays with the client, whose state is
-        unchanged."""
+        """Answers a probe that the scenario plans.
+
+        The truth stays with the client, whose state is unchanged.
+        """
         order = self.read_order(message)
         client, plan = self.client(context), self.workload.plan(order.round)
         # An unplanned probe would be a release that no claim counts.
@@ -157,8 +161,9 @@ class FederationClient:
         return Message(wire.answer(result.update, loss), reply_to=message)
 
     def read_order(self, message: Message) -> wire.Order:
-        """Reads what `message` asks; its tensors must be like the scenario's model, and come in its
-        order.
+        """Reads what `message` asks.
+
+        Its tensors must be like the scenario's model, and come in its order.
 
         Raises:
             MalformedError: a part is missing or of another form.
@@ -218,11 +223,10 @@ class FederationClient:
                 save_truth(result.truth, self.out, observation, client)
 
     def _look(self, client: int, order: wire.Order, memory: ClientState) -> None:
-        """Records what the new global model tells `client` of the others in the round before, if it
-        looks.
+        """Records what the new global model tells `client` of the others in the round before.
 
-        A client whose own answer was left out of that round has nothing to subtract, and records
-        nothing.
+        Nothing is recorded if the client does not look, or if its own answer was left out of that
+        round: then it has nothing to subtract.
         """
         if order.round > 1 and client in self.workload.plan(order.round - 1).lookers:
             sent = memory.load_sent(order.round - 1)
@@ -254,8 +258,10 @@ class FederationClient:
 
     @cached_property
     def _form(self) -> tuple[Tensors, Tensors, Tensors]:
-        """Names, shapes and types of the parameters and of the buffers that cross the wire, and the
-        integer buffers (batch norm's counter), which never change and never cross it."""
+        """Names, shapes and types of parameters and buffers, and the integer buffers.
+
+        Integer buffers (batch norm's counter) never change and never cross the wire.
+        """
         parameters, buffers = self.workload.initial()
         floating = wire.floating(buffers)
         constants = {name: value for name, value in buffers.items() if name not in floating}

@@ -1,5 +1,6 @@
-"""What clients keep of their rounds, on disk and apart from any engine: truth, and what they
-remember between rounds (error feedback, noise).
+"""Keeps what clients remember of their rounds on disk, apart from any engine.
+
+That is the truth, and what they carry from round to round (error feedback, noise).
 
     OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
     OUT/client_state/<stack>/client-0000/sent-0001.safetensors      what it sent in round 1, if it
@@ -54,8 +55,10 @@ class ClientState:
     client: int
 
     def before(self, round: int) -> Tensors:
-        """Returns the state after the client's last round before `round`; empty if there was
-        none."""
+        """Returns the state after the client's last round before `round`.
+
+        It is empty if there was none.
+        """
         earlier = [past for past in self._rounds() if past < round]
         return read_tensors(self._path(max(earlier))) if earlier else {}
 
@@ -73,8 +76,7 @@ class ClientState:
             self._path(past).unlink(missing_ok=True)
 
     def save_sent(self, round: int, sent: Tensors) -> None:
-        """Keeps what the client sent in `round`, together with the weights at which it was
-        computed."""
+        """Keeps what the client sent in `round`, and the weights at which it was computed."""
         write_tensors(self._sent_path(round), sent)
 
     def load_sent(self, round: int) -> Tensors:
@@ -115,8 +117,10 @@ class ClientState:
         use_once(self._notes, asked, inputs, f"client {self.client}")
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Notes all that the client releases to the order `asked`, as the last step before it
-        does."""
+        """Notes all that the client releases to the order `asked`.
+
+        This is the client's last step before the release.
+        """
         note_release(self._notes, asked, release, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
@@ -130,8 +134,7 @@ class ClientState:
         use_once(path, (round,), [members], f"client {self.client}", "consent to a sum")
 
     def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
-        """Keeps what the client remembers of the secure sum of `round`, readable by its owner
-        alone.
+        """Keeps what the client remembers of the secure sum of `round`, readable by its owner.
 
         It replaces what the client remembered of any other sum.
         """

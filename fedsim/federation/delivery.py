@@ -51,12 +51,12 @@ def exchange(
     *,
     expire_after: float | None = None,
 ) -> Iterator[tuple[int, Message | None]]:
-    """Sends `messages`; yields (position, reply) as replies arrive, then (position, None) for each
-    late one.
+    """Sends `messages` and yields (position, reply) as replies arrive.
 
-    An answer is late if Flower says that it expired, if its node is gone, or if nobody has answered
-    for `timeout` seconds. So a client is never late for having had to wait for an engine with fewer
-    workers than clients. Replies are fetched one at a time and not kept.
+    Late ones follow as (position, None). An answer is late if Flower says that it expired, if its
+    node is gone, or if nobody has answered for `timeout` seconds. So a client is never late for
+    having had to wait for an engine with fewer workers than clients. Replies are fetched one at a
+    time and not kept.
 
     Args:
         grid: Grid of any engine.
@@ -185,10 +185,10 @@ class Nodes:
             )
 
     def refresh(self, done: int) -> list[str]:
-        """Greets nodes that have come since the last call; returns a line about each that is not
-        let in.
+        """Greets nodes that have come since the last call.
 
-        A client's old node gives way only if it is gone or silent.
+        It returns a line about each node that is not let in. A client's old node gives way only if
+        it is gone or silent.
         """
         there = set(self._grid.get_node_ids())
         came, self._known = sorted(there - self._known), there

@@ -135,8 +135,10 @@ class Deployment(FlowerEngine):
 
 
 def most_bytes(server: Server) -> int:
-    """Returns the most bytes that a client's answer may have: twice the tensors asked for, and
-    their names."""
+    """Returns the most bytes that a client's answer may have.
+
+    They are twice those of the tensors asked for and of their names.
+    """
     from fedsim.federation.secure_aggregation import plan
 
     parameters, buffers = server.initial()

@@ -52,8 +52,9 @@ class FlowerEngine(Engine):
     def clients_of(
         self, scenario: Scenario, out: Path, link: Link | None, on_wait: OnWait | None
     ) -> Deployed | None:
-        """Returns what is known of clients on other machines; None if they are in this machine's
-        processes.
+        """Returns what is known of clients on other machines.
+
+        It is None if the clients are in this machine's processes.
 
         Args:
             scenario: What the clients are to answer.
@@ -69,8 +70,9 @@ class FlowerEngine(Engine):
         return None
 
     def join(self, out: Path, homes: Sequence[Path]) -> int:
-        """Copies the truth that nodes keep of the run in `out` into it; returns the number of
-        files.
+        """Copies the truth that nodes keep of the run in `out` into it.
+
+        It returns the number of files.
 
         Args:
             out: The run's folder.

@@ -36,8 +36,10 @@ class LocalGrid(Grid):
     """Runs `app` for nodes of partition-id 0 to `clients` - 1."""
 
     def __init__(self, app: ClientApp, clients: int, timeout: float) -> None:
-        """Prepares `clients` nodes; a client that computes for longer than `timeout` seconds is
-        late."""
+        """Prepares `clients` nodes.
+
+        A client that computes for longer than `timeout` seconds is late.
+        """
         self._app = app
         self._timeout = timeout
         self._run = Run.create_empty(_RUN_ID)
@@ -165,8 +167,10 @@ def run_server(server_app: ServerApp, grid: Grid) -> None:
 
 @contextmanager
 def identity() -> Iterator[None]:
-    """Makes this process a Flower server inside the block: messages are signed with its task and
-    run."""
+    """Makes this process a Flower server inside the block.
+
+    Messages are signed with its task and run.
+    """
     before = vars(TaskIdentity).copy()
     TaskIdentity.task_id, TaskIdentity.run_id = 1, _RUN_ID
     TaskIdentity.node_id = SUPERLINK_NODE_ID

@@ -20,8 +20,10 @@ from fedsim.types import FedsimError, Tensors
 
 
 def release_key(round: int, probe: Probe | None) -> tuple[int, ...]:
-    """Returns what decides the noise of a release: its round and, of a probe, size, trial and
-    release."""
+    """Returns what decides the noise of a release.
+
+    That is its round and, of a probe, size, trial and number of the release.
+    """
     return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
 
 
@@ -33,8 +35,9 @@ def notes(out: Path, stack: str, who: str) -> Path:
 def use_once(
     path: Path, own: tuple[int, ...], values: Sequence[Tensors], who: str, what: str = "noise"
 ) -> None:
-    """Notes in `path` that the noise of one release is used for `values`, and refuses any others
-    later.
+    """Notes in `path` that the noise of one release is used for `values`.
+
+    Any other values are refused later.
 
     Args:
         path: A file of JSON lines, made if it is not there.

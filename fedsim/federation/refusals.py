@@ -68,14 +68,18 @@ def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims)
 
 
 def engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
-    """Refuses a machine that lacks what the engine needs: a package, or a known version of
-    Flower."""
+    """Refuses a machine that lacks what the engine needs.
+
+    That is a package, or a known version of Flower.
+    """
     build_engine(scenario.federation.engine).check()
 
 
 def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
-    """Refuses a strategy with wrong parameters, or that needs updates or losses which a stack
-    hides."""
+    """Refuses a strategy with wrong parameters, or that needs what a stack hides.
+
+    A stack may hide single updates or losses.
+    """
     federation, trains = scenario.federation, build_learner(scenario.learner).trains
     # Building it checks its parameters.
     with strategies.quiet_flower():
@@ -132,8 +136,10 @@ def somebody_is_observed(server: Server) -> None:
 
 
 def somebody_looks(server: Server) -> None:
-    """Refuses the vantage `client` where no client can look at others, or global models tell
-    nothing."""
+    """Refuses the vantage `client` where it would show nothing.
+
+    Either no client can look at others, or global models tell nothing.
+    """
     scenario = server.scenario
     if "client" not in scenario.observe.vantages:
         return
@@ -158,8 +164,10 @@ def somebody_looks(server: Server) -> None:
 
 
 def enough_share_the_noise(server: Server) -> None:
-    """Refuses shared noise with fewer clients in a round than it needs, or with clients that may
-    collude."""
+    """Refuses shared noise that its clients may have too little of.
+
+    A round has fewer clients than the noise needs, or clients may collude.
+    """
     least, sampled = server.stack.least_clients, len(server.plan(1).participants)
     if sampled < least:
         raise FedsimError(
@@ -190,8 +198,10 @@ OF_STACK: list[Callable[[Server], None]] = [
 
 
 def classes_to_tell_apart(workload: Workload) -> None:
-    """Refuses images of one class: a classifier has no loss on them, no gradient, nothing to
-    attack."""
+    """Refuses images of one class.
+
+    A classifier has no loss on them: there is no gradient and nothing to attack.
+    """
     dataset = workload.dataset
     if dataset.noun == "image" and len(dataset.classes or ()) < 2:
         raise FedsimError(
@@ -212,8 +222,10 @@ def attacks_answer(workload: Workload) -> None:
 
 
 def batches_are_full(workload: Workload) -> None:
-    """Refuses batches larger than a client's data, and trials that would repeat each other's
-    images."""
+    """Refuses batches larger than a client's data.
+
+    It also refuses trials that would repeat each other's images.
+    """
     observe, parts = workload.scenario.observe, {one.number: one.own for one in workload.clients}
     everyone = list(parts)
     sizes, trains = [], workload.release is None
@@ -249,8 +261,10 @@ _STEP_BYTES = 4
 
 
 def batches_fit_memory(workload: Workload) -> None:
-    """Refuses batches, of training or of probes, that do not fit into memory with their
-    gradients."""
+    """Refuses batches that do not fit into memory with their gradients.
+
+    These are batches of training or of probes.
+    """
     spec, observe = workload.spec, workload.scenario.observe
     if spec is None:
         return

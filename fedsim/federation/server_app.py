@@ -34,10 +34,10 @@ _ONE_MACHINE = Delivery()
 def build(
     server: Server, out: Path, on_round: OnRound, delivery: Delivery = _ONE_MACHINE
 ) -> ServerApp:
-    """Returns the ServerApp that trains what `server` knows, from its last checkpoint below `out`
-    if any.
+    """Returns the ServerApp that trains what `server` knows.
 
-    It calls `on_round` after every round, then writes the checkpoint if one is due.
+    It goes on from its last checkpoint below `out`, if there is one. It calls `on_round` after
+    every round, then writes the checkpoint if one is due.
     """
     app = ServerApp()
 
@@ -124,8 +124,10 @@ class _StackTraining:
         )
 
     def _train(self, round: int) -> Tensors | None:
-        """Returns the global parameters after `round`; None if they stay, for want of a usable
-        update."""
+        """Returns the global parameters after `round`.
+
+        They are None if they stay, for want of a usable update.
+        """
         arrays = wire.encode(self._parameters)
         name = type(self._strategy).__name__
         # Seeded by round, so that a resumed run draws what an uninterrupted one does.

@@ -154,8 +154,10 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Runs as the child: reads the job from stdin, trains it, writes its rounds to stdout as JSON
-    lines."""
+    """Runs as the child process.
+
+    It reads the job from stdin, trains it, and writes its rounds to stdout as JSON lines.
+    """
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     # Whatever a library prints is no line of ours.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -35,14 +35,18 @@ _BUFFER = "buffer."
 
 
 def scratch(out: Path, stack: str) -> Path:
-    """Returns the folder below `out` where a round of `stack` is spooled; it is gone when the round
-    ends."""
+    """Returns the folder below `out` where a round of `stack` is spooled.
+
+    The folder is gone when the round ends.
+    """
     return out / f".spool-{stack}"
 
 
 class Spool:
-    """Holds the accepted answers of one round, by client; as a context manager it forgets them at
-    its end."""
+    """Holds the accepted answers of one round, by client.
+
+    As a context manager it forgets them at its end.
+    """
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
         """Spools in `folder`, which it empties at entry and removes at exit.
@@ -122,8 +126,7 @@ class Spool:
         )
 
     def mean_loss(self) -> float | None:
-        """Returns the mean of the reported losses, weighted by examples; None if none was
-        reported."""
+        """Returns the mean of the reported losses, weighted by examples; None without any."""
         reported = [(loss, examples) for examples, loss in self._by_client() if loss is not None]
         total = sum(examples for _, examples in reported)
         return sum(loss * examples for loss, examples in reported) / total if reported else None
@@ -163,8 +166,10 @@ class MeanRelease:
 
 
 class Averages:
-    """Keeps the mean of each client's releases so far; as a context manager it forgets them at its
-    end."""
+    """Keeps the mean of each client's releases so far.
+
+    As a context manager it forgets them at its end.
+    """
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
         """Averages in `folder`, which it empties at entry and removes at exit; see `Spool`."""
@@ -180,8 +185,10 @@ class Averages:
         self._forget()
 
     def add(self, release: MeanRelease) -> None:
-        """Adds one more release to the client's mean, unless it combines another number of clients
-        than the first."""
+        """Adds one more release to the client's mean.
+
+        A release that combines another number of clients than the first is left out.
+        """
         client, update = release.client, release.update
         count, clients = self._counts.get(client, (0, release.num_clients))
         if clients != release.num_clients:
@@ -225,8 +232,10 @@ class LazyArray(Array):
     """Flower array that is computed each time it is read."""
 
     def __init__(self, like: Tensor, load: Callable[[], Tensor]) -> None:
-        """Reads by `load`, which returns a tensor in its own memory with the dtype and shape of
-        `like`."""
+        """Reads by `load` when it is needed.
+
+        `load` returns a tensor in its own memory with the dtype and shape of `like`.
+        """
         self.dtype = str(like.numpy().dtype)
         self.shape = tuple(like.shape)
         self.stype = "numpy.ndarray"
@@ -243,8 +252,10 @@ class LazyArray(Array):
 
 
 def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
-    """Returns arrays with the names, order and shapes of `like`, each of which `load(name)`
-    reads."""
+    """Returns arrays with the names, order and shapes of `like`.
+
+    `load(name)` reads each of them when it is needed.
+    """
     record = ArrayRecord()
     for name, tensor in like.items():
         record[name] = LazyArray(tensor, partial(load, name))

@@ -99,8 +99,10 @@ class TapGrid(WrappedGrid):
         self.tally = Tally()
 
     def begin(self, round: int, buffers: Tensors) -> None:
-        """Starts `round`, whose global model has the float `buffers`, and samples its
-        participants."""
+        """Starts `round` and samples its participants.
+
+        Its global model has the float `buffers`.
+        """
         self._round = round
         self._buffers = self._new_buffers = buffers
         self._plan = self._server.plan(round)
@@ -119,8 +121,10 @@ class TapGrid(WrappedGrid):
         return self._new_buffers
 
     def get_node_ids(self) -> Iterable[int]:
-        """Returns the nodes of this round's participants, from which alone a strategy can
-        sample."""
+        """Returns the nodes of this round's participants.
+
+        A strategy can sample from these alone.
+        """
         return [self._nodes[client] for client in self._plan.participants]
 
     def send_and_receive(
@@ -164,8 +168,10 @@ class TapGrid(WrappedGrid):
         return replies
 
     def _securely(self, clients: Sequence[int], timeout: float) -> list[Message]:
-        """Carries out the round's secure sum of training and all probes, and records what is
-        seen."""
+        """Carries out the round's secure sum of training and all probes.
+
+        It records what is seen.
+        """
         server, tally = self._server, self.tally
         parts = plan.parts(server, self._round)
         sum = SecureSum(
@@ -227,8 +233,10 @@ class TapGrid(WrappedGrid):
         return [self._finish_combined(updates[0], opened.reply)]
 
     def _finish_combined(self, combined: Update, reply: Message) -> Message:
-        """Turns the one update that the server sees into the strategy's reply, and keeps the new
-        buffers."""
+        """Turns the one update that the server sees into the strategy's reply.
+
+        It keeps the new buffers.
+        """
         self._new_buffers = combined.buffers or self._buffers
         weights = {n: self._apply_update(n, combined.tensors[n]) for n in self._parameters}
         reply.content = _result(wire.encode(weights), combined.num_examples, None)
@@ -268,8 +276,10 @@ class TapGrid(WrappedGrid):
 
     @contextmanager
     def _averaging(self, probes: Sequence[Probe], budget: int = BUDGET) -> Iterator[None]:
-        """Averages the releases of each of `probes` inside the block; records the means at its
-        end."""
+        """Averages the releases of each of `probes` inside the block.
+
+        It records the means at the block's end.
+        """
         with ExitStack() as until_recorded:
             self._averages = {
                 (probe.batch_size, probe.trial): until_recorded.enter_context(
@@ -314,11 +324,10 @@ class TapGrid(WrappedGrid):
         timeout: float,
         spools: Mapping[Probe | None, Spool],
     ) -> dict[Probe | None, dict[int, Message]]:
-        """Exchanges `orders`; returns the accepted replies by probe and client, emptied of their
-        updates.
+        """Exchanges `orders` and returns the accepted replies by probe and client.
 
-        It records what the server sees of `observed` clients, and spools what is to be aggregated
-        or combined.
+        The replies are emptied of their updates. It records what the server sees of `observed`
+        clients, and spools what is to be aggregated or combined.
 
         Args:
             orders: Messages with their client and probe.
@@ -360,8 +369,10 @@ class TapGrid(WrappedGrid):
         return self._clients[message.metadata.dst_node_id]
 
     def _replies(self, accepted: dict[int, Message], *, record: bool) -> list[Message]:
-        """Returns the strategy's replies for a round's training; keeps the new buffers, fills the
-        tally."""
+        """Returns the strategy's replies for a round's training.
+
+        It keeps the new buffers, and fills the tally.
+        """
         spool, tally = self._spool, self.tally
         tally.accepted = tuple(spool.clients())
         tally.zero_updates = spool.zero_updates
@@ -382,8 +393,10 @@ class TapGrid(WrappedGrid):
         return [accepted[client] for client in sorted(accepted)]
 
     def _too_few(self, accepted: Collection[int]) -> bool:
-        """Returns whether the clients that answered have too little noise among them, and notes
-        it."""
+        """Returns whether the clients that answered have too little noise among them.
+
+        A round with too little is noted.
+        """
         least = self._server.stack.least_clients
         if not accepted or len(accepted) >= least:
             return False
@@ -402,8 +415,10 @@ class TapGrid(WrappedGrid):
         return self._server.apply_update(self._parameters[name], update)
 
     def _combine(self, spool: Spool, probe: Probe | None, *, record: bool) -> Update | None:
-        """Combines all spooled updates into the one that the server sees; None if the stack shows
-        each."""
+        """Combines all spooled updates into the one that the server sees.
+
+        Returns None if the stack shows each update.
+        """
         aggregation, clients = self._server.stack.aggregation, spool.clients()
         if aggregation is None or not clients:
             return None

@@ -143,8 +143,10 @@ _Recorders = Callable[[int, Side], Recorder]
 def _recorders(
     out: str | Path, rounds: Collection[int] | None, clients: int | None, max_gib: float
 ) -> _Recorders:
-    """Returns a function that makes the recorder of a run, given its number and the side that
-    records."""
+    """Returns a function that makes the recorder of a run.
+
+    The function takes the run's number and the side that records.
+    """
     chosen = None if rounds is None else frozenset(rounds)
     if chosen is not None and not all(1 <= round <= MOST_ROUNDS for round in chosen):
         raise FedsimError(f"rounds: expected 1 to {MOST_ROUNDS}, got {sorted(chosen)}")
@@ -432,8 +434,10 @@ def _same(first: _Content, second: _Content) -> bool:
 
 
 def _read_told(content: RecordDict) -> Told:
-    """Returns the numbers and short texts of a message by record and key; infinite numbers as
-    texts."""
+    """Returns the numbers and short texts of a message by record and key.
+
+    Infinite numbers become texts.
+    """
     return {
         name[:_LONGEST]: {
             key[:_LONGEST]: plain

@@ -94,8 +94,10 @@ def floating(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def form_of(tensors: Tensors) -> dict[str, Tensor]:
-    """Returns tensors without values (on the meta device), of the names, shapes and types of
-    `tensors`."""
+    """Returns tensors without values, of the names, shapes and types of `tensors`.
+
+    They are on the meta device.
+    """
     return {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
 
 
@@ -113,16 +115,20 @@ def decode(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
-    """Converts Flower arrays to contiguous NumPy arrays, which share the message's bytes if they
-    can."""
+    """Converts Flower arrays to contiguous NumPy arrays.
+
+    These share the message's bytes if they can.
+    """
     return {name: np.asarray(_values(name, array), order="C") for name, array in record.items()}
 
 
 def order(
     round: int, parameters: ArrayRecord, buffers: ArrayRecord, probe: Probe | None
 ) -> RecordDict:
-    """Returns the message content that asks for an update, of training (probe None) or of a
-    probe."""
+    """Returns the message content that asks for an update.
+
+    It is of training (probe None) or of a probe.
+    """
     asked = ConfigRecord({ROUND: round})
     if probe:
         asked[PROBE_SIZE], asked[PROBE_TRIAL] = probe.batch_size, probe.trial
@@ -270,8 +276,10 @@ def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any
 
 @lru_cache(maxsize=1024)
 def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Parses the header of a NumPy file, and remembers it: that takes longer than reading a small
-    array."""
+    """Parses the header of a NumPy file, and remembers it.
+
+    Parsing takes longer than reading a small array.
+    """
     buffer = io.BytesIO(header)
     if np.lib.format.read_magic(buffer) != (1, 0):
         raise ValueError("another version")

@@ -107,6 +107,7 @@ class Sensitivity(Keys):
     """L2 distance between the values of two neighbours, in the units of the release."""
 
     def neighbours(self) -> str:
+        """Describes the neighbours: releases at most `sensitivity` apart."""
         return f"at most {self.sensitivity:g} apart"
 
 
@@ -129,12 +130,14 @@ class ExactCurve(Curve):
         return {}
 
     def delta(self, epsilon: float) -> Answer:
+        """Computes δ at ε >= 0 in the direction where it is larger."""
         lines = self.log_deltas(np.array([epsilon]))
         found = {way: float(values[0]) for way, values in lines.items()}
         way = larger(found)
         return self._answer(epsilon, found[way], way)
 
     def epsilon(self, delta: float) -> Answer:
+        """Computes the least ε >= 0 for δ in (0, 1), in the direction where it is larger."""
         found = self.epsilons(delta)
         way = larger(found)
         return self._answer(found[way], float(np.log(delta)), way)

@@ -65,11 +65,10 @@ class ShownDefense:
 
 
 def save_overview(folder: Path) -> Path | None:
-    """Writes `overview.png` into the folder of a run or of a sweep: victims as columns, defenses as
-    rows, of a sweep those of every variant.
+    """Writes `overview.png` into the folder of a run or of a sweep.
 
-    The pixels are the scored ones. A defense that none of these images was attacked behind is left
-    out.
+    Victims are columns, and defenses are rows; a sweep has those of every variant. The pixels are
+    the scored ones. A defense that none of these images was attacked behind is left out.
 
     Returns:
         The picture's path; None if no attack recovered an image.

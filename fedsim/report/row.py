@@ -208,8 +208,10 @@ class LeaderboardRow:
 
     @property
     def target(self) -> Target:
-        """What the attack is ranked by: the first target that it answered or, without any, the one
-        that such attacks are after."""
+        """Target by which the attack is ranked: the first one that it answered.
+
+        Without any, it is the one that such attacks are after.
+        """
         for name, target in ranking_targets().items():
             answered = self.metrics[name] if target.ranks_by == "mean" else self.gains.get(name)
             if answered:

@@ -26,6 +26,8 @@ _DIVERGED = 2.0
 
 
 class RowPart(BaseModel):
+    """Part of a row of a results file, with checks that all parts share."""
+
     # Rows of a later version may hold more; what is read here is checked.
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 

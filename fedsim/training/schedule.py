@@ -165,8 +165,10 @@ class Schedule:
 
     @property
     def watchers(self) -> list[Watcher]:
-        """Observers of the clients' answers or their combination: the server, and in plaintext an
-        eavesdropper."""
+        """Observers of the clients' answers or their combination.
+
+        They are the server and, in plaintext, an eavesdropper.
+        """
         wanted = self.scenario.observe.vantages
         encrypted = self.scenario.federation.tls
         return [

@@ -45,8 +45,10 @@ def is_loopback(host: str) -> bool:
 
 
 def unfit(address: str, *, has_roots: bool) -> str | None:
-    """Returns why nobody may connect to `address`, None if they may; without roots there is no
-    TLS."""
+    """Returns why nobody may connect to `address`, None if they may.
+
+    Without roots there is no TLS.
+    """
     try:
         host, port = split(address)
     except ValueError:

@@ -134,8 +134,7 @@ class BoundedGrid(HttpGrid):
         self._thread = threading.local()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pulls answers; one that is too large becomes an error, as one does that was not sent
-        whole."""
+        """Pulls answers; one that is too large, or not sent whole, becomes an error."""
         pulled: list[Message] = []
         for one in message_ids:
             client, budget = self._runtime_client, _Budget(self.most_bytes)

@@ -173,10 +173,10 @@ class _Server:
             self._end_oldest(max(held, key=lambda of: held[of]))
 
     def _admit(self, party: _Party, key: bytes) -> None:
-        """Counts a connection as that of the node with this `key`; refuses it if the node has too
-        many.
+        """Counts a connection as that of the node with this `key`.
 
-        Nodes leave a share of the connections to strangers, since every node begins as one.
+        It refuses the connection if the node has too many. Nodes leave a share of the connections
+        to strangers, since every node begins as one.
         """
         if party.of == key:
             return
@@ -293,8 +293,10 @@ class _Lines:
         self._written: Counter[str | bytes] = Counter()
 
     def begin(self) -> int:
-        """Begins a new period of counting if it is time; returns how many lines the last one
-        dropped, else 0."""
+        """Begins a new period of counting if it is time.
+
+        It returns how many lines the last period dropped, else 0.
+        """
         if time.monotonic() - self._since < _LINES_SECONDS:
             return 0
         dropped, self._dropped = self._dropped, 0
@@ -313,8 +315,10 @@ class _Lines:
 
 
 def _network(address: str) -> str:
-    """Returns the network that a stranger is counted by: of IPv6 its /64, since a machine has all
-    of it."""
+    """Returns the network that a stranger is counted by.
+
+    An IPv6 address counts as its /64, since a machine has all of it.
+    """
     return (
         address if ":" not in address else str(IPv6Network((address.partition("%")[0], 64), False))
     )

@@ -40,10 +40,10 @@ def run_folder(home: Path, run: str) -> Path:
 
 
 def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
-    """Notes what `stack` of `run` is when it is first seen, and refuses anything else under their
-    names later.
+    """Notes what `stack` of `run` is when it is first seen.
 
-    Otherwise the server would get a second answer, with other noise or of another size.
+    Anything else under their names is refused later. Otherwise the server would get a second
+    answer, with other noise or of another size.
 
     Args:
         home: The node's folder.

@@ -195,8 +195,10 @@ KEY_NAME, PEERS_NAME = "signing.key", "peers.json"
 
 
 def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
-    """Makes `count` Ed25519 keys; returns the private ones (32 bytes each), and the file of all
-    public ones."""
+    """Makes `count` Ed25519 keys.
+
+    It returns the private ones (32 bytes each), and the file of all public ones.
+    """
     keys = [Ed25519PrivateKey.generate() for _ in range(count)]
     public = {client: key.public_key().public_bytes_raw().hex() for client, key in enumerate(keys)}
     return [key.private_bytes_raw() for key in keys], json.dumps(public, indent=1).encode()

@@ -73,10 +73,10 @@ def check(address: str, roots: Path | None) -> None:
 
 
 def clock_error(address: str, roots: Path | None) -> str:
-    """Says how far this machine's clock is off that of the server at `address`, if nodes are
-    refused for it.
+    """Says how far this machine's clock is off that of the server at `address`.
 
-    Returns an empty text where it is close enough, or where the server does not tell its time.
+    The text is empty where the clock is close enough that no node is refused for it, or where the
+    server does not tell its time.
     """
     host, port = addresses.split(address)
     try:

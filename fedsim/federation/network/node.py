@@ -137,10 +137,10 @@ def _session(
 
 
 def _leave(member: NodeMembership) -> None:
-    """Tells the SuperLink that the last SuperNode of this folder is gone, since it may have been
-    killed.
+    """Tells the SuperLink that the last SuperNode of this folder is gone.
 
-    Nobody else is at work in the folder, so that it cannot be another node's.
+    It may have been killed. Nobody else is at work in the folder, so that it cannot be another
+    node's.
     """
     path = member.home / _NODE
     if member.key is None or not path.exists():

@@ -38,8 +38,10 @@ _MOST_TEXT = 50_000_000
 
 
 class NodeApp:
-    """Answers Flower's messages for one client; what it computes follows from the run's
-    settings."""
+    """Answers Flower's messages for one client.
+
+    What it computes follows from the run's settings.
+    """
 
     def __init__(
         self,

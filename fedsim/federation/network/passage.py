@@ -61,13 +61,16 @@ class Side:
         self.http = h11.Connection(role, max_incomplete_event_size=_HEAD_BYTES)
 
     async def event(self, chunk: int = CHUNK_BYTES) -> Any:
-        """Returns the next HTTP event from the other end, reading at most `chunk` bytes at a
-        time."""
+        """Returns the next HTTP event from the other end.
+
+        It reads at most `chunk` bytes at a time.
+        """
         while (event := self.http.next_event()) is h11.NEED_DATA:
             self.http.receive_data(await self._reader.read(chunk))
         return event
 
     async def send(self, event: h11.Event) -> None:
+        """Sends one HTTP event to the other end, and waits until it can take more."""
         self._writer.write(self.http.send(event) or b"")
         await self._writer.drain()
 
@@ -81,6 +84,7 @@ class Side:
         self._writer.transport.abort()
 
     async def close(self) -> None:
+        """Closes the connection, and breaks it off if the other end does not let go in time."""
         self._writer.close()
         limit = asyncio.timeout(_CLOSE_SECONDS)
         with suppress(OSError):  # the other end has gone, or does not say goodbye in time
@@ -205,6 +209,7 @@ class Passage:
         return True
 
     async def close(self, *, at_once: bool = False) -> None:
+        """Closes both connections; `at_once` does not wait for what is still to be sent."""
         for side in (self.client, self._inner):
             if side and at_once:
                 side.abort()
@@ -251,8 +256,10 @@ class Passage:
         return response.status_code == 200
 
     async def _reach_superlink(self) -> Side:
-        """Returns a connection to the SuperLink: the last one, or a new one if it may be about to
-        close."""
+        """Returns a connection to the SuperLink.
+
+        It is the last one, or a new one if the last may be about to close.
+        """
         if self._inner:
             http, idle = self._inner.http, time.monotonic() - self._idle_since
             if http.our_state is http.their_state is h11.DONE and idle < _REUSE_SECONDS:

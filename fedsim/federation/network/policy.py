@@ -33,8 +33,10 @@ _GROUPS = ["fedsim.learners", "fedsim.models", "fedsim.defenses"]
 
 
 class Policy(BaseModel):
-    """A node owner's rules for what a server may ask. All else is refused before the data are
-    touched."""
+    """A node owner's rules for what a server may ask.
+
+    All else is refused before the data are touched.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -83,8 +85,10 @@ class Policy(BaseModel):
 
     @classmethod
     def read(cls, path: Path | None) -> Policy:
-        """Reads a policy from YAML; without a file, everything is allowed but naming the node's
-        files."""
+        """Reads a policy from YAML.
+
+        Without a file, everything is allowed but naming the node's files.
+        """
         if path is None:
             return cls()
         try:
@@ -135,8 +139,7 @@ class Policy(BaseModel):
             )
 
     def check_release(self, workload: Workload) -> None:
-        """Refuses releases that would bypass a listed stack, and secure sums over too few
-        clients."""
+        """Refuses releases that bypass a listed stack, and secure sums over too few clients."""
         if not workload.protocol and self.minimum_cohort > 1:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
@@ -170,8 +173,10 @@ class Releases:
     """Counts on disk how often the node has answered."""
 
     def __init__(self, path: Path, most: int | None) -> None:
-        """Continues the count in the file at `path`; at most `most` answers, None for any
-        number."""
+        """Continues the count in the file at `path`.
+
+        There are at most `most` answers; None is any number.
+        """
         self._path, self._most = path, most
         self._count = 0
         if path.exists():

@@ -101,8 +101,10 @@ class SumClient:
             return Published(**{**vars(unsigned), "signature": signature})
 
     def shares(self, directory: Directory) -> dict[int, bytes]:
-        """Splits both secrets among the neighbours and returns a sealed box for each, by
-        neighbour."""
+        """Splits both secrets among the neighbours.
+
+        It returns a sealed box for each, by neighbour.
+        """
         with self._stage("shares"):
             self._check(directory)
             # Kept because the later stages have to speak of the same directory.
@@ -133,8 +135,9 @@ class SumClient:
     def mask(
         self, boxes: Mapping[int, bytes], compute: Callable[[], Ring], model: bytes
     ) -> tuple[Ring, bytes]:
-        """Masks a vector; returns it with a signature of the keys and the model that this client
-        was shown.
+        """Masks a vector.
+
+        It returns the vector with a signature of the keys and the model that this client was shown.
 
         Args:
             boxes: Sealed box of each neighbour that has shared its secrets.

@@ -133,8 +133,10 @@ def from_ring(ring: Ring) -> NDArray[np.int64]:
 def _round_vector(
     scaled: NDArray[np.float64], norm: float, stream: rng.Stream
 ) -> NDArray[np.int64]:
-    """Rounds each entry to a neighbouring integer, up or down at random so that its mean is the
-    entry. The result is no longer than `norm`, in steps."""
+    """Rounds each entry to a neighbouring integer, at random so that its mean is the entry.
+
+    The result is no longer than `norm`, in steps.
+    """
     length = float(np.linalg.norm(scaled))
     # The noise is made for vectors of this norm: a longer one would be protected less than is
     # claimed.

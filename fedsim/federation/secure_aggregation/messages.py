@@ -135,8 +135,10 @@ def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring,
 
 
 def agree_order(round: int, signatures: Mapping[int, bytes], lost: Collection[int]) -> RecordDict:
-    """Returns the content of an order that asks for consent to a sum of those who signed, without
-    `lost`."""
+    """Returns the content of an order that asks for consent to a sum.
+
+    The sum is of those who signed, without `lost`.
+    """
     return order(table(round, signatures, **{_LOST: lost}))
 
 

@@ -20,16 +20,20 @@ _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
 
 
 def parts(server: Server, round: int) -> list[Probe | None]:
-    """Returns what each part of a vector of `round` holds: training (None), then each release of
-    each probe."""
+    """Returns what each part of a vector of `round` holds.
+
+    First comes training (None), then each release of each probe.
+    """
     asked = server.plan(round).probes
     again = range(server.scenario.observe.releases)
     return [None, *(replace(probe, release=release) for release in again for probe in asked)]
 
 
 def terms(server: Server, round: int, run: str = "") -> Terms:
-    """Returns the terms of the sum of `round`; `run` is the run's name among nodes, if it has
-    one."""
+    """Returns the terms of the sum of `round`.
+
+    `run` is the run's name among nodes, if it has one.
+    """
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
     # All that decides what clients add: shown another scenario, a client is in another session.

@@ -1,5 +1,6 @@
-"""What hides a vector: keys that two agree on, streams made of them, and secrets in shares; also
-by which keys clients sign, and what each publishes at the beginning of a secure sum.
+"""Hides a vector: keys that two agree on, streams made of them, and secrets in shares.
+
+It also says by which keys clients sign, and what each publishes at the beginning of a secure sum.
 
 Every primitive is a library's: X25519, HKDF-SHA256, AES-256 in counter mode, ChaCha20-Poly1305 and
 Ed25519 of `cryptography`, Shamir's sharing over GF(2^128) of `pycryptodome`. What is no key, share
@@ -55,8 +56,7 @@ class Identity:
 
 
 def is_signed(public: bytes, statement: bytes, signature: bytes) -> bool:
-    """Returns whether `signature` is that of `statement` by the owner of the public key
-    `public`."""
+    """Returns whether `signature` is that of `statement` by the owner of key `public`."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, statement)
     except (InvalidSignature, ValueError):
@@ -150,8 +150,10 @@ def own_mask(seed: bytes, session: bytes) -> bytes:
 
 
 def commit(seed: bytes, session: bytes) -> bytes:
-    """Returns a commitment to the seed of a client's own mask, so that no other seed passes for it
-    later."""
+    """Returns a commitment to the seed of a client's own mask.
+
+    No other seed passes for it later.
+    """
     return digest(b"commitment", session, seed)
 
 
@@ -176,8 +178,10 @@ def add_mask(vector: Ring, key: bytes, sign: int) -> None:
 
 
 def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
-    """Splits a secret of 32 bytes into `holders` shares; any `needed` of them reveal it, and fewer
-    tell nothing."""
+    """Splits a secret of 32 bytes into `holders` shares.
+
+    Any `needed` of them reveal it, and fewer tell nothing.
+    """
     # Shamir's field has 128 bits: each half of the secret is shared by itself.
     halves = [
         Shamir.split(needed, holders, secret[at : at + _HALF], ssss=False) for at in (0, _HALF)
@@ -206,8 +210,10 @@ def join_shares(shares: Sequence[bytes]) -> bytes:
 
 
 def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
-    """Encrypts shares under a key for one message; `way` names sender and receiver, and is
-    authenticated."""
+    """Encrypts shares under a key for one message.
+
+    `way` names sender and receiver, and is authenticated.
+    """
     # One nonce for all is safe for the same reason: the key is of this message alone.
     return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)
 

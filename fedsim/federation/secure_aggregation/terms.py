@@ -86,8 +86,10 @@ def degree(clients: int, threshold: float, colluding: float) -> int:
 
 
 class AbortedError(FedsimError):
-    """Raised when a side does not go on: what it was told breaks the protocol, or too few are
-    left."""
+    """Raised when a side does not go on.
+
+    What it was told breaks the protocol, or too few are left.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

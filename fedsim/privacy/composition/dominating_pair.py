@@ -167,16 +167,19 @@ class BallsInBins:
     rounded = False
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
+        """Returns (count, at most `bins`) modes, drawn with equal chances whatever the law."""
         means: Array = self._modes[rng.integers(self.bins, size=len(law))]
         return means
 
     def mean(self) -> Array:
+        """Returns (at most `bins`,), the mean of the modes."""
         mean: Array = self._modes.mean(axis=0)
         return mean
 
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
+        """Returns (1, count): log of the mixture of N(stretch y, σ² I) over N(0, σ² I) at x."""
         modes = stretch * self._modes / sigma
         exponent = (x / sigma) @ modes.T
         # log N(x; m, 1) / N(x; 0, 1) = <x, m> - |m|² / 2 for every mode m.
@@ -184,6 +187,7 @@ class BallsInBins:
         return _log_sum(exponent)[None] - math.log(self.bins)
 
     def work(self, draws: int) -> int:
+        """Returns about how many numbers so many draws take in both directions."""
         return draws * self.bins * min(self.bins, self.steps) * 8
 
     @cached_property

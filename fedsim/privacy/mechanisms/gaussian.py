@@ -35,12 +35,15 @@ class GaussianCurve(Sensitivity, ExactCurve):
         return self
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """Computes log δ at each of `epsilons` >= 0; both directions are alike."""
         return {"both": gaussian.log_delta(self.sigma / self.sensitivity, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
+        """Computes the least ε >= 0 for δ in (0, 1); both directions are alike."""
         return {"both": float(gaussian.epsilon(self.sigma / self.sensitivity, delta))}
 
     def details(self) -> dict[str, float]:
+        """Returns the noise: its standard deviation, and that over the sensitivity."""
         return {"sigma": self.sigma, "noise_multiplier": self.sigma / self.sensitivity}
 
 
@@ -48,6 +51,7 @@ class GaussianCalibration(Sensitivity, Calibration):
     """The least noise of the Gaussian mechanism."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """Computes the least noise that is (ε, δ)-private, with the δ that it has at ε."""
         multiplier = float(gaussian.noise_multiplier(epsilon, delta))
         # What is found may lie beyond what may be asked.
         return GaussianCurve.model_construct(

@@ -47,6 +47,7 @@ class Neighbours(Keys):
     """The bound on a row's L2 norm; with beta."""
 
     def neighbours(self) -> str:
+        """Describes the neighbours: kernels, or rows, at most so far apart."""
         if self.beta is None:
             return f"close, kernels at a distance ≤ {self.distance:g}"
         return f"close, a row moved by ≤ {self.beta:g}"
@@ -92,6 +93,7 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
     """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
 
     def details(self) -> dict[str, str]:
+        """Returns the method of the answers: exact, or the paper's lemma."""
         paper = "DP-NTK regression, Lemma 5.4 (for ε < 1)"
         return {"method": paper if self.variant == "paper" else self.method}
 
@@ -106,9 +108,11 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
         return super().delta(epsilon)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """Computes log δ at each of `epsilons` >= 0; both directions are alike."""
         return {"both": wishart.log_delta_at(self.k, self.separation(), epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
+        """Computes the least ε >= 0 for δ in (0, 1): exact, or as the paper bounds it."""
         if self.variant == "paper":
             return {"both": wishart.paper_epsilon(self.k, self.apart(), delta)}
         return {"both": wishart.epsilon(self.k, self.separation(), delta)}
@@ -118,6 +122,11 @@ class GaussianSamplingCalibration(Neighbours, Calibration):
     """The most draws of Gaussian sampling that are private: its noise falls with k."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """Computes the largest number of draws k that is (ε, δ)-private.
+
+        Raises:
+            FedsimError: not even one draw is.
+        """
         draws = wishart.max_draws(self.separation(), epsilon, delta)
         if draws == 0:
             raise FedsimError(

@@ -130,12 +130,15 @@ class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
     """The largest magnitude of the noise, in the units of the release."""
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """Computes log δ at each of `epsilons` >= 0; both directions are alike."""
         return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
+        """Computes the least ε >= 0 for δ in (0, 1); both directions are alike."""
         return {"both": epsilon(self.sensitivity, self.scale, self.bound, delta)}
 
     def details(self) -> dict[str, float]:
+        """Returns the noise: standard deviation, that over the sensitivity, scale and bound."""
         deviation = std(self.scale, self.bound)
         return {
             "sigma": deviation,
@@ -149,6 +152,11 @@ class TruncatedLaplaceCalibration(Sensitivity, Calibration):
     """Truncated Laplace noise on one number: its scale and bound."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """Computes the least bound of noise that is (ε, δ)-private.
+
+        Raises:
+            FedsimError: it is beyond what can be computed.
+        """
         most = float(bound(self.sensitivity, epsilon, delta))
         if not math.isfinite(most):
             raise FedsimError(

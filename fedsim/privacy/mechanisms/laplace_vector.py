@@ -85,6 +85,7 @@ class LaplaceRelease(CurveMechanism):
     accountant: str = "truncated Laplace noise"
 
     def log_delta(self, epsilons: Array) -> Array:
+        """Computes log δ at each of `epsilons` >= 0."""
         return log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
 
 

@@ -296,6 +296,7 @@ class Leverages(Keys):
     """Features: columns of B."""
 
     def neighbours(self) -> str:
+        """Describes the neighbours: a row is there or not, with these leverages."""
         return f"add or remove, leverages {self.p:g} and {self.q:g}"
 
     @model_validator(mode="after")
@@ -310,10 +311,12 @@ class LeastSquaresCurve(Leverages, ExactCurve):
     formula: ClassVar[str] = _METHOD
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """Computes log δ at each of `epsilons` >= 0, by direction."""
         keys = (self.p, self.q, self.r, self.d, epsilons)
         return {way: log_delta(*keys, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
+        """Computes the least ε >= 0 for δ in (0, 1), by direction."""
         keys = (self.p, self.q, self.r, self.d, delta)
         return {way: float(epsilon(*keys, way)) for way in WAYS}
 
@@ -331,9 +334,11 @@ class LeastSquaresCalibration(Calibration):
     """`tight`: the maximum over all leverages a row can have; `paper`: p = l²/σ², q = 2 l²/σ²."""
 
     def neighbours(self) -> str:
+        """Describes the neighbours: a row of bounded norm is there or not."""
         return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """Computes the least σ that is (ε, δ)-private, with the largest leverage it allows."""
         found = sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
         # `paper` noise assumes leverages that no row has: there is no largest one to state.
         allowed, way = None, None

@@ -34,9 +34,11 @@ class NormalCurve(ExactCurve):
     """Seed of `monte_carlo`'s draws."""
 
     def neighbours(self) -> str:
+        """Describes the neighbours: the file's two distributions."""
         return "the two distributions"
 
     def delta(self, epsilon: float) -> Answer:
+        """Computes δ at ε >= 0, exactly or by Monte Carlo with an interval."""
         if self.method == "monte_carlo":
             return self._estimate(epsilon)
         return super().delta(epsilon)
@@ -52,9 +54,11 @@ class NormalCurve(ExactCurve):
         return super().epsilon(delta)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """Computes log δ at each of `epsilons` >= 0, by direction."""
         return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
+        """Computes the least ε >= 0 for δ in (0, 1), by direction."""
         return {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
 
     def _pairs(self) -> dict[Direction, NormalPair]:

@@ -31,6 +31,7 @@ class PoissonGaussianExperiment(Experiment):
         )
 
     def work(self) -> int:
+        """Returns the number of steps, each of which draws one number."""
         return self.steps
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:

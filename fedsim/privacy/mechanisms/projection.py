@@ -244,6 +244,7 @@ class RandomProjectionCurve(ExactCurve):
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
 
     def neighbours(self) -> str:
+        """Describes the neighbours: a row of bounded leverage is there or not."""
         return f"add or remove, leverage ≤ {self.leverage:g}"
 
     def delta(self, epsilon: float) -> Answer:
@@ -251,6 +252,7 @@ class RandomProjectionCurve(ExactCurve):
         return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)), "forward")
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """Computes log δ at each of `epsilons` >= 0, by direction."""
         return {way: log_delta(self.leverage, self.r, epsilons, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
@@ -269,9 +271,11 @@ class RandomProjectionCalibration(Calibration):
     """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""
 
     def neighbours(self) -> str:
+        """Describes the neighbours: a row of bounded norm is there or not."""
         return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """Computes the least σ that is (ε, δ)-private."""
         found = float(sigma(self.row_norm, self.r, epsilon, delta, self.variant))
         return Answer(
             epsilon=epsilon,
