@@ -36,7 +36,7 @@ class DirectAttack(Attack[Answered]):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Computes the answer.
+        """Computes what is recovered of the observation, and the loss that it leaves.
 
         Raises:
             AttackFailed: nothing can be recovered from this observation, with the reason.
@@ -120,5 +120,5 @@ class FeatureAttack(Attack[F], Generic[F]):
         return state.finished
 
     def postprocess(self, state: F) -> Reconstruction:
-        """Returns what the solver has recovered."""
+        """Returns what the solver has recovered: features, and labels where it tells them."""
         return state.reconstruction()

@@ -65,7 +65,7 @@ class Aggregate(AggregationDefense):
         return replace(before, mechanism=before.pooled, pooled=None) if before.pooled else before
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns no effect: nothing is added to the combination."""
+        """Returns an effect that changes nothing: nothing is added to the combination."""
         return Effect()
 
 

@@ -34,7 +34,7 @@ class Clip(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update itself, bit for bit, where its norm is within the bound."""
+        """Returns the update scaled to the bound; where it is within the bound, bit for bit."""
         norm = float(global_norm(update))
         if norm <= self.norm:
             return update, state

@@ -74,7 +74,7 @@ class GaussianSampling(StatisticDefense):
         return self.least_eigenvalue is not None
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses (n, n) K with an eigenvalue below the one assumed.
+        """Refuses a kernel matrix `value` (n, n) with an eigenvalue below the one assumed.
 
         Raises:
             FedsimError: it has one, or its least is lost in the rounding of its largest.
@@ -95,7 +95,7 @@ class GaussianSampling(StatisticDefense):
             )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Draws K̃ for (n, n) K, positive semidefinite."""
+        """Draws K̃ for the kernel matrix `value` K (n, n), positive semidefinite."""
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
         return draws.sampled_covariance(draws.square_root(lifted), samples, rng)

@@ -31,6 +31,8 @@ def largest(rows: Tensor) -> float:
 def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
     """Refuses rows (n, d) `of` somebody if one has more than the `declared` leverage.
 
+    `defense` is the name that the message gives.
+
     Raises:
         FedsimError: one has.
     """
@@ -46,7 +48,10 @@ def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
 
 @cache
 def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
-    """Returns the largest private leverage: for M_LS with d features, or a sketch if d is None."""
+    """Returns the largest private leverage: for M_LS with d features, or a sketch if d is None.
+
+    r is the number of columns of the random matrix.
+    """
     if d is None:
         return float(projection.max_leverage(epsilon, delta, r))
     return least_squares.max_leverage(epsilon, delta, r, d)

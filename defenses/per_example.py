@@ -64,7 +64,7 @@ def noisy_steps(
 
 
 def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:
-    """Returns noise of that deviation on each step, behind a factor of each example's own."""
+    """Returns noise of deviation `std` on each step, behind a factor of each example's own."""
     noise = Noise(variance=std**2, on="step", correlation=correlation)
     return Effect(scaled_examples=True, noise=(noise,) if noise.variance else ())
 

@@ -40,11 +40,11 @@ class Quantization(UpdateDefense):
         return {name: self._quantize(tensor, rng) for name, tensor in update.items()}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns no bound on the update: rounding up may lengthen it."""
+        """Returns a guarantee without a bound on the update: rounding up may lengthen it."""
         return before.unproven("quantization may round the update up beyond its bound")
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns that entries are rounded to a grid in each tensor."""
+        """Returns an effect that says that entries are rounded to a grid in each tensor."""
         return Effect(rounded=True)
 
     def _quantize(self, tensor: Tensor, rng: torch.Generator) -> Tensor:

@@ -68,7 +68,10 @@ class SecureAggregation(MaskedAggregation):
         return self
 
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns the terms of a sum; without a bound on the update, `range` is needed."""
+        """Returns the terms of a sum; without a bound on the update, `range` is needed.
+
+        `before` is proven of each update, of at most `most_examples`.
+        """
         if self.range is None and math.isinf(before.sensitivity):
             raise FedsimError(
                 "secure_aggregation: nothing bounds an update's entries, which have to be of a "
@@ -134,7 +137,9 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def seen_by_one_of(self, participants: int) -> SecureAggregation:
-        """Returns the defense with what is left of the noise where one client knows its own share.
+        """Returns the defense with the noise that is left where one client knows its own share.
+
+        It is one of so many `participants`.
 
         It may be one of those that collude, of whom all shares are known already.
         """

@@ -48,9 +48,9 @@ class TopK(UpdateDefense):
         return sent, {name: tensor.masked_fill(send[name], 0) for name, tensor in owed.items()}
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns no bound on the update: the memory adds to it without one."""
+        """Returns a guarantee without a bound on the update: the memory adds to it."""
         return before.unproven("top_k adds what earlier rounds left over to the update")
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns that the smallest entries of all are not sent."""
+        """Returns an effect that says that the smallest entries of all are not sent."""
         return Effect(removed="smallest")

@@ -38,7 +38,7 @@ class TruncatedLaplace(StatisticDefense):
     the least b that is proven to be enough, smaller by up to sqrt(d) / 1.25."""
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Adds noise to (n, d) features."""
+        """Adds noise to every entry of the features `value` (n, d)."""
         made = self.guarantee(release)
         return draws.truncated_laplace(value, made.scale, made.bound, rng)
 

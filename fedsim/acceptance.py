@@ -46,7 +46,7 @@ class Accepted:
     """Stack -> privacy claim after all rounds, by the ledger."""
 
     def lines(self) -> list[str]:
-        """Returns what privacy depends on, and what each stack claims, one line each."""
+        """Returns what privacy depends on, and what each stack claims, one line each, as text."""
         scenario = self.scenario
         first = next(iter(self.servers.values()))
         held, schedule = first.census.held, first.schedule
@@ -84,7 +84,10 @@ class Accepted:
 
 
 def describe_left_out(described: Dataset | Table) -> list[str]:
-    """Returns one line on files or columns that the source found and did not use, or none."""
+    """Returns one line on files or columns that the source found and did not use, or none.
+
+    `described` is the data without its training split.
+    """
     if not described.left_out:
         return []
     total = sum(count for _, count in described.left_out)
@@ -112,7 +115,10 @@ def describe_near_copies(server: Server) -> list[str]:
 
 
 def describe_claim(server: Server, claim: PrivacyClaim) -> str:
-    """Returns one line on a stack's ε, and on the noise that was found for a requested ε."""
+    """Returns one line on a stack's ε, and on the noise that was found for a requested ε.
+
+    `claim` is what the stack claims.
+    """
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
         for target, multiplier in spending.found_noises(server.stack)
@@ -129,7 +135,7 @@ def validate(
     overrides: Sequence[str] = (),
     quiet: bool = True,
 ) -> list[Accepted]:
-    """Check everything that a run checks before its work, and write nothing.
+    """Checks everything that a run checks before its work, and writes nothing.
 
     Its data are loaded, and two local steps are tried behind each stack. Of a federation over a
     network the nodes are not asked: clients hold what the scenario's own source deals to them.
@@ -154,7 +160,7 @@ def validate(
 def open_scenario(
     scenario: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str]
 ) -> Document | Mapping[str, Any] | Scenario:
-    """Open a scenario as `expand` takes it, with `overrides` of a file's keys.
+    """Opens a scenario as `expand` takes it, with `overrides` of a file's keys.
 
     Raises:
         FedsimError: the file cannot be read, or something is overridden that is no file.
@@ -168,7 +174,7 @@ def open_scenario(
 
 @contextmanager
 def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
-    """Add the file and line of the key that an error from inside begins with."""
+    """Adds the file and line of the key that an error from inside begins with."""
     try:
         yield
     except FedsimError as error:
@@ -176,7 +182,7 @@ def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator
 
 
 def place_of(index: int, variants: Sequence[Variant]) -> str:
-    """Return the place of the variant at `index`, as `2/4 `; empty where there is no sweep."""
+    """Returns the place of the variant at `index`, as `2/4 `; empty where there is no sweep."""
     return f"{index + 1}/{len(variants)} " if variants[index].label else ""
 
 
@@ -188,7 +194,7 @@ def accept(
     out: Path | None = None,
     link: Link | None = None,
 ) -> Accepted:
-    """Load the data of a scenario and check everything about it (`federation.refusals`).
+    """Loads the data of a scenario and checks everything about it (`federation.refusals`).
 
     Args:
         variant: The scenario, with every default written out.

@@ -28,7 +28,7 @@ def up(
     workers: int | None = None,
     quiet: bool = True,
 ) -> Run:
-    """Run a scenario over a SuperLink, a gate and nodes that are started on this machine for it.
+    """Runs a scenario over a SuperLink, a gate and nodes that are started on this machine for it.
 
     Args:
         scenario: A file.

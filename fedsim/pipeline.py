@@ -50,7 +50,7 @@ def run(
     quiet: bool = True,
     link: Link | None = None,
 ) -> Run:
-    """Run a scenario: train the federations, record, attack, score, report.
+    """Runs a scenario: trains the federations, records, attacks, scores, reports.
 
     Args:
         scenario: A file, the same as plain values, or a `Scenario`.
@@ -116,7 +116,7 @@ def collect(
     workers: int | None = None,
     quiet: bool = True,
 ) -> Run:
-    """Join the truth that nodes have kept to a deployed run, then attack and score what waited.
+    """Joins the truth that nodes have kept to a deployed run, then attacks and scores what waited.
 
     Args:
         folder: The run's.
@@ -148,7 +148,7 @@ def collect(
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Turn an error inside the block into `RunFailed`, whose message says how to go on."""
+    """Turns an error inside the block into `RunFailed`, whose message says how to go on."""
     try:
         yield
     # It is a FedsimError as well, and would be wrapped twice.
@@ -201,7 +201,7 @@ class _Execution:
         self.workers = workers or fitting
 
     def announce(self) -> None:
-        """Write the plan before any work, so that anybody can see how far the run is."""
+        """Writes the plan before any work, so that anybody can see how far the run is."""
         rounds = self.scenario.training.rounds * len(self.servers)
         name, variant = self.scenario.name, self.accepted.variant
         Plan.of(name, variant, rounds, self._planned, origin=self._origin()).save(self.out)
@@ -346,7 +346,7 @@ class _Execution:
         return truth.count(self.out, seen.id) != seen.num_clients
 
     def _publish(self, folder: Path) -> None:
-        """Write the public images that the threat model grants every attack, if it grants any."""
+        """Writes the public images that the threat model grants every attack, if it grants any."""
         if self.scenario.knowledge.public != "none" and isinstance(self.described, Dataset):
             files.save_public(public_images(self.described, self.scenario.seed), folder)
 
@@ -406,7 +406,7 @@ class _Execution:
         }
 
     def _attack_public(self, found: Sequence[record.Row]) -> None:
-        """Run attacks once more, on updates of public images, where no other client is recorded."""
+        """Runs attacks again, on updates of public images, where no other client is recorded."""
         folder = controls.folder_of(self.out)
         entries = {entry.label or entry.name: entry for entry in self.scenario.attacks}
         asked = controls.record_public(found, self.out, self.servers)
@@ -434,7 +434,7 @@ class _Execution:
         return [name for name, server in self.servers.items() if not server.effect().known]
 
     def refuse_other_run(self) -> None:
-        """Refuse a folder with results that this run could not go on from.
+        """Refuses a folder with results that this run could not go on from.
 
         Raises:
             FedsimError: it holds a run and is not to be resumed, one of another scenario, or rows

@@ -25,13 +25,16 @@ class Display:
     """Shows what the pipeline reports while it works; this one shows nothing."""
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        """Begins a stage of `total` steps, of which `done` were finished before (a resumed run)."""
+        """Begins a stage called `title` of `total` steps.
+
+        `done` of them were finished before, by a run that is resumed.
+        """
 
     def advance(self, detail: str) -> None:
-        """Reports that a step of the current stage has finished."""
+        """Reports that a step of the current stage has finished; `detail` is shown beside it."""
 
     def detail(self, key: str, text: str) -> None:
-        """Reports what goes on inside a step; `key` tells concurrent steps apart."""
+        """Reports `text` on what goes on inside a step; `key` tells concurrent steps apart."""
 
     def note(self, text: str) -> None:
         """Shows a line that stays: which variant of a sweep is at work, and where."""
@@ -75,7 +78,7 @@ class Live(Display):
         self._bars.stop()
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        """Begins a stage of `total` steps, `done` of which are done."""
+        """Begins a stage called `title` of `total` steps, `done` of which are done."""
         self._running.clear()
         self._task = self._bars.add_task(title, total=total, completed=done, detail="")
         self._title, self._done, self._total = title, done, total
@@ -132,6 +135,8 @@ def display(quiet: bool) -> Iterator[Display]:
 @contextmanager
 def report_work(title: str, of: str = "a curve") -> Iterator[None]:
     """Prints an accountant's or a forecast's progress on standard error, after a second.
+
+    Lines begin with `title`.
 
     `of` names the whole that a share is of.
     """

@@ -94,7 +94,9 @@ def generator(seed: int, *path: str | int) -> Stream:
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Draws float64 values, uniform on the middles of 2^53 equal parts of (0, 1), as rounded.
+    """Draws float64 values of `shape`, uniform on the middles of 2^53 equal parts of (0, 1).
+
+    Middles are rounded to float64.
 
     A `Stream` gives them from its cryptographic stream; a third party's generator draws its own.
     """
@@ -115,7 +117,9 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 def normal(
     shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Draws standard normal values as `dtype`, by the inverse distribution function in float64.
+    """Draws standard normal values of `shape`, by the inverse distribution function in float64.
+
+    They are returned as `dtype`.
 
     A `Stream` gives them from its cryptographic stream; a third party's generator draws its own.
     """
@@ -128,7 +132,7 @@ def normal(
 
 
 def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Draws float64 values -1 and +1 with even odds, from the same stream as `uniform`."""
+    """Draws float64 values -1 and +1 of `shape` with even odds, from the stream of `uniform`."""
     return torch.where(uniform(shape, generator) < 0.5, -1.0, 1.0).double()
 
 

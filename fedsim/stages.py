@@ -38,7 +38,7 @@ def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Disp
 def attack(
     jobs: Sequence[Job], setting: Setting, on_result: Finished, display: Display, *, workers: int
 ) -> None:
-    """Make and score every attack, and report the progress and the result of each.
+    """Makes and scores every attack, and reports the progress and the result of each.
 
     Raises:
         RunFailed: an attacking process died.
@@ -58,7 +58,7 @@ def finish(
     *,
     attack_public: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> None:
-    """Add controls, put rows in canonical order, draw pictures, and write the record.
+    """Adds controls, puts rows in canonical order, draws pictures, and writes the record.
 
     Args:
         folder: Folder of the run.

@@ -127,6 +127,8 @@ class LocalTraining:
     def bins(self, num_examples: int) -> int:
         """Returns the number of batches that a client divides its examples into (balls_in_bins).
 
+        It has `num_examples` of them.
+
         Their mean size is as near to `batch_size` as possible.
         """
         # Halves are rounded up; `round` would take them to the even neighbour.
@@ -262,7 +264,7 @@ class ReleaseSpec:
 
     @property
     def payload(self) -> Payload:
-        """The kind of release."""
+        """Kind of release."""
         return self.kind
 
     def as_model(self, id: str) -> ModelSpec:
@@ -347,7 +349,9 @@ class Effect:
 
     @property
     def exact(self) -> bool:
-        """Whether the update is the computed one, but for the factors of `scaled`.
+        """Whether the update is the computed one, but for factors in (0, 1].
+
+        These are the factors of `scaled` and `scaled_examples`.
 
         Those of `scaled_examples` do not count either.
         """
@@ -503,7 +507,7 @@ class GroundTruth(Truth):
     """(N, d) inputs of the head under the global weights, for feature metrics."""
 
     def victims(self) -> Tensor:
-        """Returns the images."""
+        """Returns the images of the batch, (N, C, H, W)."""
         return self.images
 
 
@@ -528,7 +532,7 @@ class RowTruth(Truth):
     """Number of classes, each with an entry at the end of a row; 0 if the last entries are data."""
 
     def victims(self) -> Tensor:
-        """Returns the rows that took part."""
+        """Returns the rows that took part, (n, columns)."""
         return self.rows[self.members]
 
 
@@ -566,7 +570,7 @@ class Reconstruction:
     iterations: int
 
     def parts(self) -> dict[str, Tensor]:
-        """Returns part of a target -> answer, for all that was answered."""
+        """Returns all that was answered, by the part of a target that it answers."""
         own = {name: getattr(self, name) for name in _PARTS}
         return {name: part for name, part in {**own, **self.more}.items() if part is not None}
 

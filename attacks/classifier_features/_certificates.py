@@ -134,12 +134,15 @@ def certify_images(
 
 
 def is_declared(classifier: ClassifierGradient) -> bool:
-    """Says whether the gradient is declared to be what the client computed, up to clipping."""
+    """Says whether a classifier's gradient is declared to be what the client computed.
+
+    Clipping is allowed for.
+    """
     return classifier.exact and not classifier.dropout and not classifier.approximation
 
 
 def tolerance(classifier: ClassifierGradient) -> float:
-    """Returns the share of the gradient that rounding may leave."""
+    """Returns the share of a classifier's gradient that rounding may leave, in [0, 1]."""
     return (_ROUNDING * classifier.rounding) ** 2
 
 
@@ -152,7 +155,10 @@ def is_reproduced(problem: Consistency, fit: Fits) -> bool:
 
 
 def is_overdetermined(problem: Consistency, fit: Fits) -> bool:
-    """Says whether so many equations hold beyond the unknowns that it cannot be coincidence."""
+    """Says whether a fit meets so many equations that it cannot be coincidence.
+
+    They are those of `problem` beyond its unknowns.
+    """
     images, unknowns = problem.classifier.num_images, fit.points.shape[1]
     return exceeds_chance(problem.classifier, images, unknowns, float(fit.losses[0]))
 

@@ -312,6 +312,8 @@ def derive_signals(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derives labels (N,), error signals (N, d) and the scale of clipping (0-d) from `features`.
 
+    `classifier` has the observed gradient of the layers that classify.
+
     What reproduces the gradient with these features is p - y but for that scale: the label is where
     it lies furthest below p. Where each image has a scale of its own, error signals have it.
     """

@@ -89,7 +89,7 @@ _RIDGE = 1e-2
 
 
 def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
-    """Draws images of a natural spectrum (N, C, H, W), whose amplitudes fall as 1/f."""
+    """Draws images of `shape` (N, C, H, W) with a natural spectrum: amplitudes fall as 1/f."""
     spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
     frequency = torch.hypot(
         torch.fft.fftfreq(shape[-2])[:, None], torch.fft.rfftfreq(shape[-1])[None]
@@ -182,7 +182,10 @@ class LocalPath:
 
     @staticmethod
     def suits(observation: Observation, classifier: ClassifierGradient) -> bool:
-        """Says whether an update is of one client's exact steps on one batch, and moves a body."""
+        """Says whether an update is of one client's exact steps on one batch, and moves a body.
+
+        `classifier` is the part of the update that belongs to the layers that classify.
+        """
         # Under a frozen body features stay, and `Consistency` follows the classifier by itself.
         body = len(observation.parameters) > 1 + int(classifier.biased)
         exact = classifier.exact and not classifier.factors

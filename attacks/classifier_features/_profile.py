@@ -44,7 +44,7 @@ J'r (S, n)."""
 
 
 def make_normals(jacobians: Batched) -> Normals:
-    """Returns J'J and J'r by the Jacobians J themselves."""
+    """Returns the function of J'J and J'r that the function of Jacobians J makes."""
 
     def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         slopes = jacobians(points, given).transpose(1, 2)
@@ -183,12 +183,12 @@ class Consistency:
         return F.pad(inside.flatten(1), (0, self.classifier.factors))
 
     def features(self, points: Tensor, labels: Tensor) -> Tensor:
-        """Turns unknowns (S, n) into features (S, N, d), whatever the labels (S, N)."""
+        """Turns unknowns `points` (S, n) into features (S, N, d), whatever the labels (S, N)."""
         whole: Tensor = self._coordinates(points) @ self._basis
         return whole[..., :-1] if self.classifier.biased else whole
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Descends from `points` (S, n), each with its `labels` (S, N).
+        """Descends from `points` (S, n), each with its `labels` (S, N), for so many `iterations`.
 
         The first start to leave no more than a share `enough` of the gradient ends it.
         """
@@ -213,13 +213,15 @@ class Consistency:
 
     @property
     def freedom(self) -> int:
-        """Number of equations beyond the unknowns, at least 1."""
+        """Number of equations beyond the number of unknowns, at least 1."""
         count = self.classifier.num_images
         unknowns = count * self._free.shape[1] + self.classifier.factors
         return max(1, self.classes * count - unknowns)
 
     def variances(self, point: Tensor, labels: Tensor) -> Tensor:
         """Computes the variance of each image's features (N,), summed, per unit of noise variance.
+
+        It is that at the fit `point` (n,) with `labels` (N,).
 
         A fit amplifies it by its Jacobian's inverse inside the row space, and by the error signals'
         outside, where all of the gradient's columns have it.
@@ -274,7 +276,7 @@ class Consistency:
         return normal.flatten(3).flatten(1, 2), downhill.flatten(1)
 
     def residual(self, point: Tensor, targets: Tensor) -> Tensor:
-        """Computes what `point` (n,) with one-hot labels (N, K) leaves of the gradient (K N,)."""
+        """Computes what `point` (n,) with one-hot `targets` (N, K) leaves of the gradient."""
         coordinates, scale, weights = self._coordinates(point), self.scale(point), self._weights
         velocity = total = torch.zeros_like(weights)
         entered = momentum = 0.0
@@ -297,7 +299,10 @@ class Consistency:
         return errors
 
     def scale(self, point: Tensor) -> Tensor:
-        """Returns the factors of images' error signals (N, 1) or, if they have one, (1, 1)."""
+        """Returns the factors of images' error signals at `point` (n,).
+
+        They are (N, 1) or, if images have one in common, (1, 1).
+        """
         factors = self.classifier.factors
         return point[-factors:].exp()[:, None] if factors else point.new_ones(1, 1)
 
@@ -386,7 +391,7 @@ class Profile:
 
     @property
     def freedom(self) -> int:
-        """Number of equations beyond the unknowns, at least 1."""
+        """Number of equations beyond the number of unknowns, at least 1."""
         count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
         inside = self.rank + int(self.classifier.biased)
         # Columns sum to 0, so that K - 1 of a column's K entries are equations.
@@ -458,7 +463,7 @@ class Profile:
         return unknowns
 
     def features(self, points: Tensor, labels: Tensor) -> Tensor:
-        """Turns unknowns (S, n) with labels (S, N) into features (S, N, d)."""
+        """Turns unknowns `points` (S, n) with labels (S, N) into features (S, N, d)."""
         parts = self._parts(points, F.one_hot(labels, self.classes).double())
         rest = parts.inputs[..., parts.inputs.shape[2] - self._turn.shape[0] :] @ self._turn
         inside: Tensor = parts.inputs[..., : self.rank] @ self._span.T
@@ -473,7 +478,7 @@ class Profile:
         return gradient
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Descends from `points` (S, n), each with its `labels` (S, N).
+        """Descends from `points` (S, n), each with its `labels` (S, N), for so many `iterations`.
 
         The first start to leave no more than a share `enough` of the gradient ends it.
         """
@@ -492,6 +497,8 @@ class Profile:
     def narrow(self, fit: Fits, iterations: int) -> Fits:
         """Fits again from `fit` with a prior on Y, whose spread is estimated from the fit itself.
 
+        It takes at most so many `iterations`.
+
         The prior keeps noise from spreading Y. Returns `fit` unchanged where features have no part
         outside the span of the classifier's rows.
         """
@@ -505,11 +512,14 @@ class Profile:
         return fit
 
     def residuals(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes what points (S, n) with one-hot labels (S, N, K) leave of the gradient."""
+        """Computes what `points` (S, n) with one-hot `targets` (S, N, K) leave of the gradient."""
         return self._parts(points, targets).left.flatten(1)
 
     def jacobians(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes the slopes (S, e, n) of `residuals`, but for the change of Y with D."""
+        """Computes the slopes (S, e, n) of `residuals`, but for the change of Y with D.
+
+        They are those at `points` (S, n) with one-hot `targets` (S, N, K).
+        """
         parts = self._parts(points, targets)
         count, rank = self.classifier.num_images, self.rank
         fixed = self._observed.shape[1] - len(self._turn)

@@ -299,7 +299,7 @@ class KernelPosterior:
     """Whether the coefficients α̃ are used beside the rows X̃."""
 
     def scale_rows(self, rows: Tensor) -> Tensor:
-        """Scales features down to unit length at most; the classes stay."""
+        """Scales features of rows (n, d + c) down to unit length at most; the classes stay."""
         d = self._dimension
         norm = torch.linalg.vector_norm(rows[:, :d], dim=1, keepdim=True).clamp_min(1)
         return torch.cat([rows[:, :d] / norm, rows[:, d:]], dim=1)
@@ -313,7 +313,10 @@ class KernelPosterior:
         return -self.matched.model.rows.new_tensor(self.matched.likelihood)
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
-        """Estimates the mean of the row (d + c,), `maxima` being its released version."""
+        """Estimates the mean of the row (d + c,) from so many `samples`.
+
+        `maxima` is not needed: the match holds the row's released version.
+        """
         prior = class_prior(self.others, self._dimension, self.learned)
         row = posterior_mean(self.matched, prior, self.alpha, samples, rng)
         return self.scale_rows(torch.cat([row, self._classes()])[None])[0]
@@ -402,6 +405,8 @@ def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
 
 def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
     """Derives K(x_j, x) from α̃ near (d,) `row`; None if α̃ does not depend on the kernel.
+
+    `matched` is the released model, whose rows are matched with the known ones.
 
     The mixture α̃ u of the columns is that with 1 at the target and the least error.
     """
@@ -513,7 +518,10 @@ def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -
 
 
 def log_normal(rows: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
-    """Evaluates the log density of (n, d) rows: (n,)."""
+    """Evaluates the log density (n,) of a normal law at `rows` (n, d).
+
+    Its `mean` is (d,), and its `covariance` (d, d).
+    """
     lower: Tensor = torch.linalg.cholesky(covariance)
     inner: Tensor = torch.linalg.solve_triangular(lower, (rows - mean).T, upper=False)
     level = lower.diagonal().log().sum() + len(mean) / 2 * math.log(2 * math.pi)

@@ -25,13 +25,13 @@ from fedsim.words import number_of
 
 
 def pack(symmetric: Tensor) -> Tensor:
-    """Packs (n, k, k) into (n, k (k + 1) / 2), an isometry."""
+    """Packs symmetric matrices (n, k, k) into (n, k (k + 1) / 2), an isometry."""
     row, column = torch.triu_indices(*symmetric.shape[1:], device=symmetric.device)
     return symmetric[:, row, column] * _weights(row, column, symmetric)
 
 
 def unpack(packed: Tensor, size: int) -> Tensor:
-    """Unpacks (n, k (k + 1) / 2) into (n, k, k) for a k of `size`: the inverse of `pack`."""
+    """Unpacks rows (n, k (k + 1) / 2) into matrices (n, k, k), `size` being k: undoes `pack`."""
     row, column = torch.triu_indices(size, size, device=packed.device)
     symmetric = packed.new_zeros(len(packed), size, size)
     entries = packed / _weights(row, column, packed)

@@ -56,7 +56,10 @@ class MembershipInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the ratio's logarithm. The loss is the lesser negative log-likelihood."""
+        """Returns as the row's score the log-likelihood ratio of releases with it and without.
+
+        The loss is the lesser of the two negative log-likelihoods.
+        """
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")
         if observation.payload in KERNELS:

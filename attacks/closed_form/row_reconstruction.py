@@ -82,7 +82,7 @@ class Prior:
         return -((deviation @ self.precision) * deviation).sum(1) / 2
 
     def scale_rows(self, rows: Tensor) -> Tensor:
-        """Scales rows as clients do: longer ones down to the bound."""
+        """Scales rows (n, d + 1) as clients do: longer ones down to the bound."""
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         scaled: Tensor = rows * (self.row_norm / norm.clamp_min(1e-300)).clamp(max=1)
         return scaled
@@ -135,7 +135,7 @@ class RowPosterior:
         ) - self.prior.log_density(rows)
 
     def scale_rows(self, rows: Tensor) -> Tensor:
-        """Scales rows as clients do."""
+        """Scales rows (n, d + 1) as clients do: longer ones down to the bound."""
         return self.prior.scale_rows(rows)
 
     @property
@@ -304,7 +304,10 @@ class RowReconstruction(Attack[RowSearch]):
         return state.iteration >= len(state.starts)
 
     def postprocess(self, state: RowSearch) -> Reconstruction:
-        """Returns the scaled row. The loss is the least negative log posterior density."""
+        """Returns the missing row, scaled to the bound.
+
+        The loss is the least negative log posterior density.
+        """
         posterior, maxima = state.posterior, [row for _, row in state.candidates]
         row = posterior.scale_rows(maxima[0][None])
         if self.samples:
@@ -314,7 +317,7 @@ class RowReconstruction(Attack[RowSearch]):
         )
 
     def total(self) -> int:
-        """Counts the starts."""
+        """Returns the number of starts, each of which is one iteration."""
         return self.starts
 
     def _match(

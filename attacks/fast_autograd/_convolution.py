@@ -39,7 +39,7 @@ class Geometry(NamedTuple):
         return Geometry(module.stride, module.padding, module.dilation, module.groups)
 
     def positions(self, size: Sequence[int], kernel: Sequence[int]) -> list[int]:
-        """Computes the outputs' size (H', W') for images of `size` (H, W)."""
+        """Computes the outputs' size (H', W') for images of `size` (H, W) and a `kernel` (k, l)."""
         return [
             (n + 2 * p - d * (k - 1) - 1) // s + 1
             for n, k, s, p, d in zip(
@@ -108,27 +108,36 @@ class Algorithm(ABC):
 
     @abstractmethod
     def images(self, x: Tensor) -> Tensor:
-        """Brings images into this algorithm's form."""
+        """Brings images `x` (N, C, H, W) into this algorithm's form."""
 
     @abstractmethod
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """Brings weights into this algorithm's form; without `keep` the next call overwrites it."""
+        """Brings weights `w` (O, C, k, l) into this algorithm's form.
+
+        Without `keep` the next call overwrites the result.
+        """
 
     @abstractmethod
     def gradients(self, gy: Tensor) -> Tensor:
-        """Brings output gradients into this algorithm's form."""
+        """Brings output gradients `gy` (N, O, H', W') into this algorithm's form."""
 
     @abstractmethod
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes the convolution (N, O, H', W'), in fresh memory."""
+        """Computes the convolution (N, O, H', W'), with `bias` (O,) added, in fresh memory."""
 
     @abstractmethod
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Differentiates <gy, output> in the images: (N, C, H, W). Their values do not count."""
+        """Differentiates <gy, output> in the images: (N, C, H, W).
+
+        `gradients` is gy in this algorithm's form. The values of the images do not count.
+        """
 
     @abstractmethod
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Differentiates <gy, output> in the weights: (O, C, k, l). Their values do not count."""
+        """Differentiates <gy, output> in the weights: (O, C, k, l).
+
+        `gradients` is gy in this algorithm's form. The values of the weights do not count.
+        """
 
 
 @final
@@ -145,15 +154,15 @@ class Direct(Algorithm):
         return gy
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Calls F.conv2d."""
+        """Computes the convolution by F.conv2d."""
         return F.conv2d(images, weights, bias, *self.problem.geometry)
 
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Calls aten::convolution_backward."""
+        """Differentiates in the images by aten::convolution_backward."""
         return self._backward(gradients, images, weights, [True, False, False])[0]
 
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Calls aten::convolution_backward."""
+        """Differentiates in the weights by aten::convolution_backward."""
         return self._backward(gradients, images, weights, [False, True, False])[1]
 
     def _backward(self, gy: Tensor, x: Tensor, w: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:

@@ -72,7 +72,7 @@ def batch_norm(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
-    """Computes `module(x)` for x (N, C, H, W)."""
+    """Computes `module(x)` for x (N, C, H, W), with a closed-form second derivative."""
     return _normalize(
         x, module.weight, module.bias, _NormOptions(module.num_groups, module.eps, None)
     )
@@ -227,7 +227,7 @@ class _NormalizationGradient(torch.autograd.Function):
 
 
 def relu(x: Tensor) -> Tensor:
-    """Computes max(x, 0)."""
+    """Computes max(x, 0), without a second derivative, which is zero."""
     y: Tensor = _Relu.apply(x)
     return y
 

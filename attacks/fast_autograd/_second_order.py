@@ -45,7 +45,7 @@ between LeNet's 3,600, where they take 1.7 times as long, and ConvNet's 73,728 a
 
 
 def accelerate(model: nn.Module) -> None:
-    """Make `model` fast for `gradient(..., create_graph=True)` differentiated once in the images.
+    """Makes `model` fast for `gradient(..., create_graph=True)` differentiated once in the images.
 
     Its convolutions, batch norms and group norms get closed-form second derivatives, and ReLU and
     max pooling none of their zeros. Names, parameters and buffers stay, but batch norm no longer
@@ -73,7 +73,7 @@ def accelerate(model: nn.Module) -> None:
 def drop_dead_weights(
     model: nn.Module, input_shape: tuple[int, ...]
 ) -> dict[str, tuple[slice, ...]]:
-    """Let the accelerated convolutions of `model` do without weights that only ever meet padding.
+    """Lets the accelerated convolutions of `model` do without weights that only ever meet padding.
 
     On a map of one pixel that are eight ninths of a 3x3 kernel; their gradient is zero whatever the
     images. Returns the part that is left of each kernel that has any: for images (C, H, W) the

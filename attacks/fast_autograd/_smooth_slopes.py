@@ -26,7 +26,7 @@ from fedsim_attacks.fast_autograd._second_order import replace_forward
 
 
 def smooth(model: nn.Module, width: float | Tensor) -> None:
-    """Give the ReLUs and max pools of `model` smooth second derivatives of that `width`.
+    """Gives the ReLUs and max pools of `model` smooth second derivatives of that `width`.
 
     The width is in units of their inputs, which are about 1 behind norm layers. A tensor (0-d) may
     be changed later.
@@ -39,13 +39,16 @@ def smooth(model: nn.Module, width: float | Tensor) -> None:
 
 
 def relu(x: Tensor, *, width: float | Tensor) -> Tensor:
-    """Computes max(x, 0), whose second derivative is smooth."""
+    """Computes max(x, 0), whose second derivative is smooth over `width` around 0."""
     y: Tensor = _SmoothRelu.apply(x, width)
     return y
 
 
 def max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float | Tensor) -> Tensor:
-    """Computes `module(x)` for x (N, C, H, W), whose second derivative is smooth."""
+    """Computes `module(x)` for x (N, C, H, W), whose second derivative is smooth.
+
+    It is smooth over `width`, in units of x.
+    """
     # Padding by -∞ never wins a maximum.
     windows, shape = _windows(module, x, -torch.inf)
     y: Tensor = _Largest.apply(windows, width)

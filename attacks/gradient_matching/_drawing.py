@@ -52,7 +52,10 @@ class Pyramid:
         self._optimizer = torch.optim.Adam([images, *self._coarse], betas=betas, fused=True)
 
     def step(self, slope: Tensor, step_size: float) -> None:
-        """Takes a step of Adam on every level, given the objective's gradient in the images."""
+        """Takes a step of Adam on every level.
+
+        `slope` (N, C, H, W) is the objective's gradient in the images, `step_size` Adam's.
+        """
         before = [level.clone() for level in self._coarse]
         self.images.grad = slope
         for level in self._coarse:
@@ -91,12 +94,15 @@ def half_cosine(done: float, final: float = 0.0) -> float:
 
 
 def stepped(done: float) -> float:
-    """Falls from 1 to a tenth at 3/8, to a hundredth at 5/8 and to a thousandth at 7/8."""
+    """Falls from 1 to a tenth at 3/8, to a hundredth at 5/8 and to a thousandth at 7/8.
+
+    `done` in [0, 1] is the share of the iterations that are done.
+    """
     return 0.1 ** sum(done >= at for at in _DECAY_AT)
 
 
 def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_scheduler.MultiStepLR:
-    """Divides the step size by 10 at 3/8, 5/8 and 7/8 of `iterations`."""
+    """Divides the step size of `optimizer` by 10 at 3/8, 5/8 and 7/8 of `iterations`."""
     milestones = [int(iterations * fraction) for fraction in _DECAY_AT]
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)
 
@@ -159,7 +165,10 @@ class UNet(nn.Module):
 
 
 def resolutions(height: int, width: int) -> int:
-    """Counts the resolutions: each halves the one before, while both sizes are even and >= 4."""
+    """Counts the resolutions of images of `height` and `width`.
+
+    Each halves the one before, while both sizes are even and >= 4.
+    """
     levels = 1
     while _halves(height, levels) and _halves(width, levels):
         levels += 1
@@ -321,7 +330,10 @@ class Drawing:
         return torch.optim.Adam(self._variables, lr=rate, fused=True)
 
     def step(self, drawn: Tensor, slope: Tensor) -> None:
-        """Takes a step of Adam, given the gradient in the images `drawn`; pixels stay valid."""
+        """Takes a step of Adam; pixels stay valid.
+
+        `slope` is the objective's gradient in the images `drawn`, both (N, C, H, W).
+        """
         done = self._done / self._settings.iterations
         fall = half_cosine(done, _FINAL) if self._settings.decay == "cosine" else stepped(done)
         self._done += 1

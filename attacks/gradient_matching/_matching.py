@@ -80,7 +80,10 @@ distance in the update is scale * direction, in closed form: autograd would keep
 def cosine_distance(
     update: Sequence[Tensor], target: MatchedUpdate
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Computes 1 - <u, t> / (|u| |t|) over all parameters (Geiping et al. 2020, equation 4)."""
+    """Computes 1 - <u, t> / (|u| |t|) of `update` u and `target` t over all parameters.
+
+    Geiping et al. 2020, equation 4. `Distance` describes what is returned.
+    """
     product, square = inner_product(update, target.tensors), inner_product(update, update)
     # An update of 0 has no direction: its distance is 1, and not undefined.
     square = square.clamp_min(torch.finfo(square.dtype).tiny)
@@ -144,7 +147,7 @@ def _lengths(u: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """Computes the inner product (0-d) over all entries of all tensors."""
+    """Computes the inner product (0-d) of `a` and `b` over all entries of all tensors."""
     products = [torch.dot(_flat(x), _flat(y)) for x, y in zip(a, b, strict=True)]
     return torch.stack(products).sum()
 
@@ -248,7 +251,10 @@ class Matching:
         )
 
     def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
-        """Makes a candidate of normalized `images`; of labels and logits one is None."""
+        """Makes a candidate of normalized `images` (N, C, H, W) with labels, or with logits.
+
+        One of `labels` (N,) and `logits` (N, K) of soft labels is None.
+        """
         return Candidate(
             images.detach().to(self._dtype, copy=True).requires_grad_(),
             labels,
@@ -286,7 +292,10 @@ class Matching:
     def differentiate(
         self, candidate: Candidate, distance: Distance
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Computes the distance from the observed update (0-d), and its gradients in variables."""
+        """Computes the distance from the observed update (0-d), and its gradients in variables.
+
+        The variables are those of `candidate`, and `distance` compares its update.
+        """
         labels = candidate.labels
         # A recording holds for one distance and one tensor of labels.
         if self._bound is None or self._bound[0] is not distance or self._bound[1] is not labels:

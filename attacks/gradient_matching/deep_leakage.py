@@ -77,7 +77,7 @@ class GradientDistance(IterativeAttack[Descent]):
         return Descent(loss=loss, matching=matching, candidate=candidate, optimizer=optimizer)
 
     def step(self, state: Descent) -> Descent:
-        """Runs a few iterations."""
+        """Runs a few iterations of L-BFGS."""
 
         def closure() -> Tensor:
             loss, gradients = state.matching.differentiate(state.candidate, squared_distance)

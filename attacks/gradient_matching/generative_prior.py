@@ -73,7 +73,7 @@ class Generator(nn.Module):
         self.rest = nn.Sequential(*parts, nn.Conv2d(width, channels, 1), nn.Sigmoid())
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Draws images from codes, as the class says."""
+        """Draws pixels (N, C, H, W) in (0, 1) from `codes` (N, latent)."""
         # All codes have the length that N(0, I) has: Adam may not leave it for what is untrained.
         codes = codes * codes.square().mean(1, keepdim=True).rsqrt()
         pixels: Tensor = self.rest(self.first(codes).unflatten(1, self._base))
@@ -81,7 +81,10 @@ class Generator(nn.Module):
 
 
 def over_parameterized(count: int, shape: tuple[int, ...]) -> Generator:
-    """Makes a generator of more than four weights for each position of `count` images."""
+    """Makes a generator of more than four weights for each position of `count` images.
+
+    `shape` is (C, H, W).
+    """
     width = _LEAST_WIDTH
     while True:
         generator = Generator(shape, LATENT, width)
@@ -112,7 +115,9 @@ def pack_generator(generator: Generator, public: str) -> bytes:
 
 
 def read_generator(path: Path, shape: tuple[int, ...], public: str) -> Generator:
-    """Reads the generator in `path`, which has to draw images of `shape` and to know only `public`.
+    """Reads the generator in `path`, which has to draw images of `shape` (C, H, W).
+
+    It must have been trained on the data that `public` names, and on no others.
 
     Raises:
         FedsimError: it is missing, damaged, no generator, or another one.

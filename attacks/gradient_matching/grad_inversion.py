@@ -169,6 +169,8 @@ class GradInversion(IterativeAttack[Group]):
 def consensus(images: Tensor, reach: int) -> Tensor:
     """Averages `images` (S, N, C, H, W) over seeds, registered to their mean: (N, C, H, W).
 
+    Images are moved by at most `reach` pixels in each direction.
+
     Equation 12 of the paper.
     """
     target = images.mean(0).expand_as(images).flatten(0, 1)

@@ -167,7 +167,10 @@ class InvertingGradients(IterativeAttack[Inversion]):
 
 
 def soft_sign(slope: Tensor, softness: float) -> Tensor:
-    """Computes tanh(`softness` g) / `softness` of each entry g: nearly g where that is small."""
+    """Computes tanh(`softness` g) / `softness` of each entry g of `slope`.
+
+    It is nearly g where that is small.
+    """
     return (softness * slope).tanh_().div_(softness)
 
 

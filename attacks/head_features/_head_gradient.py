@@ -224,7 +224,7 @@ class HeadGradient:
 
     @property
     def rank(self) -> int:
-        """Number of directions that N images can span."""
+        """Number of directions that the features of the batch's images can span."""
         return min(self.num_images, self.hidden.shape[1])
 
 

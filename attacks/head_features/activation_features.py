@@ -62,6 +62,8 @@ class Peeling(FeatureSolver):
     def start(cls, head: HeadGradient, tolerance: float, consistency: float) -> Peeling:
         """Prepares the first round, in which no feature is known.
 
+        `tolerance` and `consistency` are those of `ActivationFeatures`.
+
         Raises:
             AttackFailed: none of the head's neurons are planted, its activation is not ReLU, or
                 nothing is left of the gradient.
@@ -92,7 +94,7 @@ class Peeling(FeatureSolver):
 
     @property
     def finished(self) -> bool:
-        """Whether all features are known, or no row is a single image's."""
+        """Whether all features are known, or no further row is that of a single image."""
         return self.stuck or len(self.shares) >= self.head.num_images
 
     @property

@@ -55,11 +55,11 @@ class Best(FeatureSolver):
 
     @property
     def finished(self) -> bool:
-        """Whether the solver is finished."""
+        """Whether the solver that suits the observation is finished."""
         return self.solver is None or self.solver.finished
 
     def improve(self) -> None:
-        """Takes a step of the solver."""
+        """Takes a step of the solver that suits the observation."""
         assert self.solver is not None
         self.solver.improve()
         self.loss, self.iteration = self.solver.misfit, self.solver.iteration
@@ -109,7 +109,7 @@ class BestFeatures(FeatureAttack[Best]):
         return Best(loss=loss, solver=solver, peeling=peeling)
 
     def total(self) -> int:
-        """Counts the iterations of the fit."""
+        """Returns the number of iterations of the fit, for progress."""
         return self.iterations + ITERATIONS * (self.starts - 1)
 
     def _fit(

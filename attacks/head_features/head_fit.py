@@ -99,14 +99,20 @@ def rows_suffice(head: HeadGradient) -> bool:
 
 
 def rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
-    """Computes the share of kept ∂L/∂W that `features` (N, d) at their norms and D (K, N) miss."""
+    """Computes the share of kept ∂L/∂W that features and error signals miss, in [0, 1].
+
+    `features` are (N, d), at their norms, and `errors` D (K, N).
+    """
     kept = head.grad_hidden != 0
     missed = (_row_signals(head, features, errors)[0] @ features - head.grad_hidden) * kept
     return float(missed.square().sum() / head.grad_hidden.square().sum())
 
 
 def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """Fits the rows of ∂L/∂W by features (N, d), from near ones at their norms and D (K, N)."""
+    """Fits the rows of ∂L/∂W by features (N, d), from near ones at their norms.
+
+    `errors` is D (K, N).
+    """
     signals, sure = _row_signals(head, features, errors)
     n = len(features)
     pairs = (signals[:, :, None] * signals[:, None, :]).flatten(1)
@@ -160,7 +166,10 @@ _ANGLES = (0.15, 0.3, 0.5)
 
 
 def propose_splits(objective: Objective, features: Tensor) -> Iterator[Tensor]:
-    """Yields features (n, d) with one removed and another one split, likeliest first."""
+    """Yields features (n, d) with one removed and another one split, likeliest first.
+
+    The loss of `objective` decides which features are removed and split.
+    """
     for rest in _list_reductions(objective, features):
         bends = sorted(_bends(objective, rest), key=lambda bend: bend[0], reverse=True)
         candidates = [
@@ -329,13 +338,13 @@ class OutputFit:
 
     @property
     def noise_floor(self) -> float:
-        """The loss that noise leaves the best fit."""
+        """Loss that noise leaves the best fit of ∂L/∂A."""
         unknowns = self.features.numel() + len(self.features) * len(self.head.output)
         return self.objective.noise_floor(self.noise, unknowns)
 
     @property
     def incomplete(self) -> bool:
-        """Whether more is left unexplained than noise can account for."""
+        """Whether more of the gradient is left unexplained than noise can account for."""
         return float(self.loss) > max(_EXPLAINED, _STUCK * self.noise_floor)
 
     @property
@@ -529,7 +538,10 @@ class OutputSolver(FeatureSolver):
         return features * find_norms(self.attempt.head, features, self.errors)[0][:, None]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the scaled features. The loss is the share of ∂L/∂A that they do not explain."""
+        """Returns the features (N, d) at their norms.
+
+        The loss is the share of ∂L/∂A that they do not explain.
+        """
         return Reconstruction(
             features=self.attempt.head.lift(self.scale_features()).float(),
             loss=float(self.best[0]),
@@ -626,5 +638,5 @@ class HeadFit(FeatureAttack[OutputSolver]):
         return OutputSolver(attempt=fit, budget=self.total(), second_starts=second)
 
     def total(self) -> int:
-        """Counts `iterations`, and those of the starts that are not the best."""
+        """Returns `iterations`, and those of the starts that are not the best, for progress."""
         return self.iterations + ITERATIONS * (self.starts - 1)

@@ -37,7 +37,9 @@ class SpectralFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the basis. The loss is the share of the gradient's energy outside the span.
+        """Returns the orthonormal basis (n, d) as features.
+
+        The loss is the share of the gradient's energy outside its span.
 
         Raises:
             AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂W.

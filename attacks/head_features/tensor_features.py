@@ -363,6 +363,8 @@ def _factors(head: HeadGradient, features: Tensor) -> Tensor:
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
     """Finds at most `rank` rows (q, m) of mean square 1 that span those of ∂L/∂A (K, m).
 
+    `outer` is ∂L/∂A.
+
     ∂L/∂A = D H, H_ij = σ(w_j'x_i). Images of unlike features have nearly orthogonal rows of H, so
     that orthonormal combinations of the rows of D H are nearly those of H turned: the sum of
     squared moments, which no turn changes, is that of the images one by one. What is below the
@@ -377,7 +379,10 @@ def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
 
 
 def inverse_root(covariance: Tensor) -> Tensor:
-    """Computes C^(-1/2) of a symmetric C (d, d), on its range if there are fewer neurons than d."""
+    """Computes C^(-1/2) of a symmetric `covariance` C (d, d).
+
+    It is that on its range, if there are fewer neurons than d.
+    """
     values: Tensor
     vectors: Tensor
     values, vectors = torch.linalg.eigh(covariance)
@@ -418,7 +423,10 @@ def combine_rows(head: HeadGradient) -> Tensor:
 
 
 def derivative_moments(name: Activation) -> dict[int, float]:
-    """Computes p -> E[σ^(p)(z)] = E[σ(z) He_p(z)], z standard normal, for p = 2, 3, 4."""
+    """Computes p -> E[σ^(p)(z)] = E[σ(z) He_p(z)], z standard normal, for p = 2, 3, 4.
+
+    σ is the activation of that `name`.
+    """
     # Quadrature: beyond 12 standard deviations the density is below 1e-31.
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
     density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
@@ -431,6 +439,8 @@ def power_method(
     matrices: Sequence[Tensor], rank: int, iterations: int, rng: torch.Generator
 ) -> Tensor:
     """Computes the leading eigenvectors of Σ P², P symmetric (d, d): (d, rank), orthonormal.
+
+    `matrices` are the P, and so many `iterations` are made.
 
     For one matrix they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3;
     squared, so that eigenvalues of both signs count).

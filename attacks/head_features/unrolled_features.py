@@ -257,5 +257,5 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
         return UnrolledSolver.start(head, self.iterations, self.trials, rng)
 
     def total(self) -> int:
-        """Counts the iterations of all trials."""
+        """Returns the number of iterations of all trials, for progress."""
         return self.iterations * (1 + self.trials)

@@ -75,7 +75,10 @@ class Body:
         }
 
     def without_padding(self, name: str, tensor: Tensor) -> Tensor:
-        """Selects the entries of a parameter, or of its update, that meet anything but padding."""
+        """Selects the entries of a parameter, or of its update, that meet anything but padding.
+
+        `name` is the parameter's, and `tensor` has its shape.
+        """
         window = self._windows.get(name)
         return tensor if window is None else tensor[window]
 
@@ -148,7 +151,9 @@ class PartUpdate:
         self._expected = _Expected(self._clipped, share, rest)
 
     def compare(self, update: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | float]:
-        """Subtracts this update from a recomputed one, or for a removed entry its bound.
+        """Subtracts the observed update from a recomputed one, tensor by tensor.
+
+        For a removed entry the difference is what exceeds its bound.
 
         Also returns the derivative of the difference in the recomputed update: 1 for a single step.
         """
@@ -416,6 +421,8 @@ class BodyGradient(PartGradient):
 
 def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
     """Makes a distance: the sum over body and head of |u - t|² / |t|².
+
+    `names` are the parameters', in the order of the compared tensors.
 
     In a single distance the head's planted neurons would outweigh all else. If `clipped`, the
     client has scaled its update t, and c u takes the place of u, for the c that fits best.

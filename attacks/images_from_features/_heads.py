@@ -37,7 +37,7 @@ SUITED, NONE = "suited", "none"
 
 
 def resolved(source: FeatureSource) -> FeatureSource:
-    """Writes out all parameters of an attack that is to recover features.
+    """Writes out all parameters of `source`, an attack that is to recover features.
 
     Raises:
         ValueError: there is no such attack, a parameter is wrong, or it reads no updates.

@@ -91,7 +91,10 @@ class StagePeeling:
         return self._loss
 
     def images(self, *, weight: float, calls: int) -> PartGradient:
-        """Poses the problem of the first stage, after `steps` calls of `step`."""
+        """Poses the problem of the first stage, to be evaluated so many `calls`.
+
+        All other stages have to be peeled before. `weight` is that of the update.
+        """
         self._staged.narrow(0)
         return self._problem(self._staged.stages[0], weight, calls)
 

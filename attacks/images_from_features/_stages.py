@@ -93,13 +93,16 @@ class BodyCalls:
         return list(found.values())
 
     def leaves(self, begin: int | None, end: int | None) -> set[int]:
-        """Returns the ids of the parameters that the stretch uses."""
+        """Returns the ids of the parameters that the stretch from `begin` to `end` uses.
+
+        Both are numbers of calls; None is the beginning, or the end, of the body.
+        """
         # What was computed before the stretch begins is no part of it.
         stop = None if begin is None else self._maps[begin][0]
         return _leaves(self._output if end is None else self._maps[end][0], stop)
 
     def size(self, end: int | None) -> int:
-        """Returns how many numbers a call answers, or for None the body."""
+        """Returns how many numbers the call of number `end` answers, or for None the body."""
         return self._output_size if end is None else int(self._maps[end][1])
 
     def stretch(self, begin: int | None, end: int | None) -> Callable[[Tensor], Tensor]:
@@ -197,7 +200,7 @@ _NARROWEST = 0.1
 @final
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers of a body, and what is known of what goes into them."""
+    """Consecutive layers of a body, and what is known of the inputs of the first."""
 
     part: Part
     """Its function and parameters."""
@@ -257,7 +260,7 @@ class StagedBody:
 
 
 def cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
-    """Cuts a body into stages from images to features.
+    """Cuts a body into stages from images to features, for batches of `num_images`.
 
     It stays a single stage where its gradient determines none, or where stages put together do not
     make the body's features: something else is made of what comes out of its last layer, or its

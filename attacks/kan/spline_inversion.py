@@ -125,7 +125,7 @@ class SplineGradient:
         return self.tensor.shape[0]
 
     def share_unexplained(self, bases: Tensor) -> Tensor:
-        """Computes the share (0-d) of energy that no error signals of these (N, d, K) explain."""
+        """Computes the share (0-d) of energy that no error signals of `bases` (N, d, K) explain."""
         design, observed = bases.flatten(1).T, self.tensor.flatten(1).T
         residual: Tensor = observed - design @ torch.linalg.lstsq(design, observed).solution
         return residual.square().sum() / observed.square().sum()
@@ -162,7 +162,10 @@ _PAIRS = 10
 
 
 def quadrics(degree: int, intervals: int) -> Tensor:
-    """Finds orthonormal symmetric Q (q, K, K) float64 with b(u)' Q b(u) = 0 for all u; q >= 0."""
+    """Finds orthonormal symmetric Q (q, K, K) float64 with b(u)' Q b(u) = 0 for all u; q >= 0.
+
+    b are the splines of `degree` over so many `intervals`.
+    """
     u = torch.linspace(-1, 1, _SAMPLES * intervals + 1, dtype=torch.float64)
     basis = spline_basis(u, degree, intervals)
     products = pack(basis[:, :, None] * basis[:, None, :])
@@ -229,7 +232,10 @@ class SplinePixels:
 
     @staticmethod
     def read(spec: ModelSpec, like: Tensor) -> SplinePixels:
-        """Derives center and scale from the public normalization."""
+        """Derives center and scale from the public normalization.
+
+        They have the type and the device of `like`.
+        """
         repeat = math.prod(spec.input_shape[1:])
         center, scale = (
             torch.tensor(values).to(like).repeat_interleave(repeat)
@@ -300,7 +306,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> PixelPosterior:
-        """Unmixes the images.
+        """Unmixes the images of the batch.
 
         Raises:
             AttackFailed: the model is no KAN, nothing is left of its first layer's gradient, there

@@ -329,7 +329,7 @@ class RowSpace:
         )
 
     def signal(self, off: Tensor) -> Signal | None:
-        """Finds the combination of columns that is 0 at rows `off` (m,): an image's error signal.
+        """Finds an image's error signal: the combination of columns that is 0 at rows `off` (m,).
 
         Returns None if no combination is. Where several may be, the signal's combination is None.
         """

@@ -118,7 +118,10 @@ class CocktailParty(IterativeAttack[Unmixing]):
         )
 
     def total(self) -> int:
-        """Counts the steps of both halves; images that are unmixed need no second."""
+        """Returns the number of steps of both halves, for progress.
+
+        Images that are unmixed need no second half.
+        """
         return self.iterations + self.image_iterations
 
     def terminate(self, state: Unmixing) -> bool:

@@ -41,6 +41,8 @@ def sample_kernels(
 ) -> Tensor:
     """Draws `number` sets of r - 1 rows; returns combinations (c, r) in their kernels.
 
+    The rows are those of `space`.
+
     Only those are returned whose share of zeros is at least `sparsity`, made precise by all zeros.
     """
     unit, kernels = _draw_kernels(space, number, generator)
@@ -55,6 +57,8 @@ def descend_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
     """Descends from the kernels of `number` sets of r - 1 rows to sparse combinations (c, r).
+
+    The rows are those of `space`; a combination is sparse from a share `sparsity` of zeros on.
 
     The method is iteratively reweighted least squares with weights that sharpen as it goes on
     (Chartrand and Yin, Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
@@ -261,7 +265,7 @@ class Spear(IterativeAttack[Sampling]):
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: Sampling) -> Reconstruction:
-        """Returns what the inputs tell of the images.
+        """Returns what the inputs of the layer tell of the images: pixels, or features.
 
         Raises:
             AttackFailed: too few combinations have been found.

@@ -55,7 +55,10 @@ class AssessmentContext:
 
 
 def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
-    """Returns a line of `rounds.jsonl` for each recorded round."""
+    """Returns a line of `rounds.jsonl` for each recorded round.
+
+    `stack` is the name of the defenses that clients are declared to apply.
+    """
     found = []
     for round in sorted({each.round for each in exchanges}):
         own = [each for each in exchanges if each.round == round]
@@ -77,6 +80,8 @@ def command_of(
     source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
 ) -> str:
     """Returns the command that repeats the assessment.
+
+    `source` is the recorded run's folder, `homes` those of the witnesses, `asked` the settings.
 
     A model that was handed over as an object is written as its class: whoever runs the command may
     have to name what builds it.
@@ -115,7 +120,7 @@ def _join_values(values: Sequence[float]) -> str:
 
 
 def slug(name: str) -> str:
-    """Returns the letters, digits and `_+-` of `name`, at most 64, as a name for files.
+    """Returns `name` as files can be called: at most 64 letters, digits and `_+-` of it.
 
     It is `app` if none are left.
     """

@@ -50,7 +50,7 @@ class AppTraining:
         self.notes = notes
 
     def training(self, each: Picked) -> LocalTraining:
-        """Returns the local training of one client, as attacks are told it."""
+        """Returns the local training of one attacked client, as attacks are told it."""
         said = each.testimony.said
         if self._answer == "gradient":
             return gradient_of(said.images, self._mode)

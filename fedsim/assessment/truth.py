@@ -95,6 +95,8 @@ class Examples:
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
         """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) that a witness saw.
 
+        `testimony` is the witness's of one exchange.
+
         Raises:
             FedsimError: a pixel or a label is outside of what there is.
         """
@@ -138,6 +140,12 @@ def guesser_of(
     Returns it, and whether there were others. Where nobody else was witnessed it is learned from
     the victims' own images: better than any outsider's guess, so that gains over it are
     understated.
+
+    Args:
+        said: What witnesses saw, by the recorded exchange.
+        picked: Exchanges that are attacked.
+        examples: Reader of a witness's images and labels.
+        notes: Lines for the report, to which a caution is added.
     """
     victims = {each.exchange.node_id for each in picked}
     # One testimony per client, so that its images do not count once for each round.

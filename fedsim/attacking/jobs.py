@@ -115,7 +115,10 @@ class Result:
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
-    """Returns the path of an observation's reconstruction by the attack called `label`."""
+    """Returns the path of a reconstruction below the run's folder `root`.
+
+    It is that of the observation of this id by the attack called `label`.
+    """
     stack, _, rest = checked_id(observation_id).partition("/")
     return root / "reconstructions" / stack / label / f"{rest}.safetensors"
 
@@ -188,7 +191,7 @@ def score_answer(
 
 
 def cost(solution: Solution) -> dict[str, float | int | None]:
-    """Returns what an attack cost, over all its restarts."""
+    """Returns what an attack cost, over all its restarts, as fields of a row."""
     iterations, seconds = solution.iterations, solution.seconds
     return {
         "seconds": seconds,

@@ -52,7 +52,7 @@ def observe(
     buffers: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> Observation:
-    """Return what a server sees of one undefended client that trained `model` on images.
+    """Returns what a server sees of one undefended client that trained `model` on images.
 
     The loss is the mean cross-entropy of the batch, to which attacks compare what they try.
 

@@ -49,7 +49,7 @@ def attack(
     truth: str | Path | tuple[Tensor, Tensor] | None = None,
     on_progress: jobs.OnProgress | None = None,
 ) -> tuple[Reconstruction, dict[str, Any]]:
-    """Attack one recording.
+    """Attacks one recording.
 
     Args:
         observation: A recording, or the path of its JSON file.

@@ -61,6 +61,8 @@ def run_jobs(
 ) -> None:
     """Runs `jobs`, attacking in `workers` processes, and reports each as it goes on.
 
+    `on_progress` is called with the progress of an attack, `on_result` with each scored result.
+
     As many other processes score; with one worker, this process does.
 
     Raises:

@@ -95,12 +95,17 @@ class TappedTraining:
 
 
 def gradient_of(examples: int, mode: Mode) -> LocalTraining:
-    """Returns the training of a client that answers the gradient of all its `examples`."""
+    """Returns the training of a client that answers the gradient of all its `examples`.
+
+    `mode` is that of its layers, `train` or `eval`.
+    """
     return LocalTraining(algorithm="fedsgd", steps=1, batch_size=examples, lr=1.0, mode=mode)
 
 
 def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
     """Freezes the parameters of `model` that clients are not sent: they keep its public values.
+
+    `prefix` stands before each name that the app sends in the model's own.
 
     Raises:
         FedsimError: the app sends names that the model has not.

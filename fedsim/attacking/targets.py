@@ -40,6 +40,8 @@ def question(
 ) -> Solution:
     """Asks all `questions` in this process, and joins the answers.
 
+    Arguments are those of `questions`; `progress` is called with the progress of each.
+
     Raises:
         AttackFailed: `questions` or `Question.answer` raises it, or there is nothing to ask.
     """
@@ -59,6 +61,8 @@ def questions(
 ) -> Iterator[Question]:
     """Yields the questions to `attack` about `observation`, with the knowledge that is granted.
 
+    Each is to be asked from `restarts` starting points, drawn from `seed`.
+
     Images are one question. Rows are a question each, in order: every row that took part or, for an
     attack that is asked of candidates, every row that could have.
 
@@ -76,7 +80,7 @@ def questions(
 
 
 def join_solutions(found: Sequence[Solution]) -> Solution:
-    """Joins the answers to all `questions`, in their order.
+    """Joins the answers to all `questions`, in their order, into one.
 
     Raises:
         AttackFailed: there is none.

@@ -86,7 +86,10 @@ def threshold_bound(
 def two_world_bounds(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float, gaussian: bool
 ) -> list[LowerBound]:
-    """Returns `threshold_bound`, and `gaussian_bound` if that applies; all hold at once."""
+    """Returns `threshold_bound`, and `gaussian_bound` if that applies; all hold at once.
+
+    Arguments are theirs; `gaussian` says whether the claim is one of μ-GDP.
+    """
     methods = [threshold_bound, gaussian_bound] if gaussian else [threshold_bound]
     # By the union bound: each method errs with its share, so that the best of them may be taken.
     each = 1 - (1 - confidence) / len(methods)

@@ -67,18 +67,21 @@ class Contributions:
 
 
 def images(workload: Workload) -> Dataset:
-    """Returns the workload's images: no closed-form learner makes a claim that canaries try."""
+    """Returns the workload's data, which are images.
+
+    No closed-form learner makes a claim that canaries try.
+    """
     assert isinstance(workload.dataset, Dataset), "closed-form learners make no such claim"
     return workload.dataset
 
 
 def other_label(data: Dataset, label: Tensor) -> Tensor:
-    """Returns the label that a canary has in the other world."""
+    """Returns the class of `data` that a canary labelled `label` has in the other world."""
     return (label + 1) % len(data.classes)
 
 
 def along(update: Tensors, toward: Tensors) -> float:
-    """Returns the inner product of two updates, all tensors together."""
+    """Returns the inner product of `update` and `toward`, all tensors together."""
     return sum(
         float(torch.dot(update[name].flatten().double(), value.flatten().double()))
         for name, value in toward.items()

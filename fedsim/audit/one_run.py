@@ -42,6 +42,8 @@ def scores(
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Returns (m,) scores of the canaries and (m,) coins, for `bounds.one_run_bound`.
 
+    `unit` and `relation` are those of the claim.
+
     Where whole clients are hidden each client is a canary; where examples are, up to `canaries` of
     them, as many of one client as of another. `on_progress` is told (rounds done, of how many).
 

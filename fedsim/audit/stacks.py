@@ -28,6 +28,8 @@ AUDITED: tuple[tuple[Unit, Relation], ...] = (
 def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
     """Refuses an audit of stacks, by name, that could show nothing.
 
+    `clients` is the number of clients of the federation.
+
     Raises:
         FedsimError: no stack claims anything, one does that there is no canary for, or one run has
             too few canaries or too many.
@@ -69,7 +71,7 @@ Step = Callable[[int, int], None]
 
 
 def quiet(done: int, total: int) -> None:
-    """Ignores progress."""
+    """Ignores progress: a callback for those who show none."""
 
 
 def audited_epsilon(

@@ -172,6 +172,8 @@ def scores(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Returns (canaries,) scores without the canary and as many with it.
 
+    `unit` and `relation` are those of the claim.
+
     It takes part as the client that is worst off among those whose rounds are `taken`: the one with
     the most, or, where the server's own noise goes on while it is away, the one that is farthest
     from not taking part at all. `on_progress` is told (trainings done, of how many).

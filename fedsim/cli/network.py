@@ -189,7 +189,10 @@ def refuse_unfit(superlink: str, roots: Path | None) -> None:
 
 
 def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
-    """Ends the command if network options are given without a SuperLink, as it would run here."""
+    """Ends the command if network options are given without a SuperLink, as it would run here.
+
+    `given` says of each option whether it was given.
+    """
     lonely = [option for option, is_given in given.items() if is_given]
     if superlink is None and lonely:
         typer.secho(

@@ -65,7 +65,7 @@ class Attack(Plugin, Generic[S]):
     are slower on an accelerator; `solve` moves what they read, and what they answer back."""
 
     def required(self) -> Grant:
-        """Returns what it needs with these parameters: `needs`, unless one asks for more."""
+        """Returns the grant that it needs with these parameters, by default `needs`."""
         return self.needs
 
     def brings(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class Attack(Plugin, Generic[S]):
 
     @abstractmethod
     def postprocess(self, state: S) -> Reconstruction:
-        """Returns what was recovered, images in pixels."""
+        """Returns what was recovered; images are in pixels on [0, 1]."""
 
     def total(self) -> int | None:
         """Returns the number of iterations until `terminate`, for progress; None if unknown."""
@@ -180,7 +180,7 @@ def solve(
     progress: Callable[[Progress], None] | None = None,
     every: float = 0.25,
 ) -> Solution:
-    """Run `attack` from `restarts` starting points and keep the one with the least own loss.
+    """Runs `attack` from `restarts` starting points and keeps that of least own loss.
 
     `progress` is called at most once per `every` seconds. Same arguments, same result.
 
@@ -248,7 +248,10 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
 
 
 def unreadable(attack: str, reads: Sequence[Payload], released: Payload | None) -> str | None:
-    """Returns why an attack that `reads` these kinds cannot read `released`; None if it can."""
+    """Returns why an attack that `reads` these kinds cannot read `released`; None if it can.
+
+    `attack` is its name, for the message.
+    """
     if released in reads:
         return None
     what = {"update": "updates of a model", None: "what no attack reads"}

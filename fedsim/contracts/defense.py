@@ -81,7 +81,7 @@ class DataDefense(Plugin):
         return False
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuse data that contradict what the claim assumes of them; by default none do.
+        """Refuses data that contradict what the claim assumes of them; by default none do.
 
         `clients` has the rows (n, d + 1) of each client that takes part in one release, by its
         number, before σ I is appended. The refusal is itself a function of the data, and nothing
@@ -124,7 +124,7 @@ class StatisticDefense(Plugin):
         return False
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuse a `client`'s `value` that contradicts what the claim assumes; by default none.
+        """Refuses a `client`'s `value` that contradicts what the claim assumes; by default none.
 
         The refusal is itself a function of the data, and nothing hides it.
 
@@ -176,6 +176,8 @@ class UpdateDefense(Plugin):
     def effect(self, before: Guarantee) -> Effect:
         """Returns what the defense does to an update, for attacks to allow for.
 
+        `before` is what was proven before it.
+
         A defense that does not say is attacked as if it added noise of a size that nobody knows:
         it looks safer than it is.
         """
@@ -224,10 +226,15 @@ class TrainingDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what is proven of the update after training as `training` says."""
+        """Returns what is proven of the update after training as `training` says.
+
+        `before` is what was proven without this defense.
+        """
 
     def effect(self, training: LocalTraining) -> Effect:
         """Returns what the defense does to the update beyond what its own `training` says.
+
+        It is UNKNOWN, if the defense does not say.
 
         UNKNOWN, if the defense does not say.
         """
@@ -310,7 +317,7 @@ class AggregationDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what is proven of the combined update, given what is of each client's."""
+        """Returns what is proven of the combined update, `before` being that of each client's."""
 
     def effect(self, before: Guarantee) -> Effect:
         """Returns what is added to the plain sum or mean of the clients' updates.
@@ -377,7 +384,7 @@ class MaskedAggregation(NoisyAggregation):
 
     @abstractmethod
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns what a sum is made of, given what is proven of each client's update.
+        """Returns what a sum is made of; `before` is proven of each client's update.
 
         `most_examples` is how many a client can report.
 
@@ -449,7 +456,7 @@ def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
 
 
 def shapes(update: Tensors) -> Mapping[str, torch.Size]:
-    """Returns name -> shape."""
+    """Returns the shape of each tensor of `update`, by name."""
     return {name: tensor.shape for name, tensor in update.items()}
 
 

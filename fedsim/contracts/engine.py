@@ -20,7 +20,7 @@ class Engine(Plugin):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse a machine on which it cannot run.
+        """Refuses a machine on which it cannot run.
 
         Raises:
             FedsimError: this is one.

@@ -203,7 +203,10 @@ class Guarantee:
         return replace(self, sensitivity=min(self.sensitivity, norm))
 
     def unproven(self, reason: str) -> Guarantee:
-        """Returns the guarantee after a step that may enlarge the update; a mechanism is kept."""
+        """Returns the guarantee after a step that may enlarge the update; a mechanism is kept.
+
+        `reason` says which step, for whoever asks why ε is infinite.
+        """
         # Behind the noise all is post-processing, which no later step can undo.
         reason = self.reason if self.mechanism else reason
         return replace(self, sensitivity=math.inf, reason=reason)

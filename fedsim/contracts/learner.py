@@ -147,10 +147,12 @@ class Computation(ABC):
 
     @abstractmethod
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Returns one parameter of the global model after a client's `update` is applied to it."""
+        """Returns the global parameter `before` after a client's `update` is applied to it."""
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
         """Returns the clients' mean update, float64, as one parameter of two global models tells.
+
+        `before` and `after` are its values in both.
 
         It undoes `apply_update` and `finalize` of a mean to which every client contributes the same
         weight. Only a learner of which that is so overrides it.
@@ -223,7 +225,7 @@ class Learner(Plugin):
 
     @abstractmethod
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to a federation.
+        """Binds the learner to one stack's federation, which `problem` describes.
 
         Raises:
             FedsimError: it does not fit the data or the model.
@@ -245,7 +247,7 @@ class TrainingLearner(Learner):
         return data.labelled() if self.data is Dataset else data
 
     def payload(self) -> Payload | None:
-        """Returns `update`."""
+        """Returns `update`, the kind that a training learner's clients send."""
         return "update"
 
     def least_examples(self, training: LocalTraining) -> int:

@@ -36,7 +36,10 @@ def rows(kinds: Sequence[str]) -> list[Row]:
 
 
 def render(found: Sequence[Row], width: int = 80) -> str:
-    """Renders rows as text for a terminal of `width` characters; longer lines are wrapped."""
+    """Renders rows as text for a terminal of `width` characters; longer lines are wrapped.
+
+    The rows are those that `rows` returned.
+    """
     blocks: list[str] = []
     kind = None
     for row in found:
@@ -76,7 +79,7 @@ def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
 
 
 def wrap_text(text: str, width: int, indent: int) -> list[str]:
-    """Wraps text to `width` characters, indented by `indent`, and deeper from line 2 on."""
+    """Wraps `text` to `width` characters, indented by `indent`, and deeper from line 2 on."""
     return textwrap.wrap(
         text.rstrip(),
         width,

@@ -49,7 +49,10 @@ def assign(cost: Tensor) -> list[int]:
 
 
 def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
-    """Orders `values` (M, ...) as the truths (N, ...), with `fill` (...) where one is missing."""
+    """Orders `values` (M, ...) as the truths (N, ...), with `fill` (...) where one is missing.
+
+    `assignment` has the number of each truth's answer, -1 for none.
+    """
     values = values.detach().cpu()
     fill = fill.detach().cpu().to(values.dtype)
     return torch.stack([fill if k == MISSING else values[k] for k in assignment])

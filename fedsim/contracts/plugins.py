@@ -166,7 +166,7 @@ def reference(group: str, plugin: Plugin) -> Named:
 
 
 def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
-    """Loads a class that derives from one of `roles`.
+    """Loads the class `name` of `group`, which has to derive from one of `roles`.
 
     Raises:
         PluginError: as of `load`; or the class derives from none.
@@ -200,6 +200,8 @@ def list_installed(group: str) -> list[Installed]:
 
 def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
     """Returns the JSON Schema of a plugin's parameters.
+
+    `ref_template` is the pattern of references to definitions, as of pydantic.
 
     Raises:
         PluginError: a field's type has no JSON Schema, so no scenario can set it.

@@ -92,6 +92,8 @@ class Stack:
     ) -> list[Mapping[str, float]]:
         """Returns `UpdateDefense.public_parameters` of each update defense.
 
+        `declared` is the local training before any defense.
+
         Raises:
             FedsimError: as `guarantees`.
         """
@@ -102,6 +104,8 @@ class Stack:
 
     def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
         """Returns what the whole stack does to the update.
+
+        `declared` is the local training before any defense.
 
         Data and statistic defenses have no part in it: `ReleaseSpec` describes what they do.
 
@@ -131,7 +135,7 @@ class Stack:
         return "aggregate" if self.aggregation else "server"
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """Returns the local training after every training defense."""
+        """Returns the local training `declared`, after every training defense."""
         for defense in self.training_defenses:
             declared = defense.training(declared)
         return declared
@@ -158,7 +162,7 @@ class Stack:
 
     @contextmanager
     def memory_of(self, state: Tensors) -> Iterator[dict[str, Tensor]]:
-        """Let the steps of `gradient` inside go on from the client's `state`.
+        """Lets the steps of `gradient` inside go on from the client's `state`.
 
         `state` is the one after the client's previous round (empty before its first). The mapping
         that is yielded is filled on exit with what the steps leave, and is kept with the state of
@@ -251,7 +255,10 @@ class Stack:
     def init(
         self, update: Tensors, declared: LocalTraining, release: Release | None = None
     ) -> Tensors:
-        """Returns the state of all update defenses before the first round, as a flat mapping."""
+        """Returns the state of all update defenses before the first round, as a flat mapping.
+
+        `declared` is the local training before any defense.
+        """
         proven = self.guarantees(declared, release)
         return {
             f"{index}.{name}": tensor
@@ -280,7 +287,7 @@ _TRAINING = "training."
 
 
 def chain(*defenses: Defense) -> Stack:
-    """Compose `defenses` in written order; `chain()` is the identity.
+    """Composes `defenses` in written order; `chain()` is the identity.
 
     Raises:
         FedsimError: more than one aggregation defense, or one that is not the last; more than one

@@ -57,7 +57,7 @@ class TargetScores:
         return {n: v.tolist() for n, v in self.values.items() if isinstance(v, Tensor)}
 
     def means(self) -> dict[str, float]:
-        """Returns the means; a metric without a value is missing."""
+        """Returns the mean of each metric by name; a metric without a value is missing."""
         # Metrics with one value for all, such as a share of labels, are their own mean.
         tensors = {n: float(v.mean()) for n, v in self.values.items() if isinstance(v, Tensor)}
         return {n: v for n, v in self.values.items() if isinstance(v, float)} | tensors
@@ -150,7 +150,7 @@ class Target(Plugin):
         )
 
     def is_recognizable(self, values: Mapping[str, float | None]) -> bool:
-        """Returns whether an answer that leaks is recognizable.
+        """Returns whether an answer that leaks is recognizable, by the `values` of its metrics.
 
         Its likeness decides or, where that was not measured, the ranking metric.
         """
@@ -184,11 +184,14 @@ class Target(Plugin):
         return truth.tensors().get(self.truth_name)
 
     def answer_of(self, found: Reconstruction) -> Tensor | None:
-        """Returns what an attack answers of this target; None if nothing."""
+        """Returns the part of an attack's answer that is about this target, or None."""
         return found.parts().get(self.part)
 
     def prepare(self, resources: Resources) -> Any:
-        """Returns aids for scores that take long to make; it is called once in a process."""
+        """Returns aids for scores that take long to make; it is called once in a process.
+
+        `resources` is what they can be made of.
+        """
         return None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
@@ -206,7 +209,10 @@ class Target(Plugin):
             raise ScoringError(f"{self.part}: the answer is not finite")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Compares a checked answer with the truth, by all metrics of this target."""
+        """Compares a checked answer with the truth, by all metrics of this target.
+
+        `aids` has what `prepare` returned.
+        """
         true = self.truth_of(truth)
         if true is None:
             return TargetScores(values=self.unavailable(f"the true {self.noun} were not recorded"))
@@ -226,15 +232,17 @@ class Target(Plugin):
             )
 
     def compute_metrics(self, pair: ScoredPair) -> dict[str, MetricValue]:
-        """Returns the value of each metric, by name."""
+        """Returns the value of each metric, by name, of an answer paired with the truth."""
         return {metric.name: metric.compute(pair) for metric in self.metrics}
 
     def unavailable(self, reason: str) -> dict[str, MetricValue]:
-        """Returns why no metric has a value."""
+        """Returns metrics without values, by name: `reason` says why none has one."""
         return {metric.name: Unavailable(reason) for metric in self.metrics}
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the scored guess; None where nothing is guessed.
+
+        `aids` has what `prepare` returned.
 
         By default each metric has its value of an answer without any knowledge, beside an attack
         that answers this target.
@@ -244,7 +252,10 @@ class Target(Plugin):
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns what is saved in the place of a missing part of an answer; zeros by default."""
+        """Returns what is saved in the place of a missing part of an answer; zeros by default.
+
+        `true` is the true part, and `aids` has what `prepare` returned.
+        """
         return torch.zeros_like(true[0])
 
     def tensors_to_save(
@@ -362,6 +373,8 @@ def ranking_targets() -> Mapping[str, Target]:
 
 def main_target(payload: Payload) -> Target:
     """Returns the target that attacks on what clients send are after, if they answer nothing else.
+
+    `payload` is the kind of what clients send.
 
     Raises:
         PluginError: no installed target is of that kind.

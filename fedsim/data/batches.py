@@ -26,7 +26,7 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws each of `indices` with probability `batch_size` / their number, independently."""
+    """Draws each of `indices` with probability `batch_size` over their number, independently."""
     # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
     # rate that the accountant takes.
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)

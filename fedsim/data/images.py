@@ -22,7 +22,7 @@ _MAX_VALUES = 1 << 28
 
 
 def from_pil(image: Image) -> Tensor:
-    """Converts a grey or RGB picture to (1 or 3, H, W) uint8."""
+    """Converts a grey or RGB picture of Pillow to pixels (1 or 3, H, W) uint8."""
     import numpy as np
 
     # np.array copies: tensors may be written to, Pillow's own memory may not.
@@ -31,7 +31,10 @@ def from_pil(image: Image) -> Tensor:
 
 
 def resize(image: Image, width: int, height: int) -> Image:
-    """Resizes bicubically in Pillow's integer arithmetic: same bytes on every machine."""
+    """Resizes bicubically to `width` x `height` in Pillow's integer arithmetic.
+
+    Results are the same bytes on every machine.
+    """
     from PIL.Image import Resampling
 
     if image.size == (width, height):
@@ -41,6 +44,8 @@ def resize(image: Image, width: int, height: int) -> Image:
 
 def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
     """Returns (train, test) indices, sorted and disjoint; each class keeps its share in both.
+
+    `test_fraction` of each class, in (0, 1), goes to the test split.
 
     The split depends on `labels` and `name` alone, so that it never changes for a data source.
     """

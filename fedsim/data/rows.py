@@ -46,7 +46,7 @@ class RangeColumn(BaseModel):
         return ((values - middle) / half).clamp(-1, 1)
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns the one entry (n,) that the column gives each row, under its name."""
+        """Returns the one entry (n,) of `values` (n,) that the column gives each row, by name."""
         return {self.name: self.scale(values)}
 
     def describe(self) -> InputColumn:
@@ -81,7 +81,7 @@ class CategoryColumn(BaseModel):
 
 
 def require_distinct(column: str, texts: tuple[str, ...]) -> None:
-    """Refuses a class or category that is declared twice.
+    """Refuses a class or category of `column` that is declared twice among `texts`.
 
     Raises:
         ValueError: one is; it names the first.

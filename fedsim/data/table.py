@@ -50,7 +50,7 @@ class ClassColumn(BaseModel):
         return self
 
     def scale(self, values: Tensor) -> Tensor:
-        """Maps numbers of classes, 0 to K - 1, evenly onto [-1, 1]."""
+        """Maps numbers of classes, 0 to K - 1 (any shape), evenly onto [-1, 1]."""
         return 2 * values / (len(self.classes) - 1) - 1
 
 

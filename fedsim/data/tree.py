@@ -76,7 +76,7 @@ class Tree(ABC):
 
     @final
     def name(self, path: Parts) -> str:
-        """Returns how messages call a file."""
+        """Returns how messages call the file at `path`."""
         return f"{self.root}:{'/'.join(path)}"
 
     @final
@@ -103,12 +103,12 @@ class Tree(ABC):
 
     @final
     def has(self, path: Parts) -> bool:
-        """Whether there is such a file, whose place after following links is below the root."""
+        """Whether there is a file at `path` that lies below the root after links are followed."""
         return all(part not in ("", ".", "..") for part in path) and self._has(path)
 
     @final
     def reads(self, path: Parts) -> bool:
-        """Whether a file's name is that of an image."""
+        """Whether the name of `path` is that of an image."""
         return bool(path) and _format(path) is not None
 
     @abstractmethod

@@ -111,7 +111,7 @@ class FederationClient:
         return Message(wire.identity(client), reply_to=message)
 
     def left_out(self, message: Message, context: Context) -> Message:
-        """Removes the truth of an answer that is in no recording."""
+        """Removes the truth of an answer that is in no recording, as the server says."""
         order = wire.read_order(message.content)
         client, out = self.client(context), self.out
         for observation in self.workload.recorded_as(order.round, client, order.probe):

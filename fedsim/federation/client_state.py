@@ -117,14 +117,16 @@ class ClientState:
         use_once(self._notes, asked, inputs, f"client {self.client}")
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Notes all that the client releases to the order `asked`.
+        """Notes all tensors that the client releases to the order `asked`.
+
+        `asked` is the key of the release (`noise_use.release_key`).
 
         This is the client's last step before the release.
         """
         note_release(self._notes, asked, release, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
-        """Notes that the client agrees to a sum of `round` over these clients, and over no others.
+        """Notes that the client agrees to a sum of `round` over the `survivors` alone.
 
         The difference of two sums over different clients is what a client sent.
         """
@@ -135,6 +137,8 @@ class ClientState:
 
     def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
         """Keeps what the client remembers of the secure sum of `round`, readable by its owner.
+
+        `memory` is anything that JSON can hold.
 
         It replaces what the client remembered of any other sum.
         """

@@ -187,6 +187,8 @@ class Nodes:
     def refresh(self, done: int) -> list[str]:
         """Greets nodes that have come since the last call.
 
+        `done` is the last round that is finished.
+
         It returns a line about each node that is not let in. A client's old node gives way only if
         it is gone or silent.
         """
@@ -239,32 +241,32 @@ class WrappedGrid(Grid):
         self._grid = grid
 
     def set_run(self, run: Run) -> None:
-        """See Grid."""
+        """Passes the call on, see `flwr.server.Grid`."""
         self._grid.set_run(run)
 
     @property
     def run(self) -> Run:
-        """See Grid."""
+        """Run of the wrapped grid, see `flwr.server.Grid`."""
         return self._grid.run
 
     def create_message(self, *arguments: Any, **named: Any) -> Message:
-        """See Grid."""
+        """Passes the call on, see `flwr.server.Grid`."""
         return self._grid.create_message(*arguments, **named)
 
     def get_node_ids(self) -> Iterable[int]:
-        """See Grid."""
+        """Passes the call on, see `flwr.server.Grid`."""
         return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """See Grid."""
+        """Passes the call on, see `flwr.server.Grid`."""
         return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """See Grid."""
+        """Passes the call on, see `flwr.server.Grid`."""
         return self._grid.pull_messages(message_ids)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """See Grid."""
+        """Passes the call on, see `flwr.server.Grid`."""
         return self._grid.send_and_receive(messages, timeout=timeout)

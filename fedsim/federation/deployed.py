@@ -65,7 +65,7 @@ class Deployed:
         return cls(census, paths.content(secret, paths.TEXT) if secret.exists() else None)
 
     def save(self, out: Path) -> None:
-        """Writes it below `out`; the secret's file is readable by its owner alone."""
+        """Writes these facts below `out`; the secret's file is readable by its owner alone."""
         statistics = {unit: list(said) for unit, said in self.census.private_statistics.items()}
         files.write_json(
             out / "census.json",

@@ -53,7 +53,7 @@ class Deployment(FlowerEngine):
     def clients_of(
         self, scenario: Scenario, out: Path, link: Link | None, on_wait: OnWait | None
     ) -> Deployed:
-        """See `FlowerEngine`; a run that is resumed keeps its secret.
+        """Asks the nodes what they hold, see `FlowerEngine`; a resumed run keeps its secret.
 
         Raises:
             FedsimError: the SuperLink is not reachable or not safe, or a node refuses.
@@ -108,7 +108,9 @@ class Deployment(FlowerEngine):
             app(grid, context)
 
     def join(self, out: Path, homes: Sequence[Path]) -> int:
-        """See `FlowerEngine`; what a participant saw of others is copied together with the truth.
+        """Copies the truth that nodes keep into the run in `out`, see `FlowerEngine`.
+
+        What a participant saw of others is copied, too.
 
         Raises:
             FedsimError: there is no deployed run, no home, or a folder that is none; or a home

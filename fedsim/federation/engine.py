@@ -93,7 +93,7 @@ class Local(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """See `FlowerEngine`."""
+        """Trains what is left of `job` in this process, see `FlowerEngine`."""
         from fedsim.federation import local
 
         local.train(job, server, on_round)

@@ -50,12 +50,12 @@ class LocalGrid(Grid):
         self._sent = 0
 
     def set_run(self, run: Run) -> None:
-        """See Grid."""
+        """Sets the run that messages are of, see `flwr.server.Grid`."""
         self._run = run
 
     @property
     def run(self) -> Run:
-        """See Grid."""
+        """Run that messages are of, see `flwr.server.Grid`."""
         return self._run
 
     def create_message(
@@ -66,7 +66,7 @@ class LocalGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """See Grid."""
+        """Makes a message to the node `dst_node_id`, see `flwr.server.Grid`."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
@@ -98,7 +98,10 @@ class LocalGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """See Grid. The clients' own timeout holds."""
+        """Sends `messages` and returns the replies, see `flwr.server.Grid`.
+
+        The clients' own timeout holds.
+        """
         return list(self.pull_messages(self.push_messages(messages)))
 
     def _deliver(self, metadata: Metadata, content: bytes) -> Message:
@@ -140,7 +143,10 @@ class LocalGrid(Grid):
 
 
 def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
-    """Trains what is left of `job` in this process, one client at a time."""
+    """Trains what is left of `job` in this process, one client at a time.
+
+    `on_round` is called after every round.
+    """
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
     run_server(
@@ -152,7 +158,7 @@ def train(job: client_app.FederationJob, server: Server, on_round: server_app.On
 
 
 def run_server(server_app: ServerApp, grid: Grid) -> None:
-    """Runs the server to its end in this process; `grid` reaches its clients."""
+    """Runs the ServerApp to its end in this process; `grid` reaches its clients."""
     keep_freed()  # each message is made of the same large pieces as the one before
     context = Context(
         run_id=_RUN_ID,

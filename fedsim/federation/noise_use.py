@@ -69,6 +69,8 @@ def noted_rounds(path: Path) -> list[int]:
 def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
     """Refuses a release that was not made in its turn, once a later round has been answered.
 
+    `own` is the key of the release (`release_key`), and `who` owns the noise.
+
     Raises:
         FedsimError: a later round is noted, and this release was never made.
     """

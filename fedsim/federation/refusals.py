@@ -57,6 +57,8 @@ def check(server: Server) -> None:
 def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
     """Runs the checks of all stacks together, once it is known what they claim.
 
+    `servers` and `claims` are by name of the stack.
+
     Raises:
         FedsimError: an audit would show nothing, or weights for scoring are missing.
     """

@@ -35,6 +35,8 @@ class Screening:
 def judge(reply: Message | None, expected: wire.Shape) -> Screening:
     """Decodes and screens one reply; None is a reply that did not come in time.
 
+    `expected` has the names and shapes of a good update.
+
     An update of zeros is accepted. One that is not finite is left out, and returned all the same:
     the server did see it.
     """
@@ -53,7 +55,7 @@ def judge(reply: Message | None, expected: wire.Shape) -> Screening:
 
 
 def explain_missing(reply: Message | None) -> Screening:
-    """Returns why a reply without content, or none at all (None), is left out."""
+    """Returns why a reply without content is left out, or none at all (None)."""
     if reply is None:
         return Screening(reason="late", text="no answer in time")
     if reply.has_error():
@@ -102,7 +104,7 @@ class Tally:
         return sum(self.failures.values())
 
     def fail(self, verdict: Screening, client: int, probe: Probe | None) -> None:
-        """Counts an answer that is left out, of training (probe None) or of a probe."""
+        """Counts an answer of `client` that is left out, of training (probe None) or of a probe."""
         if probe:
             self.probe_failures += 1
         elif verdict.reason:

@@ -36,6 +36,8 @@ def build(
 ) -> ServerApp:
     """Returns the ServerApp that trains what `server` knows.
 
+    `delivery` says how messages get to clients.
+
     It goes on from its last checkpoint below `out`, if there is one. It calls `on_round` after
     every round, then writes the checkpoint if one is due.
     """

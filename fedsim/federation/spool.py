@@ -78,7 +78,7 @@ class Spool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def put(self, client: int, answer: WireAnswer) -> None:
-        """Keeps what `client` answered, in place of an earlier answer of its."""
+        """Keeps the `answer` of `client`, in place of an earlier one."""
         tensors = {_UPDATE + name: value for name, value in answer.update.tensors.items()}
         tensors |= {_BUFFER + name: value for name, value in answer.update.buffers.items()}
         # What it replaces gives its room back first, so that a running mean stays in memory.
@@ -112,13 +112,16 @@ class Spool:
         return self._read(client, _UPDATE + name)
 
     def updates(self, names: Iterable[str], buffers: Iterable[str]) -> Iterator[Update]:
-        """Yields every update, by ascending client, one at a time."""
+        """Yields every update, by ascending client, one at a time.
+
+        It has the tensors called `names`, and the `buffers`.
+        """
         names, buffers = list(names), list(buffers)
         for client in self.clients():
             yield self.get(client, names, buffers)
 
     def get(self, client: int, names: Iterable[str], buffers: Iterable[str]) -> Update:
-        """Returns `client`'s update, with the named tensors and buffers."""
+        """Returns `client`'s update, with the tensors called `names` and the `buffers`."""
         return Update(
             tensors={name: self.update(client, name) for name in names},
             num_examples=self.num_examples(client),
@@ -132,7 +135,7 @@ class Spool:
         return sum(loss * examples for loss, examples in reported) / total if reported else None
 
     def mean_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Returns the mean of the clients' new buffers, weighted by examples."""
+        """Returns the mean of the clients' new buffers called `names`, weighted by examples."""
         total = sum(examples for examples, _ in self._by_client())
         mean: dict[str, Tensor] = {}
         for client in self.clients():

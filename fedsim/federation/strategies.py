@@ -62,7 +62,7 @@ def names() -> list[str]:
 
 
 def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
-    """Builds a fresh strategy of class `name`.
+    """Builds a fresh strategy of class `name` with `parameters`.
 
     A wrapper's `strategy` is written `{name: FedAvg, <parameter>: ...}` or as just the name.
 

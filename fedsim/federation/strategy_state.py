@@ -29,7 +29,10 @@ def save(strategy: Strategy) -> tuple[Plain, dict[str, Tensor]]:
 
 
 def restore(strategy: Strategy, plain: Plain, tensors: Tensors) -> None:
-    """Gives a fresh strategy, built with the same parameters, the memory that `save` returned."""
+    """Gives a fresh strategy, built with the same parameters, the memory that `save` returned.
+
+    That is `plain` values and `tensors`.
+    """
     for name, value in plain.items():
         if isinstance(value, dict) and value["kind"] == "strategy":
             restore(getattr(strategy, name), value["items"], tensors)

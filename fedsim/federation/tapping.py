@@ -157,7 +157,10 @@ def _recorders(
 
 
 def folder_with_room(out: str | Path, max_gib: float) -> tuple[Path, int]:
-    """Returns the folder of a tap or a witness, and the bytes that a run may take in it."""
+    """Returns the folder of a tap or a witness, and the bytes that a run may take in it.
+
+    A run may take `max_gib` GiB.
+    """
     if not 0 < max_gib < math.inf:
         raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
     folder = Path(out).absolute()  # an app may change its folder

@@ -45,12 +45,18 @@ class Forecast:
 
     @property
     def gain(self) -> float | None:
-        """Expected gain of the best attack, dB over the guess; None where there is a `reason`."""
+        """Gain, dB over the guess, that the best attack is expected to have.
+
+        It is None where there is a `reason`.
+        """
         return None if self.reason else self.estimate.gain
 
     @property
     def band(self) -> Band | None:
-        """(low, high), dB, of the measured gain as expected; None where there is a `reason`."""
+        """Interval (low, high), dB, in which the gain of an attack is expected to be measured.
+
+        It is None where there is a `reason`.
+        """
         return None if self.reason else band_of(self.estimate.gain)
 
     @property
@@ -113,7 +119,7 @@ class Forecast:
 
 
 def band_of(gain: float) -> Band:
-    """Returns (low, high), dB, that the measured gain is expected in for a forecast `gain`."""
+    """Returns (low, high), dB, in which the gain is measured where `gain` is forecast."""
     low = max(0.0, gain / _FACTOR - _MARGIN)
     return low, min(MOST_GAIN + 2 * _MARGIN, gain * _FACTOR + _MARGIN)
 
@@ -203,7 +209,10 @@ _NO_IMAGES = "of an attack that recovers features or labels and no image, none i
 
 
 def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
-    """Returns `forecasts` as text: gains, the indicators of the most attackable, and a verdict."""
+    """Returns `forecasts` as text: gains, the indicators of the most attackable, and a verdict.
+
+    Lines have at most `width` characters.
+    """
     worst = max(forecasts, key=lambda each: each.estimate.gain)
     lines = [f"{'defense':16} {'B':>3} {'images':>6}  {'attackable':10} {'gain dB':>18}  first"]
     for each in forecasts:

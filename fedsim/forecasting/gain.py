@@ -163,7 +163,7 @@ def _project_scale(seen: Tensor, computed: Tensor, std: float) -> float:
 
 
 def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:
-    """Returns the deviation of all `noise` in an entry of the mean update of so many clients."""
+    """Returns the deviation of all `noise` in an entry of the mean update of so many `clients`."""
     single = training.algorithm == "fedsgd"
     # Variances add up: steps by their squared factors, while
     # the mean of n clients divides them by n.
@@ -217,7 +217,10 @@ class Spectrum:
 
 
 class UpdateMap:
-    """U: normalized images (N, C, H, W) -> the mean update of all clients, flat, in float64."""
+    """Map U from normalized images (N, C, H, W) to the mean update of all clients.
+
+    The update is flat, in float64.
+    """
 
     def __init__(
         self,
@@ -245,7 +248,10 @@ class UpdateMap:
         self.names = tuple(self._parameters)
 
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
-        """Returns the update by the names of its tensors."""
+        """Returns the update by the names of its tensors.
+
+        `differentiable` says whether it can be differentiated in the images.
+        """
 
         def direction(parameters: Tensors, x: Tensor, y: Tensor) -> Tensors:
             found = gradient(self._loss, parameters, x, y, create_graph=differentiable)
@@ -284,7 +290,7 @@ def _batches_of(
 
 
 def flat(tensors: Tensors, names: Sequence[str]) -> Tensor:
-    """Returns the tensors of `names` as one vector."""
+    """Returns the tensors called `names` as one vector."""
     return torch.cat([tensors[name].flatten() for name in names])
 
 

@@ -113,7 +113,7 @@ class UpdatePlan:
 
 
 def synthetic(spec: ModelSpec, seed: int, count: int = 64) -> StandIns:
-    """Draws images whose amplitudes fall with frequency as photographs' do, and labels.
+    """Draws `count` images whose amplitudes fall with frequency, and labels.
 
     The amplitude spectrum 1/f is that of natural images (Field, Relations between the statistics
     of natural images and the response properties of cortical cells, JOSA A 1987).
@@ -141,6 +141,8 @@ _MOST_STAND_INS = 1024
 
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size, at the weights before any training.
+
+    `overrides` are settings of the scenario, `key=value`.
 
     Raises:
         FedsimError: the scenario is refused, sweeps, or trains no network.

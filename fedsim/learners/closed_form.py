@@ -38,11 +38,11 @@ class OneRelease(Computation):
     release: Release
 
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Returns the release itself."""
+        """Returns the release itself, `update`."""
         return update
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the mean itself."""
+        """Returns the mean of the releases itself."""
         return mean
 
     def most_examples(self, training: LocalTraining) -> int:
@@ -140,7 +140,7 @@ class ClosedForm(OneRelease):
 
 
 def regularize(rows: Tensor, sigma: float) -> Tensor:
-    """Returns [D; σ I]: (n, d + 1) rows and one further row per column; D itself for σ 0."""
+    """Returns [D; σ I]: `rows` D (n, d + 1) and one further row per column; D for `sigma` 0."""
     if sigma == 0:
         return rows
     # D'D becomes D'D + σ² I, as under a ridge penalty of σ².

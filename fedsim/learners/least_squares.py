@@ -56,7 +56,7 @@ class LeastSquares(Learner):
         return self
 
     def payload(self) -> ReleaseKind:
-        """Returns the kind that the method releases."""
+        """Returns the kind of release that the method makes."""
         return _KINDS[self.method]
 
     def start(self, problem: Problem) -> Computation:

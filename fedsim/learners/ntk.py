@@ -89,7 +89,7 @@ def evaluate_form(x: Tensor, form: Tensor) -> Tensor:
 
 
 def one_hot(labels: Tensor, classes: int) -> Tensor:
-    """Returns (n, classes) of zeros and ones."""
+    """Returns `labels` (n,) as (n, classes) of zeros and ones."""
     return torch.nn.functional.one_hot(labels, classes).double()
 
 

@@ -85,7 +85,7 @@ class NTK(Learner):
         return self
 
     def payload(self) -> ReleaseKind:
-        """Returns the kind of what is released."""
+        """Returns the kind of what clients release: a kernel regression or its model."""
         return _KINDS[self.release]
 
     def start(self, problem: Problem) -> Computation:

@@ -34,7 +34,7 @@ class Sketch(Learner):
     """r, the number of columns. Estimates err by 1/sqrt(r); more columns cost more privacy."""
 
     def payload(self) -> ReleaseKind:
-        """Returns the kind, a sketch."""
+        """Returns the kind of what clients release: `sketch`."""
         return "sketch"
 
     def start(self, problem: Problem) -> Computation:

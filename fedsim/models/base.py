@@ -70,7 +70,7 @@ class HeadDropout(nn.Module):
         self.rate = 0.0
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Zeroes each neuron with probability `rate`, and scales the others by 1 / (1 - rate)."""
+        """Zeroes entries of `hidden` with probability `rate`; scales others by 1 / (1 - rate)."""
         return F.dropout(hidden, self.rate, training=self.training) if self.rate else hidden
 
 
@@ -126,6 +126,8 @@ class ModelPlugin(Plugin):
     @abstractmethod
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds the model with weights from torch's global stream, without an imprint.
+
+        `input_shape` is (C, H, W) of an image, or (D,) of a row.
 
         Raises:
             FedsimError: the architecture does not fit inputs of this shape.

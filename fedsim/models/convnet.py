@@ -44,7 +44,7 @@ class ConvNet(ModelPlugin):
     activation: Activation = "relu"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it with 4 width (H / 9)(W / 9) features, for images of at least 9x9 pixels.
+        """Builds the network with 4 width (H / 9)(W / 9) features, for at least 9x9 pixels.
 
         Raises:
             FedsimError: the images are smaller.

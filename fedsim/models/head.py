@@ -62,6 +62,8 @@ class TwoLayerHead(nn.Module):
 def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:
     """Builds the head that `config` describes; without one, a dropout and a linear layer.
 
+    It takes `in_features` inputs and has `num_classes` outputs.
+
     Either way the last linear layer is called `output`, so that a classifier's last weights are
     the parameter `head.output.weight` (K, last features).
     """

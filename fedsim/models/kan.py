@@ -52,7 +52,7 @@ class KAN(ModelPlugin):
         return self
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it with hidden x (intervals + degree) features, for images of any size."""
+        """Builds the network with hidden x (intervals + degree) features, for any size."""
         size = math.prod(input_shape)
         functions = basis_size(self.degree, self.intervals)
         first = nn.Linear(size * functions, self.hidden, bias=False)

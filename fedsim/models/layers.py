@@ -25,12 +25,12 @@ _GROUP_CHANNELS = 16
 
 
 def activation(name: Activation) -> nn.Module:
-    """Returns a new element-wise activation, never in place."""
+    """Returns a new element-wise activation of that `name`, never in place."""
     return _ACTIVATIONS[name]()
 
 
 def norm(kind: Norm, channels: int) -> nn.Module:
-    """Returns a new normalization of (B, channels, H, W) features.
+    """Returns a new normalization of that `kind`, of (B, channels, H, W) features.
 
     `group` has groups of 16 channels (Wu and He, Group Normalization, ECCV 2018, Table 3), or one
     group of all channels where 16 does not divide them.

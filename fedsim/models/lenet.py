@@ -33,7 +33,7 @@ class LeNet(ModelPlugin):
     initialization. A two-layer head always keeps its own."""
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it with 12 (H / 4)(W / 4) features, for images of at least 8x8 pixels.
+        """Builds the network with 12 (H / 4)(W / 4) features, for at least 8x8 pixels.
 
         Raises:
             FedsimError: the images are smaller.

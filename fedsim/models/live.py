@@ -45,7 +45,10 @@ _models: dict[str, Classifier] = {}
 
 
 def keep(model: Classifier, kind: str) -> str:
-    """Keep `model`, and return the name under which `again` copies it."""
+    """Keeps `model`, and returns the name under which `again` copies it.
+
+    `kind` is the name of its class, which messages show.
+    """
     name = f"{_PREFIX}{kind}-{next(_numbers)}"
     _models[name] = model
     return name
@@ -57,17 +60,17 @@ def is_live(name: str) -> bool:
 
 
 def copy_for_processes(name: str) -> Mapping[str, Classifier]:
-    """Return the model that `keep` named so, for processes that this one starts."""
+    """Returns the model that `keep` named so, for processes that this one starts."""
     return {name: again(name)}
 
 
 def adopt(models: Mapping[str, Classifier]) -> None:
-    """Take over what `copy_for_processes` returned in another process."""
+    """Takes over the `models` that `copy_for_processes` returned in another process."""
     _models.update(models)
 
 
 def again(name: str) -> Classifier:
-    """Return a copy of the model that `keep` was given.
+    """Returns a copy of the model that `keep` named so.
 
     Raises:
         FedsimError: it was built in another process.
@@ -83,7 +86,7 @@ def again(name: str) -> Classifier:
 def take_apart(
     model: nn.Module, input_shape: tuple[int, int, int], classes: int, head: str | None = None
 ) -> tuple[Classifier, Mapping[str, str]]:
-    """Return a copy of `model` as body and head, and the names that its tensors have there.
+    """Returns a copy of `model` as body and head, and the names that its tensors have there.
 
     The head is the linear layer of `classes` outputs that is called last, if the model returns its
     output or the log-softmax of it (cross-entropy is the same for both). Otherwise it is a part of
@@ -161,7 +164,7 @@ def is_random(model: Classifier) -> bool:
 
 
 def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> set[str]:
-    """Return the names of parameters on which the logits do not depend in this mode.
+    """Returns the names of parameters on which the logits do not depend in this mode.
 
     If they do not depend on the images either, an attack that differentiates is refused later.
     """
@@ -199,7 +202,7 @@ class _Hardswish(nn.Module):
 
 
 def _prepare(model: nn.Module) -> None:
-    """Make a copy fit for attacks: no masks, nothing in place, all differentiable twice."""
+    """Makes a copy fit for attacks: no masks, nothing in place, all differentiable twice."""
     for part in model.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0

@@ -258,7 +258,7 @@ def _ruled_update(
 
 
 def step_weights(training: LocalTraining) -> list[float]:
-    """Returns each step's weight in the update, in units of -lr; [1] for a single step."""
+    """Returns each local step's weight in the update, in units of -lr; [1] for a single step."""
     if training.algorithm == "fedsgd":
         return [1.0]
     if training.rule is not None and training.rule.rates is not None:

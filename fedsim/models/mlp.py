@@ -26,7 +26,7 @@ class MLP(ModelPlugin):
     activation: Activation = "relu"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it with hidden[-1] features, for images of any size and for rows of a table."""
+        """Builds the network with hidden[-1] features, for images of any size and for rows."""
         layers: list[nn.Module] = [nn.Flatten()]
         size = math.prod(input_shape)
         for neurons in self.hidden:

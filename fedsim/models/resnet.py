@@ -36,7 +36,7 @@ class ResNet18(ModelPlugin):
     """Channels of the first stage, doubled in each of the other three."""
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it for images of at least 5x5 (`small`) or 17x17 pixels (`imagenet`).
+        """Builds the network for images of at least 5x5 (`small`) or 17x17 pixels (`imagenet`).
 
         The last stage would have nothing left to reduce in smaller ones.
 

@@ -100,7 +100,7 @@ def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
 
 
 def check(size: Size | None, content: str = "the model's weights") -> None:
-    """Refuses a model that does not fit the memory.
+    """Refuses a model whose `size` does not fit the memory; `content` names what does not.
 
     Raises:
         FedsimError: it does not fit.

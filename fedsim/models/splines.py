@@ -11,12 +11,14 @@ from torch import Tensor
 
 
 def basis_size(degree: int, intervals: int) -> int:
-    """Returns the number of basis functions."""
+    """Returns the number of basis functions of `degree` over so many `intervals`."""
     return intervals + degree
 
 
 def spline_basis(x: Tensor, degree: int, intervals: int) -> Tensor:
-    """Evaluates every basis function of `degree`: (...,) in [-1, 1] -> (..., intervals + degree).
+    """Evaluates every basis function of `degree`: x (...,) -> (..., intervals + degree).
+
+    x is in [-1, 1].
 
     [-1, 1] is cut into `intervals` equal pieces and the knots continue evenly beyond it, so that
     the functions are non-negative, sum to 1 and are degree - 1 times continuously differentiable.

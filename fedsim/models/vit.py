@@ -57,7 +57,7 @@ class ViT(ModelPlugin):
         return self
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it with `width` features.
+        """Builds the network with `width` features.
 
         Raises:
             FedsimError: patches do not fill the images.

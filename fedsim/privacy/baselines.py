@@ -125,7 +125,7 @@ _SHARE = 0.5
 def kan_noise(
     epsilon: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes the noise multiplier that Theorem F.12 asks for.
+    """Computes the noise multiplier that Theorem F.12 of the KAN paper asks for.
 
     sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε) with α = 1/2 and
     η = sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes, if that is more.
@@ -145,6 +145,8 @@ def kan_epsilon(
     noise: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
     """Computes the least ε for which Theorem F.12 asks for no more than the multiplier `noise`.
+
+    There are so many `steps` at the `sampling_rate`; `correlation` is the noise's λ.
 
     Raises:
         FedsimError: η > 1.

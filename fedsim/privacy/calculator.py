@@ -56,6 +56,8 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
 def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
     """Computes the least ε >= 0 of `mechanism` at δ in (0, 1); inf if there is none.
 
+    `keys` are the mechanism's, see `fedsim privacy`.
+
     Raises:
         FedsimError: as of `delta`.
     """
@@ -66,6 +68,8 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
 
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
     """Finds the least noise that makes `mechanism` (ε, δ)-private.
+
+    `keys` are the mechanism's, see `fedsim privacy`.
 
     Raises:
         FedsimError: as of `delta`; or the mechanism has no noise to find.
@@ -142,7 +146,9 @@ _MOST_EPSILON = 1e6
 
 
 def load(mechanism: str, part: str) -> type[BaseModel]:
-    """Returns the class of a `part` (curve, calibration, experiment); its fields are the keys.
+    """Returns the class of a `part` of a mechanism; its fields are the keys.
+
+    Parts are `curve`, `calibration` and `experiment`.
 
     Raises:
         FedsimError: there is no such mechanism, it cannot be imported, or it has no such part.
@@ -261,7 +267,7 @@ def _epsilon(value: float) -> float:
 
 
 def probability(value: float) -> float:
-    """Returns δ as a float.
+    """Returns the δ `value` as a float.
 
     Raises:
         FedsimError: it is not above 0 and below 1.

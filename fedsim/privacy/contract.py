@@ -64,7 +64,10 @@ class Answer:
 
 
 def larger(found: Mapping[Direction, float]) -> Direction:
-    """Returns the direction of the larger figure; a NaN counts as the largest, to be reported."""
+    """Returns the direction whose figure in `found` is larger.
+
+    A NaN counts as the largest, to be reported.
+    """
     # A NaN compares false with everything: a plain maximum would keep or drop it by its place.
     return max(found, key=lambda way: (math.isnan(found[way]), found[way]))
 
@@ -81,7 +84,7 @@ class Stated(Keys):
 
     @abstractmethod
     def neighbours(self) -> str:
-        """Says in words what two neighbours differ in."""
+        """Describes in words what two neighbours differ in."""
 
 
 class Curve(Stated):
@@ -119,14 +122,14 @@ class ExactCurve(Curve):
 
     @abstractmethod
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """Compute log δ at each of `epsilons` >= 0, by direction."""
+        """Computes log δ at each of `epsilons` >= 0, by direction."""
 
     @abstractmethod
     def epsilons(self, delta: float) -> Mapping[Direction, float]:
-        """Compute the least ε >= 0 for δ in (0, 1), by direction."""
+        """Computes the least ε >= 0 for δ in (0, 1), by direction."""
 
     def details(self) -> Mapping[str, Any]:
-        """Name further fields of the answers, such as those of the noise."""
+        """Names further fields of the answers, such as those of the noise."""
         return {}
 
     def delta(self, epsilon: float) -> Answer:

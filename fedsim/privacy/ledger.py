@@ -249,6 +249,8 @@ _REPEATED = (
 def worst_client_sizes(training: LocalTraining, held: Iterable[int]) -> list[int]:
     """Returns client sizes among which the largest ε is attained.
 
+    `held` has the number of examples of each client.
+
     Without balls-in-bins that is the smallest size. With it, fewer bins are not proven to be worse:
     it is the smallest size for each number of bins.
     """

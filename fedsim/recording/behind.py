@@ -138,12 +138,18 @@ _behind = WorkQueue()
 
 
 def later(job: Callable[[], None], size: int = 0) -> None:
-    """Runs `job` behind the caller, see `WorkQueue.later`; the bound is that of the process."""
+    """Runs `job` behind the caller, see `WorkQueue.later`; the bound is that of the process.
+
+    `size` is the number of bytes that wait with it.
+    """
     _behind.later(job, size)
 
 
 def finish(stalled: float | None = None) -> None:
-    """Waits until all that this process put off is done, see `WorkQueue.finish`."""
+    """Waits until all that this process put off is done, see `WorkQueue.finish`.
+
+    `stalled` is the number of seconds without progress after which it gives up.
+    """
     _behind.finish(stalled)
 
 

@@ -147,11 +147,14 @@ class Recorder:
         return True
 
     def count_recorded(self, node_id: int) -> int:
-        """Returns how many answers of that node are recorded."""
+        """Returns how many answers of the node `node_id` are recorded."""
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
-        """Writes a broadcast unless it is there; returns its digest, None if there is no room."""
+        """Writes a broadcast unless it is there; returns its digest, None if there is no room.
+
+        `arrays` are the tensors that were sent.
+        """
         digest = streaming.digest_of(arrays)
         path = self._round(round) / _broadcast_name(digest)
         if not path.exists() and not self._write(path, arrays, digest):

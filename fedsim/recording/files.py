@@ -106,6 +106,8 @@ def observation_id(
 ) -> str:
     """Returns an observation's id, such as `<stack>/round-0001/client-0000-b4-t0`.
 
+    `suffix` is the last part: `training`, or batch size and trial of a probe.
+
     Client -1 is the aggregate. The word before the number says what `watcher` saw:
     `participant-0000-training` is what client 0 saw of others, `wire-0000-b4-t0` what crossed the
     wire from it.
@@ -123,7 +125,7 @@ def path_of(root: Path, id: str) -> Path:
 
 
 def save_observation(observation: Observation, root: Path) -> Path:
-    """Write `observation` below `root/observations`; returns the path of its JSON file.
+    """Writes `observation` below `root/observations`; returns the path of its JSON file.
 
     The global weights are shared by all observations of a round and written once.
     """
@@ -149,7 +151,7 @@ def save_observation(observation: Observation, root: Path) -> Path:
 
 
 def load_observation(path: Path, device: str | torch.device = "cpu") -> Observation:
-    """Read a recording by the path of its `.json` or `.safetensors` file.
+    """Reads a recording by the path of its `.json` or `.safetensors` file.
 
     Raises:
         FedsimError: it is missing, damaged, or not a recording.
@@ -191,13 +193,16 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
 
 
 def save_public(images: Tensor, root: Path) -> None:
-    """Write the `images` (P, C, H, W), uint8, that the threat model grants every attack."""
+    """Writes the `images` (P, C, H, W), uint8, that the threat model grants every attack.
+
+    `root` is the run's folder.
+    """
     write_tensors(root / _PUBLIC, {"images": images})
 
 
 @lru_cache(maxsize=1)
 def load_public(root: Path) -> Tensor:
-    """Read the public images (P, C, H, W), uint8, or rows (P, D), float32, of the run in `root`.
+    """Reads the public images (P, C, H, W), uint8, or rows (P, D), float32, of the run in `root`.
 
     Raises:
         FedsimError: none were recorded, or they cannot be read.
@@ -215,7 +220,7 @@ def load_public(root: Path) -> Tensor:
 
 
 def root_of(recording: Path) -> Path | None:
-    """Return the run's folder that a recording lies in; None if it lies in none."""
+    """Returns the run's folder that a recording lies in; None if it lies in none."""
     for parent in recording.resolve().parents:
         if parent.name == "observations":
             return parent.parent
@@ -223,7 +228,7 @@ def root_of(recording: Path) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Write `tensors` as safetensors, atomically; returns the file's SHA-256.
+    """Writes `tensors` as safetensors, atomically; returns the file's SHA-256.
 
     The file's owner alone can read it: tensors are clients' images, or what leaks them.
     """
@@ -247,7 +252,7 @@ def serialize(tensors: Tensors) -> bytes:
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Read a safetensors file.
+    """Reads a safetensors file.
 
     Raises:
         FedsimError: it is missing or damaged.
@@ -261,17 +266,17 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 `text` atomically."""
+    """Writes UTF-8 `text` atomically."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` as JSON (no NaN, no Infinity), atomically."""
+    """Writes `value` as JSON (no NaN, no Infinity), atomically."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def copy_file(path: Path, source: Path, target: Path) -> None:
-    """Copy `path` from below the folder `source` to the same place below `target`.
+    """Copies `path` from below the folder `source` to the same place below `target`.
 
     Raises:
         FedsimError: a link leads from below `source` to it, or it is no regular file that fits
@@ -283,7 +288,9 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
-    """Write `content` whole or not at all: a reader sees the old file or the new one.
+    """Writes `content` whole or not at all: a reader sees the old file or the new one.
+
+    `private` lets its owner alone read it; without `durable` a crash of the machine may lose it.
 
     See `write_pieces`.
     """
@@ -298,7 +305,7 @@ def write_pieces(
     durable: bool = True,
     cached: bool = True,
 ) -> None:
-    """Write `pieces`, one after the other, whole or not at all.
+    """Writes `pieces`, one after the other, whole or not at all.
 
     Args:
         path: Path of the file, whose folder is made.
@@ -336,7 +343,7 @@ def write_pieces(
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError from inside, as the system leaves it out of a failed write."""
+    """Adds `path` to an OSError from inside, as the system leaves it out of a failed write."""
     try:
         yield
     except OSError as error:
@@ -344,7 +351,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remove_rounds(folder: Path, last: int) -> None:
-    """Remove the folders of rounds after the `last` (`round-0001` and so on) from `folder`."""
+    """Removes the folders of rounds after the `last` (`round-0001` and so on) from `folder`."""
     for path in folder.glob("round-*"):
         number = path.name.removeprefix("round-")
         if number.isdecimal() and int(number) > last and path.is_dir():
@@ -352,7 +359,7 @@ def remove_rounds(folder: Path, last: int) -> None:
 
 
 def remove_torn(root: Path) -> None:
-    """Remove what kills left half written anywhere below `root`, where nobody writes now."""
+    """Removes what kills left half written anywhere below `root`, where nobody writes now."""
     for torn in root.rglob(f"{_TORN}*"):
         torn.unlink()
 
@@ -381,7 +388,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -
 
 
 def checked_id(id: str) -> str:
-    """Return `id`, which is then safe as a path.
+    """Returns `id`, which is then safe as a path.
 
     Raises:
         FedsimError: it is not the id of an observation.

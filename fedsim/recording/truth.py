@@ -30,7 +30,10 @@ class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
 
 
 def home(root: Path, stack: str) -> Path:
-    """Returns the folder of the ground truth of all observations behind `stack`."""
+    """Returns the folder of the truth of all observations behind `stack`.
+
+    `root` is the run's folder.
+    """
     return root / _FOLDER / stack
 
 
@@ -48,14 +51,20 @@ def _name(client: int) -> str:
 
 
 def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
-    """Write what `client` really used for the observation `id` (several clients may share one)."""
+    """Writes what `client` really used for the observation `id`.
+
+    Several clients may share one. `root` is the run's folder.
+    """
     # Which client a row is of is told by the file.
     tensors = {name: value for name, value in truth.tensors().items() if name != "clients"}
     write_tensors(_path(root, id, client), tensors)
 
 
 def forget_truth(root: Path, id: str, client: int) -> None:
-    """Remove what `client` wrote for the observation `id`, of which its answer is no part."""
+    """Removes what `client` wrote for the observation `id`, of which its answer is no part.
+
+    `root` is the run's folder.
+    """
     _path(root, id, client).unlink(missing_ok=True)
 
 
@@ -80,7 +89,7 @@ def owner(root: Path) -> int | None:
 
 
 def copy(source: Path, target: Path) -> int:
-    """Copy all truth below `source` to below `target`; returns the number of files.
+    """Copies all truth below `source` to below `target`; returns the number of files.
 
     Raises:
         FedsimError: a file is a link to elsewhere, or one of other content is there already.
@@ -105,7 +114,10 @@ def _files(root: Path) -> list[Path]:
 
 
 def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
-    """Remove what `client` wrote of rounds after the `last`, and what kills left half written."""
+    """Removes what `client` wrote of rounds after the `last`, and what kills left half written.
+
+    `root` is the run's folder.
+    """
     for folder in home(root, stack).glob("round-*/*"):
         number = folder.parent.name.removeprefix("round-")
         if number.isdecimal() and int(number) > last:
@@ -117,7 +129,9 @@ def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
 
 
 def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
-    """Reads the ground truth of the observation `id`, that of all its clients in their order.
+    """Reads the truth of the observation `id`, that of all its clients in their order.
+
+    `root` is the run's folder.
 
     Raises:
         IncompleteTruth: the number of clients that left truth is not `clients`.

@@ -102,7 +102,10 @@ class Testimony:
 
 
 def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
-    """Writes what a client trained on below `out`, for its owner alone to read."""
+    """Writes what a client trained on below `out`, for its owner alone to read.
+
+    That is what the witness `said`, and the `tensors` of images and labels.
+    """
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
     content = serialize(tensors)
@@ -114,7 +117,10 @@ def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
 def save_unseen(
     out: Path, run_id: int, round: int, node_id: int, message_id: str, *, reason: str
 ) -> None:
-    """Writes why nothing is kept of an order that a client trained on, such as text as inputs."""
+    """Writes the `reason` why nothing is kept of an order that a client trained on.
+
+    The other arguments are those of the order's message, which may have text as inputs.
+    """
     path = _base(out, run_id, round, "unseen", node_id, message_id).with_suffix(".json")
     text = json.dumps({"format": 1, "reason": reason}, indent=2) + "\n"
     write_bytes(path, text.encode(), private=True, durable=False)
@@ -127,7 +133,7 @@ def _base(out: Path, run_id: int, round: int, kind: str, node_id: int, message_i
 
 
 def run_of(out: Path, run_id: int) -> Path:
-    """Returns the folder of one run below `out`."""
+    """Returns the folder of the run `run_id` below `out`."""
     return out / f"run-{run_id}"
 
 

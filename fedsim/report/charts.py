@@ -56,7 +56,7 @@ class Axis:
         return self.ends or _pad(values, self.least)
 
     def ticks(self, ends: Span) -> list[float]:
-        """Returns the values that are written at the axis."""
+        """Returns the round values between the two `ends` that are written at the axis."""
         return [tick for tick in _ticks(*ends) if not self.counts or tick.is_integer()]
 
 

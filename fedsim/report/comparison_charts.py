@@ -221,6 +221,8 @@ def accused(
 ) -> list[Series]:
     """Returns the rates at which the best attack on each defense accuses, over all trials.
 
+    `colors` has the number of each defense's color.
+
     A ring is the largest rate that the claim of the defense allows.
 
     Raises:

@@ -103,7 +103,7 @@ class MatrixCell:
 
     @property
     def trials(self) -> str:
-        """Words how many trials succeeded of all."""
+        """Words that say how many trials succeeded of all."""
         apart = f" ({self.row.independent} independent)" * (self.row.independent != self.row.n)
         return f"{self.row.n_ok}/{self.row.n}{apart}"
 
@@ -207,24 +207,24 @@ class Content:
 
     @cached_property
     def confidence(self) -> float:
-        """Confidence of intervals: what the scenarios agree on, by default 95%."""
+        """Confidence of intervals on which the scenarios agree, by default 95%."""
         stated = {run.setting("scoring", "confidence") for run in self.runs} - {None}
         value = stated.pop() if len(stated) == 1 else None
         return value if isinstance(value, float) and 0 < value < 1 else 0.95
 
     @cached_property
     def rows(self) -> list[LeaderboardRow]:
-        """The leaderboard."""
+        """Rows of the leaderboard."""
         return aggregate(self.results, confidence=self.confidence)
 
     @cached_property
     def judgements(self) -> list[Judgement]:
-        """The judgement of each comparison."""
+        """Judgement of each comparison."""
         return judgements(self.rows, self.runs)
 
     @cached_property
     def awaited(self) -> facts.Awaited | None:
-        """Why no attack is scored yet, if none is."""
+        """Reason why no attack is scored yet; None if some are."""
         return facts.awaited(self.runs)
 
     @property
@@ -242,7 +242,7 @@ class Content:
 
     @cached_property
     def invalid(self) -> list[str]:
-        """Why comparisons prove nothing."""
+        """Reasons why comparisons prove nothing."""
         if self.unattacked or self.awaited or (self.late and not self.rows):
             return []
         return invalid_reasons(self.rows, unended=False)
@@ -268,7 +268,7 @@ class Content:
 
     @property
     def title(self) -> str:
-        """Names the scenarios."""
+        """Title of the page: the names of the scenarios."""
         first, others = self.names[:_NAMED], self.names[_NAMED:]
         return (", ".join(first) or "no results") + (f" and {len(others)} more" if others else "")
 
@@ -280,13 +280,13 @@ class Content:
 
     @cached_property
     def terms(self) -> list[Term]:
-        """The terms that the page uses."""
+        """Terms of the glossary that the page uses."""
         unscored = any(mark == "UNSCORED" for mark, _ in self.late)
         return terms_of(self.rows, invalid=bool(self.invalid), unscored=unscored)
 
     @property
     def notes(self) -> list[str]:
-        """What the runs note, and what went wrong in their rounds."""
+        """Lines that the runs note, and what went wrong in their rounds."""
         return [*facts.client_failures(self.runs), *facts.notes(self.runs)]
 
     @property

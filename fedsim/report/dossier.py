@@ -555,7 +555,7 @@ def numbered_commands(
     """Returns (title, command) for each attack on each defense, numbered C1, C2 and so on.
 
     A command repeats all batch sizes and rounds. There is none of a deployment, whose nodes belong
-    to others, and of a run that lost its scenario.
+    to others, and of a run that lost its scenario. Folders are named from beside `root`.
     """
     titles: dict[Command, str] = {}
     for row in rows:
@@ -645,7 +645,10 @@ def hashes(run: StoredRun) -> list[tuple[str, str]]:
 
 
 def check_command(name: str) -> Command:
-    """Returns the command that prints the digest of a run's recordings, in parts."""
+    """Returns the command that prints the digest of a run's recordings, in parts.
+
+    `name` is the run's folder, from where the command is run.
+    """
     return (
         f"cd {shlex.quote(name)} && find observations -name '*.json' -o -name '*.safetensors' |",
         "LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum",

@@ -22,7 +22,7 @@ UNATTACKED = (
 
 
 def sentence(runs: Sequence[StoredRun], rows: Sequence[ResultRow]) -> str:
-    """Words in one sentence what was run."""
+    """Words in one sentence what was run: `runs`, whose measurements are `rows`."""
     late = unfinished(runs)
     if waiting := awaited(runs):
         return f"{waiting.reason}."

@@ -25,7 +25,12 @@ def read_texts() -> dict[str, Any]:
 
 
 def format_summary(summary: Summary | None, digits: int = 1) -> str:
-    """Formats as `18.2 [16.9, 19.4]`; without an interval the mean alone; a dash for None."""
+    """Formats `summary` as `18.2 [16.9, 19.4]`.
+
+    Without an interval it is the mean alone, and a dash for None.
+
+    Numbers have so many `digits` after the point.
+    """
     if summary is None:
         return "–"
     mean = format_number(summary.mean, digits)
@@ -45,14 +50,14 @@ def format_metric(summary: Summary | None, metric: Metric) -> str:
 
 
 def format_epsilon(epsilon: float | None) -> str:
-    """Formats as `3.2` or `∞`, never below the claim; a dash if it was not accounted."""
+    """Formats ε as `3.2` or `∞`, never below the claim; a dash if it was not accounted."""
     if epsilon is None:
         return "–"
     return "∞" if math.isinf(epsilon) else _round_to(epsilon, 3, ROUND_CEILING)
 
 
 def format_delta(delta: float) -> str:
-    """Formats as `1e-05`, never below the claim."""
+    """Formats δ as `1e-05`, never below the claim."""
     return _round_to(delta, 6, ROUND_CEILING)
 
 
@@ -110,18 +115,24 @@ def format_number(value: float | None, digits: int = 2) -> str:
 
 
 def format_signed(value: float, digits: int = 1) -> str:
-    """Formats as `+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`."""
+    """Formats `value` as `+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`.
+
+    The number has so many `digits` after the point.
+    """
     # Adding zero turns -0.0 into 0.0.
     return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "−")
 
 
 def format_percent(value: float | None) -> str:
-    """Formats a share of 1 in percent; a dash for None."""
+    """Formats the share `value` of 1 in percent; a dash for None."""
     return "–" if value is None else f"{value:.0%}"
 
 
 def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
-    """Formats as `91% (83–96)`, with `!` if no better than chance; else the share, or a dash."""
+    """Formats an accuracy as `91% (83–96)`, with `!` if no better than chance.
+
+    Without an interval it is the `share`, or a dash for None.
+    """
     if accuracy is None:
         return format_percent(share)
     mark = "!" if accuracy.is_chance else ""
@@ -129,12 +140,15 @@ def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
 
 
 def describe_variant(variant: Mapping[str, Any]) -> str:
-    """Formats as `training.mode=eval, …`; empty for a run that is no part of a sweep."""
+    """Formats a variant as `training.mode=eval, …`; empty for a run outside of a sweep."""
     return ", ".join(f"{key}={_plain(value)}" for key, value in variant.items())
 
 
 def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
-    """Formats as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty for no defense."""
+    """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`.
+
+    It is empty for no defense.
+    """
     return " → ".join(_describe_member(member) for member in stack)
 
 

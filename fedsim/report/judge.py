@@ -221,7 +221,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What follows from the rows of one comparison."""
+    """Judges one comparison: its control, its defenses, and what to know before."""
 
     comparison: Comparison
     control: Control
@@ -230,7 +230,7 @@ class Judgement:
 
     @property
     def untried(self) -> tuple[Statement, ...]:
-        """What no attack on any defense tried."""
+        """Things that no attack on any defense tried."""
         first = self.verdicts[0].untried
         return tuple(kind for kind in first if all(kind in v.untried for v in self.verdicts))
 
@@ -273,7 +273,10 @@ def judgements(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -
 
 
 def judge_runs(runs: Sequence[StoredRun], *, confidence: float = 0.95) -> list[Judgement]:
-    """Judges every comparison among the rows of `runs`, in the leaderboard's order."""
+    """Judges every comparison among the rows of `runs`, in the leaderboard's order.
+
+    Intervals hold at this `confidence`.
+    """
     return judgements(aggregate(measurements(runs), confidence=confidence), runs)
 
 
@@ -400,7 +403,10 @@ def targets_by_mean() -> dict[Leaking, Target]:
 
 
 def leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
-    """Whether features were read off the update, or are known to be right by a certificate."""
+    """Whether features were read off the update, or are known to be right by a certificate.
+
+    `what` is what it may work on, and `rows` are all that `row` was chosen among.
+    """
     target = targets_by_mean()[what]
     name = target.ranking.name
     if row.n_ok == 0 or _is_given(row, what):
@@ -438,7 +444,10 @@ def told_targets() -> dict[Leaking, Target]:
 
 
 def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
-    """Whether labels, or members, were told from the update, not from knowledge or guessing."""
+    """Whether labels, or members, were told from the update, not from knowledge or guessing.
+
+    `what` is what it may work on, and `rows` are all that `row` was chosen among.
+    """
     told = told_targets()[what]
     gain = best_of_several(row, rows, lambda r: r.above_guess(told.ranking.name))
     if gain is None or _is_given(row, what):
@@ -460,14 +469,20 @@ def _is_known(row: LeaderboardRow, what: Leaking) -> bool:
 
 
 def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
-    """Whether the attack tells no more from its own update than from another."""
+    """Whether the attack tells no more from its own update than from another.
+
+    `what` is what it may work on.
+    """
     told = told_targets()[what]
     over = row.above_other(told.ranking.name)
     return told.ranking.uninformed is None if over is None else over.mean < told.leaks
 
 
 def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
-    """Whether labels, or members, were told better than by guessing on average."""
+    """Whether labels, or members, were told better than by guessing on average.
+
+    `what` is what it may work on.
+    """
     told = told_targets()[what]
     gain, over = row.above_guess(told.ranking.name), row.above_other(told.ranking.name)
     if gain is None or row.n_ok == 0 or _is_given(row, what):
@@ -1000,7 +1015,10 @@ def _why_untested(
 
 
 def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
-    """Identifies what was tried; a sum is of more images than the updates in it."""
+    """Identifies what was tried, so that equal attempts can be counted once.
+
+    Batch sizes count unless `summed`: a sum is of more images than the updates in it.
+    """
     attack = json.dumps(json.loads(row.cell)["attack"], sort_keys=True)
     return attack, row.round, None if summed else row.batch_size
 
@@ -1096,7 +1114,10 @@ def _model_problem(
 
 
 def has_learned(accuracy: Accuracy) -> bool:
-    """Whether a model is clearly better than chance, by the lower end of its interval."""
+    """Whether a model of this `accuracy` is clearly better than chance.
+
+    The lower end of its interval decides.
+    """
     return accuracy.low >= accuracy.chance + LEAST_LEARNED * (1 - accuracy.chance)
 
 

@@ -36,6 +36,8 @@ def leaderboard_rows(
 ) -> list[LeaderboardRow]:
     """Aggregates all runs below `folders`, sorted by comparison, defense and strength of attack.
 
+    Intervals hold at this `confidence`.
+
     Raises:
         ReportError: a folder holds no results, or a file in it is damaged.
     """
@@ -43,7 +45,10 @@ def leaderboard_rows(
 
 
 def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[LeaderboardRow]:
-    """Aggregates rows that are already read, as `leaderboard_rows` does."""
+    """Aggregates rows that are already read, as `leaderboard_rows` does.
+
+    Intervals hold at this `confidence`.
+    """
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(row.cell, []).append(row)
@@ -369,7 +374,7 @@ def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> floa
 def accuracy_of(
     evaluated: Sequence[UtilityOf | RoundRow], *, confidence: float = 0.95
 ) -> Accuracy | None:
-    """Returns the accuracy of the mean over runs with its interval.
+    """Returns the accuracy of the mean over runs with its interval at this `confidence`.
 
     The interval is for the runs' test set; if they differ, for the smallest. None if a run does not
     say what it was tested on.

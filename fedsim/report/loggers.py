@@ -165,7 +165,7 @@ class MLflow(Store):
     environment: ClassVar[Mapping[str, str]] = {"MLFLOW_DISABLE_TELEMETRY": "true"}
 
     def write(self, run: LoggedRun) -> None:
-        """See `Store`."""
+        """Copies one run, see `Store`."""
         self.load()
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -204,7 +204,7 @@ class TensorBoard(Store):
     package = "tensorboard"
 
     def write(self, run: LoggedRun) -> None:
-        """See `Store`."""
+        """Copies one run, see `Store`."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         folder = self.folder / _allow(run.scenario).replace("/", "_")

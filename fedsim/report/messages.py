@@ -120,7 +120,7 @@ def _standing_labels(verdict: Verdict) -> str:
 
 
 def lead(verdict: Verdict) -> str:
-    """The first words of the sentence: who gets what behind which defense."""
+    """Words the beginning of the sentence: who gets what behind which defense."""
     where = "Without a defense" if verdict.undefended else f"Behind {verdict.defense}"
     if verdict.finding == "no answer" and verdict.labels_stand:
         return f"{where}, labels are recovered; of their inputs nothing can be said"
@@ -128,7 +128,7 @@ def lead(verdict: Verdict) -> str:
 
 
 def describe_attack(verdict: Verdict) -> str:
-    """Words who gets what."""
+    """Words who gets what of an attack."""
     if verdict.finding in ("failed", "unknown", "no answer"):
         return describe_gets(verdict)
     row = verdict.strongest
@@ -217,7 +217,7 @@ def _reason(verdict: Verdict) -> str:
 
 
 def describe_cautions(judged: Verdict | Judgement) -> list[str]:
-    """Words what to know before a verdict is believed, or all of them, in whole sentences."""
+    """Words what to know before a verdict or a whole judgement is believed."""
     if isinstance(judged, Judgement):
         first, *others = map(describe_cautions, judged.verdicts)
         return [text for text in first if all(text in other for other in others)]
@@ -226,7 +226,7 @@ def describe_cautions(judged: Verdict | Judgement) -> list[str]:
 
 
 def describe_untried(judged: Verdict | Judgement) -> list[str]:
-    """Names what no attack has tried, on one defense or on any."""
+    """Names what no attack has tried: on one defense of a verdict, or on any of a judgement."""
     return [describe_statement(each) for each in judged.untried]
 
 

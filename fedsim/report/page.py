@@ -113,7 +113,10 @@ def read_style() -> str:
 
 
 def policy(script: str, live: bool = False) -> str:
-    """Returns the content security policy of a page with this script and no other."""
+    """Returns the content security policy of a page with this script and no other.
+
+    A `live` page may also ask its server for news.
+    """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return "; ".join(
         [

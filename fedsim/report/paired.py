@@ -9,7 +9,7 @@ from fedsim.scoring import METRICS
 
 
 def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
-    """Returns each row's value less its guess's; 0 for a row without an answer.
+    """Returns each row's value of the metric `name` less its guess's; 0 without an answer.
 
     So an update that was lost, of which there is no guess either, hides no other row's gain. None
     if nothing was guessed at all, if an answer has no guess beside it, or if a metric that needs no
@@ -52,6 +52,8 @@ def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | Non
 def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
     """Returns the part of each row's gain that counts: its own, where a control can tell that.
 
+    `name` is the metric's.
+
     Another batch of the same client cannot: where one is the control of any row, all of the gain
     counts of each. None as in `gains`.
     """
@@ -90,6 +92,8 @@ many dB less: guesses of one image exceed their own mean by that at most on the 
 
 def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:
     """Returns by how much more each row leaks of its own update than the attack made of another.
+
+    `name` is the metric's.
 
     None for rows without that control, such as failed ones.
     """

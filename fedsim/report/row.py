@@ -171,7 +171,7 @@ class LeaderboardRow:
 
     @property
     def server(self) -> Server:
-        """What the server has done to the model."""
+        """Manipulation of the model by the server."""
         return self.threat.server
 
     @property
@@ -220,7 +220,7 @@ class LeaderboardRow:
 
     @property
     def main(self) -> Target:
-        """What attacks on what was observed are after, if they answer nothing else."""
+        """Target that attacks on what was observed are after, if they answer nothing else."""
         return targets()[self.subject]
 
     @property
@@ -286,7 +286,7 @@ class LeaderboardRow:
 
     @property
     def due(self) -> Summary | None:
-        """The gain in dB that counts: the part due to this update, where a control can tell it."""
+        """Gain in dB that counts: the part due to this update, where a control can tell it."""
         return self.due_by(self.main.ranking.name)
 
     def due_by(self, name: str) -> Summary | None:
@@ -309,7 +309,7 @@ class LeaderboardRow:
 
     @property
     def guess_problem(self) -> str | None:
-        """Why the guess is poor that gains refer to; None if it is good, or not described."""
+        """Reason why the guess that gains refer to is poor; None if good, or not described."""
         if self.guess_public is None or self.guess_public_per_image is None:
             return None
         return guess_problem(self.guess_public, self.guess_public_per_image, self.near_copies)
@@ -322,7 +322,7 @@ class LeaderboardRow:
 
     @property
     def learning_problem(self) -> str | None:
-        """Why the model cannot show what the defense costs; None if it can."""
+        """Reason why the model cannot show what the defense costs; None if it can."""
         if self.accuracy is None:
             return None
         trains = "update" in self.main.payloads
@@ -359,7 +359,7 @@ class LeaderboardRow:
 
     @property
     def own_gain(self) -> Summary | None:
-        """The lesser of `gain` and `over_other`, trial by trial."""
+        """Lesser of `gain` and `over_other`, trial by trial."""
         return self.own_gains.get(self.main.ranking.name)
 
     @property

@@ -56,7 +56,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """The page at one time, and a name that another time's page does not have."""
+    """One version of the page, and a name that no other version has."""
 
     body: bytes
     tag: str
@@ -159,7 +159,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The address to open, with the token if one is needed."""
+        """Address to open, with the token if one is needed."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         query = f"?token={self.token}" if self.token else ""
         return f"http://{host}:{self.server_address[1]}/{query}"

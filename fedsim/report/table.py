@@ -141,7 +141,10 @@ _COLUMNS = (
 
 
 def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
-    """Returns the leaderboard as text, a table per comparison, then what columns mean."""
+    """Returns the leaderboard as text, a table per comparison, then what columns mean.
+
+    Lines have at most `width` characters, with `color` or without.
+    """
     from rich.console import Console
     from rich.text import Text
 

@@ -51,7 +51,7 @@ class ThreatModel:
 
     @property
     def server(self) -> Server:
-        """What the server has done to the model."""
+        """Manipulation of the model by the server."""
         return list(_DONE)[self.altered]
 
     @property
@@ -71,13 +71,13 @@ class ThreatModel:
 
     @property
     def title(self) -> str:
-        """Its name, as `honest server` or `honest server, granted labels=known`."""
+        """Name of the threat model: `honest server`, or `honest server, granted labels=known`."""
         done = _DONE[self.server]
         return f"{f'malicious server that {done}' if done else 'honest server'}{self.differs}"
 
     @property
     def differs(self) -> str:
-        """What it had, other than the default: `, granted labels=known`; empty if nothing."""
+        """Words of what it had beyond the default: `, granted labels=known`; empty if nothing."""
         parts = [
             f", with {', '.join(self.within)}" if self.within else "",
             f", granted {', '.join(self.beyond)}" if self.beyond else "",
@@ -151,6 +151,8 @@ def unknown_grants(threat: ThreatModel) -> list[str]:
 
 def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str:
     """Names who attacks, with all that the threat model adds to what this attacker has.
+
+    `vantage` is where it stands.
 
     A server that altered the model is never called just a server. `masked` says whether it sees a
     client's part of a secure sum.

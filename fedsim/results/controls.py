@@ -36,7 +36,10 @@ Cell = tuple[Any, ...]
 
 
 def folder_of(root: Path) -> Path:
-    """Returns the folder of a run's updates of public images, and of attacks' answers to them."""
+    """Returns the folder of a run's updates of public images, and of attacks' answers to them.
+
+    `root` is the run's folder.
+    """
     return root / CONTROL
 
 
@@ -52,7 +55,10 @@ def _cells(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def made_of_public(members: Sequence[Row], root: Path) -> Path | None:
-    """Returns the file of a cell's reconstruction of public images; None if there is none."""
+    """Returns the file of a cell's reconstruction of public images; None if there is none.
+
+    `members` are the cell's rows, and `root` is the run's folder.
+    """
     for row in members:
         path = reconstruction_path(folder_of(root), row["attack"]["label"], row["observation"])
         if path.exists():
@@ -64,6 +70,8 @@ def record_public(
     rows: Sequence[Row], root: Path, servers: Mapping[str, Server]
 ) -> list[tuple[str, Path]]:
     """Records updates of public images for cells without another client's update.
+
+    `root` is the run's folder, and `servers` are by name of the stack.
 
     Returns:
         (attack label, the recording's JSON file) of each attack that is still to be made.
@@ -123,6 +131,8 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 
 def add_controls(rows: Sequence[Row], root: Path) -> None:
     """Scores each truth also against what the same attack made of *another* update, in place.
+
+    `root` is the run's folder.
 
     A row says what the other update is of; its control stays empty if there is none.
     """

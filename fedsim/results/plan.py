@@ -54,7 +54,16 @@ class Plan(BaseModel):
         resumable: bool = True,
         origin: str = "",
     ) -> Plan:
-        """Returns the plan of a run that makes each of `jobs`."""
+        """Returns the plan of a run that makes each of `jobs`.
+
+        Args:
+            scenario: Name of the scenario.
+            variant: Keys and values that set it apart in a sweep.
+            rounds: Number of rounds of all stacks together.
+            jobs: Attacks, with the observations that they are of.
+            resumable: Whether the run can be continued.
+            origin: Kind and digest of what it measures.
+        """
         every = [
             (
                 seen.id.partition("/")[0],

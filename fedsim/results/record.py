@@ -140,7 +140,7 @@ CONTROL = "control"
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns matching files below a run's or a sweep's folder, but for those in `CONTROL`."""
+    """Returns files like `pattern` below the folder of a run or a sweep, except in `CONTROL`."""
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 

@@ -63,7 +63,7 @@ def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
 
 
 def round_row(server: Server, result: RoundRecord) -> Row:
-    """Returns a line of `rounds.jsonl`, whose ε covers all rounds up to its own."""
+    """Returns the line of `rounds.jsonl` of one round's `result`; its ε covers all so far."""
     fields = asdict(result)
     claimed = spent_by(server, result.round)
     examples, chance = server.test_set()
@@ -142,7 +142,7 @@ ROUND_KEYS = frozenset(field.name for field in fields(RoundRecord))
 
 
 def key(row: Row) -> Key:
-    """Returns the key that identifies a line of `results.jsonl` within a run."""
+    """Returns the key that identifies a `row` of `results.jsonl` within a run."""
     return row["defense"]["name"], row["attack"]["label"], row["observation"]
 
 
@@ -187,7 +187,7 @@ def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
 
 
 def number(value: float) -> float | str:
-    """Returns a JSON value of a number that may be infinite."""
+    """Returns `value`, which may be infinite, as JSON can hold it."""
     return value if math.isfinite(value) else "inf"
 
 

@@ -62,7 +62,10 @@ def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def leaves_of(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted keys and values; a list is a value."""
+    """Yields dotted keys and values of a nested mapping; a list is a value.
+
+    Keys begin with `path`.
+    """
     for key, value in mapping.items():
         # An empty mapping is a value: it would yield no key at all.
         if isinstance(value, Mapping) and value:

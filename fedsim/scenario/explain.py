@@ -85,7 +85,7 @@ def explain(
 
 
 def look_up(value: Any, path: KeyPath) -> Any:
-    """Returns what stands at `path`; None where nothing does."""
+    """Returns what stands at `path` in nested mappings and lists; None where nothing does."""
     for part in path:
         if isinstance(value, Mapping):
             value = value.get(part)
@@ -97,7 +97,7 @@ def look_up(value: Any, path: KeyPath) -> Any:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the choice that resembles `word`, else an empty text."""
+    """Returns `; did you mean 'x'?` for the choice that resembles `word`, or an empty text."""
     choices = list(choices)
     # Reversed, so that of choices that differ in case alone the first one stays.
     lowered = {choice.lower(): choice for choice in reversed(choices)}
@@ -116,7 +116,7 @@ def unknown_key(key: str, choices: Iterable[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a value as it would be written in YAML, shortened."""
+    """Returns `value` as it would be written in YAML, shortened."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, Mapping):

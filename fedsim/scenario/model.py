@@ -111,7 +111,7 @@ class Training(ScenarioSection):
 
 
 class Federation(ScenarioSection):
-    """Says who takes part, and which engine carries the messages."""
+    """Settings of who takes part, and of the engine that carries the messages."""
 
     engine: str = "local"
     """Where clients compute and how messages travel: an engine that `fedsim list engines` shows."""
@@ -140,7 +140,7 @@ class AttackEntry(ScenarioSection):
 
 
 class Observe(ScenarioSection):
-    """Says which updates are recorded. Each is also attacked and scored."""
+    """Settings of which updates are recorded. Each is also attacked and scored."""
 
     rounds: Annotated[list[Annotated[int, Field(ge=1)] | Literal["last"]], Field(min_length=1)] = [
         "last"
@@ -184,7 +184,7 @@ class Privacy(ScenarioSection):
 
 
 class Audit(ScenarioSection):
-    """Try every stack's claim with canaries, besides the run (`fedsim.audit`)."""
+    """Settings by which canaries try every stack's claim, besides the run (`fedsim.audit`)."""
 
     method: AuditMethod = "two_worlds"
     """`two_worlds`: one canary in many trainings of one client. `one_run`: many canaries in one run

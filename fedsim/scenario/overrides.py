@@ -119,7 +119,10 @@ def grant_of(words: Sequence[str]) -> Grant:
 
 
 def parse_overrides(texts: Sequence[str], option: str = "--set") -> list[Override]:
-    """Reads several overrides as `parse_override` does; lists all that are wrong."""
+    """Reads several overrides as `parse_override` does; lists all that are wrong.
+
+    Errors name the `option`.
+    """
     parsed: list[Override] = []
     problems: list[ScenarioProblem] = []
     for text in texts:

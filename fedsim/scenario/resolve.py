@@ -36,6 +36,8 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
 def resolve_plugin(group: str, written: Document) -> PluginRef:
     """Resolves a plugin that is written outside of a scenario as `{name: ..., parameter: value}`.
 
+    `group` is that of its entry point.
+
     Raises:
         ScenarioError: it is not installed, or its parameters are wrong.
     """
@@ -109,7 +111,7 @@ def plugin_slots(value: Any) -> Iterator[Slot]:
 
 
 def put(value: Any, path: KeyPath, new: Any) -> None:
-    """Replaces what stands at `path`, which has to exist, in place."""
+    """Replaces what stands at `path` in `value` by `new`, in place; it has to exist."""
     for part in path[:-1]:
         value = value[part]
     value[path[-1]] = new

@@ -131,7 +131,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
 
 
 def locate(document: Document, error: FedsimError) -> ScenarioError:
-    """Returns `error` with its place, if its message begins with a key path (`data.clients: `)."""
+    """Returns `error` with its place in `document`, if its message begins with a key path.
+
+    A key path is `data.clients: `, say.
+    """
     if isinstance(error, ScenarioError):
         return error
     key, _, message = str(error).partition(": ")

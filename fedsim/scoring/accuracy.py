@@ -39,7 +39,7 @@ class Accuracy:
         return self.share - self.chance
 
     def overlaps(self, other: Accuracy) -> bool:
-        """Whether test sets of this size cannot tell the two accuracies apart."""
+        """Whether test sets of this size cannot tell this accuracy and the `other` one apart."""
         return self.low <= other.high and other.low <= self.high
 
     def __str__(self) -> str:

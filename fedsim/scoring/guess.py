@@ -57,7 +57,10 @@ class Guess:
     """Public images for each image of the guess; with granted labels, of the label with fewest."""
 
     def answer(self, *, labels_alone: bool = False) -> Reconstruction:
-        """Returns the guess as an attack would hand it in; it has no objective."""
+        """Returns the guess as an attack would hand it in; it has no objective.
+
+        With `labels_alone` it has no images.
+        """
         return Reconstruction(
             images=None if labels_alone else self.images,
             labels=self.labels,
@@ -103,7 +106,7 @@ class Guesser:
         return hash(self._content)
 
     def public(self, max_images: int = _POOL) -> Tensor:
-        """Returns at most so many public images, evenly chosen: (P, C, H, W), uint8."""
+        """Returns at most `max_images` public images, evenly chosen: (P, C, H, W), uint8."""
         # Rounded up, so that no more than `max_images` come out.
         step = -(-len(self._images) // max_images)
         return self._images[::step]
@@ -180,7 +183,7 @@ class RowGuesser:
         self._rows, self._labels = rows, labels
 
     def public(self, max_rows: int = _POOL) -> Tensor:
-        """Returns at most so many public rows, evenly chosen: (P, D)."""
+        """Returns at most `max_rows` public rows, evenly chosen: (P, D)."""
         return self._rows[:: -(-len(self._rows) // max_rows)]
 
     def count_copies(self, rows: Tensor) -> int:
@@ -265,7 +268,9 @@ def _outlines(images: Tensor) -> Tensor:
 
 
 def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str | None:
-    """Returns why a guess from so many images (see `Guess`) is poor; None if it is not.
+    """Returns why a guess from `public` images (see `Guess`) is poor; None if it is not.
+
+    `public_per_image` is their number over that of the images to guess.
 
     `copies` is the number of attacked images that have near copies among them.
     """

@@ -69,7 +69,7 @@ class Pool:
         return [*plain, learned] if count <= _MAX_LEARNED else plain
 
     def guess(self, family: str, count: int) -> Tensor:
-        """Returns the guess of that name: (N, D) levels, float64."""
+        """Returns the guess of that `family` for a batch of `count`: (N, D) levels, float64."""
         if family == "mean_image":
             return _means(self._images, 1).expand(count, -1)
         if family == "mean_by_brightness":

@@ -20,7 +20,7 @@ _SSIM_WINDOW = 7
 
 
 def check_pixels(images: Tensor, what: str) -> None:
-    """Refuses tensors that are not a batch of pixels.
+    """Refuses tensors that are not a batch of pixels; `what` names them in the message.
 
     Raises:
         ScoringError: not (N, C, H, W), not floating-point, not finite, or outside [0, 1].
@@ -42,23 +42,26 @@ def check_pixels(images: Tensor, what: str) -> None:
 
 
 def mse(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the mean squared error of each image."""
+    """Returns the mean squared error of each image (N, C, H, W): (N,)."""
     return (reconstruction.double() - truth.double()).square().flatten(1).mean(1)
 
 
 def rmse(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the root mean squared error of each image, in [0, 1]."""
+    """Returns the root mean squared error of each image (N, C, H, W): (N,) in [0, 1]."""
     return mse(reconstruction, truth).sqrt()
 
 
 def psnr(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the peak signal-to-noise ratio of each image in dB, at most `PSNR_CAP`."""
+    """Returns the peak signal-to-noise ratio of each image (N, C, H, W): (N,) dB.
+
+    It is at most `PSNR_CAP`.
+    """
     # 10 log10(range² / MSE) with a range of 1.
     return -10 * mse(reconstruction, truth).clamp(min=10 ** (-PSNR_CAP / 10)).log10()
 
 
 def ssim(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns the structural similarity of each image, in [-1, 1].
+    """Returns the structural similarity of each image (N, C, H, W): (N,) in [-1, 1].
 
     Wang et al., IEEE TIP 13(4), 2004, in the form of scikit-image with a uniform window of 7 x 7
     pixels, or the largest odd window that fits a smaller image.

@@ -113,7 +113,7 @@ def load_lpips(
 def perceptual_distance(
     claimed: Tensor, truth: Tensor, lpips: LpipsMetric | Unavailable | None
 ) -> Tensor | Unavailable:
-    """Returns LPIPS of each pair of pixels (N, C, H, W), (N,), unless `lpips` is None."""
+    """Returns LPIPS (N,) of `claimed` and true pixels (N, C, H, W), unless `lpips` is None."""
     if lpips is None:
         return Unavailable("LPIPS was not asked for")
     if isinstance(lpips, Unavailable):

@@ -62,7 +62,7 @@ def no_metrics() -> dict[str, float | None]:
 
 
 def prepare(resources: Resources) -> Aids:
-    """Returns what each target needs for its scores; made once in a process."""
+    """Returns what each target needs for its scores, of `resources`; made once in a process."""
     return {part: target.prepare(resources) for part, target in targets().items()}
 
 
@@ -124,6 +124,8 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
 def baseline(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
     """Scores the answer of somebody who is granted what the attack is, and saw no update.
 
+    `aids` has what `prepare` returned.
+
     Returns:
         The `baseline` of a row: the guess's name, what it was learned from, and its metrics.
     """
@@ -141,7 +143,10 @@ def baseline(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
 def tensors_to_save(
     found: Reconstruction, truth: Truth, scores: Scores, aids: Aids
 ) -> dict[str, Tensor]:
-    """Returns the truth and, in the order of the truth, exactly what was scored against it."""
+    """Returns the truth and, in the order of the truth, exactly what was scored against it.
+
+    `found` is the attack's answer, and `aids` has what `prepare` returned.
+    """
     tensors: dict[str, Tensor] = {}
     for target in targets().values():
         tensors |= target.tensors_to_save(found, truth, scores.assignments, aids)

@@ -109,7 +109,10 @@ def _quantile(freedom: int, confidence: float) -> float:
 
 @cache
 def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
-    """Returns `count` of `n` >= 1 trials with the interval of Clopper and Pearson (1934)."""
+    """Returns `count` of `n` >= 1 trials with the interval of Clopper and Pearson (1934).
+
+    The interval holds at this `confidence`.
+    """
     from scipy.stats import binomtest
 
     interval = binomtest(count, n).proportion_ci(confidence, "exact")
@@ -131,7 +134,10 @@ def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
 
 
 def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary | None:
-    """Summarizes `values`; returns None for an empty sample."""
+    """Summarizes `values` by mean and interval; returns None for an empty sample.
+
+    The interval holds at this `confidence`.
+    """
     if not values:
         return None
     sample = np.asarray(values, dtype=np.float64)

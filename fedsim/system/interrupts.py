@@ -53,7 +53,7 @@ _state = _State()
 
 
 def how_to_go_on() -> str:
-    """Words the command that does the rest of the work of this process."""
+    """Returns words for the command that does the rest of the work of this process."""
     words = sys.argv[1:]
     text = shlex.join(["fedsim", *(word for word in words if word != "--resume")])
     if words[:1] in (["run"], ["up"]):

@@ -76,7 +76,7 @@ def refuse_links(path: Path, root: Path) -> Path:
 
 
 def read_named(path: Path, option: str, max_bytes: int) -> bytes:
-    """Returns the content of a file that a user has named with `option`.
+    """Returns the content of a file that a user has named with `option`, up to `max_bytes`.
 
     Raises:
         FedsimError: it is missing, may not be read, or is none that `regular` lets pass.
@@ -89,7 +89,7 @@ def read_named(path: Path, option: str, max_bytes: int) -> bytes:
 
 @contextmanager
 def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
-    """Opens the regular file at `path` for reading.
+    """Opens the regular file at `path`, of at most `max_bytes`, for reading.
 
     Raises:
         FedsimError: as of `regular`.
@@ -107,7 +107,7 @@ def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
 
 
 def content(path: Path, max_bytes: int) -> bytes:
-    """Returns all bytes of the regular file at `path`.
+    """Returns all bytes of the regular file at `path`, of which there are at most `max_bytes`.
 
     Raises:
         FedsimError: as of `regular`.
@@ -124,7 +124,7 @@ def content(path: Path, max_bytes: int) -> bytes:
 
 
 def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
-    """Returns the text of the regular file at `path`.
+    """Returns the text of the regular file at `path`, of at most `max_bytes`.
 
     Raises:
         FedsimError: as of `regular`.
@@ -170,6 +170,8 @@ def writable_folder(path: Path, option: str) -> None:
 
 def writable_file(path: Path, option: str) -> None:
     """Refuses a file to write that is a folder, or whose folder cannot be written to.
+
+    `option` is what named it, for the message.
 
     Raises:
         FedsimError: as of `writable_folder`.

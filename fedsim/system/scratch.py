@@ -30,7 +30,10 @@ folder."""
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
-    """Makes a folder for its owner alone; a process of its own, in its own session, removes it."""
+    """Makes a folder for its owner alone; a process of its own, in its own session, removes it.
+
+    Its name begins with `prefix`.
+    """
     with interrupts.delay_interrupts():
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         sweeper = subprocess.Popen(  # noqa: S603 - this very Python

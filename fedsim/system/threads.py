@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 
 def fix(threads: int) -> None:
-    """Computes on `threads` threads in this process from now on."""
+    """Makes this process compute on `threads` threads from now on."""
     threadpool_limits(threads)
     torch.set_num_threads(threads)
 

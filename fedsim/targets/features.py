@@ -33,7 +33,7 @@ _DEPENDENT = 1e-12
 
 
 def check_features(features: Tensor, what: str) -> None:
-    """Refuses tensors that are not a batch of features.
+    """Refuses tensors that are not a batch of features; `what` names them in the message.
 
     Raises:
         ScoringError: not (N, d), or not finite.
@@ -47,12 +47,18 @@ def check_features(features: Tensor, what: str) -> None:
 
 
 def feature_cosine(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the cosine between each pair, (N,) in [-1, 1]; 0 where either is zero."""
+    """Returns the cosine of each pair of features (N, d): (N,) in [-1, 1].
+
+    It is 0 where either is zero.
+    """
     return F.cosine_similarity(reconstruction.double(), truth.double(), dim=1, eps=1e-30)
 
 
 def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns ||r - t|| / ||t|| of each pair, (N,): 0 is exact, 1 is a guess of zero."""
+    """Returns ||r - t|| / ||t|| of each pair of features (N, d): (N,).
+
+    0 is exact, and 1 is a guess of zero.
+    """
     norm = torch.linalg.vector_norm(truth.double(), dim=1)
     if not bool(norm.all()):
         return Unavailable("a true feature vector is zero, so there is no relative error")
@@ -62,7 +68,9 @@ def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable
 
 
 def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns how much of each true feature lies outside the reconstructed span, (N,) in [0, 1].
+    """Returns how much of each true feature lies outside the reconstructed span.
+
+    It is (N,) in [0, 1].
 
     It is the norm of the unit feature's projection onto the orthogonal complement of the span of at
     most N reconstructed features, which have no order, sign or scale here. A guess of zero has 1.

@@ -14,7 +14,7 @@ from fedsim.types import Truth
 
 
 def check_labels(labels: Tensor, what: str) -> None:
-    """Refuses tensors that are not a batch of labels.
+    """Refuses tensors that are not a batch of labels; `what` names them in the message.
 
     Raises:
         ScoringError: not (N,), or not integers.
@@ -27,7 +27,7 @@ def check_labels(labels: Tensor, what: str) -> None:
 
 
 def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
-    """Returns the multiset intersection's size over N, in [0, 1].
+    """Returns the size of the labels' multiset intersection over N, in [0, 1].
 
     The order of labels in a batch is not observable, only how often each occurs. Labels that came
     with images count the same: poor images, matched to the wrong truths, take no label back. If

@@ -127,6 +127,9 @@ class Membership(Target):
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns the other release's scores, repeated where it has fewer candidates."""
+        """Returns the other release's scores, repeated where it has fewer candidates.
+
+        `answer` has them, and `truth` is this release's.
+        """
         # The scores are of other rows and should tell nothing about these, which makes the control.
         return answer[torch.arange(len(truth.tensors()["members"])) % len(answer)]

@@ -19,6 +19,8 @@ from fedsim.types import Reconstruction, Tensors, Truth
 def columns_recovered(pair: ScoredPair) -> Tensor:
     """Returns the share of records whose value is right, for each column, (C,).
 
+    `pair` has the claimed and the true records (N, D).
+
     A quantity is right within `TOLERANCE` of its range, a category if its entry is the largest.
     `aid` (D,) says which column each entry is of.
     """
@@ -36,7 +38,7 @@ def columns_recovered(pair: ScoredPair) -> Tensor:
 
 
 def record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
-    """Returns the mean absolute difference of the entries of each record, (N,)."""
+    """Returns the mean absolute difference of claimed and true entries (N, D), of each record."""
     return (claimed.double() - truth.double()).abs().mean(1)
 
 

@@ -38,7 +38,10 @@ _SLACK = 1e-6
 
 
 def row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns the squared distance of each pair (N, d) over the true squared length, (N,)."""
+    """Returns the squared distance of claimed from true rows (N, d) over the true length's.
+
+    It is (N,).
+    """
     length = truth.square().sum(1)
     if not bool(length.all()):
         return Unavailable("a true row is zero, so there is no relative error")
@@ -46,18 +49,18 @@ def row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
 
 
 def row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns the cosine of each pair of rows (N, d), (N,) in [-1, 1]; 0 if one is zero."""
+    """Returns the cosine (N,) of claimed and true rows (N, d), in [-1, 1]; 0 if one is zero."""
     return F.cosine_similarity(claimed, truth, dim=1, eps=1e-30)
 
 
 def is_recovered(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns 1 where every entry of a row (N, d) is within `TOLERANCE`, else 0; (N,)."""
+    """Returns 1 where every entry of a claimed row (N, d) is within `TOLERANCE`, else 0; (N,)."""
     # Twice, since entries range over [-1, 1], which is 2 long.
     return ((claimed - truth).abs().amax(1) <= 2 * TOLERANCE).double()
 
 
 def right_class(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns 1 where the largest class entry (N, classes) is the true one's, else 0; (N,)."""
+    """Returns 1 where the largest claimed class entry (N, classes) is the true one's; (N,)."""
     return (claimed.argmax(1) == truth.argmax(1)).double()
 
 

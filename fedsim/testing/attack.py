@@ -156,7 +156,10 @@ class AttackContract(AnyAttackContract):
     model_parameters: ClassVar[Mapping[str, Any]] = {}
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the update of a batch of so many images."""
+        """Returns the update of a batch of `size` images.
+
+        With `most` the attacker is granted all that there is.
+        """
         observation, truth = make_observation(
             *example_batch(size), model=self.model, model_parameters=self.model_parameters
         )
@@ -204,7 +207,10 @@ class RowAttackContract(AnyAttackContract):
     learner_parameters: ClassVar[Mapping[str, Any]] = {"columns": 40}
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the summed releases of so many clients."""
+        """Returns the summed releases of `size` clients.
+
+        With `most` the attacker is granted all that there is.
+        """
         observation, truth = make_release(
             *example_rows(20 * size),
             learner=self.learner,

@@ -114,7 +114,10 @@ def local_step(
 
 
 def example_spec(shape: tuple[int, ...], classes: int, **parameters: Any) -> ModelSpec:
-    """Returns the description of an `mlp` with `parameters`, whose images are not normalized."""
+    """Returns the description of an `mlp` with `parameters`, whose images are not normalized.
+
+    Images have `shape` (C, H, W).
+    """
     channels = shape[0]
     return ModelSpec(
         name="mlp",
@@ -146,7 +149,7 @@ def mixed_update(scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def near(vectors: Tensor, by: float) -> Tensor:
-    """Moves each of the (N, d) `vectors` in a random direction, `by` times its length."""
+    """Returns each of the `vectors` (N, d) moved in a random direction, `by` times its length."""
     directions = torch.randn(vectors.shape, generator=stream())
     lengths = vectors.norm(dim=1, keepdim=True) / directions.norm(dim=1, keepdim=True)
     perturbed: Tensor = vectors + by * lengths * directions
@@ -177,7 +180,7 @@ UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
 
 
 def same(a: Tensors, b: Tensors) -> bool:
-    """Returns whether names, shapes, types and bits are equal (NaN equals NaN)."""
+    """Returns whether names, shapes, types and bits of `a` and `b` are equal (NaN equals NaN)."""
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape
@@ -357,7 +360,10 @@ def reference(plugin: Mapping[str, Any]) -> PluginRef:
 
 
 def example_batch(count: int, shape: tuple[int, ...] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
-    """Returns `count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, ..."""
+    """Returns `count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, ...
+
+    `shape` is (C, H, W).
+    """
     images = torch.rand(count, *shape, generator=rng.generator(0, "example"))
     return images, (3 * torch.arange(1, count + 1)) % 10
 

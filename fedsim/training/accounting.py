@@ -93,7 +93,7 @@ def participations(server: Server, round: int) -> set[tuple[int, ...]]:
 
 
 def check_promise(server: Server) -> None:
-    """Refuse a stack that asks for an ε if the ledger states a larger one.
+    """Refuses a stack that asks for an ε if the ledger states a larger one.
 
     Raises:
         FedsimError: it does, with δ, the unit and the ledger's reason.
@@ -115,7 +115,7 @@ def check_promise(server: Server) -> None:
 
 
 def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
-    """Returns the defenses between a client's data and whoever looks.
+    """Returns the defenses between a client's data and whoever looks from `seen_from`.
 
     In a deployment nobody but the server itself computes an ideal combination, so that it has what
     each client releases. A participant knows what it added itself.

@@ -164,7 +164,7 @@ class Client:
         return rng.generator(secret, "secure sum", *self._path(round, probe), *again, *at)
 
     def there(self, examples: Tensor) -> Tensor:
-        """Returns the `examples` (indices) that are not absent."""
+        """Returns the `examples` (indices) that are not absent (`absent`)."""
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
@@ -189,7 +189,7 @@ class Client:
         return (held[0][members], held[1][members]), replace(truth, members=members)
 
     def check_victims(self, training: LocalTraining, trials: int) -> None:
-        """Refuse more `trials` of a probe than the client has images for.
+        """Refuses more `trials` of a probe than the client has images for.
 
         Raises:
             FedsimError: there are too few, with how many trials there can be.

@@ -87,7 +87,7 @@ class Schedule:
         return self.records_training or self.scenario.observe.batch_sizes is not None
 
     def round(self, number: int) -> RoundPlan:
-        """Returns the plan of a round, counted from 1."""
+        """Returns the plan of the round `number`, counted from 1."""
         return self._plans(number)
 
     @cached_property
@@ -128,7 +128,7 @@ class Schedule:
         return tuple(sorted(torch.randperm(clients, generator=stream)[:count].tolist()))
 
     def is_observed(self, number: int) -> bool:
-        """Whether anything is recorded in a round."""
+        """Whether anything is recorded in the round `number`."""
         if not self.records:
             return False
         last = self.scenario.training.rounds

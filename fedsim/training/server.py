@@ -83,7 +83,7 @@ class Server:
     """Seed of the noise that the server adds; None: the scenario's, which everybody knows."""
 
     def __post_init__(self) -> None:
-        """Build the stack and the learner's computation.
+        """Builds the stack and the learner's computation.
 
         Raises:
             FedsimError: the data is not what the learner takes, or the model does not fit it.
@@ -106,7 +106,7 @@ class Server:
 
     @cached_property
     def stack(self) -> Stack:
-        """The defenses; one that asks for an ε has the noise that keeps to it."""
+        """Defenses of the stack; one that asks for an ε has the noise that keeps to it."""
         refs = self.scenario.defenses[self.stack_name]
         written = build_stack(refs)
         asking = [i for i, ref in enumerate(refs) if spending.asked_epsilons(build_stack([ref]))]
@@ -121,12 +121,12 @@ class Server:
 
     @cached_property
     def declared(self) -> LocalTraining:
-        """The local training before the stack's training defenses."""
+        """Local training before the stack's training defenses."""
         return declared_training(self.scenario)
 
     @cached_property
     def training(self) -> LocalTraining:
-        """The local training as clients do it."""
+        """Local training as clients do it."""
         return self.stack.training(self.declared)
 
     @cached_property
@@ -135,7 +135,7 @@ class Server:
 
     @cached_property
     def computation(self) -> Computation:
-        """The learner's part: what a client computes, and what the server makes of it."""
+        """Part of the learner: what a client computes, and what the server makes of it."""
         problem = problem_of(
             self.scenario, self.stack, self.described, self.census.examples, self.device
         )
@@ -160,7 +160,7 @@ class Server:
 
     @cached_property
     def protocol(self) -> MaskedAggregation | None:
-        """The secure aggregation by which clients answer, if the stack has one."""
+        """Secure aggregation by which clients answer; None if the stack has none."""
         aggregation = self.stack.aggregation
         return aggregation if isinstance(aggregation, MaskedAggregation) else None
 
@@ -196,14 +196,14 @@ class Server:
 
     @property
     def model(self) -> Classifier | None:
-        """The network that is trained, if the learner trains one."""
+        """Network that is trained; None if the learner trains none."""
         model = self.computation.model
         assert model is None or isinstance(model, Classifier)
         return model
 
     @property
     def spec(self) -> ModelSpec | None:
-        """Description of the network, if the learner trains one."""
+        """Description of the network; None if the learner trains none."""
         return self.computation.spec
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -327,7 +327,7 @@ class Server:
         return replace(shown, tensors=tensors)
 
     def apply_update(self, before: Tensor, update: Tensor) -> Tensor:
-        """Returns the global parameter `before` as a client's `update` would have it."""
+        """Returns the global parameter `before` after a client's `update`."""
         return self.computation.apply_update(before, update, self.training)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
@@ -348,6 +348,8 @@ class Server:
         watcher: Watcher = "server",
     ) -> Observation:
         """Returns what `watcher` saw of `update`; client -1: the aggregate.
+
+        The update combines those of `num_clients`.
 
         Of several `releases` it is their mean. One client's part of a secure sum is masked:
         only who has all of the sum's secrets knows how it was altered.
@@ -404,7 +406,10 @@ class Server:
     def observation_id(
         self, round: int, client: int, probe: Probe | None, watcher: Watcher = "server"
     ) -> str:
-        """Returns the id under which an update is recorded; client -1 is the aggregate."""
+        """Returns the id under which an update is recorded; client -1 is the aggregate.
+
+        It is that of what `watcher` saw.
+        """
         suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
         return observation_id(self.stack_name, round, client, suffix, watcher)
 

@@ -33,7 +33,7 @@ _WEIGHTS = (
 
 
 def load_dataset(scenario: Scenario) -> Dataset | Table:
-    """Load the scenario's data source.
+    """Loads the scenario's data source.
 
     Raises:
         FedsimError: the source is not installed, or its data is missing or unreadable.
@@ -42,7 +42,7 @@ def load_dataset(scenario: Scenario) -> Dataset | Table:
 
 
 def load_source(chosen: PluginRef) -> Dataset | Table:
-    """Load the data source that `chosen` names.
+    """Loads the data source that `chosen` names.
 
     Raises:
         FedsimError: the source is not installed, or its data is missing or unreadable.

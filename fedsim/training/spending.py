@@ -123,7 +123,10 @@ class Account:
     held: Sequence[int]
 
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
-        """Returns what the clients that may be worst off spend over so many rounds."""
+        """Returns what the clients that may be worst off spend over so many rounds.
+
+        Without `probes` it is what training alone spends.
+        """
         scenario = self.scenario
         counts = self.worst_client_sizes(stack.training(self.declared))
         return [
@@ -162,7 +165,7 @@ class Account:
         }
 
     def most(self, round: int) -> list[Most]:
-        """Returns the counts that no client exceeds in all three, after `round` rounds.
+        """Returns the counts that no client exceeds in all three after `round` rounds, see `Most`.
 
         Every client counts as observed, and as probed even where it does not take part.
         """
@@ -205,7 +208,7 @@ class Account:
         )
 
     def covers(self, round: int, probes: bool) -> str:
-        """Describes what the ε after `round` rounds covers."""
+        """Describes what the ε after `round` rounds covers, with `probes` or without."""
         observe = self.scenario.observe
         covers = f"training of {number_of(round, 'round')}"
         asked = self.most(round)[0].probed * len(self._sizes)
@@ -224,6 +227,8 @@ class Account:
 
 def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
     """Returns the local training of a probe of so many images, before the training defenses.
+
+    `declared` is that of the scenario.
 
     The attacker knows their number, so they are drawn without replacement.
     """

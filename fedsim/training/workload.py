@@ -115,7 +115,7 @@ class Workload(Server):
         return own.update(self, round, parameters, buffers, state, probe=probe)
 
     def check_assumptions(self) -> None:
-        """Refuse data that contradict what the stack's claim assumes of them.
+        """Refuses data that contradict what the stack's claim assumes of them.
 
         Every release of a closed-form learner is checked; training assumes nothing.
 
@@ -170,7 +170,7 @@ class OneClient(Workload):
         object.__setattr__(self, "clients", (client,))
 
     def check_assumptions(self) -> None:
-        """Refuse data that contradict what the stack's claim assumes of them; do not say how.
+        """Refuses data that contradict what the stack's claim assumes of them, without saying how.
 
         Raises:
             FedsimError: they do.

@@ -47,6 +47,8 @@ def is_loopback(host: str) -> bool:
 def unfit(address: str, *, has_roots: bool) -> str | None:
     """Returns why nobody may connect to `address`, None if they may.
 
+    `has_roots` says whether the server's certificate can be checked: without, there is no TLS.
+
     Without roots there is no TLS.
     """
     try:

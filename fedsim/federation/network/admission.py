@@ -77,7 +77,10 @@ class Signature:
 
 
 def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
-    """Returns the headers of a request that passes, each once, among them its content-length."""
+    """Returns the headers of a request that passes, each once, among them its content-length.
+
+    `body_limit` is the largest body in bytes.
+    """
     headers = dict(request.headers)
     if not _FLEET.fullmatch(request.target):
         raise Refusal(404, "not the Fleet API")
@@ -99,12 +102,12 @@ def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
 
 
 def length(headers: Mapping[bytes, bytes]) -> int:
-    """Returns the number of bytes of the body that follows vetted headers."""
+    """Returns the number of bytes of the body that follows vetted `headers`."""
     return int(headers[b"content-length"])
 
 
 def passed_on(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Returns those of a client's headers that the SuperLink gets to see."""
+    """Returns those of a client's `headers` that the SuperLink gets to see."""
     return [
         (name, value)
         for name, value in headers.items()
@@ -113,7 +116,7 @@ def passed_on(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def check_replies(body: bytes) -> None:
-    """Refuses an announcement of anything but the node's own replies to the server.
+    """Refuses a request `body` that announces anything but the node's own replies.
 
     The SuperLink has checked that the node is the one whose key signed, and looks no further.
     """
@@ -183,7 +186,7 @@ class Signatures:
             self._held += Counter()  # drops keys of which nothing is held, so that none pile up
 
     def settle(self, signature: Signature, *, is_accepted: bool) -> None:
-        """Records whether the SuperLink accepted the request.
+        """Records whether the SuperLink accepted the request that `signature` is of.
 
         Keys that it never accepted leave nothing behind, so that strangers fill no memory.
         """

@@ -334,6 +334,8 @@ def serving(
 ) -> None:
     """Answers a SuperNode's messages, by its `runtime` API on loopback, until `stop` is set.
 
+    `secret` is what that API admits callers by.
+
     It also returns when the SuperNode is gone. What `answer` raises becomes an error message.
 
     Raises:

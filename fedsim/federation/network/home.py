@@ -29,7 +29,7 @@ _RUN = re.compile(r"[0-9a-f]{16,64}")
 
 
 def run_folder(home: Path, run: str) -> Path:
-    """Returns the folder in which `home` keeps what belongs to `run`.
+    """Returns the folder in `home` that keeps what belongs to `run`.
 
     Raises:
         FedsimError: the name is not 16 to 64 hexadecimal digits.

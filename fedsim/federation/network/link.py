@@ -48,7 +48,7 @@ class Link:
 
 
 def check(address: str, roots: Path | None) -> None:
-    """Refuses a SuperLink that cannot be reached, or that is on another machine without TLS.
+    """Refuses a SuperLink at `address` that cannot be reached, or is elsewhere without TLS.
 
     Raises:
         FedsimError: it is off loopback and `roots` are missing; nobody answers; it speaks TLS and
@@ -74,6 +74,8 @@ def check(address: str, roots: Path | None) -> None:
 
 def clock_error(address: str, roots: Path | None) -> str:
     """Says how far this machine's clock is off that of the server at `address`.
+
+    `roots` is the file of certificates that the server's is checked by, None without TLS.
 
     The text is empty where the clock is close enough that no node is refused for it, or where the
     server does not tell its time.

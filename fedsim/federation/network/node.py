@@ -62,6 +62,8 @@ def serve(
 ) -> None:
     """Answers what the SuperLink asks until `stop` is set; joins again whenever the link breaks.
 
+    `member` holds the node's place and keys; `say` is called with lines for its owner.
+
     Raises:
         FedsimError: the SuperLink is not reachable or not safe at the start, the key is none, or
             another node is at work in its folder.

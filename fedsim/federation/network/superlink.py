@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def program(name: str) -> str:
-    """Returns the path of a program that is installed beside this Python."""
+    """Returns the path of the program `name` that is installed beside this Python."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise FedsimError(f"{name} is not installed beside {sys.executable}; pip install fedsim")
@@ -66,7 +66,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Identifier of its process."""
+        """Identifier of the program's process."""
         return self._process.pid
 
     @property
@@ -75,20 +75,20 @@ class Child:
         return self._process.poll()
 
     def words(self) -> str:
-        """Returns everything that it has written."""
+        """Returns everything that the program has written."""
         return self._log.read_bytes()[self._begin :].decode(errors="replace")
 
     def last_words(self) -> str:
-        """Returns the end of what it has written, or `nothing`."""
+        """Returns the end of what the program has written, or `nothing`."""
         return self.words()[-_TAIL:].strip() or "nothing"
 
     def bound_log(self) -> None:
-        """Begins its file anew if that is full (`log`)."""
+        """Begins the program's file anew if it is full (`log`)."""
         begin_anew(self._log)
         self._begin = min(self._begin, self._log.stat().st_size)
 
     def await_port(self, port: int) -> None:
-        """Waits until it listens on `port` of loopback.
+        """Waits until the program listens on `port` of loopback.
 
         Raises:
             FedsimError: it has ended, or does not listen within a minute.
@@ -102,7 +102,7 @@ class Child:
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
 
     def await_words(self, words: str, who: str) -> None:
-        """Waits until it has written `words`; `who` names it in the error.
+        """Waits until the program has written `words`; `who` names it in the error.
 
         Raises:
             FedsimError: it has ended, or has not written them within two minutes.
@@ -114,7 +114,10 @@ class Child:
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Ends it and all that it has started: by SIGTERM, and after a few seconds by SIGKILL."""
+        """Ends the program and all that it has started.
+
+        It gets SIGTERM, and after a few seconds SIGKILL.
+        """
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)  # first alone, so that it ends its own
         with suppress(subprocess.TimeoutExpired):
@@ -126,6 +129,8 @@ class Child:
 
 def superlink(folder: Path, port: int, log: Path) -> Child:
     """Starts a SuperLink on loopback: TLS, nodes with registered keys, a database, a secret.
+
+    It listens on `port`, and prints to the file `log`.
 
     `folder` has what `certificates.make_authority` writes, and `superexec.secret`.
     """

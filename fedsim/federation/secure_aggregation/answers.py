@@ -76,20 +76,20 @@ class Answers:
         self._own, self._given = own, party
 
     def keys(self, message: Message, context: Context) -> Message:
-        """Publishes keys for this round's sum, and forgets those of any other."""
+        """Answers with the public keys of this round's sum, and forgets those of any other."""
         sum, _ = self._sum(message, context, begins=True)
         published = sum.client.keys(sum.secret)
         return _reply(message, messages.table(sum.round, {sum.number: published.to_bytes()}))
 
     def shares(self, message: Message, context: Context) -> Message:
-        """Seals shares of both secrets for each neighbour."""
+        """Answers with shares of both secrets, sealed for each neighbour."""
         sum, record = self._sum(message, context)
         listed = messages.read_table(record)
         boxes = sum.client.shares({c: Published.from_bytes(one) for c, one in listed.items()})
         return _reply(message, messages.table(sum.round, boxes))
 
     def mask(self, message: Message, context: Context) -> Message:
-        """Computes the round's updates, and sends them masked in one vector."""
+        """Answers with the round's updates, masked in one vector."""
         sum, record = self._sum(message, context)
         content, workload = message.content, self._own.workload
         order = self._own.read_order(message)
@@ -130,7 +130,7 @@ class Answers:
         return Message(messages.masked_answer(vector, signature), reply_to=message)
 
     def agree(self, message: Message, context: Context) -> Message:
-        """Signs who is in the sum: one set of clients in each round."""
+        """Answers with a signature of who is in the sum: one set of clients in each round."""
         sum, record = self._sum(message, context)
         signatures, lost = messages.read_agree(record)
         state = ClientState(self._own.out, self._own.workload.stack_name, sum.number)
@@ -141,7 +141,7 @@ class Answers:
         return _reply(message, messages.table(sum.round, {sum.number: signature}))
 
     def unmask(self, message: Message, context: Context) -> Message:
-        """Gives up shares, so that the sum can be opened."""
+        """Answers with shares, so that the sum can be opened."""
         sum, record = self._sum(message, context)
         shares = sum.client.unmask(messages.read_table(record))
         return _reply(message, messages.table(sum.round, shares))

@@ -103,6 +103,8 @@ class SumClient:
     def shares(self, directory: Directory) -> dict[int, bytes]:
         """Splits both secrets among the neighbours.
 
+        `directory` has what each client published.
+
         It returns a sealed box for each, by neighbour.
         """
         with self._stage("shares"):

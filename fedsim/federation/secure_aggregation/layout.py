@@ -113,12 +113,12 @@ class FixedPoint:
         return rounded
 
     def decode(self, total: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns the real values that the integers of a sum stand for; (n,)."""
+        """Returns the real values (n,) that the integers `total` (n,) of a sum stand for."""
         return total.astype(np.float64) * self.step
 
 
 def to_ring(numbers: NDArray[np.int64], bits: int) -> Ring:
-    """Maps integers to the ring, modulo 2^`bits` (32 or 64)."""
+    """Maps integers `numbers` to the ring, modulo 2^`bits` (32 or 64)."""
     # NumPy's cast to unsigned integers wraps, which is the ring's arithmetic.
     return numbers.astype(np.uint32 if bits == 32 else np.uint64)
 
@@ -199,6 +199,8 @@ class Layout:
     def sum_of(self, total: Ring, part: int, clients: int) -> Update:
         """Returns the mean update that `part` of an opened sum over `clients` clients stands for.
 
+        `total` is the sum's vector, and `part` a position in `plan.parts`.
+
         With noise, the sum is divided by the number of clients that were asked, otherwise by the
         examples.
 
@@ -219,7 +221,10 @@ class Layout:
         return self._decode(part, numbers[:-1], terms.most_examples / weight, count)
 
     def read_masked(self, vector: Ring, part: int) -> Update:
-        """Reads a masked vector as if it were an update, as an attacker on the server sees it."""
+        """Reads `part` of a masked vector as if it were an update.
+
+        So an attacker on the server sees it.
+        """
         return self._decode(part, from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1)
 
     def fixed_point(self, part: int) -> FixedPoint:

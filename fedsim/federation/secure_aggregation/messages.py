@@ -36,7 +36,7 @@ _MOST = 1_000_000
 
 
 def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) -> ConfigRecord:
-    """Returns a record that holds bytes for each client, and further lists of clients by name."""
+    """Returns a record of bytes for each client, by `entries`, and further lists of clients."""
     record = ConfigRecord({wire.ROUND: round})
     ordered = sorted(entries)
     record[_CLIENTS] = ordered
@@ -80,7 +80,7 @@ def read_round(record: ConfigRecord) -> int:
 
 
 def order(record: ConfigRecord) -> RecordDict:
-    """Returns the content of an order or answer that consists of one table."""
+    """Returns the content of an order or answer that consists of one table, `record`."""
     return RecordDict({wire.CONFIG: record})
 
 
@@ -109,7 +109,10 @@ def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | N
 
 
 def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
-    """Returns the content of an answer with a masked vector, written as signed integers."""
+    """Returns the content of an answer with a masked vector, written as signed integers.
+
+    `signature` is the client's, of the keys and the model that it was shown.
+    """
     signed = vector.view(np.int32 if vector.itemsize == 4 else np.int64)
     return RecordDict(
         {
@@ -120,7 +123,10 @@ def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
 
 
 def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
-    """Reads a masked vector of `length` numbers, and its sender's signature."""
+    """Reads a masked vector of `length` numbers, and its sender's signature.
+
+    Each number has `ring_bits` bits, 32 or 64.
+    """
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")
     dtype = torch.int32 if ring_bits == 32 else torch.int64
@@ -136,6 +142,8 @@ def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring,
 
 def agree_order(round: int, signatures: Mapping[int, bytes], lost: Collection[int]) -> RecordDict:
     """Returns the content of an order that asks for consent to a sum.
+
+    `signatures` has those of the clients in the sum, by client; it is without the `lost`.
 
     The sum is of those who signed, without `lost`.
     """

@@ -51,7 +51,7 @@ class Identity:
         return self.key.public_key().public_bytes_raw()
 
     def vouches(self, client: int, statement: bytes, signature: bytes) -> bool:
-        """Returns whether `client` has signed `statement`."""
+        """Returns whether `signature` is `client`'s of `statement`."""
         return client in self.peers and is_signed(self.peers[client], statement, signature)
 
 
@@ -145,12 +145,15 @@ def agree_key(
 
 
 def own_mask(seed: bytes, session: bytes) -> bytes:
-    """Returns the key of the mask that a client adds for itself, derived from its `seed`."""
+    """Returns the key of the mask that a client adds for itself, derived from its `seed`.
+
+    `session` is the name of the sum, so that no two sums share a mask.
+    """
     return digest(b"own mask", session, seed)
 
 
 def commit(seed: bytes, session: bytes) -> bytes:
-    """Returns a commitment to the seed of a client's own mask.
+    """Returns a commitment to the seed of a client's own mask in the sum named `session`.
 
     No other seed passes for it later.
     """
@@ -231,7 +234,7 @@ def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
 
 
 def list_entries(entries: Mapping[int, bytes]) -> bytes:
-    """Encodes a mapping of clients to bytes for a digest, independently of its order."""
+    """Encodes `entries`, bytes by client, for a digest, independently of their order."""
     return b"".join(digest(str(client).encode(), entries[client]) for client in sorted(entries))
 
 
@@ -253,7 +256,7 @@ class Published:
     """Ed25519 signature of both keys, the commitment and the sum's session; 64 bytes."""
 
     def statement(self, client: int, session: bytes) -> bytes:
-        """Returns the digest that the client signs."""
+        """Returns the digest that `client` signs in the sum named `session`."""
         who = str(client).encode()
         # The session is signed, too, so that keys of an earlier sum cannot be shown again.
         return digest(b"keys", session, who, self.sealing, self.masking, self.commitment)

@@ -37,7 +37,7 @@ class SumServer:
         self._total: Ring | None = None
 
     def publish(self, directory: Directory) -> None:
-        """Takes the keys that clients published.
+        """Takes the keys that clients published, `directory`, by client.
 
         Raises:
             AbortedError: too few clients published keys, or a key is invalid or stands twice.

@@ -24,7 +24,9 @@ from fedsim.privacy.numerics import gaussian
 
 
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
-    """Computes ||C z|| of the worst z with so many ones (None: in every step), for norm 1.
+    """Computes ||C z|| of the worst z with so many `participations`, for norm 1.
+
+    None is one in every step.
 
     The worst are the first steps: C'C has entries λ^|i-j| (1 - λ^(2 (T - m + 1))) / (1 - λ²), m
     being the larger of i and j; they fall with |i-j| and with m, and the first k steps are the
@@ -46,6 +48,8 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
 
 def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
     """Computes the largest ||C z|| of several z of one length, where who takes part is public.
+
+    The z are `schedules`.
 
     >>> reach([(True, False), (False, True)], 0.5) == 1.25**0.5
     True

@@ -43,12 +43,14 @@ _ROUNDING = 1e-14
 
 @lru_cache(maxsize=256)
 def of_mechanisms(parts: tuple[CurveMechanism, ...], delta: float) -> float:
-    """Compute `epsilon` of one release by each of `parts`; a mechanism may occur several times."""
+    """Computes `epsilon` of one release by each of `parts`; a mechanism may occur several times."""
     return epsilon([part.log_delta for part in parts], delta)
 
 
 def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
-    """Compute the least proven ε >= 0 of all releases together at δ; inf if nothing is proven.
+    """Computes the least proven ε >= 0 of all releases together at δ; inf without any.
+
+    `curves` has the privacy curve of each release.
 
     It is exact for a single curve, and an upper bound for several.
 
@@ -66,7 +68,7 @@ def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
 
 
 def _basic(curves: Sequence[LogDelta], delta: float) -> float:
-    """Compute Σ ε_i for δ_i = lim δ_i(ε) + an equal share of what these limits leave of δ.
+    """Computes Σ ε_i for δ_i = lim δ_i(ε) + an equal share of what these limits leave of δ.
 
     A pure ε_i-private release has the limit 0, so that it never counts for more than ε_i.
     """
@@ -83,12 +85,12 @@ def _basic(curves: Sequence[LogDelta], delta: float) -> float:
 
 
 def _inverse(curve: LogDelta, target: float) -> float:
-    """Compute the least ε >= 0 at which log δ is at most `target`; inf if there is none."""
+    """Computes the least ε >= 0 at which log δ is at most `target`; inf if there is none."""
     return least(lambda at: _at(curve, at) <= target, most=_FAR)
 
 
 def _numerical(curves: Sequence[LogDelta], delta: float) -> float:
-    """Compute ε of the convolution of the curves' discrete pairs."""
+    """Computes ε of the convolution of the curves' discrete pairs."""
     reaches = {curve: _reach(curve, delta) for curve in set(curves)}
     if any(math.isinf(reach) for reach in reaches.values()):
         return math.inf
@@ -104,7 +106,7 @@ def _numerical(curves: Sequence[LogDelta], delta: float) -> float:
 
 
 def _reach(curve: LogDelta, delta: float) -> float:
-    """Find an ε at which the curve has come down to its limit; inf if the limit is δ or more."""
+    """Finds an ε at which the curve has come down to its limit; inf if the limit is δ or more."""
     points: Array = np.geomspace(1e-3, _FAR, 80, dtype=np.float64)
     deltas = np.exp(curve(points))
     limit = float(deltas[-1])
@@ -115,7 +117,7 @@ def _reach(curve: LogDelta, delta: float) -> float:
 
 
 def _chords(curve: LogDelta, reach: float, step: float) -> PLDPmf:
-    """Build a pair with losses at multiples of `step`, whose curve is at or above `curve`."""
+    """Builds a pair with losses at multiples of `step`, whose curve is at or above `curve`."""
     from dp_accounting.pld import pld_pmf
 
     steps = max(1, math.ceil(reach / step))
@@ -134,7 +136,7 @@ def _chords(curve: LogDelta, reach: float, step: float) -> PLDPmf:
 
 
 def _convex(x: Array, y: Array) -> list[int]:
-    """Find the points on the lower convex hull, by index: a privacy curve is convex in exp(ε)."""
+    """Finds the points on the lower convex hull, by index: a privacy curve is convex in exp(ε)."""
     hull: list[int] = []
     for i in range(len(x)):
         while len(hull) > 1:
@@ -148,5 +150,5 @@ def _convex(x: Array, y: Array) -> list[int]:
 
 
 def _at(curve: LogDelta, epsilon: float) -> float:
-    """Evaluate a curve at one ε."""
+    """Evaluates a curve at one ε."""
     return float(curve(np.array([epsilon]))[0])

@@ -84,7 +84,10 @@ class Poisson:
         return np.append(q, np.minimum(larger, (1 + q) / 2))
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """Returns (count, T) draws of C z, each by its own law."""
+        """Returns (count, T) draws of C z, each by its own law.
+
+        Levels of the grid are rounded as `rounding` says.
+        """
         z = rng.random((len(law), self.steps)) < self._rates[law][:, None]
         along, at = self._grid(rounding), np.zeros(len(law), dtype=np.int64)
         y = np.empty(z.shape)
@@ -94,7 +97,7 @@ class Poisson:
         return y
 
     def mean(self) -> Array:
-        """Returns (T,) C E[z] under the true law."""
+        """Returns (T,) the mean of C z under the true law."""
         shares: Array = np.cumsum(self.correlation ** np.arange(self.steps))
         return self.sampling_rate * shares
 
@@ -102,6 +105,8 @@ class Poisson:
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
         """Returns (laws, count): log of the mixture of N(stretch C z, σ² I) over N(0, σ² I) at x.
+
+        `sigma` is σ, and levels of the grid are rounded as `rounding` says.
 
         It is the forward algorithm over the grid of y.
         """
@@ -179,7 +184,10 @@ class BallsInBins:
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """Returns (1, count): log of the mixture of N(stretch y, σ² I) over N(0, σ² I) at x."""
+        """Returns (1, count): log of the mixture of N(stretch y, σ² I) over N(0, σ² I) at x.
+
+        `laws` and `rounding` are not needed: there is one law, and no grid.
+        """
         modes = stretch * self._modes / sigma
         exponent = (x / sigma) @ modes.T
         # log N(x; m, 1) / N(x; 0, 1) = <x, m> - |m|² / 2 for every mode m.
@@ -282,7 +290,7 @@ class PairCurve:
         return self._draws("forward", "up").delta(epsilon)[0]
 
     def upper(self, epsilon: float) -> tuple[float, Direction]:
-        """Returns the upper end, which is what a claim may use, and its direction.
+        """Returns the upper end of δ at `epsilon`, which a claim may use, and its direction.
 
         Raises:
             TooFewDraws: too few draws reach so far into the tail.

@@ -28,7 +28,7 @@ _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
 
 
 def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
-    """Returns (k, T): y = C z of each row z of participations."""
+    """Returns (k, T): y = C z of each row z of participations, `present`."""
     # C z by its recursion, in T steps in place of a T x T product.
     y = present.astype(np.float64)
     for t in range(1, y.shape[1]):
@@ -48,7 +48,11 @@ class Grid:
     """(M,) next level of one that is."""
 
     def moves(self, absent: float | Array, present: float | Array) -> Any:
-        """Builds the (M, M) sparse matrix that takes weights of levels to those a step later."""
+        """Builds the (M, M) sparse matrix that takes weights of levels to those a step later.
+
+        `absent` and `present` weigh the moves of an example that is away and of one that takes
+        part.
+        """
         from scipy.sparse import coo_array
 
         count = len(self.levels)
@@ -60,6 +64,8 @@ class Grid:
 
 def grid(correlation: float, least: float, tolerance: float, rounding: Rounding) -> Grid:
     """Builds levels at most a factor 1 + `tolerance` apart, from `least` up; λ in [0, 1).
+
+    Decayed levels are rounded up or down, as `rounding` says.
 
     Exact for λ = 0, and for an example's first participation whatever λ. A level that decays below
     `least` stays there (rounded up) or becomes 0 (down).
@@ -89,7 +95,10 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
 
 
 def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
-    """Estimates how many levels `grid` has; for λ close to 1, one per step of decay."""
+    """Estimates how many levels `grid` has; for λ close to 1, one per step of decay.
+
+    `least` and `tolerance` are those of `grid`.
+    """
     if correlation == 0:
         return 2.0
     rate = -math.log(correlation)

@@ -39,14 +39,20 @@ _ROUNDING_OF_LOGS = 1e-11
 
 
 def log_delta(noise: float, epsilon: float, *, steps: int, sampling_rate: float) -> float:
-    """Computes log of the least proven δ at ε; neighbours have one example more or less."""
+    """Computes log of the least proven δ at ε; neighbours have one example more or less.
+
+    `noise` is the multiplier of a step's noise.
+    """
     return least_bound(noise, epsilon, steps=steps, sampling_rate=sampling_rate)[0]
 
 
 def least_bound(
     noise: float, epsilon: float, *, steps: int, sampling_rate: float
 ) -> tuple[float, str]:
-    """Returns (log δ at ε, the method that proves it): the least of the three bounds."""
+    """Returns (log δ at ε, the method that proves it): the least of the three bounds.
+
+    `noise` is the multiplier of a step's noise.
+    """
     known = correlated.log_delta_revealed(
         noise, epsilon, steps=steps, sampling_rate=sampling_rate, correlation=0.0, factor=1.0
     )
@@ -95,7 +101,10 @@ def _divergences(sampling_rate: float, noise: float) -> Array:
 
 
 def interval(sampling_rate: float, noise: float, steps: int) -> float:
-    """Chooses the step between losses: at most `POINTS` for one release, 32 times that for all."""
+    """Chooses the step between losses: at most `POINTS` for one release, 32 times that for all.
+
+    `noise` is the multiplier of a step's noise.
+    """
     # A step that takes the example loses N(1 / (2 z²), 1 / z²): the mean and 12 deviations.
     reach = 0.5 / noise**2 + 12 / noise
     # A step's loss deviates by about q sqrt(χ²), or by a whole loss in a share q of the steps.
@@ -109,7 +118,10 @@ def interval(sampling_rate: float, noise: float, steps: int) -> float:
 
 @lru_cache(maxsize=8)
 def distribution(sampling_rate: float, noise: float, steps: int) -> Any:
-    """Builds dp_accounting's PLD accountant of `steps` Poisson-sampled Gaussian releases."""
+    """Builds dp_accounting's PLD accountant of `steps` Poisson-sampled Gaussian releases.
+
+    `noise` is the multiplier of a step's noise.
+    """
     from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
 

@@ -110,7 +110,10 @@ class CorrelatedExperiment(_Steps, Experiment):
         return 4 * self.steps + self.patterns  # a step is whitened with a stride
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Returns (draws,) log likelihood ratios, of whole sequences of releases."""
+        """Returns (draws,) log likelihood ratios, of whole sequences of releases.
+
+        `present` says which neighbour they are drawn under.
+        """
         sigma = self.sabotage * self.noise_multiplier
         masks, chances = self._participations()
         # relative to batches without the example, where that is public
@@ -291,7 +294,7 @@ class _CorrelatedKeys(_Steps):
 
 @final
 class CorrelatedCurve(_CorrelatedKeys, Curve):
-    """δ(ε) of a given noise.
+    """Curve δ(ε) of T correlated releases whose noise is given.
 
     A figure that was estimated has an `interval`, whose upper end is what may be claimed; `delta`
     (or `epsilon`) itself is then the estimate.
@@ -342,7 +345,10 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
         return self._estimate(estimate, delta, (low, high), direction)
 
     def claim(self, delta: float, most: int = work.MOST) -> tuple[float, str]:
-        """Returns (ε that may be claimed, method); an estimate claims its interval's upper end."""
+        """Returns (ε that may be claimed, method); an estimate claims its interval's upper end.
+
+        `most` is the largest amount of work, in numbers computed.
+        """
         if self.variant == "paper" or self._log_delta():
             found = self.epsilon(delta, most)
             return found.epsilon, found.method
@@ -443,7 +449,7 @@ def _holds_or_unseen(delta: Callable[[], float], target: float) -> bool:
 
 
 def _least(holds: Callable[[float], bool]) -> float:
-    """Find the least x >= 0 from which on `holds` is true, to a relative 1e-10."""
+    """Finds the least x >= 0 from which on `holds` is true, to a relative 1e-10."""
     return least(holds, most=_LARGEST, tolerance=1e-10)
 
 

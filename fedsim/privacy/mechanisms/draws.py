@@ -17,7 +17,10 @@ _CHUNK = 4096
 
 
 def square_root(gram: Tensor) -> Tensor:
-    """Returns (n, n) R with R R' = K: Cholesky's, or by eigenvectors where K is singular."""
+    """Returns (n, n) R with R R' = K, a kernel matrix `gram`.
+
+    It is Cholesky's, or by eigenvectors where K is singular.
+    """
     lower: Tensor
     lower, info = torch.linalg.cholesky_ex(gram)
     if int(info):

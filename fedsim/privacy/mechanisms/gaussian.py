@@ -22,7 +22,7 @@ from fedsim.privacy.numerics.special import Array
 
 
 class GaussianCurve(Sensitivity, ExactCurve):
-    """δ(ε) of a given noise."""
+    """The curve δ(ε) of the Gaussian mechanism, whose noise is given."""
 
     formula: ClassVar[str] = "closed form (Balle and Wang 2018, Theorem 8)"
     sigma: float = Field(ge=0, le=1e12)
@@ -71,7 +71,10 @@ class GaussianExperiment(Experiment):
     """Standard deviation of the noise, in the same units."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios."""
+        """Draws releases, and returns their (draws,) log likelihood ratios.
+
+        `present` says which neighbour they are drawn under.
+        """
         sigma = self.sabotage * self.sigma
         moved = self.sensitivity * present + sigma * rng.standard_normal(draws)
         return self.sensitivity * (moved - self.sensitivity / 2) / sigma**2

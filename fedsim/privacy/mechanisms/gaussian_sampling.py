@@ -85,7 +85,7 @@ class Neighbours(Keys):
 
 
 class GaussianSamplingCurve(Neighbours, ExactCurve):
-    """δ(ε) of a number of draws."""
+    """Curve δ(ε) of a number of draws."""
 
     k: Count
     """Number of draws."""

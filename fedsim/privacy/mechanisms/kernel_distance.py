@@ -57,6 +57,8 @@ def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> f
 def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
     """Computes the largest M for K + γ I, γ being `lift`, whatever the rows are.
 
+    The other arguments are those of `feature_shift`.
+
     >>> round(lift_distance(0.01, 4.0), 6)
     0.014142
     """
@@ -68,6 +70,8 @@ def eigenvalues_under_lift(
     beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0
 ) -> Array:
     """Computes (1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I and any rows.
+
+    γ is `lift`, and the other arguments are those of `feature_shift`.
 
     >>> eigenvalues_under_lift(0.1, 4.0).round(5)  # a = 0.1
     array([[0.10512, 0.09512]])
@@ -84,7 +88,8 @@ def eigenvalues_above_floor(
     """Computes (n, 2) bounds of (λ+, λ-) if the neighbour's matrix has no eigenvalue below `least`.
 
     Both eigenvalues of any two neighbours are within those of one of the lines, which bound pieces
-    of a curve on which for each T D is the largest: a² - q² with q = u'w, and τ = 0 or a².
+    of a curve on which for each T D is the largest: a² - q² with q = u'w, and τ = 0 or a². The
+    other arguments are those of `feature_shift`.
     """
     a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
     # With q = a sin(t), D = a² cos²(t): even steps of t are dense where D falls fast.

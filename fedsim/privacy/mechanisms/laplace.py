@@ -121,7 +121,7 @@ def _positive(name: str, value: ArrayLike) -> Array:
 
 
 class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
-    """δ(ε) of a given noise."""
+    """Curve δ(ε) of truncated Laplace noise that is given."""
 
     formula: ClassVar[str] = "closed form (Geng et al. 2020)"
     scale: Size
@@ -182,7 +182,10 @@ class TruncatedLaplaceExperiment(Experiment):
     """The largest magnitude of the noise, in the units of the release."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws (draws,) log likelihood ratios; infinite where only one neighbour is possible."""
+        """Draws (draws,) log likelihood ratios; infinite where only one neighbour is possible.
+
+        `present` says which neighbour they are drawn under.
+        """
         scale, bound = self.sabotage * self.scale, self.sabotage * self.bound
         # The inverse distribution function of the truncated exponential, at a uniform share.
         size = -scale * np.log1p(np.expm1(-bound / scale) * rng.random(draws))

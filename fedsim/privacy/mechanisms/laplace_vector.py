@@ -45,7 +45,10 @@ _UP = 1 + 1e-12
 
 
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
-    """Bounds δ∞, the probability that some entry's noise tells the neighbours apart for sure."""
+    """Bounds δ∞, the probability that some entry's noise tells the neighbours apart for sure.
+
+    The vector has `dimension` entries, and neighbours' are `distance` apart.
+    """
     t, reach = _arguments(distance, scale, bound, dimension)
     with np.errstate(over="ignore"):
         return float(min(1.0, _spread(t, dimension) / (2 * np.expm1(reach))))
@@ -97,6 +100,8 @@ def calibrate_noise(
     calibration: Calibration = "tight",
 ) -> tuple[float, float]:
     """Finds (scale, bound) of the noise on each entry that makes the vector (ε, δ)-private.
+
+    The vector has `dimension` entries, and neighbours' are at most `distance` β apart.
 
     `paper`: scale sqrt(d) β / ε and the bound of one number with that sensitivity. `tight`: the
     least scale that is proven to be enough.

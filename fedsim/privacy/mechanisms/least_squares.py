@@ -64,7 +64,7 @@ def log_delta(
     epsilon: ArrayLike,
     direction: Direction = "both",
 ) -> Array:
-    """Compute log δ of least squares for a row of given leverages; -inf for δ = 0.
+    """Computes log δ of least squares for a row of given leverages; -inf for δ = 0.
 
     It is right where δ underflows. The arguments broadcast.
 
@@ -91,7 +91,10 @@ def epsilon(
     delta: ArrayLike,
     direction: Direction = "both",
 ) -> Array:
-    """Computes the least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1."""
+    """Computes the least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1.
+
+    Arguments are those of `log_delta`.
+    """
     return _largest(quadratic.epsilon, p, q, r, d, require_delta(delta), direction, math.inf)
 
 
@@ -127,6 +130,8 @@ class WorstRow:
 
 def worst(max_leverage: float, r: float, d: float, epsilon: float) -> WorstRow:
     """Finds the maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
+
+    r is the number of columns of the sketch, d that of the features.
 
     Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do), so the whole
     set is searched: on a grid, and then around its best points.
@@ -170,7 +175,10 @@ def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int
 
 
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
-    """Finds the largest bound on leverages in [B, b] at which every row's δ is at most `delta`."""
+    """Finds the largest bound on leverages in [B, b] at which every row's δ is at most `delta`.
+
+    r is the number of columns of the sketch, d that of the features.
+    """
 
     def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
         return _search(float(1 / (1 + np.exp(-odds))), r, d, epsilon, rounds).log_delta
@@ -193,6 +201,8 @@ def sigma(
     variant: Variant = "tight",
 ) -> float:
     """Finds σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
+
+    r is the number of columns of the sketch, d that of the features.
 
     A row of norm up to `row_norm` = l then has leverages 0 <= p <= q <= l² / (l² + σ²), and all of
     these are attained (by a database of that one row). `tight` bounds δ over all of them, `paper`
@@ -239,7 +249,9 @@ def _crossing(
 
 
 def require_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
-    """Checks the four keys, and returns them broadcast together.
+    """Checks the keys of the release, and returns them broadcast together.
+
+    They are the leverages p and q, r columns of the sketch, and d features.
 
     Raises:
         FedsimError: one is out of range, or p is above q.
@@ -306,7 +318,7 @@ class Leverages(Keys):
 
 
 class LeastSquaresCurve(Leverages, ExactCurve):
-    """δ(ε) at given leverages."""
+    """Curve δ(ε) of sketched least squares at given leverages."""
 
     formula: ClassVar[str] = _METHOD
 
@@ -403,7 +415,10 @@ class LeastSquaresExperiment(Leverages, Experiment):
     """Leverage of the row in [B, b]; at least p."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios."""
+        """Draws releases, and returns their (draws,) log likelihood ratios.
+
+        `present` says which neighbour they are drawn under.
+        """
         p, q = (
             regularize_leverage(self.p, self.sabotage),
             regularize_leverage(self.q, self.sabotage),

@@ -13,6 +13,8 @@ _UP = 1 + 1e-12
 def bound(sigma: float, row_norm: float, leverage: float) -> float:
     """Computes the largest leverage of a row v of norm up to l in [D; σ I], given that in D.
 
+    l is `row_norm`, σ is `sigma`, and `leverage` p is that in D.
+
     v'(D'D)^-1 v <= p says that D'D - vv'/p is positive semidefinite, so that with σ² I added it is
     at most 1 / (1/p + σ²/l²), which is attained by a database of rows along v. Without any
     knowledge of D p is 1, since D holds the row itself.
@@ -22,6 +24,8 @@ def bound(sigma: float, row_norm: float, leverage: float) -> float:
 
 def lowering(allowed: float, row_norm: float, leverage: float) -> float:
     """Computes the least σ for which `bound` is at most `allowed`; 0 if `leverage` is no more.
+
+    Rows have at most the norm `row_norm`.
 
     Raises:
         FedsimError: no finite σ is enough.
@@ -34,7 +38,9 @@ def lowering(allowed: float, row_norm: float, leverage: float) -> float:
 
 
 def regularize_leverage(leverage: float, sabotage: float) -> float:
-    """Computes a row's leverage |v|² / (|v|² + σ²), alone against σ, once σ is `sabotage` times it.
+    """Computes a row's leverage once the noise σ is `sabotage` times what it was.
+
+    The row stands alone against σ: before, its `leverage` was |v|² / (|v|² + σ²).
 
     >>> regularize_leverage(0.5, 1.0), regularize_leverage(0.5, 0.5)
     (0.5, 0.8)

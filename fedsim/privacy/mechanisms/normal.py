@@ -18,7 +18,7 @@ from fedsim.words import number_of
 
 
 class NormalCurve(ExactCurve):
-    """δ(ε) of the pair in a file."""
+    """Curve δ(ε) of the pair of distributions in a file."""
 
     formula: ClassVar[str] = "contour integral (Lu et al., Theorem 1)"
     unit: ClassVar[str] = "unit unknown"

@@ -35,7 +35,10 @@ class PoissonGaussianExperiment(Experiment):
         return self.steps
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns (draws,) log likelihood ratios, summed over the steps."""
+        """Draws releases, and returns (draws,) log likelihood ratios, summed over the steps.
+
+        `present` says which neighbour they are drawn under.
+        """
         sigma = self.sabotage * self.noise_multiplier
         total = np.zeros(draws)
         for _ in range(self.steps):

@@ -55,7 +55,7 @@ Variant = Literal["tight", "paper"]
 def log_delta(
     leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
 ) -> Array:
-    """Compute log δ of a Gaussian random projection for a row of given leverage; -inf for δ = 0.
+    """Computes log δ of a Gaussian random projection for a row of given leverage; -inf for δ = 0.
 
     It is right where δ underflows. The arguments broadcast.
 
@@ -84,6 +84,8 @@ def log_delta(
 def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
     """Computes the largest leverage s̄ at which the projection is (ε, δ)-private.
 
+    r is the number of columns of the random matrix.
+
     >>> float(max_leverage(1.0, 1e-5, 20).round(6))
     0.058119
     """
@@ -108,7 +110,10 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
 
 
 def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least ε >= 0 such that the projection is (ε, δ)-private; inf for leverage 1."""
+    """Computes the least ε >= 0 such that the projection is (ε, δ)-private; inf for leverage 1.
+
+    r is the number of columns of the random matrix.
+    """
     p = require_range("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = require_range("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
     p, columns, target = np.broadcast_arrays(p, columns, np.log(require_delta(delta)))
@@ -138,6 +143,8 @@ def sigma(
     variant: Variant = "tight",
 ) -> Array:
     """Computes the noise's deviation that makes D'G + N (ε, δ)-private for rows up to `row_norm`.
+
+    r is the number of columns of G.
 
     The noise acts as σ I appended to D, so a row v of D has leverage v'(D'D + σ² I)^-1 v. Since D
     holds the row itself, that is at most l² / (l² + σ²), which is attained: `tight` sets it to the
@@ -235,7 +242,7 @@ _METHOD = "closed form (Lu et al., Theorem 2)"
 
 
 class RandomProjectionCurve(ExactCurve):
-    """δ(ε) at a given leverage."""
+    """Curve δ(ε) of a projection at a given leverage."""
 
     formula: ClassVar[str] = _METHOD
     leverage: float = Field(ge=0, le=1)
@@ -301,7 +308,10 @@ class ProjectionRelease(ExactMechanism):
     accountant: str = "exact random projection"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns ε: sketches of the same data by independent matrices are one of all columns."""
+        """Returns ε at δ of so many `releases`.
+
+        Sketches of the same data by independent matrices are one of all columns.
+        """
         return float(epsilon(self.leverage, self.columns * releases, delta))
 
     def with_share(self, share: float) -> ProjectionRelease:
@@ -327,7 +337,10 @@ class RandomProjectionExperiment(Experiment):
     """Number of random combinations released."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios."""
+        """Draws releases, and returns their (draws,) log likelihood ratios.
+
+        `present` says which neighbour they are drawn under.
+        """
         p = regularize_leverage(self.leverage, self.sabotage)
         variance = p if present else p * (1 - p)
         squares = variance * rng.chisquare(self.r, draws)

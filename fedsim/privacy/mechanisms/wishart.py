@@ -42,7 +42,9 @@ _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5
 
 
 def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
-    """Returns log δ of `k` draws for covariances at that distance: the largest over eigenvalues.
+    """Returns log δ of `k` draws for covariances at that `distance`.
+
+    It is the largest over eigenvalues.
 
     `k` at least 1, `distance` at least 0, `epsilon` at least 0; they broadcast.
 
@@ -88,14 +90,19 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_at(k: float, separation: float | Array, epsilon: ArrayLike) -> Array:
-    """Returns `log_delta` of a distance, or `log_delta_of` of (n, 2) eigenvalues."""
+    """Returns `log_delta` of k draws at a distance, or `log_delta_of` of eigenvalues.
+
+    `separation` is that distance, or the (n, 2) eigenvalues.
+    """
     if isinstance(separation, np.ndarray):
         return log_delta_of(k, separation, epsilon)
     return log_delta(k, separation, epsilon)
 
 
 def epsilon(k: float, separation: float | Array, delta: float) -> float:
-    """Returns the least ε >= 0 at which δ is at most `delta`; `separation` as of `log_delta_at`.
+    """Returns the least ε >= 0 at which δ of k draws is at most `delta`.
+
+    `separation` is that of `log_delta_at`.
 
     It is inf where neighbours' covariances may be told apart for sure, as at a distance of 1.
     """
@@ -141,7 +148,7 @@ def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Ar
 
 
 def paper_epsilon(k: float, distance: float, delta: float) -> float:
-    """Returns the ε that Lemma 5.4 states at that distance; inf where it would be 1 or more."""
+    """Returns the ε that Lemma 5.4 states for k draws at that distance; inf from 1 on."""
     stated = distance / float(paper_max_distance(k, 1.0, delta))
     return stated if stated < 1 else math.inf
 

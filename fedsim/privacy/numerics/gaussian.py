@@ -29,7 +29,7 @@ _RANGE = "a number of at least 0"
 
 
 def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
-    """Compute log δ(ε) of the Gaussian mechanism; it is right where δ underflows.
+    """Computes log δ(ε) of the Gaussian mechanism; it is right where δ underflows.
 
     Both directions are alike. The arguments broadcast.
 

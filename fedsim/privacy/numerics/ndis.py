@@ -49,7 +49,7 @@ class NormalPair:
     apart: bool = False
 
     def log_delta(self, epsilon: ArrayLike) -> Array:
-        """Compute log δ of the first distribution against the second, at each ε >= 0.
+        """Computes log δ of the first distribution against the second, at each ε >= 0.
 
         >>> two = pair([0, 0], [[1, 0], [0, 2]], [1, 0], [[1, 0], [0, 1]])
         >>> float(np.exp(two.log_delta(0.5)).round(6))
@@ -154,6 +154,8 @@ def estimate(
     pair: NormalPair, epsilon: float, *, error: float, confidence: float, rng: np.random.Generator
 ) -> MonteCarloDelta:
     """Estimates δ as the paper does: the mean of (1 - exp(ε - L))+ over log(2 / γ) / (2 α²) draws.
+
+    L is the log likelihood ratio of `pair`.
 
     By Hoeffding's inequality it is within `error` = α of δ with probability `confidence` = 1 - γ.
 

@@ -78,7 +78,10 @@ class Integrand:
         return [(bool(p.any()), bool(b.any())) for p, b in zip(self.power, self.bulk, strict=True)]
 
     def log(self, x: Array, y: Array, some: Columns) -> tuple[Array, Array]:
-        """Computes real and imaginary part of E at x + i y, of shape (columns, nodes)."""
+        """Computes real and imaginary part of E at x + i y, of shape (columns, nodes).
+
+        `some` selects the columns.
+        """
         linear = self._linear[some, None]
         size, phase = linear * x, linear * y
         for j, (powers, bulks) in enumerate(self._present):
@@ -102,7 +105,10 @@ class Integrand:
 
 
 def integral(of: Integrand) -> tuple[Array, Array]:
-    """Returns (N,) ∫ exp(E(z)) dz / (2 i) along the whole path, and the mean of z under exp(E)."""
+    """Computes ∫ exp(E(z)) dz / (2 i) along the whole path, (N,), for the integrands `of`.
+
+    It returns the mean of z under exp(E), too.
+    """
     path = _Path(of)
     every = np.arange(len(of.slope))
     total, grown = np.empty((2, len(every))), np.empty(len(every))
@@ -286,7 +292,10 @@ def log_delta(
 def log_delta_and_slope(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, epsilon: ArrayLike
 ) -> tuple[Array, Array]:
-    """Computes `log_delta`, and its derivative with respect to ε from the same integral."""
+    """Computes `log_delta`, and its derivative with respect to ε from the same integral.
+
+    Arguments are those of `log_delta`.
+    """
     given = [np.asarray(x, dtype=np.float64) for x in (a, rest, shift, count)]
     eps = np.asarray(epsilon, dtype=np.float64)
     shape = np.broadcast_shapes(*(x.shape for x in given), (*eps.shape, 1))

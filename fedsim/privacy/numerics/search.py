@@ -84,7 +84,7 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
 
 
 def rounded_up(value: float) -> float:
-    """Rounds `value` up to five digits.
+    """Rounds `value` up to five significant digits.
 
     >>> rounded_up(1.2345678)
     1.2346

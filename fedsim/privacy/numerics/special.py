@@ -20,7 +20,7 @@ Sloped = Callable[[Array], tuple[Array, Array]]
 
 
 def require_range(name: str, value: ArrayLike, low: float, high: float, expected: str) -> Array:
-    """Returns `value` as an array of numbers in [low, high].
+    """Returns `value` as an array of numbers in [low, high]; `name` is that of the argument.
 
     Raises:
         FedsimError: one of them is not a number there; the message says what was `expected`.
@@ -38,14 +38,14 @@ def require_range(name: str, value: ArrayLike, low: float, high: float, expected
 
 
 def require_epsilon(value: ArrayLike) -> Array:
-    """Returns ε as an array; raises unless it is finite and at least 0."""
+    """Returns the ε `value` as an array; raises unless it is finite and at least 0."""
     return require_range(
         "epsilon", value, 0.0, np.finfo(float).max, "a finite number of at least 0"
     )
 
 
 def require_delta(value: ArrayLike) -> Array:
-    """Returns δ as an array; raises unless it is strictly between 0 and 1."""
+    """Returns the δ `value` as an array; raises unless it is strictly between 0 and 1."""
     tiny = np.nextafter(0.0, 1.0)
     return require_range("delta", value, tiny, np.nextafter(1.0, 0.0), "a probability in (0, 1)")
 
@@ -109,7 +109,7 @@ def log_gammainc(a: Array, x: Array) -> Array:
 
 @cache
 def legendre(count: int) -> tuple[Array, Array]:
-    """Returns `count` nodes in (0, 1) and weights (sum 1) of Gauss-Legendre quadrature."""
+    """Returns `count` nodes in (0, 1) and weights of sum 1: Gauss-Legendre quadrature."""
     nodes, weights = np.polynomial.legendre.leggauss(count)
     return (nodes + 1) / 2, weights / 2
 
@@ -143,7 +143,7 @@ def solve(
 
 
 def least(holds: Callable[[float], bool], *, most: float, tolerance: float = 0.0) -> float:
-    """Find by bisection the least x >= 0 from which on `holds` is true; inf if it is beyond `most`.
+    """Finds by bisection the least x >= 0 from which on `holds` is true; inf beyond `most`.
 
     `holds` is true of what is returned, which is too large by at most `tolerance` relative to x, or
     by rounding.
@@ -172,7 +172,9 @@ def least_epsilon(
     rtol: float,
     most: float = math.inf,
 ) -> float:
-    """Finds the least ε >= 0 at which a falling `log_delta` is at most `target`, by its tolerances.
+    """Finds the least ε >= 0 at which a falling `log_delta` is at most `target`.
+
+    It is exact to `xtol` absolutely or `rtol` relatively.
 
     It is looked for in [0, 1], [0, 2], [0, 4] and so on; inf if it is beyond `most`.
     """

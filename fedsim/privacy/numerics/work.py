@@ -67,6 +67,8 @@ _STEPS = 1000
 def check(work: int, remedy: str, most: int = MOST) -> None:
     """Refuses an amount of work, in numbers computed, that takes too long.
 
+    `remedy` ends the message.
+
     Raises:
         TooMuchWork: `work` exceeds `most`.
     """
