@@ -492,6 +492,7 @@ def _job(entry: AttackEntry, observation: Path) -> Job:
         label=entry.label or entry.name,
         parameters=entry.parameters,
         restarts=entry.restarts,
+        blind=entry.blind,
     )
 
 

@@ -324,6 +324,8 @@ class Effect:
     """Noises that are added, in order of the defenses."""
     removed: Removal | None = None
     """Rule by which entries are set to zero; None if none are."""
+    truncated: float | None = None
+    """Largest magnitude of an entry before noise: larger ones are cut to it. None if none are."""
     scaled: bool = False
     """Whether the update is multiplied by a factor in (0, 1] that only its client knows."""
     bound: float | None = None
@@ -351,16 +353,15 @@ class Effect:
     def exact(self) -> bool:
         """Whether the update is the computed one, but for factors in (0, 1].
 
-        These are the factors of `scaled` and `scaled_examples`.
-
-        Those of `scaled_examples` do not count either.
+        The factors are those of `scaled` and of `scaled_examples`.
         """
-        altered = self.removed or self.rounded or self.mixed
+        altered = self.removed or self.truncated is not None or self.rounded or self.mixed
         return not altered and not self.noisy
 
     def then(self, after: Effect) -> Effect:
         """Returns the effect of this defense followed by `after`."""
         bounds = [bound for bound in (self.bound, after.bound) if bound is not None]
+        cuts = [cut for cut in (self.truncated, after.truncated) if cut is not None]
         # Where two rules act, a zero no longer says which of them set it: the rule is then
         # "others".
         removals = {removal for removal in (self.removed, after.removed) if removal}
@@ -368,6 +369,7 @@ class Effect:
             known=self.known and after.known,
             noise=self.noise + after.noise,
             removed="others" if len(removals) > 1 else next(iter(removals), None),
+            truncated=min(cuts, default=None),
             scaled=self.scaled or after.scaled,
             bound=min(bounds, default=None),
             scaled_examples=self.scaled_examples or after.scaled_examples,
@@ -819,3 +821,5 @@ class PrivacyClaim:
     """Reason for an ε of ∞; None if ε is finite."""
     covers: str = ""
     """Wording of the releases that the claim covers, and of its conditions."""
+    claimed_epsilon: float | None = None
+    """ε that the defenses' configurations state, whatever is proven; None if they state none."""

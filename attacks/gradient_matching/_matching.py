@@ -20,7 +20,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.victim import rebuild
-from fedsim.types import LocalTraining, Observation, Tensors
+from fedsim.types import Effect, LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import Tape, pays
@@ -163,6 +163,11 @@ classifier's head (parameters not called `head.…`). A planted head has nearly 
 energy, and what images do to the rest is hardly seen in a distance over all of it."""
 
 
+Effects = Literal["ignored", "simulated"]
+"""Treatments of entries that a defense set to zero or truncated: `ignored` compares them as if they
+were the client's, `simulated` does the same to the recomputed update first."""
+
+
 @final
 class Matching:
     """The observed update, and its recomputation from candidates on the observation's device."""
@@ -174,6 +179,7 @@ class Matching:
         calls: int = 1,
         width: float = 0.0,
         tensors: Matched = "all",
+        effects: Effects = "ignored",
     ) -> None:
         """Prepares the observed update for comparison.
 
@@ -183,11 +189,13 @@ class Matching:
             calls: Expected number of calls of `differentiate`; many calls pay for a recording.
             width: Width of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
             tensors: Tensors of the update that are compared.
+            effects: Treatment of entries that a defense set to zero or truncated.
 
         Raises:
             AttackFailed: `tensors` is `body`, and the model has none, or its update is zero.
         """
         self._observation = observation
+        self._simulated = observation.effect if effects == "simulated" else Effect()
         self._replays = pays(calls, self.device)
         self._bound: tuple[Distance, Tensor | None, Callable[..., tuple[Tensor, ...]]] | None = None
         self._dtype = dtype
@@ -313,11 +321,24 @@ class Matching:
                 variable.requires_grad_()
             candidate = Candidate(variables[0], labels, variables[1] if logits else None)
             update = self.update(candidate.images, candidate.targets())
+            pairs = zip(update, self._target.tensors, strict=True)
+            update = [self._defend(u, t) for u, t in pairs]
         with torch.no_grad():
             loss, direction, scale = distance([u.detach() for u in update], self._target)
         # Vector-Jacobian product with the distance's own derivative: no graph of the distance.
         slopes = torch.autograd.grad(update, variables, direction)
         return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
+
+    def _defend(self, update: Tensor, target: Tensor) -> Tensor:
+        """Does to a recomputed tensor what the defense did to the observed one.
+
+        No slope then follows from entries that were removed, nor from those that are truncated in
+        both.
+        """
+        if self._simulated.truncated is not None:
+            update = update.clamp(-self._simulated.truncated, self._simulated.truncated)
+        # What was removed is seen, as it is zero in the observed update.
+        return update * (target != 0) if self._simulated.removed else update
 
     def pixels(self, images: Tensor) -> Tensor:
         """Converts normalized images to (N, C, H, W) float32 pixels in [0, 1]."""

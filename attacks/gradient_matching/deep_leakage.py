@@ -120,6 +120,7 @@ class DeepLeakage(GradientDistance):
     itself.
     """
 
+    reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = "Zhu et al., Deep Leakage from Gradients, NeurIPS 2019, Algorithm 1"
 
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:

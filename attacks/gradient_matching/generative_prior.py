@@ -190,6 +190,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     random codes, by the signs of its gradients.
     """
 
+    reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "without `weights`: Zhang et al., Generative Gradient Inversion, ICCV 2023 (GION); with: "
         "Jeon et al., Gradient Inversion with Generative Image Prior, NeurIPS 2021 (GIAS)"

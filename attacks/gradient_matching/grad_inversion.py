@@ -62,6 +62,7 @@ class GradInversion(IterativeAttack[Group]):
     distance, and of means over pixels where the paper has sums.
     """
 
+    reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = "Yin et al., See through Gradients (GradInversion), CVPR 2021, section 3"
 
     iterations: Annotated[int, Field(ge=1)] = 20_000

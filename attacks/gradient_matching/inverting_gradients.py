@@ -30,6 +30,7 @@ from fedsim_attacks.gradient_matching._image_priors import (
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
     Distance,
+    Effects,
     Matched,
     Matching,
     cosine_distance,
@@ -65,6 +66,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     """
 
     takes_rows: ClassVar[bool] = True
+    reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = "Geiping et al., Inverting Gradients, NeurIPS 2020, equation (4)"
 
     iterations: Annotated[int, Field(ge=1)] = 4800
@@ -87,6 +89,9 @@ class InvertingGradients(IterativeAttack[Inversion]):
     tensors: Matched = "all"
     """Tensors of the update that are matched: all, or those of the body, that is, all but the
     classifier's head. A planted head has nearly all of the update's energy."""
+    effects: Effects = "ignored"
+    """Treatment of entries that a defense set to zero or truncated: as if they were the client's,
+    or simulated on candidates. Not the authors'."""
     stretched: bool = False
     """Whether each image is finally multiplied by what makes it fill the valid pixels. Behind group
     norm an update hardly tells contrast, and total variation takes it away. Not the authors'."""
@@ -102,7 +107,9 @@ class InvertingGradients(IterativeAttack[Inversion]):
         """
         if observation.model.columns and (self.pattern or self.stretched):
             raise AttackFailed("rows of a table are no pictures: drop pattern and stretched")
-        matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
+        matching = Matching(
+            observation, calls=self.iterations, tensors=self.tensors, effects=self.effects
+        )
         candidate = matching.random_candidate(granted_labels(observation, knowledge), rng)
         if self.pattern:
             candidate.images.data = tile(candidate.images.data, self.pattern)

@@ -18,7 +18,7 @@ from fedsim.contracts.target import Aids, GuessRequest, Resources
 from fedsim.models.base import Classifier
 from fedsim.recording.files import checked_id, load_observation, write_tensors
 from fedsim.recording.truth import load_truth
-from fedsim.types import Observation, Status, Truth
+from fedsim.types import Effect, Observation, Status, Truth
 
 OnProgress = Callable[[Progress], None]
 
@@ -63,6 +63,8 @@ class Job:
     label: str
     parameters: dict[str, object]
     restarts: int
+    blind: bool = False
+    """Whether the attack is not told of the defenses (`hide_defenses`)."""
 
     @property
     def title(self) -> str:
@@ -132,6 +134,15 @@ def seed_of(observation: Observation, label: str) -> int:
     # No name of a stack is among these.
     victim = (observation.round, observation.client, training.batch_size, observation.trial)
     return rng.derive(observation.seed, "attack", label, *victim)
+
+
+def hide_defenses(observation: Observation) -> Observation:
+    """Returns what an attack sees that is not told of the defenses: an update like any other.
+
+    A model that a defense altered stays as it is, since the attacker has its code and weights.
+    """
+    shown = Effect(model=observation.effect.model)
+    return replace(observation, effect=shown, defense=())
 
 
 def score_answer(

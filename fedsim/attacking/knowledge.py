@@ -81,6 +81,25 @@ def hand_over(
     )
 
 
+_AT_BOUND = 1 - 1e-6
+"""Share of the bound from which an entry counts as truncated, as rounding may have moved it."""
+
+
+def remove_truncated(observation: Observation) -> Observation:
+    """Returns the observation with zeros for truncated entries, declared as removed by a rule.
+
+    Behind noise nothing tells which entries were truncated, and all stay.
+    """
+    effect = observation.effect
+    if effect.truncated is None or effect.noisy:
+        return observation
+    bound = effect.truncated * _AT_BOUND
+    update = {n: t.masked_fill(t.abs() >= bound, 0) for n, t in observation.update.items()}
+    return replace(
+        observation, update=update, effect=replace(effect, truncated=None, removed="others")
+    )
+
+
 def hand_over_row(
     truth: RowTruth,
     target: int,

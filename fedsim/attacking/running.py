@@ -25,6 +25,7 @@ from fedsim.attacking.jobs import (
     Job,
     Result,
     Setting,
+    hide_defenses,
     result_without_attack,
     score_answer,
     seed_of,
@@ -160,6 +161,8 @@ class _AskedJob:
         observation = load_observation(job.observation)
         truth = load_truth(setting.root, observation.id, observation.num_clients)
         attack = job.plugin
+        if job.blind:
+            observation = hide_defenses(observation)
         self.tensor_rate = observed_rate(observation) if attack.follows_tensor_rate else None
         self._left = questions(
             attack,

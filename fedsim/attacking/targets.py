@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from fedsim import rng
-from fedsim.attacking.knowledge import Public, hand_over, hand_over_row
+from fedsim.attacking.knowledge import Public, hand_over, hand_over_row, remove_truncated
 from fedsim.attacking.question import Question
 from fedsim.contracts.attack import (
     Attack,
@@ -76,6 +76,8 @@ def questions(
         yield from _of_rows(attack, observation, truth, granted, seed, restarts)
         return
     seen, known = hand_over(observation, truth, granted, public)
+    if not attack.reads_truncated:
+        seen = remove_truncated(seen)
     yield Question(attack=attack, observation=seen, knowledge=known, seed=seed, restarts=restarts)
 
 

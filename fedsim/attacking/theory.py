@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.privacy.recovery import tensor_rate
@@ -24,7 +25,7 @@ def observed_rate(observation: Observation) -> float | None:
     effect = observation.effect
     if not head or seen is None or variance is None:
         return None
-    if effect.removed or effect.rounded or effect.mixed:
+    if not replace(effect, noise=(), drawn=False).exact:
         return None
     images, training = observation.num_images, observation.training
     factor = mean_gradient_factor(training)

@@ -60,6 +60,9 @@ class Attack(Plugin, Generic[S]):
     """Whether it says, of a given row, if that took part. Else it recovers one that did."""
     follows_tensor_rate: ClassVar[bool] = False
     """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
+    reads_truncated: ClassVar[bool] = False
+    """Whether it takes entries that a defense truncated as they are. Else it gets zeros in their
+    place, declared as removed: an entry is then its true value, or nothing."""
     on_processor: ClassVar[bool] = False
     """Whether it computes on the CPU wherever the observation lies. Many small problems in float64
     are slower on an accelerator; `solve` moves what they read, and what they answer back."""

@@ -151,6 +151,14 @@ class UpdateDefense(Plugin):
     Only floating-point tensors are ever handed to a defense; integer ones pass by unchanged.
     """
 
+    @property
+    def claimed_epsilon(self) -> float | None:
+        """ε that its configuration states as its budget, proven or not; by default it states none.
+
+        Rows show it beside the ε that is proven.
+        """
+        return None
+
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
         """Returns the state before the first round, for updates shaped like `update`.
 

@@ -189,13 +189,20 @@ class Guarantee:
 
     `sensitivity` bounds the L2 norm of the whole update (all tensors together) whatever the data;
     `mechanism` is the release it has been through; `reason` says why there is none. `pooled` is
-    what the plain mean of all clients' updates is, where they share the noise among them.
+    what the plain mean of all clients' updates is, where they share the noise among them. `shapes`
+    are those of the update's floating-point tensors; None where they are not known yet.
     """
 
     sensitivity: float = math.inf
     mechanism: Proven | None = None
     reason: str = "no noise is added"
     pooled: ExactMechanism | None = None
+    shapes: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def entries(self) -> int | None:
+        """Number of floating-point entries of the update; None where it is not known yet."""
+        return None if self.shapes is None else sum(map(math.prod, self.shapes))
 
     def bounded(self, norm: float) -> Guarantee:
         """Returns the guarantee after a step that makes no update longer, and none than `norm`."""

@@ -7,7 +7,7 @@ guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -45,6 +45,8 @@ class Stack:
     data_defense: DataDefense | None = None
     statistic_defenses: tuple[StatisticDefense, ...] = ()
     model_defenses: tuple[ModelDefense, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] | None = field(default=None, compare=False)
+    """Shapes of an update's floating-point tensors; None until `note_shapes`."""
 
     _memories: dict[int, dict[str, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -52,6 +54,20 @@ class Stack:
     """Index of a training defense -> what its steps remember, inside `memory_of` alone."""
     _directed: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     """Indices of training defenses that were asked for a direction."""
+
+    def note_shapes(self, parameters: Iterable[Tensor]) -> None:
+        """Note the shapes of an update of `parameters`, on which some guarantees depend.
+
+        The model is built for the stack, so that they are known only after the stack is made.
+        """
+        shapes = tuple(tuple(p.shape) for p in parameters if p.is_floating_point())
+        object.__setattr__(self, "shapes", shapes)
+
+    @property
+    def claimed_epsilon(self) -> float | None:
+        """Sum of the ε that its defenses' configurations state; None if none states any."""
+        stated = [d.claimed_epsilon for d in self.update_defenses if d.claimed_epsilon is not None]
+        return sum(stated) if stated else None
 
     @property
     def directed(self) -> bool:
@@ -192,7 +208,7 @@ class Stack:
         Raises:
             FedsimError: a defense does not fit the learner, or cannot follow what comes before it.
         """
-        held = Guarantee()
+        held = Guarantee(shapes=self.shapes)
         training = self.training(declared)
         for members, what in (
             (self.training_defenses, "local training"),
@@ -219,7 +235,8 @@ class Stack:
         proven = [held]
         for member in self.update_defenses:
             # The mean of releases that were changed further is not what is pooled.
-            proven.append(member.guarantee(replace(proven[-1], pooled=None)))
+            after = member.guarantee(replace(proven[-1], pooled=None))
+            proven.append(replace(after, shapes=self.shapes))
         if self.aggregation:
             proven.append(self.aggregation.guarantee(proven[-1]))
         return proven

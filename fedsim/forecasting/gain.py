@@ -54,7 +54,8 @@ from fedsim.types import Effect, LocalTraining, Noise, Observation, Tensors
 
 def _is_altered(effect: Effect) -> bool:
     """Says whether more than noise and clipping lies between an update and what is seen of it."""
-    return bool(not effect.known or effect.removed or effect.rounded or effect.mixed)
+    # Of what is not exact, noise alone leaves every entry its part of the truth.
+    return not replace(effect, noise=(), drawn=False).exact
 
 
 def _is_plain(plan: UpdatePlan) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
@@ -117,6 +117,10 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
         FedsimError: the stack is contradictory, δ is not in (0, 1), or a sampled batch is larger
             than the client's data.
     """
+    return replace(_claim_of(stack, declared, entry), claimed_epsilon=stack.claimed_epsilon)
+
+
+def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
     delta, rounds = entry.delta, entry.rounds + entry.repeated_rounds
     if not 0 < delta < 1:
         raise FedsimError(f"privacy.delta: {delta} is not a probability above 0 and below 1")

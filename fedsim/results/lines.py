@@ -89,6 +89,8 @@ class AttackOf(RowPart):
     name: str
     label: str
     restarts: int = 1
+    blind: bool = False
+    """Whether it was not told of the defenses, and took the update for an undefended one."""
     parameters: dict[str, Any] = {}
     brought: tuple[str, ...] = ()
     """Knowledge of the attack that no grant names, as `public=photos`."""
@@ -293,6 +295,7 @@ class ResultRow(RowPart):
                     "name": job.attack,
                     "label": job.label,
                     "restarts": job.restarts,
+                    "blind": job.blind,
                     "parameters": dict(job.parameters),
                     "brought": plugin.brings(),
                     "ignores_update": plugin.ignores_update,

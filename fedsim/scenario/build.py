@@ -45,7 +45,7 @@ ROLES: dict[str, tuple[type[Plugin], ...]] = {
 """The base classes of the plugins of each group; a plugin must derive from one of them."""
 
 RESERVED: dict[str, tuple[str, ...]] = {
-    "fedsim.attacks": ("name", "label", "restarts"),
+    "fedsim.attacks": ("name", "label", "restarts", "blind"),
     "fedsim.defenses": ("name",),
     "fedsim.learners": ("name",),
     "fedsim.models": ("name",),

@@ -136,6 +136,8 @@ class AttackEntry(ScenarioSection):
     label: Slug | None = None
     """Distinguishes two entries of the same attack; default: the name."""
     restarts: Annotated[int, Field(ge=1, le=1000)] = 1
+    blind: bool = False
+    """Whether the attack is not told of the defenses and takes the update for an undefended one."""
     parameters: dict[str, Any] = {}
 
 

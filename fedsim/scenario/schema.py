@@ -25,7 +25,7 @@ def json_schema() -> dict[str, Any]:
     entry = definitions.pop("AttackEntry")["properties"]
     # Plugins' entries are described one by one below, with their own parameters.
     definitions.pop("PluginRef")
-    extra = {"label": entry["label"], "restarts": entry["restarts"]}
+    extra = {name: entry[name] for name in ("label", "restarts", "blind")}
     properties = whole["properties"]
     definitions["Data"]["properties"]["source"] = _choice("fedsim.data", definitions)
     engine = definitions["Federation"]["properties"]["engine"]

@@ -96,7 +96,9 @@ class Server:
                 f"{self.scenario.learner.name} computes from {_KIND[self._learner.data]}; choose "
                 "another source, or another learner (`fedsim list learners`)"
             )
-        self.computation  # noqa: B018 - built now, since it may be refused
+        # Built now, since it may be refused.
+        if self.computation.model is not None:
+            self.stack.note_shapes(self.computation.model.parameters())
 
     # Every recording asks, for one of a few batch sizes, and guarantees take time to work out.
     @cached_property

@@ -38,6 +38,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "dp_ftrl": [{"noise_multiplier": 1.1, "correlation": 0.5}],
     "dp_sgd": [{"norm": 0.5, "noise_multiplier": 1.3}],
     "dropout": [{"rate": 0.5}],
+    "exclude_vars": [{"exclude_vars": ["a"]}, {"exclude_vars": "b$"}],
     "gaussian_noise": [{"std": 0.3}, {"multiplier": 1.1}, {"epsilon": 2.0, "delta": 1e-5}],
     "gaussian_sampling": [
         {"beta": 0.01, "lift": 0.1, "epsilon": 1.0, "delta": 1e-3},
@@ -46,6 +47,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "gradient_pruning": [{"ratio": 0.7}, {"ratio": 0.5, "scope": "tensor"}],
     "least_squares": [{"epsilon": 1.0, "delta": 1e-3}],
     "local_aggregation": [{"steps": 4, "batches": "same"}],
+    "local_dp_mod": [{"clipping_norm": 0.7, "sensitivity": 0.2, "epsilon": 3.0, "delta": 1e-4}],
+    "percentile_privacy": [{"gamma": 20.0}, {"percentile": 40.0, "gamma": 0.5, "steps": 3}],
     "quantization": [{"bits": 3}, {"bits": 8, "rounding": "deterministic"}],
     "random_projection": [{"epsilon": 1.0, "delta": 1e-3}],
     "secure_aggregation": [
@@ -57,6 +60,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "threshold": 0.8,
             "colluding": 0.2,
         },
+    ],
+    "soteria": [{"ratio": 0.5}],
+    "svt_privacy": [
+        {"fraction": 0.6, "gamma": 0.5},
+        {"fraction": 0.6, "replace": False, "epsilon_release": 1e3, "steps": 2},
     ],
     "top_k": [{"ratio": 0.2}],
     "truncated_laplace": [

@@ -1,0 +1,84 @@
+"""LocalDpMod, the modifier of Flower's clients that clips an update and adds Gaussian noise."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+
+from fedsim.contracts.defense import UpdateDefense, add_gaussian
+from fedsim.contracts.guarantee import Guarantee
+from fedsim.types import Effect, Tensors
+from fedsim_defenses.clip import Clip
+from fedsim_defenses.gaussian_noise import GaussianNoise
+
+
+@final
+class LocalDpMod(UpdateDefense):
+    """Clips the update to a norm and adds N(0, s²), s = sensitivity sqrt(2 ln(1.25 / δ)) / ε.
+
+    Flower asks for a sensitivity, and ties it to nothing. What is proven follows from s over
+    `clipping_norm`, over all rounds; the ε that is written here is shown beside it. A tensor that
+    is a single number counts for the norm, and passes unclipped and without noise: NumPy hands
+    Flower a copy of it.
+    """
+
+    paper: ClassVar[str] = (
+        "Flower 1.41, flwr.clientapp.mod.LocalDpMod; noise: Dwork and Roth, The Algorithmic "
+        "Foundations of Differential Privacy, 2014, Theorem A.1, proven for ε < 1"
+    )
+
+    clipping_norm: Annotated[float, Field(ge=1e-12, le=1e12)]
+    """L2 bound on the update."""
+    sensitivity: Annotated[float, Field(gt=0, le=1e12)]
+    """Sensitivity as its user declares it."""
+    epsilon: Annotated[float, Field(gt=0, le=1e6)]
+    """ε of a round as its user declares it."""
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    """δ of `epsilon`."""
+
+    @property
+    def claimed_epsilon(self) -> float:
+        """ε by its parameter of that name, in a round."""
+        return self.epsilon
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the noise."""
+        return self.sensitivity * math.sqrt(2 * math.log(1.25 / self.delta)) / self.epsilon
+
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """Returns the clipped update with noise."""
+        clipped, _ = self._clip.apply(update, {}, rng)
+        return {**add_gaussian(clipped, self.std, rng), **_single_numbers(update)}, state
+
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """Returns the Gaussian mechanism that clipping and noise are, if none came before."""
+        if before.shapes is None or not all(before.shapes):
+            return before.unproven("local_dp_mod passes a tensor that is a single number as it is")
+        return self._noise.guarantee(self._clip.guarantee(before))
+
+    def effect(self, before: Guarantee) -> Effect:
+        """Returns a scaling by a factor of the client's own, then noise."""
+        clipped = self._clip.guarantee(before)
+        return self._clip.effect(before).then(self._noise.effect(clipped))
+
+    def public_parameters(self, before: Guarantee) -> dict[str, float]:
+        """Returns `std`, which attacks read of Gaussian noise."""
+        return {"std": self.std}
+
+    @property
+    def _clip(self) -> Clip:
+        return Clip(norm=self.clipping_norm)
+
+    @property
+    def _noise(self) -> GaussianNoise:
+        return GaussianNoise(std=self.std)
+
+
+def _single_numbers(update: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in update.items() if not tensor.ndim}

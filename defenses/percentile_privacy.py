@@ -1,0 +1,66 @@
+"""PercentilePrivacy, the filter of NVFlare that keeps and truncates an update's largest entries."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Annotated, ClassVar, final
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from fedsim.contracts.defense import UpdateDefense
+from fedsim.contracts.guarantee import Guarantee
+from fedsim.types import Effect, Tensors
+
+
+@final
+class PercentilePrivacy(UpdateDefense):
+    """Zeroes the entries below a percentile of all magnitudes, and cuts the others to ± gamma.
+
+    Both act on the update over `steps`, as NVFlare divides it by the local steps that a client
+    reports. It adds no noise: whatever it is called, it is no differential privacy. A tensor that
+    is a single number passes unchanged.
+    """
+
+    paper: ClassVar[str] = (
+        "NVFlare 2.9.0, nvflare.app_common.filters.PercentilePrivacy, after Shokri and "
+        "Shmatikov, Privacy-Preserving Deep Learning, CCS 2015"
+    )
+
+    percentile: Annotated[float, Field(ge=0, le=100)] = 10.0
+    """Percentage of the entries below the cutoff."""
+    gamma: Annotated[float, Field(gt=0, le=1e12)] = 0.01
+    """Largest magnitude that an entry keeps, in the update's units, per step."""
+    steps: Annotated[int, Field(ge=1)] = 1
+    """NVFlare's NUM_STEPS_CURRENT_ROUND; 1 where the client does not report it."""
+
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """Returns the update with its small entries zeroed and its large ones truncated."""
+        if not update:
+            return update, state
+        flat = [tensor.detach().cpu().flatten().float() / self.steps for tensor in update.values()]
+        # NumPy's own percentile, as it interpolates between two entries: NVFlare calls the same.
+        cutoff = float(np.percentile(torch.cat(flat).abs().numpy(), self.percentile))
+        return {n: self._filter(t, cutoff) if t.ndim else t for n, t in update.items()}, state
+
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """Returns a bound of gamma on each entry, and no mechanism."""
+        if before.shapes is None or not all(before.shapes):
+            return before
+        # A margin of rounding, since sums of squares are rounded in another order elsewhere.
+        longest = self.gamma * self.steps * math.sqrt(before.entries or 0)
+        return before.bounded(longest * (1 + 1e-6))
+
+    def effect(self, before: Guarantee) -> Effect:
+        """Returns that the smallest entries are zero and the largest ones truncated."""
+        removed = Effect(removed="smallest" if self.percentile else None)
+        return replace(removed, truncated=self.gamma * self.steps)
+
+    def _filter(self, tensor: torch.Tensor, cutoff: float) -> torch.Tensor:
+        scaled = tensor / self.steps
+        kept = scaled.masked_fill(scaled.abs() < cutoff, 0).clamp(-self.gamma, self.gamma)
+        return (kept * self.steps).to(tensor.dtype)
