@@ -71,7 +71,7 @@ class Soteria(TrainingDefense):
         for _ in range(self.directions):
             along = standard_normal({"images": images}, rng)["images"].to(images.dtype)
             # For a standard normal v, (∂r/∂x v)² is |∂r/∂x|² on average.
-            _, change = jvp(lambda x: step.features(fixed, x), (images.detach(),), (along,))
+            change: Tensor = jvp(lambda x: step.features(fixed, x), (images.detach(),), (along,))[1]
             squares += change.detach().square()
         told = (squares / self.directions).sqrt() / (features.detach().abs() + _LEAST_FEATURE)
         order = told.sum(0).argsort(stable=True)

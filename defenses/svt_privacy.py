@@ -103,7 +103,7 @@ class SvtPrivacy(UpdateDefense):
         shown = torch.zeros_like(values)
         scale = 2 * self.gamma / self._each(count)
         shown[chosen] = (values[chosen] + _laplace(scale, len(chosen), rng)) * self.steps
-        parts = shown.split([update[n].numel() for n in sorted(update)])
+        parts = torch.split(shown, [update[n].numel() for n in sorted(update)])
         found = dict(zip(sorted(update), parts, strict=True))
         return {
             n: found[n].view(t.shape).to(t.device, t.dtype) if t.ndim else t
@@ -177,7 +177,7 @@ class SvtPrivacy(UpdateDefense):
         """Returns the indices that are released, each once."""
         if self.replace:
             drawn = (uniform((count,), rng) * len(accepted)).long().clamp_max(len(accepted) - 1)
-            return accepted[drawn].unique()
+            return torch.unique(accepted[drawn])  # type: ignore[no-any-return]
         return accepted[uniform((len(accepted),), rng).argsort()[:count]]
 
 
