@@ -28,7 +28,8 @@ def _compile(pattern: list[str] | str) -> list[str] | str:
 class ExcludeVars(UpdateDefense):
     """Sends zeros in place of the tensors of some names; the server's copy of them never moves.
 
-    NVFlare leaves the tensors out of the message, which tells a server as much.
+    NVFlare leaves the tensors out of the message, which tells a server as much. In the
+    other tensors all entries stay, finite or not.
     """
 
     paper: ClassVar[str] = "NVFlare 2.9.0, nvflare.app_common.filters.ExcludeVars"

@@ -22,7 +22,7 @@ class LocalDpMod(UpdateDefense):
     Flower asks for a sensitivity, and ties it to nothing. What is proven follows from s over
     `clipping_norm`, over all rounds; the ε that is written here is shown beside it. A tensor that
     is a single number counts for the norm, and passes unclipped and without noise: NumPy hands
-    Flower a copy of it.
+    Flower a copy of it. An update whose norm is not finite becomes noise alone.
     """
 
     paper: ClassVar[str] = (

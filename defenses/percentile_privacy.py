@@ -21,7 +21,8 @@ class PercentilePrivacy(UpdateDefense):
 
     Both act on the update over `steps`, as NVFlare divides it by the local steps that a client
     reports. It adds no noise: whatever it is called, it is no differential privacy. A tensor that
-    is a single number passes unchanged.
+    is a single number passes unchanged. A NaN stays, and then nothing is zeroed; infinite entries
+    are cut like other large ones, so that they become finite.
     """
 
     paper: ClassVar[str] = (

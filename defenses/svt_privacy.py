@@ -51,6 +51,7 @@ class SvtPrivacy(UpdateDefense):
     noisy threshold, until enough are accepted, of which some are drawn. NVFlare counts the ε of as
     many acceptances as it releases. A pass may accept every entry, and for each of them the proof
     needs as much: that is the ε stated here. A tensor that is a single number passes without noise.
+    What is sent is finite: a NaN counts as 0.
     """
 
     paper: ClassVar[str] = (

@@ -1,0 +1,159 @@
+"""Writes the table of docs/deployed-settings.md: what settings of three frameworks promise.
+
+    python docs/site/settings.py [--check]
+
+With `--check` nothing is written, and the exit status is 1 where the page differs.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fedsim.contracts.defense import Defense
+from fedsim.contracts.stack import chain
+from fedsim.privacy.ledger import Entry, claim
+from fedsim.privacy.numerics import gaussian
+from fedsim.types import LocalTraining
+from fedsim_defenses.dp_sgd import DPSGD
+from fedsim_defenses.local_dp_mod import LocalDpMod
+from fedsim_defenses.percentile_privacy import PercentilePrivacy
+from fedsim_defenses.svt_privacy import SvtPrivacy
+
+PAGE = Path(__file__).parents[1] / "deployed-settings.md"
+ROUNDS = (1, 10, 100)
+ENTRIES = 7_033_300
+"""Entries of the network of which FLIP's issue 1145 reports ε = 70,333 in a round."""
+EXAMPLES, BATCH = 1_000, 32
+"""Examples of a client, and of a batch, for settings whose ε depends on them."""
+DELTA = 1e-5
+_TRAINING = LocalTraining(algorithm="fedavg", steps=1, batch_size=BATCH, lr=0.1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting as people have it, and what a practitioner needs to know of it."""
+
+    name: str
+    claims: str
+    unit: str
+    defenses: tuple[Defense, ...]
+    sentence: str
+    halved: bool = False
+    """Whether the noise counts half: against any other contribution, and not against none."""
+
+
+def settings() -> list[Setting]:
+    """Returns the settings, in the order of the page."""
+    app = LocalDpMod(clipping_norm=1.0, sensitivity=1.0, epsilon=8.0, delta=DELTA)
+    hospital = LocalDpMod(clipping_norm=1.0, sensitivity=1e-4, epsilon=10.0, delta=DELTA)
+    return [
+        Setting(
+            "NVFlare `PercentilePrivacy(10, 0.01)`",
+            "“apply differential privacy”",
+            "client",
+            (PercentilePrivacy(),),
+            "It adds no noise: it is a compression, and no differential privacy.",
+        ),
+        Setting(
+            "NVFlare `SVTPrivacy()`",
+            "0.1 (its ledger: 70,333 a round)",
+            "client, any other",
+            (SvtPrivacy(),),
+            "The 0.1 is for choosing entries; each of the 703,330 released ones costs 0.1 more.",
+        ),
+        Setting(
+            "NVFlare `SVTPrivacy(epsilon_release=1)`",
+            "0.1",
+            "client, any other",
+            (SvtPrivacy(epsilon_release=1.0),),
+            "The ε is real, and the noise is 1.4 million times the largest entry.",
+        ),
+        Setting(
+            "Flower `LocalDpMod(1.0, 1.0, 8.0, 1e-5)`",
+            "8 (“total privacy budget”)",
+            "client, none",
+            (app,),
+            "The 8 is of one round, by a formula for ε below 1; rounds add up.",
+        ),
+        Setting(
+            "the same",
+            "8",
+            "client, any other",
+            (app,),
+            "Another client's update may point the other way: twice the sensitivity.",
+            halved=True,
+        ),
+        Setting(
+            "Flower `LocalDpMod(1.0, 1e-4, 10.0, 1e-5)`",
+            "10",
+            "client, none",
+            (hospital,),
+            "The declared sensitivity is a ten thousandth of the clip: there is hardly any noise.",
+        ),
+        Setting(
+            "Flower `LocalDpMod` with `sensitivity` = 2 `clipping_norm`, ε = 1",
+            "1",
+            "client, any other",
+            (LocalDpMod(clipping_norm=1.0, sensitivity=2.0, epsilon=1.0, delta=DELTA),),
+            "The way to declare it; divide ε by the rounds' share of the budget yourself.",
+            halved=True,
+        ),
+        Setting(
+            "Opacus, noise multiplier 1.1, all steps of a round",
+            "by its accountant",
+            "example",
+            (DPSGD(norm=1.0, noise_multiplier=1.1),),
+            "Of one example, and one client's own releases: a client's patients share nothing.",
+        ),
+    ]
+
+
+def find_epsilon(setting: Setting, rounds: int) -> float:
+    """Returns the ε of the setting's stack after so many rounds."""
+    stack = chain(*setting.defenses)
+    stack.note_shapes([torch.empty(ENTRIES, device="meta")])
+    training = replace(_TRAINING, sampling="poisson") if setting.unit == "example" else _TRAINING
+    if setting.halved:
+        mechanism = stack.guarantees(training)[-1].mechanism
+        multiplier = mechanism.noise_multiplier / 2 / math.sqrt(rounds)  # type: ignore[union-attr]
+        return float(gaussian.epsilon(multiplier, DELTA))
+    return claim(stack, training, Entry(rounds=rounds, num_examples=EXAMPLES, delta=DELTA)).epsilon
+
+
+def write_table() -> str:
+    """Returns the table, a line a setting."""
+    head = ["setting", "claims ε", "holds for", *(f"ε, {n} rounds" for n in ROUNDS), "so"]
+    head[3] = "ε, 1 round"
+    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
+    for each in settings():
+        found = [_show(find_epsilon(each, rounds)) for rounds in ROUNDS]
+        cells = [each.name, each.claims, each.unit, *found, each.sentence]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _show(epsilon: float) -> str:
+    if math.isinf(epsilon):
+        return "∞"
+    return f"{epsilon:,.0f}" if epsilon >= 100 else f"{epsilon:.3g}"
+
+
+def main() -> int:
+    """Writes the page, or checks it."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition("<!-- settings -->\n")
+    _, end, after = rest.partition("\n<!-- end -->")
+    made = f"{before}<!-- settings -->\n{write_table()}{end}{after}"
+    if "--check" in sys.argv:
+        return int(made != text)
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
