@@ -119,10 +119,10 @@ def collect(
     """Joins the truth that nodes have kept to a deployed run, then attacks and scores what waited.
 
     Args:
-        folder: The run's.
+        folder: The run's folder.
         homes: Folders of nodes; by default those that `fedsim up` keeps below `folder`.
-        workers: See `run`.
-        quiet: Show no progress.
+        workers: Number of processes that attack, see `run`.
+        quiet: Whether to show no progress.
 
     Raises:
         FedsimError: it is no deployed run, another run is at work in it, or a home cannot be read.

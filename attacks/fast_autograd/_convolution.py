@@ -50,7 +50,9 @@ class Geometry(NamedTuple):
     def live_window(
         self, size: Sequence[int], kernel: Sequence[int]
     ) -> tuple[Geometry, slice, slice] | None:
-        """Finds the rows and columns of a kernel that ever meet an image of `size`.
+        """Finds the rows and columns of a kernel that ever meet an image of `size` (H, W).
+
+        `kernel` is the kernel's size (k, l).
 
         Returns their geometry with them; None if all do, or if no padding that is the same on both
         sides moves the rest as the whole kernel moves.
@@ -298,7 +300,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 @final
 class Winograd(Algorithm):
-    """F(4x4, 3x3) for stride 1; T tiles cover the outputs of the batch."""
+    """Convolutions of 3x3 kernels with stride 1 by Winograd's F(4x4, 3x3).
+
+    T tiles cover the outputs of the batch.
+    """
 
     def __init__(self, problem: ConvolutionShape) -> None:
         super().__init__(problem)

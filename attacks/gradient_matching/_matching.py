@@ -187,7 +187,7 @@ class Matching:
             observation: What the server saw.
             dtype: Precision of the computation.
             calls: Expected number of calls of `differentiate`; many calls pay for a recording.
-            width: Width of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            width: Width of the jumps of slopes (`_smooth_slopes`); 0 leaves them as they are.
             tensors: Tensors of the update that are compared.
             effects: Treatment of entries that a defense set to zero or truncated.
 

@@ -134,7 +134,10 @@ class GradInversion(IterativeAttack[Group]):
         return state
 
     def postprocess(self, state: Group) -> Reconstruction:
-        """Returns the seed of least own loss, or the registered mean of all if its loss is less."""
+        """Returns the images of the seed of least own loss.
+
+        They are the registered mean of all seeds if its loss is less.
+        """
         # The registered mean may be better than any seed, and is judged by the same loss.
         answers = torch.cat([state.images, consensus(state.images, self.reach)[None]])
         losses = torch.stack([self._fidelity(state, answer)[0] for answer in answers])

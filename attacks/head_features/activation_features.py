@@ -2,7 +2,7 @@
 
 Under ReLU and planted neurons, whose columns of A are all the same, image i adds one and the same
 vector u_i = (s_i x_i, s_i) to the rows (∂L/∂w_j, ∂L/∂b_j) of all neurons that it activates, and
-nothing to the others (`head_gradient`). So neurons activated by the same images have the same row,
+nothing to the others (`_head_gradient`). So neurons activated by the same images have the same row,
 and a row of one image alone is its u_i, whose entries divided by the last are x_i. What tells such
 a row from those of several images is ∂L/∂A: over its neurons it must be in proportion to w_j'x + b.
 Features that are known predict which neurons they activate; their share is taken off all rows, and

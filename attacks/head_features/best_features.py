@@ -5,7 +5,7 @@ What the attacker can check is whether features reproduce the observed ∂L/∂A
 from the features that peeling did find; where the row space is exact, in its coordinates, and where
 pruning or rounding has blurred it, first in its strongest directions. Several local steps on the
 same batch are unrolled (`unrolled_features`). Behind noise that leaves the row space to be seen,
-all of the head's gradient is fitted together (`joint_fit`).
+all of the head's gradient is fitted together (`_joint_fit`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Best(FeatureSolver):
         self.loss, self.iteration = self.solver.misfit, self.solver.iteration
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the features that leave less unexplained."""
+        """Returns the features, of the solver or of the peeling, that leave less unexplained."""
         best, loss = self.solver, float(self.loss)
         if self.peeling is not None and float(self.peeling.loss) <= loss:
             best, loss = self.peeling, float(self.peeling.loss)

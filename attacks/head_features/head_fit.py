@@ -309,7 +309,7 @@ class OutputFit:
             starts: the features to start from.
             splitting: whether to leave local minima by splitting features.
             all_neurons: whether all neurons count from the start.
-            weights: if not, the least number of weights that the neurons that do count have.
+            weights: the least number of weights of the neurons that count, unless all do.
 
         Raises:
             AttackFailed: nothing is left of ∂L/∂A.

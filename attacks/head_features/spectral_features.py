@@ -1,6 +1,6 @@
 """The span of a batch's features from the singular vectors of the head's gradient.
 
-Every row of ∂L/∂W is a combination of the batch's features (`head_gradient`), so its row space is
+Every row of ∂L/∂W is a combination of the batch's features (`_head_gradient`), so its row space is
 their span, exactly, whatever the activation, the weights or the labels. Under noise the leading
 right-singular vectors remain the best estimate of a span of that dimension.
 """

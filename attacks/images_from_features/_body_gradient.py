@@ -54,7 +54,7 @@ class Body:
     """A victim's body, with the weights of the observed round, fast to differentiate twice."""
 
     def __init__(self, observation: Observation, width: float | Tensor) -> None:
-        """Rebuilds the body; `width` is that of the jumps of slopes (`smooth_slopes`), 0 of none.
+        """Rebuilds the body; `width` is that of the jumps of slopes (`_smooth_slopes`), 0 of none.
 
         As a tensor (0-d) it may be changed later.
         """
@@ -402,7 +402,7 @@ class BodyGradient(PartGradient):
             features: (N, d), features that the images are to have.
             known: labels and error signals that features tell.
             weight: weight of the misfit of features.
-            width: width of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            width: width of the jumps of slopes (`_smooth_slopes`); 0 leaves them as they are.
             calls: number of evaluations that there will be.
             later: what later steps add; None for an update of one step.
         """
@@ -480,7 +480,7 @@ class WholeGradient:
         Args:
             observation: what the server saw, as one gradient.
             labels: (N,), labels of the images.
-            width: width of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            width: width of the jumps of slopes (`_smooth_slopes`); 0 leaves them as they are.
             calls: number of evaluations that there will be.
             features: (N, d), features that the images are to have; None if none are known.
             weight: weight of the misfit of features.

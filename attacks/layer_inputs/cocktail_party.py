@@ -184,7 +184,9 @@ class CocktailParty(IterativeAttack[Unmixing]):
         return state
 
     def postprocess(self, state: Unmixing) -> Reconstruction:
-        """Returns images where the layer is the first or they were inverted, and features.
+        """Returns features, and images where the layer is the first or they were inverted.
+
+        No image is marked as determined.
 
         None is called determined.
         """

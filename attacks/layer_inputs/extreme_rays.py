@@ -50,7 +50,7 @@ class ExtremeRays(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Finds inputs, and what they tell of images.
+        """Returns the images, or the features and labels, that the inputs found tell.
 
         Raises:
             AttackFailed: no layer of the model has such inputs, a defense has changed the row

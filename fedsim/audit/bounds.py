@@ -135,7 +135,9 @@ def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
 
 
 def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
-    """Returns Clopper and Pearson's lower bound of a probability, which fails with `error` at most.
+    """Returns Clopper and Pearson's lower bound of a probability, from `successes` of `trials`.
+
+    It is wrong with a probability of at most `error`.
 
     >>> float(lower_end(0, 100, 0.05)), round(float(upper_end(0, 100, 0.05)), 4)
     (0.0, 0.0295)
@@ -149,7 +151,10 @@ def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.flo
 
 
 def upper_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
-    """Returns the upper bound of a probability, as `lower_end` does the lower one."""
+    """Returns the upper bound of a probability, from `successes` of `trials`.
+
+    It is wrong with a probability of at most `error`.
+    """
     return 1 - lower_end(trials - np.asarray(successes), trials, error)
 
 

@@ -300,7 +300,8 @@ class ModelDefense(Plugin):
     def effect(self, training: LocalTraining) -> Effect:
         """Returns what the defense does to an update besides altering the model.
 
-        That it alters it is declared by the stack. UNKNOWN, if the defense does not say.
+        The stack declares that the model is altered. The effect is UNKNOWN, if the defense does not
+        say.
         """
         return UNKNOWN
 

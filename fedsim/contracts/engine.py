@@ -23,5 +23,5 @@ class Engine(Plugin):
         """Refuses a machine on which it cannot run.
 
         Raises:
-            FedsimError: this is one.
+            FedsimError: it cannot run here, with the remedy.
         """

@@ -119,7 +119,7 @@ class Computation(ABC):
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
         """Returns the rows that a client's release may be computed from, one for each of `inputs`.
 
-        All of them are members. None of a learner whose releases are never observed.
+        All of them are members. It is None for a learner whose releases are never observed.
         """
         return None
 

@@ -109,7 +109,7 @@ class Target(Plugin):
     pictured: ClassVar[bool] = False
     """Whether answers are pixels, saved as `truth` and `reconstruction`, that a page can show."""
     saved_as: ClassVar[tuple[str, str] | None] = None
-    """Names of answer and truth in a file of reconstructions; None: `part` and `truth_part`."""
+    """Names of answer and truth in a file of reconstructions; None: `part` and `truth_` with it."""
     keeps_truth: ClassVar[bool] = False
     """Whether the truth is saved where an attack did not answer this target, too."""
     ranks_by: ClassVar[Literal["own", "gain", "mean"]] = "own"
@@ -223,7 +223,7 @@ class Target(Plugin):
         """Refuses parts of an answer that are shaped otherwise than the true ones.
 
         Raises:
-            ScoringError: they are.
+            ScoringError: a part has another shape than the true one.
         """
         if answer.shape[1:] != true.shape[1:]:
             raise ScoringError(

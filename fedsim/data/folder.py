@@ -211,7 +211,7 @@ class ImageFolder(DataSource):
         return self._normalize(declared)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """Normalizes by the training images' mean and deviation, if these are asked for."""
+        """Returns `dataset` normalized by its training images, if the folder is to be."""
         assert isinstance(dataset, Dataset)
         return self._normalize(dataset)
 

@@ -62,7 +62,7 @@ class Simulation(FlowerEngine):
         """Refuses a machine on which Ray is not installed.
 
         Raises:
-            FedsimError: it is not.
+            FedsimError: Ray is not installed.
         """
         if importlib.util.find_spec("ray") is None:
             raise FedsimError(

@@ -163,7 +163,7 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
 def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size | None:
     """Returns the memory that the model of `spec` takes as `defenses` alter it.
 
-    None if it cannot be counted.
+    It is None if it cannot be counted.
     """
     plugin = plugins.load("fedsim.models", spec.name).model_validate(dict(spec.parameters))
     assert isinstance(plugin, ModelPlugin)

@@ -47,6 +47,8 @@ from fedsim.types import FedsimError
 def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> float:
     """Computes σ of the rows σ I appended to data: sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε).
 
+    r is the number of columns of the random matrix.
+
     `row_norm` = l has to hold for every row that any database may have. Sheffet takes it from the
     data, which releases it: the noise of two neighbours then differs.
 
@@ -149,7 +151,7 @@ def kan_epsilon(
     There are so many `steps` at the `sampling_rate`; `correlation` is the noise's λ.
 
     Raises:
-        FedsimError: η > 1.
+        FedsimError: the theorem does not apply, see `kan_noise`.
     """
     reach = _reach(delta, steps=steps, sampling_rate=sampling_rate, correlation=correlation)
     exact = float(gaussian.epsilon(noise / reach, (1 - _SHARE) * delta))

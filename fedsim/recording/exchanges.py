@@ -294,7 +294,7 @@ def run_folder(out: Path, run: int | None = None) -> Path:
     """Returns the folder of one recorded run: `out` itself, `run` in it, or the newest in it.
 
     Raises:
-        FedsimError: there is none.
+        FedsimError: no run is recorded there.
     """
     behind.finish()
     if _RUN.fullmatch(out.name) and run is None and out.is_dir():

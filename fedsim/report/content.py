@@ -151,7 +151,7 @@ class DefenseLine:
 
     @property
     def tint(self) -> Tint:
-        """Class of the verdict."""
+        """CSS class of the verdict."""
         tints: dict[str, Tint] = {"rely": "good", "do not rely": "bad"}
         return tints.get(self.verdict.reliance, "some")
 

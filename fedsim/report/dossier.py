@@ -388,7 +388,7 @@ _LARGEST = 700.0
 def guarantees(runs: Sequence[StoredRun]) -> tuple[list[str], list[str]] | None:
     """Returns a sentence for each guarantee and one on audits, and the assumptions of all.
 
-    None where no round of training is recorded.
+    It is None where no round of training is recorded.
     """
     rows = utility(runs)
     if not rows:

@@ -493,7 +493,10 @@ def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
 
 
 def leaks(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
-    """Whether an attack works for certain on pictures, on features or on what is told."""
+    """Whether an attack works for certain on `what`: pictures, features or what is told.
+
+    `rows` are all that `row` was chosen among.
+    """
     if what == "pictures":
         return level_of(row, rows) in ("leak", "partial")
     judged = leaks_by_mean if what in targets_by_mean() else leaks_told

@@ -144,7 +144,7 @@ def brief(verdict: Verdict) -> str:
 
 
 def grounds(verdict: Verdict) -> list[tuple[str, str]]:
-    """Words what stands under `brief`: each with its name."""
+    """Returns (name, words) of each thing that stands under `brief`."""
     # A certificate needs no control: the attacker has it before anybody scores.
     knows = ("It knows", describe_certificates(verdict.certificates))
     if verdict.finding == "no answer":

@@ -95,7 +95,7 @@ def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:
 
     `name` is the metric's.
 
-    None for rows without that control, such as failed ones.
+    It is None for rows without that control, such as failed ones.
     """
     gain = METRICS[name].gain
     pairs = [(value_of(row.metrics, name), value_of(row.other_update, name)) for row in rows]

@@ -178,7 +178,7 @@ class LeaderboardRow:
     def sight(self) -> str:
         """Names what is seen: "masked" (a part of a secure sum), else the vantage.
 
-        Empty for a client's update as the server sees it, which is the usual case.
+        It is empty for a client's update as the server sees it, which is the usual case.
         """
         if self.masked:
             return "masked"
@@ -256,14 +256,14 @@ class LeaderboardRow:
     def above_other(self, name: str) -> Summary | None:
         """Returns by how much metric `name` leaks more of its own update than of another.
 
-        None without that control, and for metrics that have none.
+        It is None without that control, and for metrics that have none.
         """
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
         """Returns by how much metric `name` leaks more than the guess, trial by trial.
 
-        None where that was not measured, and for metrics of which only means are compared.
+        It is None where that was not measured, and where only means are compared.
         """
         target = ranking_targets().get(name)
         return self.gains.get(name) if target and target.ranks_by != "mean" else None

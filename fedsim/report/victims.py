@@ -10,7 +10,7 @@ from fedsim.results.lines import ResultRow
 def images(rows: Sequence[ResultRow]) -> int | None:
     """Returns how many different images, or rows of a table, were attacked.
 
-    None if no row says. A recording that never arrived has no victims.
+    It is None if no row says. A recording that never arrived has no victims.
     """
     recorded = [row.victims for row in rows if row.victims is not None]
     if not recorded:

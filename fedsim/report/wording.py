@@ -54,7 +54,9 @@ def keep_figures_whole(text: str) -> str:
 
 
 def explain_terms(text: str, shown: Collection[str] | None = None) -> Markup:
-    """Returns `text` as `unbroken` does, with each term, once, as a button of its explanation.
+    """Returns `text` as `keep_figures_whole` does, with terms as buttons that explain them.
+
+    Each term is a button once.
 
     `shown` are the keys of those that the page explains, by default all; others stay words.
     """

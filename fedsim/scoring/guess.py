@@ -80,7 +80,7 @@ class Guesser:
         """Learns from public `images` (P, C, H, W), uint8, with `labels` (P,) int64.
 
         Raises:
-            ScoringError: there is none.
+            ScoringError: there is no public image.
         """
         self.mean = mean_image(images)
         """(C, H, W) pixels that stand in for each missing image of an attack's answer.
@@ -176,7 +176,7 @@ class RowGuesser:
         """Learns from public `rows` (P, D) on [0, 1], with `labels` (P,) int64.
 
         Raises:
-            ScoringError: there is none.
+            ScoringError: there is no public row.
         """
         self.mean = mean_image(rows)
         """(D,) mean entries on [0, 1]."""

@@ -63,7 +63,7 @@ def refuse_links(path: Path, root: Path) -> Path:
     """Checks that no part of `path` below the folder `root` is a link, and returns `path`.
 
     Raises:
-        FedsimError: one is.
+        FedsimError: a part of the path is a link.
     """
     for part in (path, *path.parents):
         if part == root:

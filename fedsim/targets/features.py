@@ -192,7 +192,7 @@ class Features(Target):
         """Refuses answers that are no features, or have another width than the true ones.
 
         Raises:
-            ScoringError: they are.
+            ScoringError: the answer is one of these.
         """
         check_features(answer, "reconstruction")
         true = self.truth_of(truth)

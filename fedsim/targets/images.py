@@ -146,7 +146,7 @@ class Images(Target):
         """Refuses answers that are no pixels, or have another shape than the true images.
 
         Raises:
-            ScoringError: they are.
+            ScoringError: the answer is one of these.
         """
         true = self.truth_of(truth)
         if true is None:

@@ -78,7 +78,7 @@ class Labels(Target):
         """Refuses answers that are no labels.
 
         Raises:
-            ScoringError: they are not.
+            ScoringError: the answer is none.
         """
         check_labels(answer, "reconstruction")
 

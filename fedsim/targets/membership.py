@@ -31,7 +31,9 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
 def membership_tpr(
     scores: Tensor, members: Tensor, false_positives: float = FALSE_POSITIVES
 ) -> float | Unavailable:
-    """Returns the share of members above the lowest threshold with few false positives.
+    """Returns the share of members above a threshold that few non-members are above.
+
+    It is the lowest threshold at which their share is at most `false_positives`.
 
     The false positive rate is that expected of a non-member outside the sample that sets the
     threshold: above the k-th highest of n scores lie k / (n + 1) of others.
@@ -109,7 +111,7 @@ class Membership(Target):
         """Refuses answers that are not a score of each candidate, which may be infinite.
 
         Raises:
-            ScoringError: it is not.
+            ScoringError: the answer has another shape, or a score is NaN.
         """
         members = self.truth_of(truth)
         if members is None:

@@ -267,7 +267,7 @@ class DataDefenseContract(PluginContract[DataDefense]):
 
     @abstractmethod
     def release(self) -> Release:
-        """Returns a release that it protects."""
+        """Returns a release that the defense under test protects."""
 
     def test_sigma_is_a_scale(self) -> None:
         """Rows twice as long need twice as much sigma for the same claim, and nothing is drawn."""

@@ -193,7 +193,7 @@ class Account:
     def list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
         """Returns what a client released as probes, if it was asked for them in `rounds` rounds.
 
-        Empty where the scenario declares them no part of the deployment.
+        It is empty where the scenario declares them no part of the deployment.
         """
         observe = self.scenario.observe
         if self.scenario.privacy.probes != "included" or not rounds:

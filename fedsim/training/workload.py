@@ -173,7 +173,7 @@ class OneClient(Workload):
         """Refuses data that contradict what the stack's claim assumes of them, without saying how.
 
         Raises:
-            FedsimError: they do.
+            FedsimError: the data contradict it.
         """
         try:
             super().check_assumptions()

@@ -40,7 +40,7 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
 
 
 def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
-    """Asks all nodes, and waits until as many as there are clients have answered.
+    """Asks all nodes what they hold, and waits until each client's has answered.
 
     Args:
         grid: Grid of any engine.

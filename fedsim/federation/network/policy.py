@@ -110,7 +110,7 @@ class Policy(BaseModel):
         """Refuses what the policy does not allow of `stack` of `scenario`.
 
         Raises:
-            FedsimError: with the scenario's key, and the policy's.
+            FedsimError: it is not allowed; the message has the scenario's key, and the policy's.
         """
         wanted = build_stack(scenario.defenses[stack])
         # Compared once built, so that neither spelling nor defaults matter.

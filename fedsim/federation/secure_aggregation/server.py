@@ -106,7 +106,7 @@ class SumServer:
 
     @property
     def agreed(self) -> Mapping[int, bytes]:
-        """Signatures of these lists, by client."""
+        """Signatures of the lists of clients in the sum and lost, by client."""
         self._enough(len(self._agreed), "agreed to who is in the sum")
         return self._agreed
 

@@ -172,12 +172,15 @@ class BallsInBins:
     rounded = False
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """Returns (count, at most `bins`) modes, drawn with equal chances whatever the law."""
+        """Returns (count, at most `bins`) draws of C z, of which there are `bins`, all as likely.
+
+        They are in coordinates of their span, and the same for every `law`.
+        """
         means: Array = self._modes[rng.integers(self.bins, size=len(law))]
         return means
 
     def mean(self) -> Array:
-        """Returns (at most `bins`,), the mean of the modes."""
+        """Returns the mean of C z, in coordinates of the span of its `bins` values."""
         mean: Array = self._modes.mean(axis=0)
         return mean
 
