@@ -187,8 +187,6 @@ class CocktailParty(IterativeAttack[Unmixing]):
         """Returns features, and images where the layer is the first or they were inverted.
 
         No image is marked as determined.
-
-        None is called determined.
         """
         found = self._unmix(state)
         if state.inversion is None:

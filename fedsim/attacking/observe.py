@@ -328,13 +328,15 @@ def own_names(
 ) -> dict[str, Tensor]:
     """Returns tensors by the model's own names; theirs may have a prefix more or less.
 
+    `what` names the tensors in messages.
+
     `prefix` is put before each name, if that makes names of the model. Otherwise what all names
     begin with (`module.`, `base_model.model.`) is taken off, or what one part of the model begins
     with is put before them, if one way alone gives names and shapes of the model. Names may lack
     the `default` that PEFT gives to its adapters.
 
     Raises:
-        FedsimError: several prefixes do, with different results.
+        FedsimError: several prefixes fit, with different results.
     """
     own = dict(model.state_dict())
     short = {name.replace(".default.", "."): name for name in own}

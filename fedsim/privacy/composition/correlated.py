@@ -26,7 +26,7 @@ from fedsim.privacy.numerics import gaussian
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
     """Computes ||C z|| of the worst z with so many `participations`, for norm 1.
 
-    None is one in every step.
+    None stands for one in every step.
 
     The worst are the first steps: C'C has entries λ^|i-j| (1 - λ^(2 (T - m + 1))) / (1 - λ²), m
     being the larger of i and j; they fall with |i-j| and with m, and the first k steps are the
