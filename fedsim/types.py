@@ -31,7 +31,7 @@ models that it receives. `eavesdropper` sees what crosses the wire."""
 Vantage = Literal["server", "aggregate", "client", "eavesdropper"]
 """Views of the watchers, by their names. The view of a server whose stack combines updates is
 `aggregate`: it sees their combination only."""
-Server = Literal["honest", "planted", "modified"]
+Manipulation = Literal["honest", "planted", "modified"]
 """Manipulations of the model by the server, from least to most. `honest`: none. `planted`: it chose
 weights of a two-layer head, to read features from (`head.planted`). `modified`: it put a module in
 front, to read images from (`imprint`)."""
@@ -192,7 +192,7 @@ class ModelSpec(InputSpec):
     """Name of the field of a recording that holds the description."""
 
     @property
-    def server(self) -> Server:
+    def server(self) -> Manipulation:
         """Manipulation of the model by the server."""
         return server_of(self.parameters)
 
@@ -217,7 +217,7 @@ def watcher_of(vantage: str) -> str:
     return "server" if vantage == "aggregate" else vantage
 
 
-def server_of(parameters: Mapping[str, Any]) -> Server:
+def server_of(parameters: Mapping[str, Any]) -> Manipulation:
     """Returns the server's manipulation of a model, by the model's `parameters`.
 
     A model that is both planted and modified counts as `modified`. A third party's model that knows
@@ -256,7 +256,7 @@ class ReleaseSpec:
     statistics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Parameters in use of the law of each statistic that a defense privatized, see
     `fedsim.contracts.defense.StatisticDefense.public_parameters`."""
-    server: ClassVar[Server] = "honest"
+    server: ClassVar[Manipulation] = "honest"
     field: ClassVar[str] = "release"
     counted: bool = False
     """Whether the release shows its number of rows. That number tells whether a row is there at
@@ -427,7 +427,7 @@ class Observation:
     """Number of releases of the same images at the same weights whose mean `update` is."""
 
     @property
-    def server(self) -> Server:
+    def server(self) -> Manipulation:
         """Manipulation of the model by the server; `honest` for a release of rows."""
         return self.spec.server
 

@@ -98,7 +98,7 @@ class ConvolutionShape(NamedTuple):
         return height, width
 
 
-class Algorithm(ABC):
+class ConvolutionAlgorithm(ABC):
     """The products of images (N, C, H, W), weights (O, C, k, l), output gradients (N, O, H', W').
 
     They are those of PyTorch up to rounding. What `images`, `weights` and `gradients` return is for
@@ -143,7 +143,7 @@ class Algorithm(ABC):
 
 
 @final
-class Direct(Algorithm):
+class Direct(ConvolutionAlgorithm):
     """PyTorch's own kernels."""
 
     def images(self, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Direct(Algorithm):
 
 
 @final
-class Patches(Algorithm):
+class Patches(ConvolutionAlgorithm):
     """A matrix product over what the kernel sees at each output position.
 
     The usual kernels first bring the weights into a blocked order. Where a large kernel meets few
@@ -299,7 +299,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @final
-class Winograd(Algorithm):
+class Winograd(ConvolutionAlgorithm):
     """Convolutions of 3x3 kernels with stride 1 by Winograd's F(4x4, 3x3).
 
     T tiles cover the outputs of the batch.

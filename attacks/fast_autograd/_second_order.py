@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fedsim_attacks.fast_autograd._convolution import (
-    Algorithm,
+    ConvolutionAlgorithm,
     ConvolutionShape,
     Direct,
     Geometry,
@@ -113,7 +113,7 @@ class _FastConvolution:
 
     def __init__(self, module: nn.Conv2d, geometry: Geometry) -> None:
         self._module, self._geometry = module, geometry
-        self._form: tuple[Algorithm, Tensor, int, Tensor] | None = None
+        self._form: tuple[ConvolutionAlgorithm, Tensor, int, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         w, b = self._module.weight, self._module.bias
@@ -123,7 +123,7 @@ class _FastConvolution:
         )
         return y
 
-    def _weights(self, algorithm: Algorithm, w: Tensor, fixed: bool) -> Tensor:
+    def _weights(self, algorithm: ConvolutionAlgorithm, w: Tensor, fixed: bool) -> Tensor:
         """Brings weights into the algorithm's form, once if they stay over all iterations."""
         # Weights after a local step depend on the images: they are new in each iteration.
         if not fixed:
@@ -137,7 +137,7 @@ class _FastConvolution:
 
 
 @lru_cache(maxsize=256)
-def _fastest(problem: ConvolutionShape, device: str) -> Algorithm:
+def _fastest(problem: ConvolutionShape, device: str) -> ConvolutionAlgorithm:
     if device == "cpu":  # accelerators' own kernels choose among algorithms like these
         if Patches.pays(problem):
             return Patches(problem)
@@ -151,7 +151,12 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, weights: Tensor, algorithm: Algorithm
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        weights: Tensor,
+        algorithm: ConvolutionAlgorithm,
     ) -> Tensor:
         images = algorithm.images(x)
         ctx.save_for_backward(x, w, b, images, weights)
@@ -177,7 +182,7 @@ class _ConvolutionGradient(torch.autograd.Function):
         w: Tensor,
         images: Tensor,
         weights: Tensor,
-        algorithm: Algorithm,
+        algorithm: ConvolutionAlgorithm,
         wants: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, ...]:
         gradients = algorithm.gradients(gy)
@@ -197,7 +202,7 @@ class _ConvolutionGradient(torch.autograd.Function):
         ctx: Any, vx: Tensor | None, vw: Tensor | None, vb: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         gy, w, images, weights, gradients = ctx.saved_tensors
-        algorithm: Algorithm = ctx.algorithm
+        algorithm: ConvolutionAlgorithm = ctx.algorithm
         # <vb, gb> with gb = Σ gy: its slope in gy is vb at every position.
         to_gy = None if vb is None else vb.view(1, -1, 1, 1).expand_as(gy)
         to_x, to_w = None, None

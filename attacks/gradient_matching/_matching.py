@@ -157,7 +157,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return (tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor).flatten()
 
 
-Matched = Literal["all", "body"]
+ComparedTensors = Literal["all", "body"]
 """Tensors of an update that are compared: `all`, or those of the `body`, which are all but the
 classifier's head (parameters not called `head.…`). A planted head has nearly all of the update's
 energy, and what images do to the rest is hardly seen in a distance over all of it."""
@@ -178,7 +178,7 @@ class Matching:
         dtype: torch.dtype = torch.float32,
         calls: int = 1,
         width: float = 0.0,
-        tensors: Matched = "all",
+        tensors: ComparedTensors = "all",
         effects: Effects = "ignored",
     ) -> None:
         """Prepares the observed update for comparison.

@@ -21,7 +21,7 @@ from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
-    Matched,
+    ComparedTensors,
     Matching,
     granted_labels,
     squared_distance,
@@ -50,7 +50,7 @@ class GradientDistance(IterativeAttack[Descent]):
     initial_std: Annotated[float, Field(gt=0)] = 0.3
     """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1,
     from where batches take several times as many iterations."""
-    tensors: Matched = "all"
+    tensors: ComparedTensors = "all"
     """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
     @abstractmethod

@@ -35,7 +35,7 @@ from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._drawing import decayed, resolutions
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
-    Matched,
+    ComparedTensors,
     Matching,
     cosine_distance,
     granted_labels,
@@ -214,7 +214,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the total variation, the mean absolute difference of neighbouring pixels. Jeon et
     al. have 0.000001 and Zhang et al. 0 in their code, which drew worse photos here."""
-    tensors: Matched = "all"
+    tensors: ComparedTensors = "all"
     """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from fedsim_attacks.gradient_matching._drawing import half_cosine
 from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, total_variation
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
-    Matched,
+    ComparedTensors,
     Matching,
     granted_labels,
     squared_distance,
@@ -86,7 +86,7 @@ class GradInversion(IterativeAttack[Group]):
     """Largest shift of the registration, in pixels."""
     noise: Annotated[float, Field(ge=0)] = 0.2
     """α_n: standard deviation of the Langevin noise of a step, in units of its step size."""
-    tensors: Matched = "all"
+    tensors: ComparedTensors = "all"
     """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Group:

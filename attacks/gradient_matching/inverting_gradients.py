@@ -29,9 +29,9 @@ from fedsim_attacks.gradient_matching._image_priors import (
 )
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
+    ComparedTensors,
     Distance,
     Effects,
-    Matched,
     Matching,
     cosine_distance,
     granted_labels,
@@ -86,7 +86,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     variation: Literal["absolute", "opponents"] = "absolute"
     """Mean absolute difference of neighbouring pixels; or mean length of the step to the next
     pixel, of channels and of the differences between channels."""
-    tensors: Matched = "all"
+    tensors: ComparedTensors = "all"
     """Tensors of the update that are matched: all, or those of the body, that is, all but the
     classifier's head. A planted head has nearly all of the update's energy."""
     effects: Effects = "ignored"

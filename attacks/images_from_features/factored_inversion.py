@@ -143,7 +143,7 @@ class Phase:
     the misfit hardly sees contrast; None leaves images as they are."""
 
 
-Plan = Callable[[Tensor], Phase]
+PhaseMaker = Callable[[Tensor], Phase]
 """Function that makes a phase of the normalized images (N, C, H, W) of the phase before."""
 
 
@@ -184,7 +184,7 @@ class Phases:
         """Iterations that take several steps for one gradient."""
         self._begun = 0
         """Iterations before the present phase."""
-        self._plans: list[Plan] = [self._plan_unrolling] if unrolls else []
+        self._plans: list[PhaseMaker] = [self._plan_unrolling] if unrolls else []
         self._prior = prior
         self.present = self._plan_first()
         self.distribution = self._distribution()

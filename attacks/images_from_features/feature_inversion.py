@@ -35,8 +35,8 @@ from fedsim_attacks.gradient_matching._image_priors import (
 )
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
+    ComparedTensors,
     Distance,
-    Matched,
     Matching,
     cosine_distance,
     granted_labels,
@@ -148,7 +148,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     """α_BN: weight of the distance of batch norm's inputs from the granted statistics."""
     feature_weight: Annotated[float, Field(ge=0)] = 0.1
     """α_f: weight of the misfit of features."""
-    tensors: Matched = "all"
+    tensors: ComparedTensors = "all"
     """Tensors of the update that are matched: all, or those of the body, that is, all but the
     classifier's head. The paper reweights all; the head has most of the parameters."""
     errors: Literal["candidates", "features"] = "candidates"

@@ -35,7 +35,7 @@ input is lost: batch norm loses one that all images share, and no image's own.""
 _PART = 3
 """Images that are run without the others, to see whether their features stay the same."""
 
-Features = Callable[[Tensor], Tensor]
+FeaturesFunction = Callable[[Tensor], Tensor]
 """Function from a layer's inputs (N, n) to the features (N, d) of the model."""
 
 
@@ -61,7 +61,7 @@ class Layer:
     """Name of the layer whose rectified output its input is; None if there is none."""
     length: float
     """Root mean square of its inputs' norms on images of noise."""
-    features: Features | None
+    features: FeaturesFunction | None
     """Map from inputs to features; None if an image's features depend on more than its input."""
     scale_free: bool
     """Whether features do not depend on the scale of its input."""

@@ -184,7 +184,7 @@ _COMPLETE = 0.999
 
 
 @dataclass(kw_only=True)
-class Sampling(AttackState):
+class SpearState(AttackState):
     """The combinations found so far, and the best selection among them."""
 
     observation: Observation
@@ -199,7 +199,7 @@ class Sampling(AttackState):
 
 
 @final
-class Spear(IterativeAttack[Sampling]):
+class Spear(IterativeAttack[SpearState]):
     """Takes a layer's gradient apart by the zeros that ReLU leaves in error signals.
 
     The layer is the first linear one with a bias that ReLU follows. Sets of its neurons are drawn
@@ -224,7 +224,7 @@ class Spear(IterativeAttack[Sampling]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Sampling:
+    ) -> SpearState:
         """Decomposes the layer's gradient."""
         layers = [
             layer
@@ -234,14 +234,14 @@ class Spear(IterativeAttack[Sampling]):
         if not layers:
             raise AttackFailed("the model has no linear layer with a bias that ReLU follows")
         space = RowSpace.decompose(layers[0], observation.num_images)
-        return Sampling(
+        return SpearState(
             loss=torch.ones(()),
             observation=observation,
             candidates=Candidates(layers[0], space),
             rng=rng,
         )
 
-    def step(self, state: Sampling) -> Sampling:
+    def step(self, state: SpearState) -> SpearState:
         """Draws sets of neurons, and selects anew if combinations have been found."""
         state.iteration += 1
         candidates = state.candidates
@@ -260,11 +260,11 @@ class Spear(IterativeAttack[Sampling]):
                 state.loss = torch.tensor(1 - state.score)
         return state
 
-    def terminate(self, state: Sampling) -> bool:
+    def terminate(self, state: SpearState) -> bool:
         """Says whether all neurons agree, or `iterations` are over."""
         return state.score >= _COMPLETE or super().terminate(state)
 
-    def postprocess(self, state: Sampling) -> Reconstruction:
+    def postprocess(self, state: SpearState) -> Reconstruction:
         """Returns what the inputs of the layer tell of the images: pixels, or features.
 
         Raises:

@@ -30,7 +30,7 @@ from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
-Method = Literal["threshold", "gaussian_dp", "one_run"]
+BoundMethod = Literal["threshold", "gaussian_dp", "one_run"]
 
 LEAST_DRAWS = 100
 """Scores of each world that a bound needs; with fewer, hardly anything can be bounded."""
@@ -44,7 +44,7 @@ class LowerBound:
     """ε, at least 0; a bound of 0 says nothing."""
     delta: float
     confidence: float
-    method: Method
+    method: BoundMethod
 
 
 def threshold_bound(

@@ -19,7 +19,7 @@ from fedsim.cli.stand_ins import read_without_libraries
 from fedsim.progress import report_work
 
 
-class Method(StrEnum):
+class AuditMethodOption(StrEnum):
     """Offers `fedsim.types.AuditMethod` as typer takes choices."""
 
     TWO_WORLDS = "two_worlds"
@@ -32,8 +32,8 @@ app = typer.Typer(
     help="How private a release is, and how much noise makes it so.",
 )
 
-Mechanism = Annotated[str | None, typer.Argument(metavar="MECHANISM")]
-Keys = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...")]
+MechanismArgument = Annotated[str | None, typer.Argument(metavar="MECHANISM")]
+KeysArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...")]
 Epsilon = Annotated[float | None, typer.Option(help="ε, at least 0.")]
 Delta = Annotated[float | None, typer.Option(help="δ, above 0 and below 1.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; null is what does not apply.")]
@@ -55,8 +55,8 @@ def privacy(
 
 @app.command()
 def delta(
-    mechanism: Mechanism = None,
-    keys: Keys = None,
+    mechanism: MechanismArgument = None,
+    keys: KeysArgument = None,
     epsilon: Epsilon = None,
     as_json: AsJson = False,
     plot: Plot = None,
@@ -70,8 +70,8 @@ def delta(
 
 @app.command()
 def epsilon(
-    mechanism: Mechanism = None,
-    keys: Keys = None,
+    mechanism: MechanismArgument = None,
+    keys: KeysArgument = None,
     delta: Delta = None,
     as_json: AsJson = False,
     plot: Plot = None,
@@ -85,8 +85,8 @@ def epsilon(
 
 @app.command()
 def calibrate(
-    mechanism: Mechanism = None,
-    keys: Keys = None,
+    mechanism: MechanismArgument = None,
+    keys: KeysArgument = None,
     epsilon: Epsilon = None,
     delta: Delta = None,
     as_json: AsJson = False,
@@ -100,12 +100,13 @@ def calibrate(
 
 @app.command()
 def audit(
-    mechanism: Mechanism = None,
-    keys: Keys = None,
+    mechanism: MechanismArgument = None,
+    keys: KeysArgument = None,
     delta: Delta = None,
     method: Annotated[
-        Method, typer.Option(help="One row in many releases, or many rows in one, by coins.")
-    ] = Method.TWO_WORLDS,
+        AuditMethodOption,
+        typer.Option(help="One row in many releases, or many rows in one, by coins."),
+    ] = AuditMethodOption.TWO_WORLDS,
     draws: Annotated[
         int | None,
         typer.Option(

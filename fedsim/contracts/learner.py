@@ -31,7 +31,7 @@ from fedsim.types import (
     Tensors,
 )
 
-Batches = Sequence[tuple[Tensor, Tensor]]
+LabelledBatches = Sequence[tuple[Tensor, Tensor]]
 """Inputs of a client's computation: (pixels (B, C, H, W), labels (B,)) of each local step. A
 learner that releases once gets one batch of all that the client holds; for a table it is (rows (n,
 d + 1), labels)."""
@@ -64,7 +64,7 @@ class Problem:
 class Request:
     """Holds what a client is asked in a round."""
 
-    batches: Batches
+    batches: LabelledBatches
     parameters: Tensors
     buffers: Tensors
     training: LocalTraining

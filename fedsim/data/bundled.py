@@ -19,7 +19,7 @@ from fedsim.types import Dataset
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Size = Annotated[int, Field(ge=8, le=512)]
+ImageSize = Annotated[int, Field(ge=8, le=512)]
 
 _TEST_FRACTION = 0.2
 _CROP, _GRID, _KEPT = 32, 7, 40
@@ -36,7 +36,7 @@ class Faces(DataSource):
         "A subset of Labeled Faces in the Wild (Huang et al., 2007), skimage.data.lfw_subset"
     )
 
-    size: Size = 32
+    size: ImageSize = 32
     """Height and width, in pixels."""
 
     def load(self) -> Dataset:
@@ -63,7 +63,7 @@ class Digits(DataSource):
         "sklearn.datasets.load_digits"
     )
 
-    size: Size = 32
+    size: ImageSize = 32
     """Height and width, in pixels; 8 leaves the images as they are."""
 
     def load(self) -> Dataset:

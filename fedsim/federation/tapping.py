@@ -28,7 +28,7 @@ from flwr.serverapp.strategy import Strategy
 from fedsim.federation import wire
 from fedsim.federation.delivery import WrappedGrid
 from fedsim.recording import behind
-from fedsim.recording.exchanges import MOST_ROUNDS, Recorder, Side, Told
+from fedsim.recording.exchanges import MOST_ROUNDS, Recorder, TapSide, ToldValues
 from fedsim.system import paths
 from fedsim.types import FedsimError
 
@@ -137,7 +137,7 @@ def _client_tape(recorder_of: _Recorders, context: Context) -> _Tape | None:
         return None
 
 
-_Recorders = Callable[[int, Side], Recorder]
+_Recorders = Callable[[int, TapSide], Recorder]
 
 
 def _recorders(
@@ -186,7 +186,7 @@ class _Sent:
     key: str
     """Name of the record that held the model."""
     broadcast: _Broadcast
-    config: Told
+    config: ToldValues
 
 
 class _Tape:
@@ -256,7 +256,9 @@ class _Tape:
         except Exception as error:  # an app goes on, whatever its clients answer
             self._count_failure(error)
 
-    def _save_reply(self, sent: _Sent, message_id: str, content: _Content, metrics: Told) -> None:
+    def _save_reply(
+        self, sent: _Sent, message_id: str, content: _Content, metrics: ToldValues
+    ) -> None:
         if sent.broadcast.digest is None:
             self._recorder.leave_out("what was sent could not be recorded")
             return
@@ -436,7 +438,7 @@ def _same(first: _Content, second: _Content) -> bool:
     )
 
 
-def _read_told(content: RecordDict) -> Told:
+def _read_told(content: RecordDict) -> ToldValues:
     """Returns the numbers and short texts of a message by record and key.
 
     Infinite numbers become texts.

@@ -16,7 +16,7 @@ from fedsim.forecasting.plan import UpdatePlan
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
-Answer = Literal["yes", "with luck", "no", "not told"]
+Attackable = Literal["yes", "with luck", "no", "not told"]
 Band = tuple[float, float]
 
 LEAK = 3.0
@@ -76,7 +76,7 @@ class Forecast:
         )
 
     @property
-    def attackable(self) -> Answer:
+    def attackable(self) -> Attackable:
         """`yes` or `no` where the whole band says so, else `with luck`; `not told` without one."""
         return "not told" if self.reason else _answer(self.estimate.gain)
 
@@ -124,7 +124,7 @@ def band_of(gain: float) -> Band:
     return low, min(MOST_GAIN + 2 * _MARGIN, gain * _FACTOR + _MARGIN)
 
 
-def _answer(gain: float) -> Answer:
+def _answer(gain: float) -> Attackable:
     """Says whether attacks with this expected gain, dB, succeed: the whole band has to agree."""
     low, high = band_of(gain)
     if low >= LEAK:

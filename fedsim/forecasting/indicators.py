@@ -16,7 +16,7 @@ from fedsim.models.victim import rebuild
 from fedsim.types import Tensors
 from fedsim.words import number_of
 
-Side = Literal["attacker", "client", "neither"]
+Advantage = Literal["attacker", "client", "neither"]
 """The side that an indicator helps."""
 
 _RANK_TOLERANCE = 1e-6
@@ -35,7 +35,7 @@ class Indicator:
     """The value as people read it."""
     number: float | None
     """The value as a number; None where it is a word."""
-    helps: Side
+    helps: Advantage
     why: str
     """The reason in a clause."""
 
@@ -75,7 +75,7 @@ def _judge(
 
     Then `otherwise` says why, where that is something else.
     """
-    side: Side = "attacker" if good else "client"
+    side: Advantage = "attacker" if good else "client"
     return Indicator(name, value, number, side, why if good else otherwise or why)
 
 
@@ -177,7 +177,7 @@ def _norms(model: Classifier, plan: UpdatePlan) -> Indicator:
     batch = sum(isinstance(part, _NORMS) for part in model.modules())
     other = sum(isinstance(part, nn.GroupNorm | nn.LayerNorm) for part in model.modules())
     mode = plan.training.mode
-    helps: Side
+    helps: Advantage
     if batch and mode == "train":
         why, helps = "statistics of the batch couple its images, and are not known", "client"
     elif batch or other:
@@ -240,7 +240,7 @@ def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateM
     ).scale
     # Clipping shortens the update before noise is added: the ratio is that of what is sent.
     ratio = std / max(scale * float(own.square().mean().sqrt()), 1e-30)
-    side: Side = "client" if ratio > _LOUD else "attacker" if ratio < _FAINT else "neither"
+    side: Advantage = "client" if ratio > _LOUD else "attacker" if ratio < _FAINT else "neither"
     why = f"deviation {std:.3g} of an entry, over its root mean square"
     return Indicator(name, f"{ratio:.3g}", ratio, side, why)
 

@@ -14,9 +14,9 @@ from fedsim.rng import normal
 from fedsim.types import FedsimError, ReleaseKind, Table, Tensors
 from fedsim.words import number_of
 
-Method = Literal["sketch", "als", "ls", "ols"]
+RegressionMethod = Literal["sketch", "als", "ls", "ols"]
 
-_KINDS: dict[Method, ReleaseKind] = {
+_KINDS: dict[RegressionMethod, ReleaseKind] = {
     "sketch": "sketch",
     "als": "sketched_coefficients",
     "ls": "normal_coefficients",
@@ -43,7 +43,7 @@ class LeastSquares(Learner):
     )
     data = Table
 
-    method: Method = "sketch"
+    method: RegressionMethod = "sketch"
     columns: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """r, the number of columns of a sketch; `ols` has none."""
 
@@ -70,7 +70,7 @@ class LeastSquares(Learner):
 
 @final
 class _LinearRegression(ClosedForm):
-    def __init__(self, problem: Problem, method: Method, columns: int) -> None:
+    def __init__(self, problem: Problem, method: RegressionMethod, columns: int) -> None:
         super().__init__(problem, _KINDS[method], columns)
         self._method = method
         features = self.release.features

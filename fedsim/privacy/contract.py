@@ -24,7 +24,7 @@ Direction = Literal["forward", "reverse", "both"]
 `forward` is P with the row and Q without it, `reverse` the other way round, `both` their larger."""
 WAYS: tuple[Direction, ...] = ("forward", "reverse")
 
-Size = Annotated[float, Field(ge=1e-12, le=1e12)]
+PositiveSize = Annotated[float, Field(ge=1e-12, le=1e12)]
 """A noise, a norm or a distance, in the range that can be computed with."""
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
@@ -106,7 +106,7 @@ class Curve(Stated):
 class Sensitivity(Keys):
     """Keys of a release whose values for two neighbours are at most a distance apart."""
 
-    sensitivity: Size
+    sensitivity: PositiveSize
     """L2 distance between the values of two neighbours, in the units of the release."""
 
     def neighbours(self) -> str:

@@ -33,7 +33,7 @@ from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Unit
 from fedsim.words import number_of
 
 if TYPE_CHECKING:
-    from fedsim.privacy.mechanisms.correlated_gaussian import Sampling
+    from fedsim.privacy.mechanisms.correlated_gaussian import StepSampling
 
 EXACT = "exact Gaussian"
 OF_SERVER = f"{EXACT}, correlated noise of the server"
@@ -362,7 +362,7 @@ def _gaussian(multiplier: float, delta: float) -> float:
 def _of_curve(
     mechanism: Mechanism,
     steps: int,
-    sampling: Sampling,
+    sampling: StepSampling,
     rate: float,
     delta: float,
     *,

@@ -32,8 +32,8 @@ from fedsim.system import paths
 from fedsim.types import LARGEST, FedsimError, Tensors
 from fedsim.words import number_of
 
-Side = Literal["server", "client"]
-Told = Mapping[str, Mapping[str, Any]]
+TapSide = Literal["server", "client"]
+ToldValues = Mapping[str, Mapping[str, Any]]
 """Numbers and short texts of a message, by the name of their record."""
 
 MOST_ROUNDS = 999_999
@@ -109,7 +109,7 @@ class Recorder:
         self,
         out: Path,
         run_id: int,
-        side: Side,
+        side: TapSide,
         *,
         rounds: Collection[int] | None,
         clients: int | None,
@@ -127,7 +127,7 @@ class Recorder:
         """
         self.folder = out / f"run-{run_id}"
         self._run_id = run_id
-        self._side: Side = side
+        self._side: TapSide = side
         self._rounds = None if rounds is None else frozenset(rounds)
         self._clients = clients
         self._max_bytes = max_bytes
@@ -169,8 +169,8 @@ class Recorder:
         node_id: int,
         message_id: str,
         broadcast: str,
-        config: Told,
-        metrics: Told,
+        config: ToldValues,
+        metrics: ToldValues,
     ) -> None:
         """Writes one answer.
 

@@ -34,7 +34,7 @@ labels or members on average. `undecided`: something that nothing tells from wha
 
 Reliance = Literal["rely", "do not rely", "not shown"]
 
-Status = Literal["passed", "failed", "broken", "absent"]
+ControlStatus = Literal["passed", "failed", "broken", "absent"]
 """State of a positive control. `broken`: an attack crashed or refused, and no other shows what
 attacks can do."""
 
@@ -103,7 +103,7 @@ class Control:
 
     comparison: Comparison
     subject: str
-    status: Status
+    status: ControlStatus
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
     metric: str | None = None

@@ -12,7 +12,7 @@ from fedsim.report.threat import Comparison as Comparison
 from fedsim.report.threat import ThreatModel
 from fedsim.results.lines import ControlKind
 from fedsim.scoring import METRICS, Accuracy, Share, Summary, guess_problem, learning_problem
-from fedsim.types import Server, watcher_of
+from fedsim.types import Manipulation, watcher_of
 from fedsim.words import number_of
 
 _ROUNDING = 1e-9
@@ -170,7 +170,7 @@ class LeaderboardRow:
         return (self.scenario, self.variant, self.dataset, self.model, self.threat, watcher)
 
     @property
-    def server(self) -> Server:
+    def server(self) -> Manipulation:
         """Manipulation of the model by the server."""
         return self.threat.server
 

@@ -16,10 +16,10 @@ from typing import Any
 from fedsim.contracts.grant import Grant
 from fedsim.report.figures import read_texts
 from fedsim.results.lines import ResultRow
-from fedsim.types import Server
+from fedsim.types import Manipulation
 from fedsim.words import number_of
 
-_DONE: Mapping[Server, str] = {
+_DONE: Mapping[Manipulation, str] = {
     "honest": "",
     "planted": "planted weights",
     "modified": "put a module into the model",
@@ -50,7 +50,7 @@ class ThreatModel:
     """What it had within that of an honest server, where it is other than the default."""
 
     @property
-    def server(self) -> Server:
+    def server(self) -> Manipulation:
         """Manipulation of the model by the server."""
         return list(_DONE)[self.altered]
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.target import Target, main_target
 from fedsim.scoring import METRICS, OWN_LOSS
-from fedsim.types import LARGEST, Server, Status, server_of
+from fedsim.types import LARGEST, Manipulation, Status, server_of
 
 if TYPE_CHECKING:
     from fedsim.attacking.jobs import Job, Result
@@ -232,7 +232,7 @@ class ResultRow(RowPart):
     defense: DefenseOf
     attack: AttackOf
     vantage: str
-    server: Server = "honest"
+    server: Manipulation = "honest"
     """Manipulation of the model by the server, as the row states it, or as the model's parameters
     show it if that is more."""
     knowledge: KnowledgeOf
@@ -323,9 +323,9 @@ class ResultRow(RowPart):
         if not isinstance(row, dict) or not isinstance(parameters, dict):
             return row
         stated, least = row.get("server", "honest"), server_of(parameters)
-        # `Server` lists its values from least to most: a row cannot claim less than its model
+        # `Manipulation` lists its values from least to most: a row cannot claim less than its model
         # shows.
-        known = get_args(Server)
+        known = get_args(Manipulation)
         if stated in known and known.index(stated) < known.index(least):
             return {**row, "server": least}
         return row

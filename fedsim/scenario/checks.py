@@ -32,13 +32,15 @@ from fedsim.scenario.model import (
 from fedsim.types import FedsimError, Payload
 from fedsim.words import number_of
 
-Finding = tuple[KeyPath, str]
+SectionProblem = tuple[KeyPath, str]
 
 _PARTITION_KEYS = {"dirichlet": "alpha", "shards": "shards_per_client", "file": "path"}
 _EXAMPLES = {"alpha": "0.5", "shards_per_client": "2", "path": "clients.csv"}
 
 
-def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iterator[Finding]:
+def check(
+    sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]
+) -> Iterator[SectionProblem]:
     """Yields every problem between the `sections`, of which only valid ones are given.
 
     `sound(path)` says whether everything at `path` is known to be right so far.
@@ -87,7 +89,7 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
             yield from _stack(name, refs, trainable if trains else None, model)
 
 
-def _engine(name: str, *, audited: bool) -> Iterator[Finding]:
+def _engine(name: str, *, audited: bool) -> Iterator[SectionProblem]:
     try:
         engine = build_engine(name)
     except FedsimError as error:
@@ -111,12 +113,14 @@ def cautions(scenario: Scenario) -> list[str]:
     ]
 
 
-def _model(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iterator[Finding]:
+def _model(
+    sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]
+) -> Iterator[SectionProblem]:
     if "model" not in sections and sound(("model",)):
         yield ("model",), "missing; add `model: ...`"
 
 
-def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Finding]:
+def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[SectionProblem]:
     """Refuses what has no meaning for a learner that releases once, from all of a client's data."""
     learner = sections["learner"].name
     training, observe = sections.get("training"), sections.get("observe")
@@ -160,7 +164,7 @@ def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Findi
 
 def _readable(
     entries: Sequence[AttackEntry], sound: Callable[[KeyPath], bool], released: Payload | None
-) -> Iterator[Finding]:
+) -> Iterator[SectionProblem]:
     """Refuses attacks that read something else than what the learner's clients send."""
     for index, entry in enumerate(entries):
         if not sound(("attacks", index)):
@@ -181,7 +185,7 @@ def _attacks_that_read(released: Payload | None) -> Iterator[str]:
             yield plugin.name
 
 
-def _sampling(training: Training, observe: Observe) -> Iterator[Finding]:
+def _sampling(training: Training, observe: Observe) -> Iterator[SectionProblem]:
     local, path = training.local, ("training", "local", "sampling")
     if local.sampling == "without_replacement":
         return
@@ -210,7 +214,7 @@ _UNPROJECTED = (
 _EACH_STEP = "draws a batch for each step"
 
 
-def _algorithm(training: Training) -> Iterator[Finding]:
+def _algorithm(training: Training) -> Iterator[SectionProblem]:
     if algorithm(training) == "fedavg" and training.projection_radius is not None:
         yield (
             ("training", "projection_radius"),
@@ -233,7 +237,7 @@ def _algorithm(training: Training) -> Iterator[Finding]:
         )
 
 
-def _partition(data: Data) -> Iterator[Finding]:
+def _partition(data: Data) -> Iterator[SectionProblem]:
     partition = data.partition
     for name, key in _PARTITION_KEYS.items():
         value, path = getattr(partition, key), ("data", "partition", key)
@@ -248,7 +252,7 @@ def _partition(data: Data) -> Iterator[Finding]:
 
 def _check_observe(
     observe: Observe, training: Training | None, data: Data | None
-) -> Iterator[Finding]:
+) -> Iterator[SectionProblem]:
     for index, number in enumerate(observe.rounds):
         if training and number != "last" and number > training.rounds:
             yield (
@@ -284,7 +288,7 @@ def _vantages(
     stacks: Mapping[str, Sequence[PluginRef]],
     *,
     trains: bool,
-) -> Iterator[Finding]:
+) -> Iterator[SectionProblem]:
     """Yields every problem with `observe.vantages`; sections that are not valid are None.
 
     `trains` says whether the learner trains a model.
@@ -313,7 +317,7 @@ def _vantages(
 
 def _lookers(
     observe: Observe, training: Training | None, federation: Federation | None, *, trains: bool
-) -> Iterator[Finding]:
+) -> Iterator[SectionProblem]:
     path = ("observe", "vantages", observe.vantages.index("client"))
     if not trains:
         yield path, "the learner trains no global model that a participant could see; drop client"
@@ -351,7 +355,7 @@ _MAX_RESULTS = 500_000
 """Maximum number of lines of results.jsonl that a run may write."""
 
 
-def _results(sections: Mapping[str, Any]) -> Iterator[Finding]:
+def _results(sections: Mapping[str, Any]) -> Iterator[SectionProblem]:
     """Refuses a scenario with more attacks than anybody waits for."""
     observe, data = sections.get("observe"), sections.get("data")
     if not observe or not data:
@@ -370,7 +374,7 @@ def _results(sections: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _labels(entries: Sequence[tuple[int, AttackEntry]]) -> Iterator[Finding]:
+def _labels(entries: Sequence[tuple[int, AttackEntry]]) -> Iterator[SectionProblem]:
     labels = [entry.label or entry.name for _, entry in entries]
     for position in _find_repeated(labels):
         yield (
@@ -389,7 +393,9 @@ def _find_repeated(values: Sequence[Hashable]) -> Iterator[int]:
             yield index
 
 
-def _needs(entries: Sequence[tuple[int, AttackEntry]], knowledge: Grant) -> Iterator[Finding]:
+def _needs(
+    entries: Sequence[tuple[int, AttackEntry]], knowledge: Grant
+) -> Iterator[SectionProblem]:
     for index, entry in entries:
         cls = plugin_class("fedsim.attacks", entry.name)
         if not issubclass(cls, Attack):
@@ -400,7 +406,7 @@ def _needs(entries: Sequence[tuple[int, AttackEntry]], knowledge: Grant) -> Iter
             yield ("attacks", index), f"{entry.name} {missing}; grant it, or drop the attack"
 
 
-def _batch_norm(knowledge: Grant, training: Training) -> Iterator[Finding]:
+def _batch_norm(knowledge: Grant, training: Training) -> Iterator[SectionProblem]:
     if knowledge.bn == "inferred" and training.local.mode == "eval":
         yield (
             ("knowledge", "bn"),
@@ -411,7 +417,7 @@ def _batch_norm(knowledge: Grant, training: Training) -> Iterator[Finding]:
 
 def _stack(
     name: str, refs: Sequence[PluginRef], training: Training | None, model: PluginRef | None
-) -> Iterator[Finding]:
+) -> Iterator[SectionProblem]:
     """Refuses defenses that do not fit each other, the training or the model.
 
     `training` is None where nothing is trained: what then holds depends on the data, too.

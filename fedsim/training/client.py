@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.learner import Batches, Computation, Request
+from fedsim.contracts.learner import Computation, LabelledBatches, Request
 from fedsim.contracts.target import targets
 from fedsim.data import batches
 from fedsim.training.inputs import digest
@@ -213,7 +213,7 @@ class Client:
         probe: Probe | None,
         taken: int,
         trials: int,
-    ) -> Batches:
+    ) -> LabelledBatches:
         """Returns inputs and labels of every local step.
 
         `taken` is the number of steps in earlier rounds, `trials` that of trials of each probe.

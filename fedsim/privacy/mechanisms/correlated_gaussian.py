@@ -29,14 +29,14 @@ from fedsim.privacy.contract import (
     Experiment,
     Keys,
     KnownMechanism,
-    Size,
+    PositiveSize,
 )
 from fedsim.privacy.numerics import work
 from fedsim.privacy.numerics.special import Array, least
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
-Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
+StepSampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
 
 _PATTERNS = 1024
 """Participation patterns that a likelihood ratio sums over, at most."""
@@ -56,7 +56,7 @@ class _Steps(Keys):
     `single_epoch`."""
     correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """λ: the share of the last step's noise that is taken back."""
-    sampling: Sampling
+    sampling: StepSampling
     """`full`: an example may be in every batch. `single_epoch`: in at most one. `poisson`: in each
     with probability q, independently. `balls_in_bins`: in every (1/q)-th, from a random one on.
     `fixed_size`: batches of the same size, uniform without replacement in each step."""
@@ -74,7 +74,7 @@ class CorrelatedExperiment(_Steps, Experiment):
     sum tells whether the example has taken another's place, whatever its own gradient.
     """
 
-    noise_multiplier: Size
+    noise_multiplier: PositiveSize
     """Standard deviation of z_t over the clipping norm."""
 
     @model_validator(mode="after")

@@ -14,8 +14,8 @@ from fedsim.privacy.contract import (
     ExactCurve,
     Experiment,
     KnownMechanism,
+    PositiveSize,
     Sensitivity,
-    Size,
 )
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.numerics.special import Array
@@ -65,9 +65,9 @@ class GaussianExperiment(Experiment):
 
     claims = GaussianCurve
     gaussian_dp = True
-    sensitivity: Size = 1.0
+    sensitivity: PositiveSize = 1.0
     """L2 distance that one row moves the release."""
-    sigma: Size
+    sigma: PositiveSize
     """Standard deviation of the noise, in the same units."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:

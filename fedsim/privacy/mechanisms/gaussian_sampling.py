@@ -23,27 +23,27 @@ from fedsim.privacy.contract import (
     Experiment,
     Keys,
     KnownMechanism,
-    Size,
+    PositiveSize,
 )
 from fedsim.privacy.mechanisms import kernel_distance, wishart
 from fedsim.privacy.numerics.special import Array
 from fedsim.types import FedsimError
 
-Variant = Literal["exact", "paper"]
+SamplingVariant = Literal["exact", "paper"]
 
 
 class Neighbours(Keys):
     """Keys that bound the difference of neighbours' K and K': `distance`, or `beta` and `lift`."""
 
-    distance: Size | None = None
+    distance: PositiveSize | None = None
     """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
-    beta: Size | None = None
+    beta: PositiveSize | None = None
     """Largest L2 distance that one row moves; in place of distance, for quadratic kernels."""
-    lift: Size | None = None
+    lift: PositiveSize | None = None
     """γ of the γ I that is added to the kernel matrix; with beta."""
-    gain: Size = 1.0
+    gain: PositiveSize = 1.0
     """The largest eigenvalue of S in the kernel (x'z)(x'Sz); with beta."""
-    row_norm: Size = 1.0
+    row_norm: PositiveSize = 1.0
     """The bound on a row's L2 norm; with beta."""
 
     def neighbours(self) -> str:
@@ -89,7 +89,7 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
 
     k: Count
     """Number of draws."""
-    variant: Variant = "exact"
+    variant: SamplingVariant = "exact"
     """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
 
     def details(self) -> dict[str, str]:

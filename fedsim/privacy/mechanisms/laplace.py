@@ -26,8 +26,8 @@ from fedsim.privacy.contract import (
     ExactCurve,
     Experiment,
     KnownMechanism,
+    PositiveSize,
     Sensitivity,
-    Size,
 )
 from fedsim.privacy.numerics.special import Array, require_delta, require_epsilon, require_range
 from fedsim.types import FedsimError
@@ -124,9 +124,9 @@ class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
     """Curve δ(ε) of truncated Laplace noise that is given."""
 
     formula: ClassVar[str] = "closed form (Geng et al. 2020)"
-    scale: Size
+    scale: PositiveSize
     """b of the density exp(-|x| / b), in the units of the release."""
-    bound: Size
+    bound: PositiveSize
     """The largest magnitude of the noise, in the units of the release."""
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
@@ -174,11 +174,11 @@ class TruncatedLaplaceExperiment(Experiment):
     """A number that the row moves by `sensitivity`, behind truncated Laplace noise."""
 
     claims = TruncatedLaplaceCurve
-    sensitivity: Size = 1.0
+    sensitivity: PositiveSize = 1.0
     """Largest distance that one row moves the number."""
-    scale: Size
+    scale: PositiveSize
     """b of the density exp(-|x| / b), in the units of the release."""
-    bound: Size
+    bound: PositiveSize
     """The largest magnitude of the noise, in the units of the release."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:

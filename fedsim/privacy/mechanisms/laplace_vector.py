@@ -34,7 +34,7 @@ from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.numerics.special import Array, require_epsilon, require_range
 from fedsim.types import FedsimError
 
-Calibration = Literal["tight", "paper"]
+ScaleChoice = Literal["tight", "paper"]
 
 _GAUSSIAN = math.sqrt(math.pi / 2)
 _OUTSIDE = 0.1
@@ -97,7 +97,7 @@ def calibrate_noise(
     dimension: int,
     epsilon: float,
     delta: float,
-    calibration: Calibration = "tight",
+    calibration: ScaleChoice = "tight",
 ) -> tuple[float, float]:
     """Finds (scale, bound) of the noise on each entry that makes the vector (ε, δ)-private.
 

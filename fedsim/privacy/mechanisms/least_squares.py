@@ -35,7 +35,7 @@ from fedsim.privacy.contract import (
     Experiment,
     Keys,
     KnownMechanism,
-    Size,
+    PositiveSize,
 )
 from fedsim.privacy.mechanisms.leverage import regularize_leverage
 from fedsim.privacy.numerics import quadratic
@@ -48,7 +48,7 @@ from fedsim.privacy.numerics.special import (
 )
 from fedsim.types import FedsimError
 
-Variant = Literal["tight", "paper"]
+NoiseVariant = Literal["tight", "paper"]
 _MANY = np.finfo(float).max
 _ROUNDS = 18
 """Refinements of a search: each halves the reach around its best points."""
@@ -198,7 +198,7 @@ def sigma(
     d: float,
     epsilon: float,
     delta: float,
-    variant: Variant = "tight",
+    variant: NoiseVariant = "tight",
 ) -> float:
     """Finds σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
 
@@ -336,13 +336,13 @@ class LeastSquaresCurve(Leverages, ExactCurve):
 class LeastSquaresCalibration(Calibration):
     """The least noise of sketched least squares: σ of the rows σ I appended to [B, b]."""
 
-    row_norm: Size
+    row_norm: PositiveSize
     """The largest L2 norm of a row of [B, b], in the units of the data."""
     r: Count
     """Rows of the sketch that the release stands for."""
     d: Count
     """Features: columns of B."""
-    variant: Variant = "tight"
+    variant: NoiseVariant = "tight"
     """`tight`: the maximum over all leverages a row can have; `paper`: p = l²/σ², q = 2 l²/σ²."""
 
     def neighbours(self) -> str:

@@ -34,7 +34,7 @@ from fedsim.privacy.contract import (
     ExactCurve,
     Experiment,
     KnownMechanism,
-    Size,
+    PositiveSize,
 )
 from fedsim.privacy.mechanisms.leverage import regularize_leverage
 from fedsim.privacy.numerics.special import (
@@ -49,7 +49,7 @@ from fedsim.privacy.numerics.special import (
     solve,
 )
 
-Variant = Literal["tight", "paper"]
+ProjectionVariant = Literal["tight", "paper"]
 
 
 def log_delta(
@@ -140,7 +140,7 @@ def sigma(
     r: ArrayLike,
     epsilon: ArrayLike,
     delta: ArrayLike,
-    variant: Variant = "tight",
+    variant: ProjectionVariant = "tight",
 ) -> Array:
     """Computes the noise's deviation that makes D'G + N (ε, δ)-private for rows up to `row_norm`.
 
@@ -270,11 +270,11 @@ class RandomProjectionCurve(ExactCurve):
 class RandomProjectionCalibration(Calibration):
     """The least noise of Gaussian random projection: σ of D'G + N."""
 
-    row_norm: Size
+    row_norm: PositiveSize
     """The largest L2 norm of a row, in the units of the data."""
     r: Count
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
-    variant: Variant = "tight"
+    variant: ProjectionVariant = "tight"
     """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""
 
     def neighbours(self) -> str:

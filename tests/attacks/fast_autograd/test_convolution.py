@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedsim_attacks.fast_autograd import _convolution, _second_order
 from fedsim_attacks.fast_autograd._convolution import (
-    Algorithm,
+    ConvolutionAlgorithm,
     ConvolutionShape,
     Direct,
     Geometry,
@@ -49,7 +49,9 @@ def operands(
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES.keys())
 @pytest.mark.parametrize("kind", [Direct, Patches, Winograd])
 def test_the_three_products_are_pytorchs(
-    kind: type[Algorithm], geometry: tuple[Geometry, tuple[int, int]], size: tuple[int, int, int]
+    kind: type[ConvolutionAlgorithm],
+    geometry: tuple[Geometry, tuple[int, int]],
+    size: tuple[int, int, int],
 ) -> None:
     moves, kernel = geometry
     problem = ConvolutionShape(
