@@ -108,6 +108,7 @@ def test_no_question_is_left_out_of_its_list() -> None:
     assert defined <= asked
 
 
+@pytest.mark.slow
 def test_what_is_valid_says_what_privacy_depends_on() -> None:
     stack = {"d": [{"name": "dp_sgd", "norm": 1.0, "epsilon": 8.0}]}
     probes = {"batch_sizes": [1], "trials": 3}

@@ -255,6 +255,7 @@ def script(folder: Path, text: str, *, closed: bool = False) -> subprocess.Compl
     )
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard(scenario: Path) -> None:
     """Worker processes do not run it again: one that attacks, and one that scores."""
     once = ["observe.clients=[0]", "observe.trials=1"]

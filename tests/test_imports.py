@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -92,16 +92,25 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path) -> list[str]:
     """Every module that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found: list[str] = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return found
 
 
+@functools.cache
 def arrows() -> dict[str, set[str]]:
     """The modules of the product that each of them imports."""
     found: dict[str, set[str]] = {name: set() for name in MODULES}
@@ -232,7 +241,7 @@ def test_an_attack_is_a_file_without_underscore() -> None:
 def test_every_folder_says_what_it_is_for() -> None:
     for name, path in MODULES.items():
         if path.name == "__init__.py":
-            said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            said = ast.get_docstring(parsed(path))
             assert said, f"{name} has no docstring"
 
 
@@ -294,7 +303,7 @@ def test_no_file_of_the_server_side_names_the_folder_of_truth() -> None:
     named = [
         name
         for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Constant) and node.value == "truth"
     ]
     assert "fedsim.recording.truth" in named

@@ -119,6 +119,7 @@ def test_what_a_run_leaves_behind(finished: Run) -> None:
     assert resolved.attacks[1].parameters["iterations"] == 12
 
 
+@pytest.mark.slow
 def test_the_same_scenario_gives_the_same_bytes(finished: Run, tmp_path: Path) -> None:
     """Also where attacks are in a process of their own, as those of `finished` were not."""
     again = fedsim.run(fedsim.load(finished.out / "scenario.yaml"), out=tmp_path / "b", workers=1)
@@ -211,6 +212,7 @@ def test_known_labels_need_the_truth(finished: Run) -> None:
     fedsim.attack(observation, "idlg", {"iterations": 1}, grant=grant, truth=finished.out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [0, 1, 2])
 def test_killed_at_a_random_moment_and_resumed(finished: Run, tmp_path: Path, moment: int) -> None:
     """`kill -9`, then resumed by another process: the same rows."""

@@ -76,24 +76,22 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
 
     def test_same_seed_same_result(self) -> None:
         """The generator that is handed in is the only source of randomness, bit for bit."""
-        for size in self.batch_sizes:
-            observation, knowledge = self.case(size)
-            first = self._solve(observation, knowledge)
-            # An attack that draws from the global stream finds it changed now.
-            torch.manual_seed(12345)
-            second = self._solve(observation, knowledge)
-            assert same(_tensors(first), _tensors(second))
-            assert first.loss == second.loss
-            assert first.iterations == second.iterations
+        observation, knowledge = self.case(self.batch_sizes[-1])
+        first = self._solve(observation, knowledge)
+        # An attack that draws from the global stream finds it changed now.
+        torch.manual_seed(12345)
+        second = self._solve(observation, knowledge)
+        assert same(_tensors(first), _tensors(second))
+        assert first.loss == second.loss
+        assert first.iterations == second.iterations
 
     def test_inputs_are_not_changed(self) -> None:
         """No tensor of the observation or of the knowledge changes."""
-        for size in self.batch_sizes:
-            observation, knowledge = self.case(size, most=True)
-            before = copy(_tensors(observation)), copy(_tensors(knowledge))
-            self._solve(observation, knowledge)
-            assert same(_tensors(observation), before[0])
-            assert same(_tensors(knowledge), before[1])
+        observation, knowledge = self.case(self.batch_sizes[-1], most=True)
+        before = copy(_tensors(observation)), copy(_tensors(knowledge))
+        self._solve(observation, knowledge)
+        assert same(_tensors(observation), before[0])
+        assert same(_tensors(knowledge), before[1])
 
     def test_it_stops(self) -> None:
         """It stops within what `total` promises; the state's iteration counts up to it."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from slow_cases import slow_but
 from torch import Tensor, nn
 
 import fedsim
@@ -80,7 +81,12 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["torchvision resnet18", "transformers vit", "timm vit_tiny_patch16_224"], BUILT.keys()
+    ),
+)
 def test_a_librarys_model_is_attacked_as_it_is(name: str) -> None:
     """Labels are read off its classifier, and images are sought through all of it."""
     torch.manual_seed(1)

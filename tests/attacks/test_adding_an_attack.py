@@ -19,12 +19,14 @@ def package(tmp_path: Path) -> Path:
     return write_package(PAGE, "my_attacks", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_attack_of_the_page_passes_its_suite(package: Path) -> None:
     done = run_tests(package)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d\d passed", done.stdout)
 
 
+@pytest.mark.slow
 def test_the_suite_of_the_page_finds_what_is_wrong(package: Path) -> None:
     module = package / "my_attacks" / "first_layer.py"
     source = module.read_text(encoding="utf-8")

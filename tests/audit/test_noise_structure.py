@@ -120,7 +120,11 @@ def test_a_clients_noise(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (shown > claimed) == (lie is not honest)
 
 
-@pytest.mark.parametrize("lie", [spared_tensor, signs, same_again, same_in_all_tensors, honest])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lie",
+    [spared_tensor, signs, same_again, same_in_all_tensors, honest],
+)
 def test_the_noise_of_an_examples_gradient(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Noise] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from scipy.stats import binom
 
 from fedsim.audit.bounds import one_run_bound, one_run_p_value
 from fedsim.types import FedsimError
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def by_hand(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
@@ -37,7 +40,10 @@ def test_the_p_value_is_the_theorems(
     assert found == pytest.approx(by_hand(30, guesses, correct, epsilon, delta), rel=1e-9)
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (2.0, 0.0), (1.0, 0.02), (0.3, 0.1)])
+@pytest.mark.parametrize(
+    ("epsilon", "delta"),
+    [slow(0.5, 0.0), slow(2.0, 0.0), (1.0, 0.02), (0.3, 0.1)],
+)
 @pytest.mark.parametrize("together", [False, True])
 def test_at_the_true_epsilon_it_rejects_no_more_than_its_confidence_allows(
     epsilon: float, delta: float, together: bool

@@ -83,6 +83,7 @@ EVERY_KIND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "behind", "sampling", "canaries"), EVERY_KIND)
 def test_hardly_any_noise_shows_all_and_much_shows_none(
     kind: Any, behind: list[dict[str, Any]], sampling: str, canaries: int

@@ -60,7 +60,14 @@ def audited_epsilon(audited: Workload) -> float | None:
     return row and float(row["audited_epsilon"])
 
 
-@pytest.mark.parametrize(("stack", "found"), [("client", 0.5), ("hidden", 0.5), ("sparse", 0.3)])
+@pytest.mark.parametrize(
+    ("stack", "found"),
+    [
+        ("client", 0.5),
+        pytest.param("hidden", 0.5, marks=pytest.mark.slow),
+        pytest.param("sparse", 0.3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_clients_claim_is_approached_and_not_exceeded(stack: str, found: float) -> None:
     audited = workload(stack)
     claim = rows.spent(audited, 2)
@@ -70,6 +77,7 @@ def test_a_clients_claim_is_approached_and_not_exceeded(stack: str, found: float
     assert found * claim.epsilon < bound <= claim.epsilon
 
 
+@pytest.mark.slow
 def test_an_examples_claim_is_approached_and_not_exceeded() -> None:
     """Of one batch of everything: two gradients of one image differ by about 1.5 of the 2 C."""
     once = {"rounds": 1, "local": {"batch_size": 35, "lr": 0.2}}
@@ -82,6 +90,7 @@ def test_an_examples_claim_is_approached_and_not_exceeded() -> None:
     assert 0.35 * claim.epsilon < bound <= claim.epsilon
 
 
+@pytest.mark.slow
 def test_the_sign_of_weight_differences_is_the_gradients() -> None:
     """Under fedavg the update points against the gradient: missed, nothing would be found."""
     local = {"batch_size": 35, "lr": 0.2, "steps": 2}
@@ -91,6 +100,7 @@ def test_the_sign_of_weight_differences_is_the_gradients() -> None:
     assert bound > 1
 
 
+@pytest.mark.slow
 def test_an_example_that_is_there_or_not_is_found_where_batches_are_drawn_independently() -> None:
     """Of a batch of nearly all, released once. Without a Gaussian fit, 1,000 draws show a fifth."""
     audited = workload(
@@ -106,6 +116,7 @@ def test_an_example_that_is_there_or_not_is_found_where_batches_are_drawn_indepe
     assert 0.15 * claim.epsilon < bound <= claim.epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("less", [0.8, 1.0])
 def test_a_fifth_less_noise_than_claimed_is_caught(
     less: float, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +148,7 @@ def test_bounds_that_are_both_tried_share_what_may_go_wrong() -> None:
         assert [bound.confidence for bound in found] == pytest.approx(each)
 
 
+@pytest.mark.slow
 def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
     once = {"rounds": 1, "local": {"batch_size": 35, "lr": 0.2}}
     audited = workload("example", training=once, audit={"canaries": 200})
@@ -179,6 +191,7 @@ def noisy_server(**changes: Any) -> Workload:
     )
 
 
+@pytest.mark.slow
 def test_who_is_asked_when_is_that_of_the_run() -> None:
     """Rounds in a row would show more of a client than those that it is asked in."""
     audited = noisy_server()
@@ -200,6 +213,7 @@ def test_who_is_asked_when_is_that_of_the_run() -> None:
     assert told == pytest.approx(correlated.reach(present, 0.7))
 
 
+@pytest.mark.slow
 def test_a_server_with_less_noise_than_claimed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     audited = noisy_server()
     claim = rows.spent(audited, 16)

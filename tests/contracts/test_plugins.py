@@ -220,6 +220,7 @@ def rows_of(run: Path, attack: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row["attack"]["name"] == attack]
 
 
+@pytest.mark.slow
 def test_a_third_partys_attack_defense_and_engine_run_in_a_scenario(third: Third) -> None:
     """Exact without defense, defeated by one of the third party's, and not by its other one.
 
@@ -244,6 +245,7 @@ def test_a_third_partys_attack_defense_and_engine_run_in_a_scenario(third: Third
     assert len({row.comparison for row in ranked}) == 1
 
 
+@pytest.mark.slow
 def test_a_third_partys_target_is_scored_controlled_and_shown(third: Third) -> None:
     """A property of all that a client holds, which neither its batch nor the guess tells."""
     run, _ = third
@@ -261,6 +263,7 @@ def test_a_third_partys_target_is_scored_controlled_and_shown(third: Third) -> N
     assert [len(shares) for shares in held.values()] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_third_partys_metrics_rank_and_have_columns_and_terms(third: Third) -> None:
     run, fedsim = third
     document = json.loads(fedsim("leaderboard", str(run), "--format", "json"))

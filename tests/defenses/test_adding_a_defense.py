@@ -41,12 +41,14 @@ def flawed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProc
     return run_tests(folder)
 
 
+@pytest.mark.slow
 def test_the_defense_of_the_page_passes_its_suite(tmp_path: Path) -> None:
     done = run_tests(write_package(PAGE, "my_defenses", tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d\d passed", done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(FLAWS)), ids=[found for _, _, found in FLAWS])
 def test_the_suite_of_the_page_finds_what_is_wrong(
     number: int, flawed: subprocess.CompletedProcess[str]

@@ -79,6 +79,9 @@ def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+pytestmark = pytest.mark.slow  # Sphinx takes most of half a minute.
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site")

@@ -112,25 +112,27 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
         told(model)
 
 
+@pytest.mark.slow
 def test_more_noise_never_raises_the_gain() -> None:
-    for before in ([], [{"name": "clip", "norm": 0.1}]):
-        stds = [0.0001 * 16**k for k in range(4)]
-        found = [told(smooth(), defenses=[*before, *noise(std)]) for std in stds]
-        gains = [forecast.estimate.gain for forecast in found]
-        assert found[-1].attackable == "no" and found[-1].gain == gains[-1]
-        assert all(after <= before for before, after in pairwise(gains))
-        assert gains[-1] < gains[0]
+    clip = {"name": "clip", "norm": 0.1}
+    found = [told(smooth(), defenses=[clip, *noise(std)]) for std in (0.0001, 0.01, 0.4)]
+    gains = [forecast.estimate.gain for forecast in found]
+    assert found[-1].attackable == "no" and found[-1].gain == gains[-1]
+    assert all(after <= before for before, after in pairwise(gains))
+    assert gains[-1] < gains[0]
 
 
+@pytest.mark.slow
 def test_a_larger_batch_never_raises_the_gain() -> None:
     for model in (smooth(), normed()):
         gains = [told(model, size, mode="eval").estimate.gain for size in (1, 3, 4, 8)]
         assert all(after <= before for before, after in pairwise(gains))
 
 
+@pytest.mark.slow
 def test_more_clients_in_a_sum_never_raise_the_gain() -> None:
-    alone, few, many = (told(smooth(), 2, clients=clients).estimate.gain for clients in (1, 2, 4))
-    assert many <= alone and few <= alone
+    alone, many = (told(smooth(), 2, clients=clients).estimate.gain for clients in (1, 3))
+    assert many <= alone
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -241,6 +243,8 @@ def test_the_command_prints_a_table_or_json(plan: Path) -> None:
     assert {each["name"] for each in first["indicators"]} >= {"labels", "local steps", "server"}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("attacks_here")
 def test_a_run_is_forecast_at_weights_that_it_recorded(plan: Path, tmp_path: Path) -> None:
     out = fedsim.run(plan, out=tmp_path / "out", workers=1).out
     before, after = preflight_file(plan), preflight_file(out)

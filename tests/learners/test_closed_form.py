@@ -102,6 +102,7 @@ def test_least_squares_of_a_known_solution() -> None:
     torch.testing.assert_close(normal_solution(rows, 7, draw), wanted)
 
 
+@pytest.mark.slow
 def test_the_normal_solution_is_the_limit_of_solving_on_sketches() -> None:
     """Mean x and covariance |e|² (B'B)^-1 / r; on sketches of 400 columns, within ten percent."""
     draw = torch.Generator().manual_seed(4)

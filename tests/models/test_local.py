@@ -167,7 +167,11 @@ def test_only_the_given_buffers_are_written(mode):
     ("name", "parameters"),
     [
         ("mlp", {"hidden": [3], "activation": "tanh"}),
-        ("convnet", {"width": 1, "norm": "batch", "activation": "softplus"}),
+        pytest.param(
+            "convnet",
+            {"width": 1, "norm": "batch", "activation": "softplus"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_update_is_differentiable_in_the_images(name, parameters):

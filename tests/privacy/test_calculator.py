@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
@@ -98,7 +99,7 @@ def test_delta_and_epsilon_are_inverse_and_the_curve_agrees(
     assert max(values[1] for values in lines.values()) == pytest.approx(there.log_delta, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", NOISES)
+@pytest.mark.parametrize("name", slow_but(NOISES.keys() - {"dp_sgd"}, NOISES.keys()))
 def test_the_noise_is_private_and_less_is_not(name: str) -> None:
     found = calculator.calibrate(name, NOISES[name], epsilon=1.0, delta=1e-4)
 
@@ -157,7 +158,7 @@ def test_an_estimate_comes_with_its_interval(tmp_path: Path) -> None:
         calculator.epsilon("normal", keys, delta=0.1)
 
 
-@pytest.mark.parametrize("words", [[], ["delta"]])
+@pytest.mark.parametrize("words", [[], pytest.param(["delta"], marks=pytest.mark.slow)])
 def test_without_a_mechanism_it_lists_them(words: list[str]) -> None:
     assert all(name in invoke(*words).output for name in NAMES)
     rows = json.loads(invoke(*words, "--json").output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Sampling
 
 NOISES = (1e-300, 1e-9, 1e-6, 0.01, 1.0, 1e6, 1e9, 1e12)
 DELTAS = (1e-300, 1e-5, 1 - 1e-9)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def stack(*members: tuple[str, dict[str, object]]) -> Stack:
@@ -61,8 +63,8 @@ def counted() -> Iterator[list[int]]:
         yield numbers
 
 
-@pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("sampling", ["without_replacement", "poisson"])
+@pytest.mark.parametrize("noise", [*NOISES[:6], *map(slow, NOISES[6:])])
+@pytest.mark.parametrize("sampling", ["without_replacement", slow("poisson")])
 def test_dp_sgd_claims_what_holds(noise: float, sampling: Sampling) -> None:
     dp = stack(("dp_sgd", {"norm": 1.0, "noise_multiplier": noise}))
     for rounds in (1, 1000, 100_000, 10**9):
@@ -108,7 +110,7 @@ def test_correlated_noise_claims_what_holds(noise: float, correlation: float) ->
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "balls_in_bins"])
-@pytest.mark.parametrize("noise", [1e-300, 1e-6, 0.01])
+@pytest.mark.parametrize("noise", [1e-300, slow(1e-6), 0.01])
 def test_little_noise_is_not_drawn_for(sampling: Sampling, noise: float) -> None:
     of = {"norm": 1.0, "noise_multiplier": noise, "correlation": 0.9}
     with counted() as numbers:
@@ -141,8 +143,8 @@ def test_counting_participations_bounds_their_norms() -> None:
 
 
 def test_full_participation_is_the_closed_form_at_every_noise() -> None:
-    for noise in (1e-9, 1e-3, 0.02, 0.5, 30.0, 1e5, 1e9):
-        for delta in (1e-12, 1e-5, 0.3):
+    for noise in (1e-9, 0.02, 0.5, 1e9):
+        for delta in (1e-12, 0.3):
             exact = float(gaussian.epsilon(noise / math.sqrt(50), delta))
             for sampling, rate in (("full", 1.0), ("poisson", 1.0), ("fixed_size", 1.0)):
                 keys = {"steps": 50, "sampling": sampling, "sampling_rate": rate}
@@ -152,8 +154,8 @@ def test_full_participation_is_the_closed_form_at_every_noise() -> None:
                 assert found.epsilon == pytest.approx(exact, rel=1e-6, abs=1e-9) or exact > 1e9
 
 
-@pytest.mark.parametrize("noise", [1e-6, 0.01, 0.3, 4.0, 1e6, 1e12])
-@pytest.mark.parametrize("rate", [1e-9, 0.01, 1 - 1e-9])
+@pytest.mark.parametrize("noise", [1e-6, 0.01, slow(0.3), 4.0, 1e6, 1e12])
+@pytest.mark.parametrize("rate", [1e-9, 0.01, slow(1 - 1e-9)])
 def test_poisson_lies_between_a_threshold_and_no_sampling(noise: float, rate: float) -> None:
     for steps in (1, 300):
         keys = {"steps": steps, "sampling": "poisson", "sampling_rate": rate}
@@ -179,8 +181,8 @@ def test_what_takes_too_long_is_refused_with_a_remedy() -> None:
         calculator.epsilon("correlated_gaussian", keys, delta=1e-5)
 
 
-@pytest.mark.parametrize("noise", [0.02, 1.0, 1e3, 1e5, 1e7, 1e9, 1e12])
-@pytest.mark.parametrize("size", [1, 40, 399])
+@pytest.mark.parametrize("noise", [0.02, 1.0, slow(1e3), 1e5, slow(1e7), slow(1e9), slow(1e12)])
+@pytest.mark.parametrize("size", [slow(1), 40, slow(399)])
 def test_divergences_are_no_less_than_that_of_the_mean_shift(noise: float, size: int) -> None:
     """Sampled batches differ in the mean by q; the whole data's divergence is the most."""
     orders, found = ledger._renyi(noise, size, 400)

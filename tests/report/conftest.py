@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 
+import one_process
 import pytest
 from answer_rows import WORKS
 from synthetic_run import QUICK, STACKS, write_run
@@ -50,8 +51,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run, of seconds."""
     folder = tmp_path_factory.mktemp("real")
     (folder / "small.yaml").write_text(SMALL)
-    done = CliRunner().invoke(
-        app, ["run", f"{folder}/small.yaml", "--out", f"{folder}/small", *QUICK]
-    )
+    words = ["run", f"{folder}/small.yaml", "--out", f"{folder}/small", *QUICK]
+    with one_process.attacks_here():
+        done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     return folder / "small"

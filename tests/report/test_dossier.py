@@ -219,6 +219,8 @@ def test_criteria_that_were_not_measured_say_so(run_folder: Path) -> None:
     assert measured["means"].startswith("3 attacks")
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("attacks_here")
 def test_a_command_repeats_the_numbers_of_its_lines(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

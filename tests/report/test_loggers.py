@@ -52,6 +52,7 @@ def expected(folder: Path) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_mlflow_holds_rounds_gains_with_intervals_and_pictures(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
         chosen([f"tensorboard={tmp_path}/file"])
 
 
+@pytest.mark.slow
 def test_mlflow_is_told_to_report_nothing_before_it_is_imported(tmp_path: Path) -> None:
     """In a process that does not look like a test to MLflow, which is silent in those."""
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")

@@ -225,6 +225,7 @@ def test_what_nobody_thought_of_is_said_on_the_page(
     assert status == 200 and type(error).__name__.encode() in body
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted(run: Path) -> None:
     command = [sys.executable, "-m", "fedsim", "serve", str(run), "--port", "0", "--token"]
     with subprocess.Popen(

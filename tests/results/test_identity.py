@@ -220,6 +220,7 @@ def images(folder: Path, seed: int) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("attacks_here")
 def test_two_hospitals_with_one_scenario_are_both_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but
 
 from fedsim.results.rows import row_noise
 from fedsim.scenario import load
@@ -18,7 +19,9 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize(
+    "name", slow_but(PRINTED.keys() - {"printed-noise-cancer-coefficients"}, PRINTED.keys())
+)
 def test_a_scenario_uses_the_printed_noise(name: str) -> None:
     scenario = load(FOLDER / f"{name}.yaml")
     first = Workload(scenario, "none")

@@ -66,7 +66,7 @@ def test_a_batch_is_guessed_by_different_images_each_matched_once() -> None:
     assert score(guess.answer(), both)["attack_loss"] is None
 
 
-@pytest.mark.parametrize("count", [4, 8, 16])
+@pytest.mark.parametrize("count", [4, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_it_beats_the_mean_image_at_evenly_spaced_brightness(guesser: Guesser, count: int) -> None:
     """What knows nothing but the images' brightness on average must not gain over it."""
     levels = smooth(400, 0).double().flatten(1).mean(1)

@@ -27,6 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc: others have no mallopt")
 def test_freed_memory_is_kept_for_the_next_tensors() -> None:
     def faults(call: str) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,8 +46,10 @@ def reads_nothing_named(call: ast.Call) -> bool:
     )
 
 
-def openings() -> Iterator[tuple[str, str, str]]:
+@functools.cache
+def openings() -> list[tuple[str, str, str]]:
     """(file, called, source of the function around it) of each call that opens a file to read."""
+    found = []
     for folder in ("fedsim", "attacks", "defenses"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             text = path.read_text(encoding="utf-8")
@@ -67,7 +69,8 @@ def openings() -> Iterator[tuple[str, str, str]]:
                 around = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or 0)]
                 inner = max(around, key=lambda f: f.lineno) if around else None
                 source = ast.get_source_segment(text, inner) or "" if inner else ""
-                yield path.relative_to(ROOT).as_posix(), name or whole, source
+                found.append((path.relative_to(ROOT).as_posix(), name or whole, source))
+    return found
 
 
 def test_nothing_opens_files_beside_the_one_way() -> None:

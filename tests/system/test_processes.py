@@ -125,6 +125,7 @@ def brief(path: Path, more: str = "") -> None:
 Begin = Callable[[int], "subprocess.Popen[str]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "workers"),
     [(signal.SIGINT, 2), (signal.SIGTERM, 1)],
@@ -152,6 +153,7 @@ def test_a_signal_says_how_to_go_on(
     assert "holds a run already" in third.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_workers_die_with_their_parent(path: Path, begin: Begin) -> None:
     """SIGKILL, of which the parent cannot tell them; and the lock is nobody's then."""

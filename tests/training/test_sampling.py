@@ -167,6 +167,7 @@ def test_a_probe_has_the_batch_that_it_declares(sampling: str) -> None:
         assert seen.training.sampling == "without_replacement"
 
 
+@pytest.mark.usefixtures("attacks_here")
 def test_a_federation_goes_on_where_its_clients_were(tmp_path: Path) -> None:
     """Through Flower: the bins take their turns over rounds, and the ledger's ε is the record's."""
     stacks = {"private": noisy(0.5, 4.0)}
@@ -204,7 +205,7 @@ def of(sampling: Any, correlation: float, **changes: Any) -> PrivacyClaim:
     [
         ("poisson", 0.0),
         ("balls_in_bins", 0.0),
-        ("balls_in_bins", 0.5),
+        pytest.param("balls_in_bins", 0.5, marks=pytest.mark.slow),
         pytest.param("poisson", 0.5, marks=pytest.mark.by_hand),
     ],
 )
@@ -268,6 +269,7 @@ def test_each_number_of_bins_may_be_the_worst() -> None:
         assert worst_client_sizes(training, held) == expected
 
 
+@pytest.mark.slow
 def test_a_costly_claim_of_a_round_is_that_of_a_later_one() -> None:
     workload = Workload(
         scenario("poisson", defenses={"a": noisy(0.0)}, training={"rounds": 6}), "a"

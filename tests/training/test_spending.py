@@ -14,6 +14,7 @@ from dp_accounting import (
 )
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
+from slow_cases import slow_but
 
 from fedsim.contracts.stack import chain
 from fedsim.privacy import calculator
@@ -69,7 +70,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(map(str, CASES[:3]), {str(case): case for case in CASES}))
 def test_the_ledger_keeps_to_what_is_asked_and_hardly_below(case: dict[str, Any]) -> None:
     made = scenario(**case)
     workload = Workload(made, "dp")
@@ -89,6 +90,7 @@ def test_dp_accounting_agrees_without_replacement() -> None:
     assert 0.99 * 8 <= peer.get_epsilon(1e-5) <= 8
 
 
+@pytest.mark.slow
 def test_dp_accounting_agrees_by_poisson() -> None:
     made = scenario(rounds=7, steps=3, sampling="poisson", **OUTSIDE)
     held = min(Workload(made, "dp").census.held)
@@ -97,6 +99,7 @@ def test_dp_accounting_agrees_by_poisson() -> None:
     assert 0.99 * 8 <= peer.get_epsilon(1e-5) <= 8 * 1.001
 
 
+@pytest.mark.slow
 def test_laws() -> None:
     """A smaller ε takes more noise, and so does a longer training, and fewer images of a client."""
     plain = noise(scenario())
@@ -119,6 +122,7 @@ def equal_images(made: Scenario, few: int) -> Dataset:
     return replace(dataset, train_images=images)
 
 
+@pytest.mark.slow
 def test_probes_of_equal_images_have_no_epsilon() -> None:
     """Of equal images a probe draws one: another is drawn more often than one in all of them."""
     observed = {"observe": {"batch_sizes": [1], "trials": 2}}
@@ -156,6 +160,7 @@ def test_what_cannot_be_claimed_says_why(changes: dict[str, Any], said: str) -> 
         Workload(scenario(**changes), "dp")
 
 
+@pytest.mark.slow
 def test_the_smallest_client_decides() -> None:
     uneven = {"data": {"source": {"name": "digits", "size": 8}, "clients": 2}}
     made = scenario(**uneven)
@@ -171,6 +176,7 @@ def test_the_smallest_client_decides() -> None:
     assert found(0, 60) == found(60, 60), "a count that is not known is no count of nothing"
 
 
+@pytest.mark.slow
 def test_a_search_over_uneven_bins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more noise than the worst client takes, of few curves, with word of how far it is."""
     made = scenario(sampling="balls_in_bins", rounds=20, **OUTSIDE)
@@ -213,6 +219,7 @@ def test_a_node_finds_the_noise_of_all() -> None:
         assert one.stack == whole.stack
 
 
+@pytest.mark.slow
 def test_a_server_that_misstates_counts_gets_more_noise_or_none() -> None:
     made = scenario(clients=3)
     whole = Workload(made, "dp")

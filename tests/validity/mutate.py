@@ -44,6 +44,15 @@ class Mutation:
             self._require_one(source.count(self.old))
             return source.replace(self.old, self.new or "")
         tree = ast.parse(source)
+        self.locate(tree).put([] if self.new is None else ast.parse(self.new).body)
+        return ast.unparse(ast.fix_missing_locations(tree))
+
+    def locate(self, tree: ast.Module) -> _Place:
+        """Returns where the piece stands in the module of `file`.
+
+        Raises:
+            LookupError: it does not stand there exactly once.
+        """
         pattern = _parse(self.old)
         places = [
             place
@@ -52,8 +61,7 @@ class Mutation:
             if place.holds(pattern) and (place.field == "test" or not self.condition)
         ]
         self._require_one(len(places))
-        places[0].put([] if self.new is None else ast.parse(self.new).body)
-        return ast.unparse(ast.fix_missing_locations(tree))
+        return places[0]
 
     def _require_one(self, count: int) -> None:
         if count != 1:

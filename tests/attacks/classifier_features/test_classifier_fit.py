@@ -165,6 +165,7 @@ def test_the_factor_of_each_image_is_found() -> None:
     assert float(errors.max()) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_local_steps_of_the_classifier_are_unrolled(momentum: float) -> None:
     """Of a model without a body nothing else moves."""
@@ -176,6 +177,7 @@ def test_local_steps_of_the_classifier_are_unrolled(momentum: float) -> None:
     assert float(errors.max()) < 1e-3
 
 
+@pytest.mark.slow
 def test_noise_beside_features_that_are_few() -> None:
     """No feature is outside the span of a hundred classes' rows, whose spread would be known."""
     noise = [{"name": "gaussian_noise", "std": 1e-4}]
@@ -380,7 +382,7 @@ def test_noise_hides_no_more_than_it_must() -> None:
     assert 0.5 < typical < 4
 
 
-@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("scope", ["global", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_removed_entries_are_filled_in(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fit of zeros in their place is several times as far off."""
     images, labels = example_batch(3)

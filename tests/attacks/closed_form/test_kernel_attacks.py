@@ -208,6 +208,7 @@ def test_a_predictor_of_more_rows_than_entries_hides_none_of_them(
     torch.testing.assert_close(found.rows[0], target.double(), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_row_among_many_has_its_label_told_by_the_labels_of_the_others() -> None:
     """Of 75 rows the symmetry of Y'α alone does not tell all labels."""
     observation, truth = released(FORM, [{"name": "aggregate"}], num_clients=5)
@@ -219,7 +220,9 @@ def test_a_row_among_many_has_its_label_told_by_the_labels_of_the_others() -> No
         assert torch.equal(found.rows[0, 64:].argmax(), truth.rows[target, 64:].argmax())
 
 
-@pytest.mark.parametrize("parameters", [MODEL, FORM], ids=["model", "form"])
+@pytest.mark.parametrize(
+    "parameters", [MODEL, pytest.param(FORM, marks=pytest.mark.slow)], ids=["model", "form"]
+)
 def test_more_noise_never_tells_more(parameters: Mapping[str, Any]) -> None:
     """On average over all rows; and it is the mean that is told, better than what was released."""
     errors, bare = [], []
@@ -235,6 +238,7 @@ def test_more_noise_never_tells_more(parameters: Mapping[str, Any]) -> None:
     assert errors[1] < 0.6 * bare[1] and errors[-1] < 0.3 * bare[-1]
 
 
+@pytest.mark.slow
 def test_through_opaque_noise_only_the_label_is_seen() -> None:
     """Without α̃ the answers are a guess and a coin."""
     areas, told = [], []

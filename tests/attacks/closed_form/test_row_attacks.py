@@ -56,7 +56,7 @@ def test_coefficients_without_noise_give_a_row_away_whole() -> None:
     assert score(found, case[1])["rows_recovered"] == 1
 
 
-@pytest.mark.parametrize("classes", [None, ("no", "yes")])
+@pytest.mark.parametrize("classes", [pytest.param(None, marks=pytest.mark.slow), ("no", "yes")])
 def test_without_a_constant_feature_the_direction_is_exact(classes: tuple[str, str] | None) -> None:
     """The scale is unknown, which two classes settle for most rows, and the sign: to a regression,
     -v is as good as v. (So its maximum is asked for: the mean lies between the two.)"""
@@ -84,6 +84,7 @@ def test_without_a_constant_feature_the_direction_is_exact(classes: tuple[str, s
         assert float(exact.double().mean()) > 0.5
 
 
+@pytest.mark.slow
 def test_a_wide_sketch_of_few_rows_gives_them_away() -> None:
     """Fewer rows than columns: the release leaves the span of the others in one direction only."""
     case = released(6, columns=8, parameters={"columns": 4000})
@@ -92,6 +93,7 @@ def test_a_wide_sketch_of_few_rows_gives_them_away() -> None:
     assert scores["row_cosine"] is not None and scores["row_cosine"] > 0.99
 
 
+@pytest.mark.slow
 def test_more_columns_tell_more_and_noise_less() -> None:
     errors = []
     for columns, sigma in ((2000, None), (100, None), (100, 1.0)):
@@ -119,6 +121,7 @@ def test_membership_in_coefficients_without_noise_is_certain() -> None:
     assert score(found, case[1])["membership_auc"] == 1
 
 
+@pytest.mark.slow
 def test_summed_coefficients_are_attacked_within_their_client() -> None:
     case = released(
         60,

@@ -81,6 +81,7 @@ def test_the_objective_is_zero_at_the_truth_alone(file: Path) -> None:
         assert -1e-6 < float(attack.step(state).loss) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_images_in_the_range_of_the_generator_are_found(file: Path, count: int) -> None:
     """From some of the starting points; others end in local minima."""
@@ -153,6 +154,7 @@ def test_untrained_it_beats_the_mean_image() -> None:
     assert min(found) > 2
 
 
+@pytest.mark.slow
 def test_trained_on_other_faces_it_beats_the_mean_image(tmp_path: Path) -> None:
     public = Faces(size=16).load().test_images.float() / 255
     path = tmp_path / "faces.safetensors"
@@ -197,6 +199,7 @@ def test_parameters_that_do_not_go_together_are_refused() -> None:
             GenerativePrior.model_validate(given)
 
 
+@pytest.mark.slow
 def test_the_training_script_writes_what_an_attack_takes(tmp_path: Path) -> None:
     """It prints the attack as a scenario names it."""
     path = tmp_path / "digits.safetensors"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_but
 
 from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.attack import Attack, solve
@@ -26,7 +27,7 @@ from fedsim_attacks.gradient_matching.inverting_gradients import (
 )
 
 
-@pytest.mark.parametrize("labels", ["none", "inferred", "known"])
+@pytest.mark.parametrize("labels", slow_but(["inferred"], ["none", "inferred", "known"]))
 @pytest.mark.parametrize(
     "attack",
     [InvertingGradients(iterations=200), GradInversion(iterations=200, seeds=2, warmup=10)],

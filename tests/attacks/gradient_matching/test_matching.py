@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -223,8 +224,11 @@ def test_small_models_are_left_alone() -> None:
     assert "forward" not in vars(model[0])  # type: ignore[index]
 
 
-@over_cases
-@pytest.mark.parametrize(("distance", "soft"), [(cosine_distance, False), (squared_distance, True)])
+@pytest.mark.parametrize("case", slow_but(["one gradient", "batch norm, train mode"], CASES))
+@pytest.mark.parametrize(
+    ("distance", "soft"),
+    [(cosine_distance, False), pytest.param(squared_distance, True, marks=pytest.mark.slow)],
+)
 def test_replayed_iterations_are_the_same_bits(
     case: dict[str, Any], distance: Distance, soft: bool
 ) -> None:

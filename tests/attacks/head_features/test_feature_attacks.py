@@ -232,6 +232,7 @@ def test_the_features_before_local_steps_are_found(lr: float, momentum: float) -
     assert min(scores.per_image["feature_cosine"]) > 0.9999
 
 
+@pytest.mark.slow
 def test_features_that_move_far_need_their_steps_unrolled() -> None:
     case = moving([256, 48], 1.0, 0.0, width=2112, planted=2048)
     unrolled = attack("unrolled_features", *case, iterations=300)["subspace_error"]

@@ -145,6 +145,7 @@ def fitted(seen: HeadGradient, seed: int, second_starts: list[Tensor]) -> Output
     return solved(seen, starts, second_starts=second_starts)
 
 
+@pytest.mark.slow
 def test_moves_are_what_frees_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, features = see_alike()
     for moving in (True, False):

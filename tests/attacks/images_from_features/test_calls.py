@@ -108,7 +108,7 @@ def test_functions_are_cut_as_the_same_layers_in_sequence(width: float) -> None:
         entering = made[0]
 
 
-@pytest.mark.parametrize("library", ["torchvision", "timm"])
+@pytest.mark.parametrize("library", ["torchvision", pytest.param("timm", marks=pytest.mark.slow)])
 def test_a_librarys_resnet_is_cut_as_fedsims(library: str) -> None:
     torch.manual_seed(0)
     if library == "timm":

@@ -86,7 +86,7 @@ def test_the_objective_is_zero_at_the_truth(defense: list[dict[str, Any]]) -> No
     assert float(wrong.features) > 1e-2
 
 
-@pytest.mark.parametrize("model", ["convnet", "resnet18"])
+@pytest.mark.parametrize("model", ["convnet", pytest.param("resnet18", marks=pytest.mark.slow)])
 def test_a_body_of_whose_update_nothing_is_left_leaves_its_features(model: str) -> None:
     """As global pruning may leave it: not every loss is then undefined."""
     parameters = {"head": HEAD, "width": 8} if model == "convnet" else {"head": HEAD}

@@ -167,7 +167,7 @@ def test_the_whole_gradient_is_zero_at_the_truth(defense: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("goes", [1, 2])
-@pytest.mark.parametrize("defense", [NOISE, ROUNDED], ids=str)
+@pytest.mark.parametrize("defense", [pytest.param(NOISE, marks=pytest.mark.slow), ROUNDED], ids=str)
 def test_images_come_first_where_the_head_is_blurred(
     defense: list[dict[str, Any]], goes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def digits(count: int, defense: list[dict[str, object]]) -> tuple[Observation, G
     return observation, truth, data.test_images
 
 
-@pytest.mark.parametrize("std", [0.0, 0.003])
+@pytest.mark.parametrize("std", [0.0, pytest.param(0.003, marks=pytest.mark.slow)])
 def test_images_are_read_off_features_behind_noise_too(std: float) -> None:
     defense: list[dict[str, object]] = [{"name": "gaussian_noise", "std": std}] if std else []
     observation, truth, public = digits(4, defense)

@@ -83,6 +83,7 @@ def test_images_come_from_a_classifier_that_starts_at_zero() -> None:
     assert found.images is not None and bool(found.images.isfinite().all())
 
 
+@pytest.mark.slow
 def test_a_few_iterations_are_nearer_than_twice_as_many_of_inverting_gradients() -> None:
     photos = Photos().load()
     images = photos.train_images[31:211:60].float() / 255

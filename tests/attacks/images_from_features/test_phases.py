@@ -37,7 +37,7 @@ def kinds(observation: Observation, attack: FactoredInversion) -> list[type]:
     return found
 
 
-@pytest.mark.parametrize("std", [1e-4, 1e-1])
+@pytest.mark.parametrize("std", [1e-4, pytest.param(1e-1, marks=pytest.mark.slow)])
 def test_noise_that_buries_the_update_leaves_nothing_to_peel(std: float) -> None:
     observation, _ = observe([{"name": "gaussian_noise", "std": std}])
     found = kinds(observation, FactoredInversion(iterations=10))
@@ -54,11 +54,13 @@ def test_noise_that_drowns_a_shallow_body_leaves_the_whole_update(
     assert state.phase.iterations == 1500
 
 
+@pytest.mark.slow
 def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled() -> None:
     observation, _ = observe([], steps=2)
     assert kinds(observation, FactoredInversion(iterations=10)) == [Relaxation] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defense", "iterations", "least"),
     [([], 400, 13.0), ([{"name": "gaussian_noise", "std": 0.01}], 200, 12.0)],

@@ -95,6 +95,7 @@ def test_every_stage_is_zero_at_the_truth(
         target = gradient.pull_back(found[i])
 
 
+@pytest.mark.slow
 def test_peeling_finds_what_went_into_every_stage() -> None:
     """Up to a factor for each image behind norm layers; from inputs drawn at random."""
     observation, truth = observe([])
@@ -157,7 +158,11 @@ def test_relaxed_stages_are_zero_at_the_truth(
 
 
 @pytest.mark.parametrize(
-    ("defense", "norm"), [([], "batch"), ([{"name": "clip", "norm": 1e-3}], "group")]
+    ("defense", "norm"),
+    [
+        ([], "batch"),
+        pytest.param([{"name": "clip", "norm": 1e-3}], "group", marks=pytest.mark.slow),
+    ],
 )
 def test_what_later_steps_add_is_simulated(defense: list[dict[str, Any]], norm: str) -> None:
     """An update of three steps is no gradient; corrected at the truth, nothing is left of it."""

@@ -88,8 +88,8 @@ def test_tokens_with_fewer_entries_than_patches_leave_the_image_open() -> None:
 @pytest.mark.parametrize(
     "defense",
     [
-        {"name": "gaussian_noise", "std": 1e-6},
-        {"name": "gaussian_noise", "std": 1e-4},
+        pytest.param({"name": "gaussian_noise", "std": 1e-6}, marks=pytest.mark.slow),
+        pytest.param({"name": "gaussian_noise", "std": 1e-4}, marks=pytest.mark.slow),
         {"name": "gaussian_noise", "std": 1e-2},
         {"name": "gradient_pruning", "ratio": 0.1},
         {"name": "gradient_pruning", "ratio": 0.5, "scope": "tensor"},

@@ -285,6 +285,7 @@ def test_a_node_holds_a_server_to_epsilon_and_delta(tmp_path: Path) -> None:
         counted(app, promised(privacy={"delta": 1e-2}))
 
 
+@pytest.mark.slow
 def test_no_probes_are_outside_of_the_epsilon_of_a_policy(tmp_path: Path) -> None:
     asked = {"observe": {"batch_sizes": [1], "trials": 20}}
     outside = promised(**asked, privacy={"probes": "outside"})
@@ -298,6 +299,7 @@ def test_no_probes_are_outside_of_the_epsilon_of_a_policy(tmp_path: Path) -> Non
     counted(free, outside)
 
 
+@pytest.mark.slow
 def test_a_node_does_not_answer_behind_an_epsilon_that_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,10 +89,10 @@ def test_what_a_scenario_calls_itself_changes_no_answer(
 @pytest.mark.parametrize(
     "change",
     [
-        {"privacy": {"delta": 1e-6}},
+        pytest.param({"privacy": {"delta": 1e-6}}, marks=pytest.mark.slow),
         {"privacy": {"probes": "outside"}, "observe": PROBED},
-        {"observe": {**PROBED, "trials": 3}},
-        {"training": {**TRAINED, "rounds": 5}},
+        pytest.param({"observe": {**PROBED, "trials": 3}}, marks=pytest.mark.slow),
+        pytest.param({"training": {**TRAINED, "rounds": 5}}, marks=pytest.mark.slow),
     ],
 )
 def test_an_epsilon_has_one_noise_in_a_run(change: dict[str, Any], tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def test_three_dimensions_agree_with_the_moments_of_the_matrices(seed: int, epsi
         assert abs(found / expected - 1) < 1e-9
 
 
-@pytest.mark.parametrize(("a1", "a2"), [(0.4, -0.02), (-0.2, -0.01)])
+@pytest.mark.parametrize(
+    ("a1", "a2"), [pytest.param(0.4, -0.02, marks=pytest.mark.slow), (-0.2, -0.01)]
+)
 def test_fifty_dimensions_agree_with_two_groups_in_disguise(a1: float, a2: float) -> None:
     """N(0, I) against a normal whose precision is 1 - a1 once and 1 - a2 else, both mixed up."""
     size, b1, epsilon = 50, 0.7, 0.4

@@ -54,6 +54,7 @@ def test_its_least_squares_mechanism_charges_a_leverage_that_no_row_has() -> Non
         assert q.max() <= most + 1e-12 < 2 * norm**2 / sigma**2
 
 
+@pytest.mark.slow
 def test_least_squares_needs_less_noise_than_the_projection() -> None:
     """Table II ranks them the other way round, because of the corner (q, p) = (2, 1) l²/σ²."""
     setup = CANCER
