@@ -207,7 +207,7 @@ def test_a_recording_is_replayed_without_flower(finished: Run) -> None:
 def test_known_labels_need_the_truth(finished: Run) -> None:
     observation = fedsim.load_observation(finished.observations()[0])
     grant = fedsim.Grant(labels="known")
-    with pytest.raises(FedsimError, match="ground truth"):
+    with pytest.raises(FedsimError, match="only the truth"):
         fedsim.attack(observation, "idlg", grant=grant)
     fedsim.attack(observation, "idlg", {"iterations": 1}, grant=grant, truth=finished.out)
 

@@ -188,7 +188,7 @@ def score_answer(
         features_by=found.features_by if found else None,
         stages=found.stages if found else None,
         # The guess needs no answer, so that rows of failed attacks have its scores as well.
-        baseline=scoring.baseline(
+        baseline=scoring.score_guess(
             GuessRequest(
                 truth=truth, found=found, granted=setting.granted, observation=observation
             ),

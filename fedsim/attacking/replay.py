@@ -147,7 +147,7 @@ def _refuse_unfit(
 ) -> None:
     if victim is None and (secrets := grant.from_truth()):
         raise FedsimError(
-            f"{', '.join(secrets)}: only the ground truth holds that, and none was found: name the "
+            f"{', '.join(secrets)}: only the truth holds that, and none was found: name the "
             "run's folder (--truth), or grant less"
         )
     if reason := unanswerable(attack, observation, victim):

@@ -1,6 +1,6 @@
 """Defines a defense stack, and `chain`, which composes it.
 
-`chain(a, b, c)` applies in written order and the empty chain is the identity, bit for bit. Only the
+`chain(a, b, c)` applies in written order and the empty stack is the identity, bit for bit. Only the
 whole stack's guarantee is ever accounted: a stack that is not a known mechanism has ε = ∞, never a
 guess.
 """
@@ -33,7 +33,7 @@ from fedsim.types import Effect, FedsimError, LocalTraining, Tensors, Vantage
 
 @dataclass(frozen=True)
 class Stack:
-    """Holds a chain of defenses in the order in which they act.
+    """Holds the defenses of a stack in the order in which they act.
 
     Those of the model, data, training and statistics come first, then those of updates, then the
     aggregation.
@@ -228,7 +228,7 @@ class Stack:
                     f"{_name(self.data_defense)} acts on the rows of a closed-form learner; choose "
                     "learner sketch or least_squares, or drop it"
                 )
-            # It stands first in its chain, so that nothing is proven before it.
+            # It stands first in its stack, so that nothing is proven before it.
             held = self.data_defense.guarantee(release)
         if self.statistic_defenses:
             held = self._of_statistics(release)

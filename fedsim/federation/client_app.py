@@ -1,6 +1,6 @@
 """The ClientApp: decode the global model, train under the defense stack, send the update.
 
-The ground truth and the defense's state stay on the client's side, as files that the client writes
+The truth and the defense's state stay on the client's side, as files that the client writes
 itself; every part of their paths is an integer that was checked, or the stack's own name.
 """
 
@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.noise_use import release_key
-from fedsim.federation.secure_aggregation.answers import Answers, Party
+from fedsim.federation.secure_aggregation.answers import Answers, SumIdentity
 from fedsim.recording.files import save_observation
 from fedsim.recording.truth import forget_truth, save_truth
 from fedsim.scenario import Scenario
@@ -53,7 +53,7 @@ def _workload(scenario: str, stack: str) -> Workload:
 def build(
     job: FederationJob,
     workload: Workload | None = None,
-    party: Party | None = None,
+    sum_identity: SumIdentity | None = None,
     on_release: Callable[[], None] | None = None,
 ) -> ClientApp:
     """Builds the ClientApp of `job`.
@@ -61,11 +61,11 @@ def build(
     Args:
         job: What every process is told.
         workload: Computations of the job; without them this process builds its own.
-        party: Identity of the client in secure sums, where it is on a machine of its own.
+        sum_identity: Identity of the client in secure sums, where it is on a machine of its own.
         on_release: Called before each release, of training or of a probe; may refuse it by raising.
     """
     client = FederationClient(job, workload, on_release)
-    sums = Answers(client, party)
+    sums = Answers(client, sum_identity)
     app = ClientApp()
     app.train()(client.train)
     app.train(wire.PROBE)(client.probe)

@@ -101,15 +101,15 @@ def roll_call(
     patience: float,
     on_wait: OnWait | None = None,
 ) -> Iterator[tuple[int, RecordDict]]:
-    """Queries all nodes once there are `count`; yields (node, content of its answer).
+    """Asks all nodes once there are `count`; yields (node, content of its answer).
 
     A node that is gone before it has answered is asked again when it is back.
 
     Args:
         grid: Grid of any engine.
         count: Number of nodes that have to come.
-        content: Content of each query.
-        action: Action of each query.
+        content: Content of each message.
+        action: Action of each message.
         patience: Seconds in which as many nodes have to come. The first answer may take longer:
             nodes load their data for it.
         on_wait: Told how many nodes are there, whenever that changes while more have to come.

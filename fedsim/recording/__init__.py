@@ -1,1 +1,1 @@
-"""Reads and writes observations and ground truth on disk."""
+"""Reads and writes observations and truth on disk."""

@@ -1,4 +1,4 @@
-"""Keeps ground truth on disk: clients write and remove it, and scores read it.
+"""Keeps truth on disk: clients write and remove it, and scores read it.
 
     ROOT/truth/<stack>/round-0001/client-0000-b4-t0/client-0000.safetensors
 
@@ -140,14 +140,14 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
     folder = _folder(root, id)
     parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
     if not parts:
-        raise FedsimError(f"{folder}: no ground truth was recorded for this observation")
+        raise FedsimError(f"{folder}: no truth was recorded for this observation")
     if clients not in (None, len(parts)):
         raise IncompleteTruth(
-            f"{folder}: the ground truth is of {number_of(len(parts), 'client')} and the "
+            f"{folder}: the truth is of {number_of(len(parts), 'client')} and the "
             f"observation of {clients}; record it again"
         )
     if not all(_is_truth(part) for part in parts):
-        raise FedsimError(f"{folder}: not the ground truth of an observation; record it again")
+        raise FedsimError(f"{folder}: not the truth of an observation; record it again")
     return Truth.of(_join_parts(parts))
 
 

@@ -26,10 +26,10 @@ from fedsim.scoring.perceptual import load_lpips as load_lpips
 from fedsim.scoring.score import NOT_LEARNED as NOT_LEARNED
 from fedsim.scoring.score import OWN_LOSS as OWN_LOSS
 from fedsim.scoring.score import Scores as Scores
-from fedsim.scoring.score import baseline as baseline
 from fedsim.scoring.score import no_metrics as no_metrics
 from fedsim.scoring.score import prepare as prepare
 from fedsim.scoring.score import score as score
+from fedsim.scoring.score import score_guess as score_guess
 from fedsim.scoring.score import score_other as score_other
 from fedsim.scoring.score import tensors_to_save as tensors_to_save
 from fedsim.scoring.statistics import LEAST as LEAST

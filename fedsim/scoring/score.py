@@ -121,7 +121,7 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
     )
 
 
-def baseline(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
+def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
     """Scores the answer of somebody who is granted what the attack is, and saw no update.
 
     `aids` has what `prepare` returned.

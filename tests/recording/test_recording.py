@@ -199,7 +199,7 @@ def test_a_recording_that_contradicts_itself_is_refused(
 def test_what_is_no_ground_truth_is_refused(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     folder = tmp_path / "truth" / OBSERVATION.id
     write_tensors(folder / "client-0000.safetensors", tensors)
-    with pytest.raises(FedsimError, match="not the ground truth"):
+    with pytest.raises(FedsimError, match="not the truth"):
         load_truth(tmp_path, OBSERVATION.id)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.target import GuessRequest
-from fedsim.scoring import ScoringError, Unavailable, baseline, score
+from fedsim.scoring import ScoringError, Unavailable, score, score_guess
 from fedsim.targets.membership import FALSE_POSITIVES, membership_auc, membership_tpr
 from fedsim.types import Reconstruction, RowTruth
 
@@ -107,7 +107,7 @@ def test_membership_scores() -> None:
 
 
 def test_the_guess_knows_the_others_but_not_the_target() -> None:
-    guess = baseline(GuessRequest(truth=TRUTH))
+    guess = score_guess(GuessRequest(truth=TRUTH))
     members = ROWS[TRUTH.members]
     others = torch.stack(
         [members[[1, 2]].mean(0), members[[0, 2]].mean(0), members[[0, 1]].mean(0)]
@@ -115,9 +115,9 @@ def test_the_guess_knows_the_others_but_not_the_target() -> None:
     assert guess["row_error"] == score(reconstruct(others), TRUTH)["row_error"]
     assert guess["membership_auc"] == 0.5 and guess["membership_tpr"] == FALSE_POSITIVES
     moved = replace(TRUTH, rows=torch.cat([ROWS[:2], ROWS[2:3] * 0.3, ROWS[3:]]))
-    assert baseline(GuessRequest(truth=moved)) == guess, "a row that took no part is not known"
+    assert score_guess(GuessRequest(truth=moved)) == guess, "a row that took no part is not known"
     nobody = replace(TRUTH, members=torch.zeros(4, dtype=torch.bool))
-    assert baseline(GuessRequest(truth=nobody))["psnr"] is None
+    assert score_guess(GuessRequest(truth=nobody))["psnr"] is None
 
 
 @pytest.mark.parametrize(

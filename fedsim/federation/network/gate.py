@@ -42,8 +42,8 @@ CONNECTIONS = 1024
 """Most connections at once. A node has two, and one more for each core while it pushes."""
 # A node, or the strangers of one address, may have one in so many of the connections.
 _PARTY_SHARE = 8
-# Most lines of the log for one party, and for all strangers, within so many seconds.
-_PARTY_LINES, _STRANGERS_LINES, _LINES_SECONDS = 200, 2000, 3600
+# Most lines of the log for one caller, and for all strangers, within so many seconds.
+_CALLER_LINES, _STRANGERS_LINES, _LINES_SECONDS = 200, 2000, 3600
 
 _STRANGERS = "strangers"
 _HANDSHAKE_SECONDS = 10.0
@@ -139,7 +139,7 @@ class _Server:
         self._signatures = Signatures(since)
         inside, self._outside = _contexts(settings)
         self._superlink = SuperLink(settings.superlink, inside)
-        self._parties: dict[asyncio.Task[None], _Party] = {}  # in order of arrival
+        self._callers: dict[asyncio.Task[None], _Caller] = {}  # in order of arrival
         self._lines = _Lines()
 
     async def run(self, server: socket.socket) -> None:
@@ -150,37 +150,37 @@ class _Server:
             try:
                 connection, peer = await loop.sock_accept(server)
             except OSError as error:  # out of files, or the client has gone
-                self._log_refusal(_Party("-"), Refusal(503, str(error)), "")
+                self._log_refusal(_Caller("-"), Refusal(503, str(error)), "")
                 # Where files have run out, trying again at once would only burn the processor.
                 await asyncio.sleep(0.1)
                 continue
-            party = _Party(f"{peer[0]}:{peer[1]}", _network(peer[0]))
-            self._make_room(party)
-            task = loop.create_task(self._serve(connection, party))
-            self._parties[task] = party
-            task.add_done_callback(lambda task: self._parties.pop(task, None))
+            caller = _Caller(f"{peer[0]}:{peer[1]}", _network(peer[0]))
+            self._make_room(caller)
+            task = loop.create_task(self._serve(connection, caller))
+            self._callers[task] = caller
+            task.add_done_callback(lambda task: self._callers.pop(task, None))
 
-    def _make_room(self, newcomer: _Party) -> None:
+    def _make_room(self, newcomer: _Caller) -> None:
         """Ends the oldest connection of the strangers who hold most, if there are too many.
 
         A node shows by its first request that it is one; a stranger that only waits gives way.
         """
-        held = Counter(party.of for party in self._parties.values() if party.is_stranger)
+        held = Counter(caller.of for caller in self._callers.values() if caller.is_stranger)
         if held[newcomer.of] >= self._share:
             self._end_oldest(newcomer.of)
         # The busiest network gives way, so that no single address crowds out the rest.
-        elif held and len(self._parties) >= self._settings.connections:
+        elif held and len(self._callers) >= self._settings.connections:
             self._end_oldest(max(held, key=lambda of: held[of]))
 
-    def _admit(self, party: _Party, key: bytes) -> None:
+    def _admit(self, caller: _Caller, key: bytes) -> None:
         """Counts a connection as that of the node with this `key`.
 
         It refuses the connection if the node has too many. Nodes leave a share of the connections
         to strangers, since every node begins as one.
         """
-        if party.of == key:
+        if caller.of == key:
             return
-        held = Counter(other.of for other in self._parties.values() if not other.is_stranger)
+        held = Counter(other.of for other in self._callers.values() if not other.is_stranger)
         is_full = held.total() >= max(1, self._settings.connections - self._share)
         # `max` takes the first of equals: at a tie the newcomer is refused, and nobody else ended.
         busiest = max([key, *held], key=lambda of: held[of])
@@ -188,20 +188,20 @@ class _Server:
             raise Refusal(503, "too many connections of one node")
         if is_full:
             self._end_oldest(busiest)
-        party.of = key
+        caller.of = key
 
     @property
     def _share(self) -> int:
         return max(1, self._settings.connections // _PARTY_SHARE)
 
     def _end_oldest(self, of: str | bytes) -> None:
-        task, party = next(item for item in self._parties.items() if item[1].of == of)
+        task, caller = next(item for item in self._callers.items() if item[1].of == of)
         # At once: the task ends later, and must not be counted or chosen again until then.
-        del self._parties[task]
+        del self._callers[task]
         task.cancel()
-        self._log_refusal(party, Refusal(503, "too many connections: the oldest is ended"), "")
+        self._log_refusal(caller, Refusal(503, "too many connections: the oldest is ended"), "")
 
-    async def _serve(self, connection: socket.socket, party: _Party) -> None:
+    async def _serve(self, connection: socket.socket, caller: _Caller) -> None:
         """Serves one connection, from the handshake to its end."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=CHUNK_BYTES)
@@ -218,13 +218,13 @@ class _Server:
             raise
         except OSError as error:  # of TLS, too; a probe that only connects is no request
             said = str(error) or type(error).__name__
-            self._log_refusal(party, Refusal(400, f"no TLS: {said}"), "")
+            self._log_refusal(caller, Refusal(400, f"no TLS: {said}"), "")
             connection.close()
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         client = Side(reader, writer, h11.SERVER)
         limit = self._settings.body_limit
-        admit = partial(self._admit, party)
+        admit = partial(self._admit, caller)
         passage = Passage(client, self._superlink, self._signatures, limit, admit)
         is_ended = False
         try:
@@ -234,18 +234,18 @@ class _Server:
             is_ended = True
             raise
         except Refusal as refusal:
-            await self._refuse(passage, party, refusal)
+            await self._refuse(passage, caller, refusal)
         except h11.RemoteProtocolError as error:
-            await self._refuse(passage, party, Refusal(error.error_status_hint, str(error)))
+            await self._refuse(passage, caller, Refusal(error.error_status_hint, str(error)))
         except (OSError, h11.LocalProtocolError) as error:
             if passage.request:  # who only connects, to look at the certificate, asks for nothing
-                self._log_refusal(party, Refusal(400, f"broke off: {error}"), passage.request)
+                self._log_refusal(caller, Refusal(400, f"broke off: {error}"), passage.request)
         finally:
             await passage.close(at_once=is_ended)
 
-    async def _refuse(self, passage: Passage, party: _Party, refusal: Refusal) -> None:
+    async def _refuse(self, passage: Passage, caller: _Caller, refusal: Refusal) -> None:
         """Writes a refusal to the log, and tells the client if no answer has begun."""
-        self._log_refusal(party, refusal, passage.request)
+        self._log_refusal(caller, refusal, passage.request)
         if passage.is_answered:
             return
         body = f"{refusal}\n".encode()
@@ -259,34 +259,34 @@ class _Server:
                 await passage.client.send(h11.EndOfMessage())
                 await passage.client.discard()
 
-    def _log_refusal(self, party: _Party, refusal: Refusal, request: str) -> None:
+    def _log_refusal(self, caller: _Caller, refusal: Refusal, request: str) -> None:
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         # Escaped, so that a client cannot forge lines of the log.
         what = f"{refusal.status} {ascii(str(refusal))[1:-1]}: {request or '-'}"
         with suppress(OSError):  # a full disk behind the log does not close the gate
             if dropped := self._lines.begin():
                 self._log.write(f"{now} - {dropped} refusals before this have no line\n")
-            if self._lines.allow(party):
-                self._log.write(f"{now} {party.who} {what}\n")
+            if self._lines.allow(caller):
+                self._log.write(f"{now} {caller.who} {what}\n")
 
 
 @dataclass(eq=False)
-class _Party:
-    """Party behind a connection, as far as it is known."""
+class _Caller:
+    """Caller behind a connection, as far as it is known."""
 
     who: str
-    """Address and port of the party, for the log."""
+    """Address and port of the caller, for the log."""
     of: str | bytes = ""
     """Key of a node (bytes), or network that a stranger is in (text)."""
 
     @property
     def is_stranger(self) -> bool:
-        """Whether the party has not shown that it is a node."""
+        """Whether the caller has not shown that it is a node."""
         return isinstance(self.of, str)
 
 
 class _Lines:
-    """Counts the lines of the log by party, so that nobody can fill it."""
+    """Counts the lines of the log by caller, so that nobody can fill it."""
 
     def __init__(self) -> None:
         self._since, self._dropped = time.monotonic(), 0
@@ -304,13 +304,13 @@ class _Lines:
         self._written.clear()
         return dropped
 
-    def allow(self, party: _Party) -> bool:
-        """Returns whether a line about `party` may be written, and counts it."""
-        is_full = party.is_stranger and self._written[_STRANGERS] >= _STRANGERS_LINES
-        if is_full or self._written.get(party.of, 0) >= _PARTY_LINES:
+    def allow(self, caller: _Caller) -> bool:
+        """Returns whether a line about `caller` may be written, and counts it."""
+        is_full = caller.is_stranger and self._written[_STRANGERS] >= _STRANGERS_LINES
+        if is_full or self._written.get(caller.of, 0) >= _CALLER_LINES:
             self._dropped += 1
             return False
-        self._written.update([party.of, *([_STRANGERS] if party.is_stranger else [])])
+        self._written.update([caller.of, *([_STRANGERS] if caller.is_stranger else [])])
         return True
 
 

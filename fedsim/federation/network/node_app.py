@@ -21,7 +21,7 @@ from fedsim.federation.network import census
 from fedsim.federation.network.home import pin_run, run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
-from fedsim.federation.secure_aggregation.answers import Party
+from fedsim.federation.secure_aggregation.answers import SumIdentity
 from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import PluginRef
@@ -159,8 +159,8 @@ class NodeApp:
         job = client_app.FederationJob(
             scenario=written, stack=stack, out=str(folder), threads=scenario.threads
         )
-        party = self._party(workload, run)
-        return client_app.build(job, workload, party, on_release=self._releases.count)
+        sum_identity = self._sum_identity(workload, run)
+        return client_app.build(job, workload, sum_identity, on_release=self._releases.count)
 
     def _check(self, scenario: Scenario, stack: str) -> None:
         """Refuses what the policy does not allow, and what no scenario may be."""
@@ -175,7 +175,7 @@ class NodeApp:
         """Returns what `client` computes behind `stack`, once nothing refuses it."""
         workload = OneClient(scenario, stack, client, counts)
         self._policy.check_release(workload)
-        self._party(workload)
+        self._sum_identity(workload)
         refusals.check(workload)
         return workload
 
@@ -185,7 +185,7 @@ class NodeApp:
             scenario, client.dataset, [client.own], dealt=self._data == SCENARIO
         )
 
-    def _party(self, workload: Workload, run: str = "") -> Party | None:
+    def _sum_identity(self, workload: Workload, run: str = "") -> SumIdentity | None:
         """Returns this node's identity in secure sums; None for a stack without any."""
         if workload.protocol is None:
             return None
@@ -200,7 +200,7 @@ class NodeApp:
         if lacking := set(range(workload.scenario.data.clients)) - set(peers):
             raise FedsimError(f"--peers: no key of client {min(lacking)}, who is to take part")
         fresh = not self._shared_seed
-        return Party(identity=self._identity, fresh=fresh, run=run if fresh else "")
+        return SumIdentity(identity=self._identity, fresh=fresh, run=run if fresh else "")
 
     def _make_client(self, scenario: Scenario, seed: int) -> Client:
         if not 0 <= self._number < scenario.data.clients:

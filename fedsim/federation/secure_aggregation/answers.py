@@ -32,7 +32,7 @@ from fedsim.types import FedsimError, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Party:
+class SumIdentity:
     """Identity of a client in secure sums."""
 
     identity: Identity
@@ -67,13 +67,12 @@ class Computes(Protocol):
 class Answers:
     """Answers the five stages of a secure sum for a client."""
 
-    def __init__(self, own: Computes, party: Party | None) -> None:
+    def __init__(self, own: Computes, sum_identity: SumIdentity | None) -> None:
         """Answers with the updates that `own` computes.
 
-        `party` is the client's identity; None in a simulation, where the scenario's seed gives all
-        keys.
+        `sum_identity` is the client's; None in a simulation, where the scenario's seed gives keys.
         """
-        self._own, self._given = own, party
+        self._own, self._given = own, sum_identity
 
     def keys(self, message: Message, context: Context) -> Message:
         """Answers with the public keys of this round's sum, and forgets those of any other."""
@@ -159,7 +158,7 @@ class Answers:
                 f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
             )
         state = ClientState(self._own.out, workload.stack_name, number)
-        party = self._given or _simulate_party(
+        sum_identity = self._given or _simulate_identity(
             workload.scenario.seed, workload.scenario.data.clients, number
         )
 
@@ -169,15 +168,15 @@ class Answers:
         # Masks that follow from the scenario's seed hide nothing from whoever knows it: they serve
         # simulations.
         def secret(purpose: str) -> bytes:
-            if party.fresh:
+            if sum_identity.fresh:
                 return os.urandom(SECRET)
             path = ("masks", workload.stack_name, purpose, round, number)
             return rng.generator(workload.scenario.seed, *path).keystream(SECRET)
 
         # A sum that begins takes nothing over from an earlier try of it.
         kept = {} if begins else state.sum_of(round)
-        terms = plan.terms(workload, round, party.run)
-        client = SumClient(terms, number, party.identity, Memory(**kept), keep)
+        terms = plan.terms(workload, round, sum_identity.run)
+        client = SumClient(terms, number, sum_identity.identity, Memory(**kept), keep)
         return _Sum(client=client, round=round, number=number, secret=secret), record
 
 
@@ -196,11 +195,11 @@ def _reply(message: Message, record: ConfigRecord) -> Message:
     return Message(messages.order(record), reply_to=message)
 
 
-def _simulate_party(seed: int, clients: int, number: int) -> Party:
+def _simulate_identity(seed: int, clients: int, number: int) -> SumIdentity:
     # Each client knows all public keys, as the owners of real nodes exchange them beforehand.
     keys = _signing_keys(seed, clients)
     peers = {one: key.public_key().public_bytes_raw() for one, key in enumerate(keys)}
-    return Party(identity=Identity(key=keys[number], peers=peers), fresh=False)
+    return SumIdentity(identity=Identity(key=keys[number], peers=peers), fresh=False)
 
 
 @lru_cache(maxsize=1)

@@ -22,7 +22,7 @@ from fedsim.contracts.target import GuessRequest
 from fedsim.learners import ntk
 from fedsim.privacy.mechanisms import draws
 from fedsim.privacy.membership import auc_limit
-from fedsim.scoring import baseline, score
+from fedsim.scoring import score, score_guess
 from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_kernel_release
 from fedsim.types import Observation, Reconstruction, RowTruth
@@ -245,7 +245,7 @@ def test_through_opaque_noise_only_the_label_is_seen() -> None:
     seeing = RowReconstruction(samples=50)
     for seed in range(4):
         case = released(MODEL, OPAQUE, seed=seed)
-        guess = baseline(GuessRequest(truth=case[1]))
+        guess = score_guess(GuessRequest(truth=case[1]))
         blind = score(answer(RowReconstruction(alpha=False, samples=50), case), case[1])
         assert blind["row_error"] == pytest.approx(guess["row_error"], rel=0.1)
         assert score(answer(seeing, case), case[1])["label_accuracy"] == 1

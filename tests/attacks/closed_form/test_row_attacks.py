@@ -15,7 +15,7 @@ from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.target import GuessRequest
-from fedsim.scoring import baseline, score
+from fedsim.scoring import score, score_guess
 from fedsim.testing import make_observation, make_release
 from fedsim.testing.cases import example_rows
 from fedsim.types import Observation, Reconstruction, RowTruth
@@ -109,7 +109,7 @@ def test_where_nothing_is_told_the_answer_is_the_guess() -> None:
     noise = [{"name": "gaussian_noise", "std": 1e4}]
     case = released(60, parameters={"columns": 50}, defense=noise)
     scores = score(answer(RowReconstruction(), case), case[1])
-    guess = baseline(GuessRequest(truth=case[1]))
+    guess = score_guess(GuessRequest(truth=case[1]))
     assert scores["psnr"] == pytest.approx(guess["psnr"], abs=0.3)
 
 

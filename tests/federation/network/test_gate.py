@@ -316,7 +316,7 @@ def test_a_full_disk_does_not_close_the_gate(authority: Authority, inside: str) 
             raise OSError(28, "No space left on device")
 
     gate_module._Server(settings(authority, inside), 0, Full())._log_refusal(
-        gate_module._Party("-"), gate_module.Refusal(503, "too many connections"), ""
+        gate_module._Caller("-"), gate_module.Refusal(503, "too many connections"), ""
     )
 
 
@@ -433,11 +433,11 @@ def test_nobody_washes_the_log_away(
 ) -> None:
     log, refusal = io.StringIO(), gate_module.Refusal(404, "not the Fleet API")
     server = gate_module._Server(settings(authority, inside), 0, log)
-    node, other = (gate_module._Party("1.2.3.4:5", key) for key in (b"key", b"other"))
+    node, other = (gate_module._Caller("1.2.3.4:5", key) for key in (b"key", b"other"))
     server._log_refusal(node, refusal, "first")
     for number in range(20_000):
         address = f"10.0.{number % 7_000 // 200}.{number % 200}"
-        stranger = gate_module._Party(f"{address}:1", gate_module._network(address))
+        stranger = gate_module._Caller(f"{address}:1", gate_module._network(address))
         server._log_refusal(stranger, refusal, "noise")
     server._log_refusal(node, refusal, "second")
     for _ in range(1000):
