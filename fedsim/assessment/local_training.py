@@ -63,6 +63,7 @@ class AppTraining:
                 f"{', '.join(sorted(self._local)) or 'nothing'}"
             )
         examples = each.exchange.number(EXAMPLES)
+        # A client may state anything, also what no tensor could hold.
         if examples is None or not 1 <= examples < 2**31:
             raise FedsimError(
                 f"{each.exchange.path}: the client does not say {EXAMPLES!r}, from which its steps "

@@ -57,8 +57,7 @@ def attack(
         parameters: The attack's hyper-parameters; others are at their defaults.
         restarts: Number of starting points; the one with the least own loss is kept.
         grant: Knowledge that the threat model grants, as `knowledge` in a scenario.
-        seed: Seed of the attack; default: as in the recorded run, for an attack labelled by its
-            name.
+        seed: Seed of the attack; default: that of an attack of this label in the recorded run.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
         threads: Number of threads that compute, at least 1; with as many as the recorded run had
             (`threads` of its scenario), results are the same to the byte.

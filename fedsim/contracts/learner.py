@@ -244,6 +244,7 @@ class TrainingLearner(Learner):
         Raises:
             FedsimError: the data have no classes.
         """
+        # A closed-form learner reads a table's rows as they are, a network inputs and classes.
         return data.labelled() if self.data is Dataset else data
 
     def payload(self) -> Payload | None:

@@ -264,6 +264,8 @@ class ImageFolder(DataSource):
                 laid_out[path[0]].append(_Labelled(path, path[-2], client, path[-1]))
             elif path[0] not in laid_out and len(path) == 2:
                 bare.append(_Labelled(path, path[-2], "", path[-1]))
+        # Bare classes count only where nothing is laid out by split: beside train and test they are
+        # strays.
         if bare and not any(laid_out.values()) and not self.client_folders:
             return self._split(tree, bare)
         laid_out = {split: _in_order(items) for split, items in laid_out.items()}

@@ -53,6 +53,7 @@ class Axis:
 
     def range_of(self, values: Sequence[float]) -> Span:
         """Returns the ends of the axis for a chart of these values."""
+        # Ends that are given hold for every chart of the axis, so that these can be compared.
         return self.ends or _pad(values, self.least)
 
     def ticks(self, ends: Span) -> list[float]:
@@ -84,6 +85,7 @@ def chart(
         return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
 
     def y(value: float) -> float:
+        # SVG counts downwards.
         share = (value - y_low) / (y_high - y_low)
         return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
 
@@ -108,6 +110,7 @@ def chart(
             parts.append(_line(a, y(high[0]), a, y(high[1]), color) if high else Markup(""))
         if one.label and drawn:
             labels.append((*drawn[-1], one.label))
+    # Last, when all are known: they are moved until none covers another.
     parts += [_text(a + 8, b, label, "start", "label") for a, b, label in _move_apart(labels)]
     parts.append(_text((_LEFT + right) / 2, _HEIGHT - 6, across.name, "middle"))
     middle = (_TOP + base) / 2

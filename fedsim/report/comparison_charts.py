@@ -131,6 +131,7 @@ def _recovered_rows(
             continue
         tensors = read_tensors(scored[(len(scored) - 1) // 2][1])
         pairs = torch.stack([tensors["truth_rows"], tensors["rows"]])[:, :, tensors["scored"]]
+        # Every k-th entry, k rounded up: a chart has at most `_POINTS` dots.
         truth, recovered = pairs.flatten(1)[:, :: max(1, -(-pairs[0].numel() // _POINTS))].tolist()
         label = f"{line.attack} on {line.defense}, B = {line.batch_size}"
         points = list(zip(truth, recovered, strict=True))

@@ -253,12 +253,14 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
         missing |= bool(earlier and not value)
         if not (value and earlier and new.n_ok and metric.heading):
             continue
+        # PSNR was compared above, by its gain.
         if name == "psnr" and old.own_gain and new.own_gain:
             continue
         growth = metric.gain(value.mean, earlier.mean)
         end = earlier.high if metric.larger_leaks else earlier.low
         best = earlier.max if metric.larger_leaks else earlier.min
         beyond = metric.gain(value.mean, best if end is None else end)
+        # A growth that rounds away would be a line with the same figure twice.
         unseen = 0.5 * 10.0 ** -(2 if metric.shown_as == "percent" else metric.digits)
         if (beyond > 0 and growth > unseen) or growth >= _margin_of(name):
             lines.append(
@@ -269,6 +271,7 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
     lost, lost_before = new.n - new.n_ok, old.n - old.n_ok
     if missing:
         lines.append(f"{named}: {gone}")
+    # Shares of failed trials, multiplied out: numbers of trials may differ.
     elif lost * old.n > lost_before * new.n:
         lines.append(f"{named}: {lost} of {number_of(new.n, 'trial')} failed, before {lost_before}")
     return lines + _more_certain(old, new)

@@ -222,6 +222,7 @@ def register(link: Link, public_key: bytes) -> bool:
         raise FedsimError("the SuperLink registers no node, and does not say why; see its log")
     except httpx.HTTPError as error:
         said = _describe_error(error)
+        # The answer is the same for a key in use and for one that was taken off: the list tells.
         if _IN_USE not in said:
             raise FedsimError(f"the SuperLink registers no node: {said}") from error
         known = client.ListNodes(ListNodesRequest()).nodes_info
