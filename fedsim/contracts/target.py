@@ -129,6 +129,9 @@ class Target(Plugin):
     likeness_gain: ClassVar[float] = 0.0
     """Gain in a metric of likeness from which an answer leaks, over the guess and another
     update."""
+    agreement: ClassVar[Mapping[str, float]] = {}
+    """Metric -> its value that an answer must reach as well before it counts as recognizable, where
+    it was measured. It decides nothing else: what leaks, leaks without it."""
     recognizable_from: ClassVar[float | None] = None
     """Value of the first metric from which an answer that leaks is recognizable, where its likeness
     was not measured."""
@@ -143,17 +146,27 @@ class Target(Plugin):
 
     def is_alike(self, values: Mapping[str, float | None], by: Iterable[str]) -> bool:
         """Returns whether an answer of these `values` is recognizable by any metric in `by`."""
-        gain = {metric.name: metric.gain for metric in self.metrics}
-        return any(
-            (value := values.get(name)) is not None and gain[name](value, self.likeness[name]) >= 0
-            for name in by
+        return any(self._reaches(values.get(name), name, self.likeness[name]) for name in by)
+
+    def agrees(self, values: Mapping[str, float | None]) -> bool:
+        """Returns whether no metric of `agreement` that was measured denies a likeness."""
+        return all(
+            values.get(name) is None or self._reaches(values[name], name, least)
+            for name, least in self.agreement.items()
         )
+
+    def _reaches(self, value: float | None, name: str, least: float) -> bool:
+        gain = {metric.name: metric.gain for metric in self.metrics}
+        return value is not None and gain[name](value, least) >= 0
 
     def is_recognizable(self, values: Mapping[str, float | None]) -> bool:
         """Returns whether an answer that leaks is recognizable, by the `values` of its metrics.
 
-        Its likeness decides or, where that was not measured, the ranking metric.
+        Its likeness decides or, where that was not measured, the ranking metric. What `agreement`
+        measured must not deny it.
         """
+        if not self.agrees(values):
+            return False
         # The first measure of likeness judges; the ranking metric does only where that has no
         # value.
         first, value = next(iter(self.likeness), ""), values.get(self.ranking.name)

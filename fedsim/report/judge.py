@@ -379,7 +379,8 @@ def _is_alike_for_certain(
 def _is_alike_on_average(row: LeaderboardRow) -> bool:
     """Whether the mean likeness is that of recognizable pictures."""
     main, means = row.main, row.means
-    return main.is_alike(means, row.likeness) or main.is_recognizable(means)
+    alike = main.is_alike(means, row.likeness) or main.is_recognizable(means)
+    return alike and main.agrees(means)
 
 
 def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:

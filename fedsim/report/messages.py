@@ -311,11 +311,11 @@ def _describe_interval(
 def _describe_likeness(row: LeaderboardRow) -> list[str]:
     """Words the likeness by which pictures are judged, beside the guess's."""
     parts = []
-    for place, name in enumerate(row.main.likeness):
+    for place, name in enumerate((*row.main.likeness, *row.main.agreement)):
         mean, guess = row.metrics[name], row.baseline[name]
-        if mean and (place == 0 or name in row.likeness):
+        if mean and (place == 0 or name in row.likeness or name in row.main.agreement):
             beside = "" if guess is None else f" (guess {guess:.2f})"
-            parts.append(f"{name.upper()} {mean.mean:.2f}{beside}")
+            parts.append(f"{METRICS[name].heading} {mean.mean:.2f}{beside}")
     return parts
 
 

@@ -93,6 +93,14 @@ MEMBERS = changed(SAFE, baseline={"membership_auc": 0.5})
 FINDINGS: dict[str, tuple[Lines, str]] = {
     "SSIM of 0.5 is recognizable": (trials(LEAKY, ssim=0.5), "recognizable"),
     "less is colors": (trials(LEAKY, ssim=0.49), "colors only"),
+    "a HaarPSI that denies it": (trials(LEAKY, ssim=0.9, haarpsi=0.49), "colors only"),
+    "one that agrees": (trials(LEAKY, ssim=0.5, haarpsi=0.5), "recognizable"),
+    "that of noise alone": (trials(LEAKY, ssim=0.1, haarpsi=0.9), "colors only"),
+    "that and no gain": (trials(FAILS, ssim=0.1, haarpsi=0.9), "nothing"),
+    "a denied likeness stays a leak": (
+        [in_one([r], 0, metrics={"haarpsi": 0.1})[0] for r in of_likeness("ssim", 0.85, 0.1, 0.1)],
+        "colors only",
+    ),
     "a small gain is colors": (trials([13.0, 13.1, 13.2, 13.3], ssim=0.9), "colors only"),
     "no gain is nothing, however alike": (trials(FAILS, ssim=0.9), "nothing"),
     "one trial of 18 dB": (trials([30.0, 12.0, 12.0, 12.0, 12.1], ssim=0.1), "recognizable"),
