@@ -16,6 +16,9 @@ pairs of columns, DPR the correlation of the columns' dot products before and af
 the tables give it depends on the data in a way that the paper does not state, so here it is what
 [17]'s notion of privacy, mutual information, asks for by our own bound.
 
+A user who has the real tables names a YAML file with the keys of source `table` (docs/private-
+releases.md) in place of a database: `--database cancer.yaml`.
+
 Prints a JSON line per (database, privacy, mechanism) with means and 95% Student intervals.
 
     python benchmarks/ndis_tables.py [--trials 100] [--database NAME ...] [--without-least-squares]
@@ -28,15 +31,19 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from fedsim.contracts.guarantee import Release
 from fedsim.data.bundled_tables import BreastCancer, Diabetes
+from fedsim.data.table import TableFile
 from fedsim.privacy.mechanisms import projection
 from fedsim.privacy.numerics import gaussian
 from fedsim.scoring import student_interval
+from fedsim.types import Table
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.random_projection import RandomProjection
 
@@ -95,27 +102,34 @@ def summarized(name: str, parts: list[Array], norm: float) -> Database:
     return Database(name, sum(map(len, parts)), norm, gram, *map(float, most))
 
 
-def synthetic(name: str, rows: int, features: int) -> Database:
+def synthetic_parts(rows: int, features: int) -> Iterator[Array]:
+    """The rows [B, b] of the synthetic table of that size, by and by."""
     rng = np.random.default_rng(rows)
     weights = rng.standard_normal(features)
-    parts = []
     for start in range(0, rows, _CHUNK):
         shape = (min(_CHUNK, rows - start), features)
         x = np.clip(rng.standard_normal(shape) / 3, -1, 1)
         signal = x @ weights / np.linalg.norm(weights)
         y = np.clip((signal + rng.standard_normal(shape[0]) / 3) / 1.5, -1, 1)
-        parts.append(np.column_stack([x, y]))
-    return summarized(name, parts, math.sqrt(features + 1))
+        yield np.column_stack([x, y])
+
+
+def of_table(name: str, table: Table) -> Database:
+    rows = np.vstack([table.train_rows.numpy(), table.test_rows.numpy()])
+    return summarized(name, [rows], table.row_norm)
 
 
 def databases(wanted: list[str]) -> Iterator[Database]:
     for name in wanted:
         if name in SYNTHETIC:
-            yield synthetic(name, *SYNTHETIC[name])
-            continue
-        table = BUNDLED[name]().load()
-        rows = np.vstack([table.train_rows.numpy(), table.test_rows.numpy()])
-        yield summarized(name, [rows], table.row_norm)
+            rows, features = SYNTHETIC[name]
+            parts = list(synthetic_parts(rows, features))
+            yield summarized(name, parts, math.sqrt(features + 1))
+        elif name in BUNDLED:
+            yield of_table(name, BUNDLED[name]().load())
+        else:
+            source = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+            yield of_table(Path(name).stem, TableFile.model_validate(source).load())
 
 
 def solution(gram: Array) -> tuple[Array, float]:

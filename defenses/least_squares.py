@@ -16,7 +16,7 @@ from fedsim.privacy.mechanisms.least_squares import RegressionRelease
 from fedsim.privacy.mechanisms.leverage import bound, lowering
 from fedsim.privacy.mechanisms.projection import ProjectionRelease
 from fedsim.types import FedsimError, Relation
-from fedsim_defenses.leverage import max_leverage, require
+from fedsim_defenses.leverage import max_leverage, require, require_residual
 
 _UP = 1 + 1e-7
 """Factor on σ that covers the tolerance of the largest leverage, so that ε is not exceeded."""
@@ -48,15 +48,22 @@ class LeastSquaresMechanism(DataDefense):
     the claim is *relative*: it holds among those databases alone, and whoever computes it from the
     data reveals something by it."""
 
+    residual: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The largest share of a row in the squared residuals, in any such database. It makes noise
+    needless for coefficients of method `ls`; where noise is needed it is of no use, since rows σ I
+    may enlarge residuals."""
+
     @property
     def assumes(self) -> bool:
-        """Whether a leverage below 1 is declared."""
-        return self.leverage < 1
+        """Whether a leverage or a residual below 1 is declared."""
+        return min(self.leverage, self.residual) < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuses rows of more leverage among a client's own than is declared."""
+        """Refuses rows of more leverage or residual among a client's own than is declared."""
         for client, rows in clients.items():
             require(self.leverage, rows, f"client {client}", "least_squares")
+            if self.residual < 1:
+                require_residual(self.residual, rows, f"client {client}", "least_squares")
 
     def sigma(self, release: Release) -> float:
         """Returns σ, in the units of the rows.
@@ -73,6 +80,8 @@ class LeastSquaresMechanism(DataDefense):
                 "random_projection)"
             )
         of_sketch = kind == "sketched_coefficients"
+        if self.assumes and not of_sketch and self._needs_no_noise(r, d):
+            return 0.0
         # A sketch's curve depends on its columns alone; that of coefficients on the features, too.
         allowed = max_leverage(self.epsilon, self.delta, r, None if of_sketch else d)
         least = lowering(allowed, release.row_norm, self.leverage)
@@ -84,8 +93,9 @@ class LeastSquaresMechanism(DataDefense):
     def guarantee(self, release: Release) -> Guarantee:
         """Returns the mechanism of the release, at the largest leverage that σ leaves to a row."""
         # The claim follows from the σ in use, so that `paper` noise is stated for what it gives.
-        leverage = bound(self.sigma(release), release.row_norm, self.leverage)
-        relation: Relation = "add_or_remove" if self.leverage == 1 else "relative"
+        sigma = self.sigma(release)
+        leverage = bound(sigma, release.row_norm, self.leverage)
+        relation: Relation = "relative" if self.assumes else "add_or_remove"
         # What is computed from a sketch is as private as the sketch.
         mechanism: ExactMechanism = (
             ProjectionRelease(
@@ -98,9 +108,16 @@ class LeastSquaresMechanism(DataDefense):
                 leverage=leverage,
                 columns=release.columns,
                 features=release.features,
+                # Appended rows may enlarge a residual, so that noise leaves nothing known of it.
+                residual=1.0 if sigma else self.residual,
             )
         )
         return Guarantee(mechanism=mechanism, reason="")
+
+    def _needs_no_noise(self, r: int, d: int) -> bool:
+        return least_squares.is_private(
+            self.leverage, self.residual, r, d, self.epsilon, self.delta
+        )
 
 
 @cache

@@ -28,6 +28,21 @@ def largest(rows: Tensor) -> float:
     return float(left[:, kept].square().sum(1).max())
 
 
+def largest_residual(rows: Tensor) -> float:
+    """Returns the largest share e_i² / |e|² of a row of [B, b] (n, d + 1), in [0, 1].
+
+    Of residuals e that are all lost in rounding, a row may have any share: 1.
+    """
+    if not len(rows):
+        return 0.0
+    features, target = rows[:, :-1], rows[:, -1:]
+    best = torch.linalg.lstsq(features, target, driver="gelsd").solution
+    squares = (target - features @ best).square()
+    if float(squares.sum()) <= 1e-20 * float(target.square().sum()):
+        return 1.0
+    return float(squares.max() / squares.sum())
+
+
 def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
     """Refuses rows (n, d) `of` somebody if one has more than the `declared` leverage.
 
@@ -36,10 +51,24 @@ def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
     Raises:
         FedsimError: one has.
     """
-    found = largest(rows)
+    _refuse_more("leverage", declared, largest(rows), rows, of, defense)
+
+
+def require_residual(declared: float, rows: Tensor, of: str, defense: str) -> None:
+    """Refuses rows (n, d + 1) `of` somebody if one has more than the `declared` residual.
+
+    Raises:
+        FedsimError: one has.
+    """
+    _refuse_more("residual", declared, largest_residual(rows), rows, of, defense)
+
+
+def _refuse_more(
+    key: str, declared: float, found: float, rows: Tensor, of: str, defense: str
+) -> None:
     if found > declared * (1 + _ROUNDING):
         raise FedsimError(
-            f"{defense}.leverage: expected no row above {declared:g}, got {found:.6g} among the "
+            f"{defense}.{key}: expected no row above {declared:g}, got {found:.6g} among the "
             f"{number_of(len(rows), 'row')} of {of}, so that the claim would not hold; declare "
             "what holds of "
             "every database to hide among, or leave it out for a claim that holds of any"

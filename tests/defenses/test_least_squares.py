@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fedsim.contracts.guarantee import ExactMechanism, Release
 from fedsim.contracts.stack import chain
@@ -14,6 +15,7 @@ from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.privacy.mechanisms.leverage import bound
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.least_squares import LeastSquaresMechanism
+from fedsim_defenses.leverage import largest, largest_residual
 
 DELTA = 1e-3
 NORMAL = Release(kind="normal_coefficients", row_norm=1.5, columns=30, features=2)
@@ -76,3 +78,31 @@ def test_what_is_known_of_the_leverage_saves_noise() -> None:
 def test_it_protects_nothing_but_random_coefficients(kind: str) -> None:
     with pytest.raises(FedsimError, match="method ls or als"):
         LeastSquaresMechanism(epsilon=1.0, delta=DELTA).sigma(replace(NORMAL, kind=kind))  # type: ignore[arg-type]
+
+
+def table(rows: int, error: float) -> torch.Tensor:
+    """Rows [B, b] with a target that is linear but for `error`."""
+    drawn = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    target = drawn[:, :3].sum(1) + error * drawn[:, 3]
+    return torch.column_stack([drawn[:, :3], target])
+
+
+def test_a_declared_residual_is_checked_and_saves_the_noise() -> None:
+    rows = table(500, 1.0)
+    most, share = largest(rows), largest_residual(rows)
+    # The residual is what a row's leverage in [B, b] has above that in B.
+    inverse, of_features = (torch.linalg.inv(each.T @ each) for each in (rows, rows[:, :-1]))
+    q = ((rows @ inverse) * rows).sum(1)
+    p = ((rows[:, :-1] @ of_features) * rows[:, :-1]).sum(1)
+    assert share == pytest.approx(float((q - p).max()))
+    release = replace(NORMAL, columns=30, features=3)
+    known = LeastSquaresMechanism(epsilon=1.0, delta=DELTA, leverage=most, residual=share)
+    known.check({0: rows})
+    assert known.sigma(release) == 0
+    held = mechanism(known, release)
+    assert held.relation == "relative" and 0 < held.epsilon(DELTA, 1) <= 1
+    assert isinstance(held, least_squares.RegressionRelease)
+    assert held.epsilon(DELTA, 1) <= replace(held, residual=1.0).epsilon(DELTA, 1)
+    with pytest.raises(FedsimError, match=r"residual.*among the 500 rows of client 0"):
+        LeastSquaresMechanism(epsilon=1.0, delta=DELTA, residual=0.9 * share).check({0: rows})
+    assert largest_residual(table(9, 0.0)) == 1

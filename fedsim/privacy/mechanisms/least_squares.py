@@ -37,7 +37,7 @@ from fedsim.privacy.contract import (
     KnownMechanism,
     PositiveSize,
 )
-from fedsim.privacy.mechanisms.leverage import regularize_leverage
+from fedsim.privacy.mechanisms.leverage import lowering, regularize_leverage
 from fedsim.privacy.numerics import quadratic
 from fedsim.privacy.numerics.special import (
     Array,
@@ -128,28 +128,46 @@ class WorstRow:
     direction: Direction
 
 
-def worst(max_leverage: float, r: float, d: float, epsilon: float) -> WorstRow:
+def worst(
+    max_leverage: float, r: float, d: float, epsilon: float, max_residual: float = 1.0
+) -> WorstRow:
     """Finds the maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
 
-    r is the number of columns of the sketch, d that of the features.
+    r is the number of columns of the sketch, d that of the features. `max_residual` bounds q - p, a
+    row's share of the squared residuals.
 
     Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do), so the whole
     set is searched: on a grid, and then around its best points.
     """
-    return _search(max_leverage, r, d, epsilon, _ROUNDS)
+    return _search(max_leverage, r, d, epsilon, _ROUNDS, max_residual)
 
 
-def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int) -> WorstRow:
+def is_private(
+    leverage: float, residual: float, r: float, d: float, epsilon: float, delta: float
+) -> bool:
+    """Whether rows of at most that leverage in [B, b] and share of residuals are (ε, δ)-private."""
+    return worst(leverage, r, d, epsilon, residual).log_delta <= math.log(delta)
+
+
+def _search(
+    max_leverage: float, r: float, d: float, epsilon: float, rounds: int, max_residual: float = 1.0
+) -> WorstRow:
     """Computes `worst` with `rounds` refinements around the best points of the grid."""
 
-    def value(points: Array, reverse: NDArray[np.bool_]) -> Array:
+    def leverages(points: Array) -> tuple[Array, Array]:
         q = max_leverage * points[1]
+        # The least p that the bound on q - p allows is where the first coordinate is 0.
+        least = np.maximum(q - max_residual, 0.0)
+        return least + points[0] * (q - least), q
+
+    def value(points: Array, reverse: NDArray[np.bool_]) -> Array:
+        p, q = leverages(points)
         found = np.empty(reverse.shape)
         for way, rows in zip(WAYS, (~reverse, reverse), strict=True):
-            found[rows] = log_delta((points[0] * q)[rows], q[rows], r, d, epsilon, way)
+            found[rows] = log_delta(p[rows], q[rows], r, d, epsilon, way)
         return found
 
-    # p / q and q / max_leverage, for either direction
+    # p between its ends and q / max_leverage, for either direction
     grid = np.stack(np.meshgrid(np.linspace(0, 1, 33), np.linspace(0, 1, 17)[1:])).reshape(2, -1)
     points = np.concatenate([grid, grid], axis=1)
     reverse = np.arange(points.shape[1]) >= grid.shape[1]
@@ -165,10 +183,10 @@ def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int
         best = tried[:, np.arange(len(tops)), values.argmax(-1)]
         reach = reach / 2
     top = int(values.max(-1).argmax())
-    q = float(max_leverage * best[1, top])
+    p, q = leverages(best[:, top])
     return WorstRow(
-        p=float(best[0, top]) * q,
-        q=q,
+        p=float(p),
+        q=float(q),
         log_delta=float(values[top].max()),
         direction="reverse" if reverse[top] else "forward",
     )
@@ -344,13 +362,26 @@ class LeastSquaresCalibration(Calibration):
     """Features: columns of B."""
     variant: NoiseVariant = "tight"
     """`tight`: the maximum over all leverages a row can have; `paper`: p = l²/σ², q = 2 l²/σ²."""
+    leverage: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The largest leverage in [B, b] of a row, in any database to hide among. Below 1 the claim is
+    relative to these databases, and no differential privacy."""
+    residual: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The largest share of a row in the squared residuals, likewise. It counts where no noise is
+    needed, since rows σ I may enlarge it."""
 
     def neighbours(self) -> str:
-        """Describes the neighbours: a row of bounded norm is there or not."""
-        return f"add or remove, norm ≤ {self.row_norm:g}"
+        """Describes the neighbours: a row of bounded norm, and among whom, is there or not."""
+        among = ""
+        if min(self.leverage, self.residual) < 1:
+            among = (
+                f", leverage ≤ {self.leverage:g}, residual ≤ {self.residual:g} (relative, no DP)"
+            )
+        return f"add or remove, norm ≤ {self.row_norm:g}{among}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the least σ that is (ε, δ)-private, with the largest leverage it allows."""
+        """Computes the least σ that is (ε, δ)-private; 0 where the declared rows need none."""
+        if min(self.leverage, self.residual) < 1:
+            return self._relative(epsilon, delta)
         found = sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
         # `paper` noise assumes leverages that no row has: there is no largest one to state.
         allowed, way = None, None
@@ -368,6 +399,23 @@ class LeastSquaresCalibration(Calibration):
             max_leverage=allowed,
         )
 
+    def _relative(self, epsilon: float, delta: float) -> Answer:
+        if self.variant == "paper":
+            raise FedsimError("variant: paper knows no leverage or residual; use variant=tight")
+        found, allowed = 0.0, self.leverage
+        if not is_private(self.leverage, self.residual, self.r, self.d, epsilon, delta):
+            allowed = max_leverage(epsilon, delta, self.r, self.d)
+            found = lowering(allowed, self.row_norm, self.leverage)
+        return Answer(
+            epsilon=epsilon,
+            delta=delta,
+            log_delta=float(np.log(delta)),
+            method=f"{_METHOD}, relative to the declared leverage and residual",
+            sigma=found,
+            noise_multiplier=found / self.row_norm,
+            max_leverage=allowed,
+        )
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -377,20 +425,23 @@ class RegressionRelease(ExactMechanism):
     leverage: float
     columns: int
     features: int
+    residual: float = 1.0
+    """The largest share of a row in the squared residuals."""
     accountant: str = "exact least squares, worst row"
 
     def epsilon(self, delta: float, releases: int) -> float:
         """Returns ε of the worst row, over all leverages in B; releases compose by adding up."""
-        return releases * _epsilon(self.leverage, self.columns, self.features, delta / releases)
+        keys = (self.leverage, self.residual, self.columns, self.features)
+        return releases * _epsilon(*keys, delta / releases)
 
 
 @cache
-def _epsilon(leverage: float, r: int, d: int, delta: float) -> float:
-    """Computes the least ε at which every row of at most that leverage is private."""
+def _epsilon(leverage: float, residual: float, r: int, d: int, delta: float) -> float:
+    """Computes the least ε at which every row of at most that leverage and residual is private."""
     if leverage >= 1:
         return math.inf
     found = least_epsilon(
-        lambda at: worst(leverage, r, d, at).log_delta,
+        lambda at: worst(leverage, r, d, at, residual).log_delta,
         math.log(delta),
         xtol=1e-9,
         rtol=1e-12,

@@ -7,10 +7,14 @@ import math
 import mpmath as mp
 import numpy as np
 import pytest
+from ndis_figures import als_law
 from ndis_reference import regression_terms, two_groups
+from scipy.stats import f as f_distribution
+from scipy.stats import kstest
 
 from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.privacy.numerics import ndis
+from fedsim.types import FedsimError
 
 WAYS = ("forward", "reverse")
 POINTS = [
@@ -102,3 +106,51 @@ def test_the_noise_is_the_least_that_keeps_every_row_private() -> None:
     assert worst.log_delta == pytest.approx(math.log(1e-4), rel=1e-9)
     weaker = least_squares.worst(1 / (1 + (0.99 * sigma) ** 2), 100, 5, 1.0)
     assert weaker.log_delta > math.log(1e-4)
+
+
+def test_the_worst_row_of_little_residual_is_not_beaten_by_any_other() -> None:
+    draw = np.random.default_rng(3)
+    leverage, residual, r, d, epsilon = 0.05, 0.004, 300, 12, 1.0
+    found = least_squares.worst(leverage, r, d, epsilon, residual)
+    assert found.q <= leverage and found.q - found.p <= residual * (1 + 1e-12)
+    q = leverage * draw.random(400)
+    p = np.maximum(0.0, q - residual * draw.random(400))
+    others = least_squares.log_delta(p, q, r, d, epsilon)
+    assert found.log_delta >= float(others.max()) - 1e-9
+    assert found.log_delta < least_squares.worst(leverage, r, d, epsilon).log_delta - 0.1
+    at = float(least_squares.log_delta(found.p, found.q, r, d, epsilon, found.direction))
+    assert at == pytest.approx(found.log_delta)
+
+
+def test_a_declared_residual_makes_noise_needless_and_else_counts_for_nothing() -> None:
+    keys = {"row_norm": 1.5, "r": 300, "d": 12, "leverage": 0.02}
+    calibrate = least_squares.LeastSquaresCalibration.model_validate
+    bare = calibrate({**keys, "residual": 0.001})
+    assert bare.calibrate(1.0, 1e-3).sigma == 0.0
+    assert "no DP" in bare.neighbours()
+    some = calibrate({**keys, "leverage": 0.05, "residual": 0.04}).calibrate(1.0, 1e-4)
+    more = calibrate({**keys, "leverage": 0.05}).calibrate(1.0, 1e-4)
+    every = calibrate({**keys, "leverage": 1.0}).calibrate(1.0, 1e-4)
+    assert some.sigma == more.sigma and 0 < more.sigma < every.sigma  # type: ignore[operator]
+    with pytest.raises(FedsimError, match="tight"):
+        calibrate({**keys, "variant": "paper"}).calibrate(1.0, 1e-3)
+
+
+def test_approximate_least_squares_is_a_multivariate_t() -> None:
+    """At any number of columns; the paper has the limit, and calls the rest open (section 6.3)."""
+    draw, rows, columns, count = np.random.default_rng(4), 40, 14, 20_000
+    whole = draw.standard_normal((rows, 4))
+    law = als_law(whole.T @ whole, columns)
+    sketches = draw.standard_normal((count, columns, rows)) @ whole
+    features, target = sketches[..., :-1], sketches[..., -1:]
+    turned = features.transpose(0, 2, 1)
+    found = np.linalg.solve(turned @ features, turned @ target)[..., 0]
+    away = found - law.loc
+    squares = np.einsum("ni,ij,nj->n", away, np.linalg.inv(law.shape), away) / 3
+    assert kstest(squares, f_distribution(3, columns - 3 + 1).cdf).pvalue > 0.001
+    # Every direction is as likely once the shape is taken off.
+    white = away @ np.linalg.cholesky(np.linalg.inv(law.shape))
+    signs = (white > 0).mean(0)
+    assert np.abs(signs - 0.5).max() < 4 * 0.5 / math.sqrt(count)
+    spread = np.cov(white.T) / np.trace(np.cov(white.T)) * 3
+    assert np.abs(spread - np.eye(3)).max() < 0.1

@@ -8,9 +8,12 @@ lists what is shown here.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
+from ndis_tables import databases
 
 from fedsim.privacy import baselines
 from fedsim.privacy.mechanisms import least_squares, projection
@@ -179,3 +182,18 @@ def test_no_row_norm_explains_the_row_of_song(n: int) -> None:
     assert max(norms) / min(norms) > 10
     # With the row norm that [15] implies, σ_RP is below it: a leverage above 1.
     assert norms[1] > 0.224
+
+
+def test_a_users_own_table_is_one_of_the_databases(tmp_path: Path) -> None:
+    """Tables I to IV on the real tables, where a user has them: the keys of source `table`."""
+    draw = np.random.default_rng(0)
+    values = draw.uniform(0, 10, (60, 3)).round(3)
+    lines = ["a,b,y", *(",".join(map(str, row)) for row in values)]
+    (tmp_path / "own.csv").write_text("\n".join(lines), encoding="utf-8")
+    ranges = [{"name": name, "low": 0, "high": 10} for name in "aby"]
+    source = {"path": str(tmp_path / "own.csv"), "features": ranges[:2], "target": ranges[2]}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(source), encoding="utf-8")
+    (found,) = databases([str(tmp_path / "own.yaml")])
+    rows = np.sort(values / 5 - 1, axis=0)
+    assert found.name == "own" and found.rows == 60
+    assert np.diag(found.gram)[-1] == pytest.approx((rows[:, 2] ** 2).sum())
