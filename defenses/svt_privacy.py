@@ -30,7 +30,10 @@ class SparseVectorRelease(ExactMechanism):
     count: int
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns the lesser of two sums: of all pure ε, and of Rényi divergences of the noise."""
+        """Returns ε at δ of so many `releases`: the lesser of two sums.
+
+        One is of all pure ε, the other of Rényi divergences of the noise.
+        """
         from dp_accounting import LaplaceDpEvent
         from dp_accounting.rdp import RdpAccountant
 
