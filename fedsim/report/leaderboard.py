@@ -288,6 +288,7 @@ def _claimed(rows: Sequence[ResultRow]) -> dict[str, Any]:
         "relation": claim.relation,
         "privacy_reason": claim.reason,
         "privacy_covers": claim.covers,
+        "claimed_epsilon": claim.claimed_epsilon,
         "audited_epsilon": max((each for each in audited if each is not None), default=None),
     }
 

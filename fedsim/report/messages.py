@@ -409,8 +409,17 @@ def _format_seconds(value: float) -> str:
 
 
 def describe_guarantee(verdict: Verdict) -> str:
-    """Words the stack's guarantee, with its unit, and what the audit found."""
+    """Words the stack's guarantee, with its unit, what its settings state and an audit found."""
     row = verdict.strongest
+    parts = [_describe_proven(row)]
+    if row.claimed_epsilon is not None:
+        parts.append(f"its settings state ε = {format_epsilon(row.claimed_epsilon)}")
+    if row.audited_epsilon is not None:
+        parts.append(f"an audit found at least ε = {format_bound(row.audited_epsilon)}")
+    return "; ".join(parts)
+
+
+def _describe_proven(row: LeaderboardRow) -> str:
     if row.epsilon is None:
         return "privacy not accounted"
     if math.isinf(row.epsilon):
@@ -419,15 +428,12 @@ def describe_guarantee(verdict: Verdict) -> str:
     if missing := missing_terms(row):
         terms = fill("{terms:terms}", terms=missing)
         return f"a guarantee that does not state {terms}, so that its ε says nothing"
-    text = f"ε = {format_epsilon(row.epsilon)} at δ = {format_delta(row.delta or 0.0)}"
     details = [row.relation.replace("_", " ") if row.relation else None, row.accountant]
     if row.relation in NO_DIFFERENTIAL_PRIVACY:
         details.append("no differential privacy")
     details.append(row.privacy_covers)
-    text += f" per {row.unit} ({', '.join(filter(None, details))})"
-    if row.audited_epsilon is not None:
-        text += f"; an audit found at least ε = {format_bound(row.audited_epsilon)}"
-    return text
+    stated = f"ε = {format_epsilon(row.epsilon)} at δ = {format_delta(row.delta or 0.0)}"
+    return f"{stated} per {row.unit} ({', '.join(filter(None, details))})"
 
 
 # The positive control, and what weakens the figures of a table.

@@ -147,6 +147,8 @@ class LeaderboardRow:
     """Mean seconds of a trial."""
     certificates: Certificates | None = None
     """What the attack said that it knows, summed over the trials; None if it said nothing."""
+    claimed_epsilon: float | None = None
+    """ε that the defenses' own settings state, whatever is proven; None if they state none."""
     networks: int = 1
     """Number of networks attacked, one of each run: its trials share weights and partition."""
     clients: int = 1

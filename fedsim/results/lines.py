@@ -184,6 +184,8 @@ class ClaimOf(RowPart):
     reason: str | None = None
     covers: str | None = None
     """Releases that the claim covers, in words."""
+    claimed_epsilon: float | None = None
+    """ε that the defenses' own settings state, whatever is proven; None if they state none."""
 
 
 class PrivacyOf(ClaimOf):

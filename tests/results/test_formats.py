@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 import fedsim
 from fedsim.contracts.grant import Grant
 from fedsim.report import leaderboard_rows, render
+from fedsim.results.lines import ClaimOf
 from fedsim.results.record import Run
 from fedsim.scoring import METRICS
+from fedsim.types import PrivacyClaim
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
@@ -145,3 +148,7 @@ def test_a_replay_is_described(runs: list[Run]) -> None:
     known = described(section("`results.jsonl`"))
     assert "missing" in known
     assert sorted({name for _, name in keys(row)} - known) == []
+
+
+def test_a_row_keeps_every_field_of_a_claim() -> None:
+    assert {field.name for field in fields(PrivacyClaim)} <= ClaimOf.model_fields.keys()
