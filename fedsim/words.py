@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def number_of(count: int, noun: str, plural: str = "") -> str:
     """Words a count: `1 image`, `2 images`; `plural` is for nouns that take more than an s.
@@ -30,3 +32,13 @@ def printable(text: str) -> str:
     'a [31mb'
     """
     return "".join(c if c.isprintable() else " " for c in text)
+
+
+def join(values: Iterable[object]) -> str:
+    """Joins values.
+
+    >>> join("a"), join("ab"), join("abc")
+    ('a', 'a and b', 'a, b and c')
+    """
+    *head, last = map(str, values)
+    return f"{', '.join(head)} and {last}" if head else last

@@ -13,14 +13,11 @@ from fedsim.forecasting.gain import MOST_IMAGES, Estimate, UpdateMap, disturbanc
 from fedsim.forecasting.plan import UpdatePlan
 from fedsim.models.base import Classifier
 from fedsim.models.victim import rebuild
-from fedsim.types import Tensors
 from fedsim.words import number_of
 
 Advantage = Literal["attacker", "client", "neither"]
 """The side that an indicator helps."""
 
-_RANK_TOLERANCE = 1e-6
-"""Singular values below so much of the largest count as zero."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LOUD, _FAINT = 0.5, 0.01
 """Noise over update, root mean squares, above which it hides much and below which little."""
@@ -50,15 +47,12 @@ def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
     small = plan.of_batches(size, clients)
     images, labels, _ = small.draw_batch(0, size)
     model = rebuild(observation)
-    active = _active_share(model, images)
+    active = _active_share(model, images)  # first: `UpdateMap` makes the model one of float64
     update_map = UpdateMap(
         model, observation.parameters, observation.buffers, small.training, clients
     )
-    update = observation.update or update_map.tensors(images, labels)
     return [
         _labels(plan),
-        *_ranks(observation.parameters, update, len(images)),
-        *_alone(_row_norms(small, images, labels)),
         active,
         _norms(model, plan),
         *_sizes(plan),
@@ -88,61 +82,6 @@ def _labels(plan: UpdatePlan) -> Indicator:
     good = distinct > 0.5 or granted == "known"
     why = f"{granted}; all differ with probability {distinct:.2g}"
     return _judge(good, "labels", f"{count} in {classes} classes", distinct, why)
-
-
-def _ranks(parameters: Tensors, update: Tensors, count: int) -> list[Indicator]:
-    """Judges the numerical ranks of the classifier's and the first dense layer's gradients."""
-    found = []
-    matrices = [name for name, value in parameters.items() if value.ndim == 2]
-    heads = [name for name in matrices if name.startswith("head.")]
-    bodies = [name for name in matrices if not name.startswith("head.")]
-    for title, names in (("rank, last layer", heads[-1:]), ("rank, first dense", bodies[:1])):
-        for name in names:
-            values = torch.linalg.svdvals(update[name].detach().double())
-            most = float(values.max())
-            rank = int((values > _RANK_TOLERANCE * most).sum()) if most else 0
-            full = min(parameters[name].shape)
-            value = f"{rank} of {full}, {number_of(count, 'image')}"
-            why = "its rows span the layer's inputs"
-            full_rank = "of full rank: the span of its rows tells nothing"
-            found.append(_judge(0 < rank < full, title, value, float(rank), why, full_rank))
-    return found
-
-
-def _alone(rows: Tensor | None) -> list[Indicator]:
-    """Judges the share of images that are alone in some row of the first dense layer."""
-    if rows is None:
-        return []
-    active = rows > _RANK_TOLERANCE * rows.amax().clamp_min(1e-30)
-    # An image is alone if it is the only active one in at least one row.
-    alone = ((active.sum(0) == 1) & active).any(1)
-    share = float(alone.float().mean())
-    value = f"{int(alone.sum())} of {number_of(len(alone), 'image')}"
-    why = "rows of the first dense layer that one image moves are multiples of its input"
-    return [_judge(share > 0, "alone in a row", value, share, why)]
-
-
-def _row_norms(plan: UpdatePlan, images: Tensor, labels: Tensor) -> Tensor | None:
-    """Returns (images, rows): row norms of each image's gradient of the first dense layer."""
-    observation = plan.first
-    names = [n for n, p in observation.parameters.items() if p.ndim == 2]
-    body = [name for name in names if not name.startswith("head.")]
-    # A model of a single dense layer has its head alone.
-    chosen = body[:1] or names[:1]
-    if not chosen or plan.training.algorithm != "fedsgd":
-        return None
-    one = plan.of_batches(1, 1)
-    single = UpdateMap(
-        rebuild(observation), observation.parameters, observation.buffers, one.training, 1
-    )
-    rows = []
-    for k in range(len(images)):
-        try:
-            found = single.tensors(images[k : k + 1], labels[k : k + 1])[chosen[0]]
-        except Exception:  # batch norm cannot train on one image
-            return None
-        rows.append(torch.linalg.vector_norm(found, dim=1))
-    return torch.stack(rows)
 
 
 def _active_share(model: Classifier, images: Tensor) -> Indicator:

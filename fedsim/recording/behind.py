@@ -1,4 +1,4 @@
-"""Runs work behind its caller: one thread, in the order in which it came, bounded in memory.
+"""Runs work behind its caller: one thread at a time, in order of arrival, bounded in memory.
 
 It takes work that an app's round need not wait for. The interpreter ends only once all of it is
 done; a kill loses what waits.
@@ -10,7 +10,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 MOST_BYTES = 512 * 2**20
@@ -28,7 +27,6 @@ class WorkQueue:
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
         # Reentrant: a collected object's finalizer may come to `finish` from inside the lock.
         self._changed = threading.Condition(threading.RLock())
-        self._worker: ThreadPoolExecutor | None = None
         self._working = False
         """Whether somebody works off what waits, or is about to."""
         self._thread = 0
@@ -49,9 +47,7 @@ class WorkQueue:
                 self._changed.wait()
             self._bytes += size
             self._waiting.append((job, size))
-            started = self._start()
-        if not started:
-            self._work()
+        self._start()
 
     def finish(self, stalled: float | None = None) -> None:
         """Waits until all work is done; returns at once where the work itself asks.
@@ -61,77 +57,52 @@ class WorkQueue:
         """
         if threading.get_ident() == self._thread:
             return
-        with self._changed:
-            # An interrupt may have kept a thread from being started.
-            started = self._start()
-        if not started:
-            self._work()
+        self._start()  # an interrupt may have kept a thread from being started
         with self._changed:
             while (self._waiting or self._working) and self._changed.wait(stalled):
                 pass
 
-    def _start(self) -> bool:
-        """Starts the thread unless it works or nothing waits; returns False if that fails."""
-        if self._working or not self._waiting:
-            return True
-        self._thread = threading.get_ident()
+    def _start(self) -> None:
+        """Starts a thread that works off what waits, unless one works."""
+        own = threading.get_ident()
+        with self._changed:
+            if self._working or not self._waiting:
+                return
+            self._working, self._thread = True, own
         try:
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, "fedsim-recording")
-            self._working = True
-            self._worker.submit(self._work_on)
+            # Not daemonic, whoever starts it: the interpreter ends only once it is done.
+            threading.Thread(target=self._work_on, name="fedsim-recording", daemon=False).start()
         except RuntimeError:  # no thread is left, or the interpreter ends and takes nothing new
-            self._working = False
-            return False
+            self._work_on()
         except BaseException:  # Ctrl-C: what waits is done by the next who comes
             self._working = False
             raise
         finally:
-            self._thread = 0
-        return True
-
-    def _work(self) -> None:
-        """Works off what waits in the caller's own thread, unless another one works."""
-        with self._changed:
-            if self._working:
-                return
-            self._working = True
-        self._work_on()
+            with self._changed:
+                if self._thread == own:
+                    self._thread = 0
 
     def _work_on(self) -> None:
-        """Does job after job until none waits; the caller has set `_working`."""
-        with self._changed:
-            # A thread that could not be started once may come when others have done its work.
-            if not self._working or self._thread:
-                return
-            self._thread = threading.get_ident()
-        try:
-            while self._work_on_one():
-                pass
-        except BaseException:  # Ctrl-C: what waits is done by the next who comes
+        """Does job after job until none waits."""
+        while True:
             with self._changed:
+                if not self._waiting:
+                    self._working, self._thread = False, 0
+                    self._changed.notify_all()
+                    return
+                self._thread = threading.get_ident()
+                job, size = self._waiting.popleft()
+            try:
+                with suppress(Exception):  # a job tells of its failures itself
+                    job()
+            except BaseException:  # Ctrl-C: what waits is done by the next who comes
                 self._working, self._thread = False, 0
-                self._changed.notify_all()
-            raise
-
-    def _work_on_one(self) -> bool:
-        """Does the oldest job; returns False, and marks the queue as idle, if none waits."""
-        with self._changed:
-            if not self._waiting:
-                self._working, self._thread = False, 0
-                self._changed.notify_all()
-                return False
-            # Its bytes count until it is done, as the job holds them; callers with more wait for
-            # that.
-            job, size = self._waiting.popleft()
-        try:
-            with suppress(Exception):  # a job tells of its failures itself
-                job()
-        finally:
-            with self._changed:
-                self._bytes -= size
-                self._changed.notify_all()
-        return True
+                raise
+            finally:
+                # Its bytes count until it is done, since the job holds them.
+                with self._changed:
+                    self._bytes -= size
+                    self._changed.notify_all()
 
 
 _behind = WorkQueue()

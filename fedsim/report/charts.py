@@ -1,13 +1,26 @@
-"""Draws charts as SVG for a page: text stays text, and colors are the page's own, light or dark."""
+"""Draws the charts of a comparison as SVG: leakage against accuracy, members, training.
+
+Text stays text, and colors are the page's own, light or dark.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from markupsafe import Markup
+from torch import Tensor
+
+from fedsim.recording.files import read_tensors
+from fedsim.report.figures import read_texts
+from fedsim.report.judge import Verdict
+from fedsim.report.pictures import reconstruction_file
+from fedsim.report.row import LeaderboardRow, population_of
+from fedsim.results.reading import StoredRun
+from fedsim.targets.membership import FALSE_POSITIVES
 
 _WIDTH, _HEIGHT = 460, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 24, 14, 42
@@ -187,3 +200,177 @@ def _move_apart(labels: Sequence[tuple[float, float, str]]) -> list[tuple[float,
                 y = other_y + _LABEL
         placed.append((x, y, text))
     return placed
+
+
+_TEXTS = read_texts()["charts"]
+
+
+@dataclass(frozen=True)
+class ChartGroup:
+    """Charts below one heading."""
+
+    title: str
+    note: str
+    charts: list[tuple[str, Markup]]
+    """(caption, SVG)."""
+    legend: list[tuple[str, int]]
+    """(defense, number of its color)."""
+
+
+def draw_charts(
+    rows: Sequence[LeaderboardRow],
+    runs: Sequence[StoredRun],
+    verdicts: Sequence[Verdict],
+    colors: Mapping[str, int],
+    confidence: float,
+) -> list[ChartGroup]:
+    """Returns the charts of one comparison, those that have something to show.
+
+    Args:
+        rows: of the comparison.
+        runs: that the rows are from.
+        verdicts: on each defense.
+        colors: Defense -> number of its color.
+        confidence: of the intervals.
+
+    Raises:
+        FedsimError: a reconstruction is damaged.
+    """
+    figures = [
+        _leakage(rows, verdicts, colors, confidence),
+        _membership(accused(rows, runs, colors)),
+        _training(runs, colors),
+    ]
+    return [figure for figure in figures if figure is not None]
+
+
+def _leakage(
+    rows: Sequence[LeaderboardRow],
+    verdicts: Sequence[Verdict],
+    colors: Mapping[str, int],
+    confidence: float,
+) -> ChartGroup | None:
+    series = []
+    for number, verdict in enumerate(verdicts, start=1):
+        gain, row = verdict.gain, verdict.strongest
+        if not gain or row.test_accuracy is None or verdict.finding == "no answer":
+            continue
+        accuracy = row.accuracy
+        wide = (100 * accuracy.low, 100 * accuracy.high) if accuracy else None
+        high = None if gain.low is None or gain.high is None else (gain.low, gain.high)
+        series.append(
+            Series(
+                label=str(number),
+                color=colors[verdict.defense],
+                points=[(100 * row.test_accuracy, gain.mean)],
+                bars=[(wide, high)],
+                hollow=row.blind,
+            )
+        )
+    if not series:
+        return None
+    drawn = chart(
+        series,
+        across=Axis("test accuracy, % → better model", least=4.0),
+        up=Axis("gain over guessing, dB → worse", least=2.0),
+        description="Leakage against accuracy, a dot for each defense",
+    )
+    note = _TEXTS["leakage"].format(confidence=confidence, population=population_of(rows))
+    if any(one.hollow for one in series):
+        note += _TEXTS["ring"]
+    legend = [(f"{n} {v.defense}", colors[v.defense]) for n, v in enumerate(verdicts, start=1)]
+    return ChartGroup("Leakage against accuracy", note, [("", drawn)], legend)
+
+
+def _membership(lines: Sequence[Series]) -> ChartGroup | None:
+    if not lines:
+        return None
+    drawn = chart(
+        [replace(line, label="") for line in lines],
+        across=Axis("share of other rows that are accused", (0, 1)),
+        up=Axis("share of members found → worse", (0, 1)),
+        description="True against false positive rate, a line for each defense",
+        diagonal=True,
+    )
+    legend = [(line.label, line.color) for line in lines]
+    return ChartGroup("Who took part", _TEXTS["membership"], [("", drawn)], legend)
+
+
+def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGroup | None:
+    """Returns the curves of each defense, from the first run of its stack; a point is no curve."""
+    curves: dict[str, dict[str, Series]] = {"test_accuracy": {}, "train_loss": {}}
+    for run in runs:
+        for name in dict.fromkeys(row.defense for row in run.rounds if row.defense in colors):
+            for field, of_field in curves.items():
+                values = [
+                    (float(row.round), getattr(row, field))
+                    for row in run.rounds
+                    if row.defense == name
+                ]
+                points = [(at, float(v)) for at, v in values if v is not None and math.isfinite(v)]
+                of_field.setdefault(name, Series(color=colors[name], points=points, shape="line"))
+    if all(len(curve.points) < 2 for curve in curves["test_accuracy"].values()):
+        return None
+    charts = []
+    for name, of_field in curves.items():
+        caption = name.replace("_", " ").replace("train ", "training ")
+        said = f"{caption} by round, a line for each defense"
+        if any(curve.points for curve in of_field.values()):
+            across, up = Axis("round", counts=True), Axis(caption)
+            drawn = chart(list(of_field.values()), across=across, up=up, description=said)
+            charts.append((caption, drawn))
+    legend = [(name, colors[name]) for name in curves["test_accuracy"]]
+    legend.sort(key=lambda entry: entry[1])
+    return ChartGroup("Training", _TEXTS["training"], charts, legend)
+
+
+def accused(
+    lines: Sequence[LeaderboardRow], runs: Sequence[StoredRun], colors: Mapping[str, int]
+) -> list[Series]:
+    """Returns the rates at which the best attack on each defense accuses, over all trials.
+
+    `colors` has the number of each defense's color.
+
+    A ring is the largest rate that the claim of the defense allows.
+
+    Raises:
+        FedsimError: a reconstruction is damaged.
+    """
+    best: dict[str, LeaderboardRow] = {}
+    telling = [line for line in lines if "membership_auc" in line.gains]
+    for line in sorted(telling, key=lambda line: -line.gains["membership_auc"].mean):
+        best.setdefault(line.defense, line)
+    curves = []
+    for line in best.values():
+        trials = [
+            (run, row) for run in runs for row in run.rows if row.cell == line.cell and row.ok
+        ]
+        files = [path for run, row in trials if (path := reconstruction_file(run.folder, row))]
+        parts = [part for part in map(read_tensors, files) if "membership" in part]
+        if not parts:
+            continue
+        scores = torch.cat([part["membership"] for part in parts])
+        members = torch.cat([part["members"] for part in parts])
+        limit = line.limits.get("membership_tpr")
+        curves.append(
+            Series(
+                label=line.defense,
+                color=colors[line.defense],
+                shape="steps",
+                points=_rates(scores, members),
+                rings=[] if limit is None else [(FALSE_POSITIVES, limit)],
+            )
+        )
+    return sorted(curves, key=lambda curve: curve.color)
+
+
+def _rates(scores: Tensor, members: Tensor) -> list[tuple[float, float]]:
+    """Returns (false, true) positive rates at every threshold; equal scores stay on one side."""
+    falling = scores.sort(descending=True)
+    members = members[falling.indices]
+    last = torch.cat([falling.values[1:] != falling.values[:-1], torch.ones(1, dtype=torch.bool)])
+    false, true = (
+        (part.double().cumsum(0) / part.sum().clamp_min(1))[last].tolist()
+        for part in (~members, members)
+    )
+    return [(0.0, 0.0), *zip(false, true, strict=True)]

@@ -12,15 +12,17 @@ from functools import cached_property
 from typing import Literal
 
 from fedsim.report import facts
-from fedsim.report.comparison_charts import ChartGroup, draw_charts
-from fedsim.report.figures import (
-    format_accuracy,
-    format_bound,
-    format_claim,
-    format_number,
-)
+from fedsim.report.charts import ChartGroup, draw_charts
 from fedsim.report.glossary import terms_of
-from fedsim.report.judge import Control, Judgement, Verdict, judgements, level_of
+from fedsim.report.judge import (
+    Control,
+    Failure,
+    Judgement,
+    Verdict,
+    failures_of,
+    judgements,
+    level_of,
+)
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.measured import ABSENT, Measured, measure_row, metrics_of
 from fedsim.report.messages import invalid_reasons, warnings
@@ -106,38 +108,6 @@ class MatrixCell:
         """Words that say how many trials succeeded of all."""
         apart = f" ({self.row.independent} independent)" * (self.row.independent != self.row.n)
         return f"{self.row.n_ok}/{self.row.n}{apart}"
-
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        """Names and values of what is not a metric."""
-        row, stated = self.row, self.row.certificates
-        certified = ""
-        if stated and stated.certified is not None:
-            certified = f"{stated.certified} of {stated.images} images"
-            certified += f", {stated.false} of them false" if stated.false else ""
-        values = {
-            "defense": row.stack or "no defense",
-            "attacker": self.setting or row.threat.title,
-            "at": f"batch size {row.batch_size}, round {row.round}",
-            "trials": self.trials,
-            f"different {row.main.noun}": row.images,
-            "gain 3 dB or more": row.leaking,
-            "certified": certified,
-            "error that theory predicts, up to a constant": row.tensor_rate
-            and f"{row.tensor_rate:.3g}",
-            "accuracy": format_accuracy(row.test_accuracy, row.accuracy),
-            "ε (δ, unit, neighbours)": format_claim(row.epsilon, row.delta, row.unit, row.relation),
-            "audited ε": None
-            if row.audited_epsilon is None
-            else f"at least {format_bound(row.audited_epsilon)}",
-            "seconds of a trial": row.seconds and format_number(row.seconds, 1),
-            "intervals": row.population,
-            "warnings": "; ".join(row.warnings),
-            "failed trials": "; ".join(f"{n} × {why}" for why, n in row.failures.items()),
-            "pictures": self.plate.problem if self.plate else "",
-            "runs": ", ".join(row.folders),
-        }
-        return [(name, str(value)) for name, value in values.items() if value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,9 +260,9 @@ class Content:
         return [*facts.client_failures(self.runs), *facts.notes(self.runs)]
 
     @property
-    def failures(self) -> list[tuple[str, str, str, int]]:
-        """(defense, attack, reason, count) of failed trials."""
-        return facts.failures(self.results)
+    def failures(self) -> tuple[Failure, ...]:
+        """Which attacks failed, how often and why."""
+        return failures_of(self.rows)
 
     @cached_property
     def _album(self) -> tuple[dict[str, Plate], int]:

@@ -10,9 +10,8 @@ from typing import Any
 
 from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow, canonical, nested
-from fedsim.results.reading import StoredRun
-from fedsim.results.settings import differences
-from fedsim.words import number_of
+from fedsim.results.reading import StoredRun, differences
+from fedsim.words import join, number_of
 
 UNATTACKED = (
     "Nothing is attacked in this run: it shows what each defense leaves of the model, and what is "
@@ -60,16 +59,6 @@ def _images(row: ResultRow, sizes: Sequence[int]) -> str:
     if row.main.asked_singly:
         return ""
     return " image" if sizes == [1] else " images"
-
-
-def failures(rows: Sequence[ResultRow]) -> list[tuple[str, str, str, int]]:
-    """Returns (defense, attack, reason, count) of failed trials."""
-    counts = Counter(
-        (row.defense.name, row.attack.label, row.reason or "no reason given")
-        for row in rows
-        if not row.ok
-    )
-    return [(*key, count) for key, count in counts.items()]
 
 
 def client_failures(runs: Sequence[StoredRun]) -> list[str]:
@@ -252,9 +241,8 @@ def _megabytes(count: int | None) -> str | None:
 
 
 def _join(values: Iterable[object]) -> str:
-    """Joins the different values: `a`, `a and b`, `a, b and c`."""
-    *head, last = dict.fromkeys(map(str, values))
-    return f"{', '.join(head)} and {last}" if head else last
+    """Joins the different values."""
+    return join(dict.fromkeys(map(str, values)))
 
 
 def _was(values: Iterable[object]) -> str:

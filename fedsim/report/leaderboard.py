@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedsim.report.figures import describe_stack, describe_variant
-from fedsim.report.paired import due_gains, gains, image_gains, over_other, own_gains, value_of
 from fedsim.report.row import Certificates, LeaderboardRow
 from fedsim.report.threat import threat_model_of
-from fedsim.report.victims import images, units
-from fedsim.results.lines import ClaimOf, ControlKind, ResultRow, RoundRow, UtilityOf
+from fedsim.results.lines import ClaimOf, ControlKind, Metrics, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
 from fedsim.scoring import (
     METRICS,
@@ -29,6 +27,132 @@ from fedsim.scoring import (
     summarize,
 )
 from fedsim.targets.images import EXPOSED_IMAGE
+
+
+def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
+    """Returns each row's value of the metric `name` less its guess's; 0 without an answer.
+
+    So an update that was lost, of which there is no guess either, hides no other row's gain. None
+    if nothing was guessed at all, if an answer has no guess beside it, or if a metric that needs no
+    guess has no value, as membership where everyone took part.
+    """
+    differences = []
+    for row in rows:
+        score = value_of(row.metrics, name) if row.ok else None
+        guess = value_of(row.baseline, name)
+        if score is None:
+            if row.ok and METRICS[name].uninformed is not None:
+                return None
+            differences.append(0.0)
+        elif guess is None:
+            return None
+        else:
+            differences.append(METRICS[name].gain(score, guess))
+    return differences if any(value_of(row.baseline, name) is not None for row in rows) else None
+
+
+def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
+    """Returns the part of each row's gain in metric `name` that its own update explains.
+
+    That is the lesser of the gains over the guess and over another update. Without any other
+    update it is the whole gain. Where only some rows have one, it is None of an answer without: a
+    trial that nothing controls does not count for those that are. None as in `gains`.
+    """
+    gained = gains(rows, name)
+    if gained is None:
+        return None
+    overs = over_other(rows, name)
+    partial = any(over is not None for over in overs)
+    pairs = zip(rows, gained, overs, strict=True)
+    return [
+        min(gain, over) if over is not None else None if partial and row.ok else gain
+        for row, gain, over in pairs
+    ]
+
+
+def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
+    """Returns the part of each row's gain that counts: its own, where a control can tell that.
+
+    `name` is the metric's.
+
+    Another batch of the same client cannot: where one is the control of any row, all of the gain
+    counts of each. None as in `gains`.
+    """
+    if any(row.control and row.control.of == "batch" and row.other_update for row in rows):
+        return None if (whole := gains(rows, name)) is None else [*whole]
+    return own_gains(rows, name)
+
+
+def image_gains(row: ResultRow) -> list[tuple[float, float]]:
+    """Returns (PSNR, gain in dB) of each image of a trial that has an answer and a control.
+
+    The gain is the lesser of those over the image's own guess and over the same image as drawn from
+    another update. An image's guess and control are of the same trial; of rows that do not say
+    them per image, the means of the trial less `WITHIN` stand for both.
+    """
+    values = (row.per_image or {}).get("psnr", [])
+    guess, other = value_of(row.baseline, "psnr"), value_of(row.other_update, "psnr")
+    own = value_of(row.metrics, "psnr")
+    if not row.ok or guess is None or other is None or own is None:
+        return []
+    guesses = row.baseline.per_image.get("psnr", []) if row.baseline else []
+    others = row.control.per_image.get("psnr", []) if row.control else []
+    if len(values) == len(guesses) == len(others):
+        triples = zip(values, guesses, others, strict=True)
+        return [(v, min(v - g, v - o)) for v, g, o in triples if g is not None and o is not None]
+    # Means say nothing of one image unless its trial as a whole is better than both.
+    if min(own - guess, own - other) <= 0:
+        return []
+    return [(value, value - guess - WITHIN) for value in values]
+
+
+WITHIN = 14.0
+"""Where no guess is known of an image by itself, its gain over the trial's mean guess counts for so
+many dB less: guesses of one image exceed their own mean by that at most on the bundled data."""
+
+
+def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:
+    """Returns by how much more each row leaks of its own update than the attack made of another.
+
+    `name` is the metric's.
+
+    It is None for rows without that control, such as failed ones.
+    """
+    gain = METRICS[name].gain
+    pairs = [(value_of(row.metrics, name), value_of(row.other_update, name)) for row in rows]
+    return [None if own is None or other is None else gain(own, other) for own, other in pairs]
+
+
+def value_of(metrics: Metrics | None, name: str) -> float | None:
+    """Returns the value of metric `name`; None if there are no metrics or it does not apply."""
+    return metrics[name] if metrics else None
+
+
+def images(rows: Sequence[ResultRow]) -> int | None:
+    """Returns how many different images, or rows of a table, were attacked.
+
+    It is None if no row says. A recording that never arrived has no victims.
+    """
+    recorded = [row.victims for row in rows if row.victims is not None]
+    if not recorded:
+        return None
+    return len({victim for victims in recorded for victim in victims})
+
+
+def units(rows: Sequence[ResultRow]) -> list[list[int]]:
+    """Groups the indices of `rows` so that no two groups have an image in common.
+
+    Trials of one image are one measurement of it. Releases of a table toss their own coins on which
+    rows take part, so each is a group.
+    """
+    groups: list[tuple[set[str], list[int]]] = []
+    for index, row in enumerate(rows):
+        victims = set() if row.main.asked_singly else set(row.victims or ())
+        sharing = [group for group in groups if group[0] & victims]
+        groups = [group for group in groups if group not in sharing]
+        members = [member for _, indices in sharing for member in indices]
+        groups.append((victims.union(*(shared for shared, _ in sharing)), [*members, index]))
+    return sorted(sorted(members) for _, members in groups)
 
 
 def leaderboard_rows(

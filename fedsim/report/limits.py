@@ -21,8 +21,15 @@ from fedsim.report.messages import invalid_reasons
 from fedsim.report.row import LeaderboardRow, by_comparison
 from fedsim.report.threat import describe_comparison
 from fedsim.report.utility import UtilityRow, utility
-from fedsim.results.reading import ReportError, StoredRun, load_runs, measurements, name_by_place
-from fedsim.results.settings import differences, leaves_of
+from fedsim.results.reading import (
+    ReportError,
+    StoredRun,
+    differences,
+    leaves_of,
+    load_runs,
+    measurements,
+    name_by_place,
+)
 from fedsim.scoring import LEAST, METRICS, Summary
 from fedsim.words import number_of
 

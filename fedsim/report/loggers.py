@@ -6,7 +6,6 @@ stays the record: what a tool loses is lost to that tool alone.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 import os
@@ -245,26 +244,23 @@ def chosen(names: Sequence[str]) -> list[Store]:
         FedsimError: there is no such tool, its extra is not installed, or its folder cannot be
             written to.
     """
-    return [_open_store(name) for name in names]
-
-
-def _open_store(name: str) -> Store:
-    tool, _, folder = name.partition("=")
-    if tool not in STORES:
-        close = difflib.get_close_matches(tool, STORES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise FedsimError(f"--log: expected one of {', '.join(STORES)}, got {tool!r}{hint}")
-    kind = STORES[tool]
-    try:
-        kind.load()
-    except Exception as error:  # a third party's import may raise anything
-        raise FedsimError(
-            f"--log {tool}: {kind.package} cannot be imported ({error}); install the extra: "
-            f"pip install '.[{tool}]'"
-        ) from error
-    target = Path(folder or tool)
-    paths.writable_folder(target, f"--log {tool}")
-    return kind(target)
+    stores: list[Store] = []
+    for name in names:
+        tool, _, folder = name.partition("=")
+        if tool not in STORES:
+            raise FedsimError(f"--log: expected one of {', '.join(STORES)}, got {tool!r}")
+        kind = STORES[tool]
+        try:
+            kind.load()
+        except Exception as error:  # a third party's import may raise anything
+            raise FedsimError(
+                f"--log {tool}: {kind.package} cannot be imported ({error}); install the extra: "
+                f"pip install '.[{tool}]'"
+            ) from error
+        target = Path(folder or tool)
+        paths.writable_folder(target, f"--log {tool}")
+        stores.append(kind(target))
+    return stores
 
 
 def log_run(folder: Path | str, stores: Sequence[Store]) -> list[str]:

@@ -41,7 +41,7 @@ from fedsim.report.measured import heading_of
 from fedsim.report.row import OTHERS, Comparison, LeaderboardRow, by_comparison
 from fedsim.report.threat import describe_attacker, describe_comparison
 from fedsim.scoring import Summary
-from fedsim.words import in_trials, number_of
+from fedsim.words import in_trials, join, number_of
 
 _TEXTS = read_texts()
 STATEMENTS: Mapping[str, str] = _TEXTS["statements"]
@@ -69,12 +69,6 @@ def _words_of_failures(failures: Iterable[Failure]) -> str:
     return "; ".join(map(describe_failure, failures))
 
 
-def _join(values: Iterable[object]) -> str:
-    """Joins values: `a`, `a and b`, `a, b and c`."""
-    *head, last = map(str, values)
-    return f"{', '.join(head)} and {last}" if head else last
-
-
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "signed": format_signed,
     "percent": lambda value: f"{value:.0%}",
@@ -82,8 +76,8 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "delta": format_delta,
     "other": lambda kind: OTHERS.get(kind, "another update"),
     "failures": _words_of_failures,
-    "terms": lambda terms: _join(_TEXTS["claim_terms"][term] for term in terms),
-    "rounds": lambda values: _join(values) if len(values) <= _FEW else "those attacked",
+    "terms": lambda terms: join(_TEXTS["claim_terms"][term] for term in terms),
+    "rounds": lambda values: join(values) if len(values) <= _FEW else "those attacked",
 }
 
 _FORMATTER = _Messages()
@@ -162,12 +156,6 @@ def describe_told(verdict: Verdict) -> list[str]:
     return [describe_shown(shown) for shown in verdict.told.values()]
 
 
-def headline(verdict: Verdict) -> str:
-    """Words what an attacker gets, to stand alone."""
-    text = describe_gets(verdict)
-    return f"{text[:1].upper()}{text[1:]}"
-
-
 def describe_gets(verdict: Verdict) -> str:
     """Words what the attacker gets."""
     row, finding = verdict.strongest, verdict.finding
@@ -189,7 +177,7 @@ def describe_gets(verdict: Verdict) -> str:
         return gets
     if finding == "colors only" and not verdict.besides:
         return f"{gets} only"
-    return _join([gets, *map(_noun, verdict.besides)])
+    return join([gets, *map(_noun, verdict.besides)])
 
 
 def _noun(what: Leaking) -> str:

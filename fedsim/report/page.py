@@ -27,6 +27,14 @@ from fedsim.report.figures import (
     format_signed,
     format_summary,
 )
+from fedsim.report.glossary import (
+    explain_terms,
+    keep_figures_whole,
+    remove_turns,
+    sentence_of,
+    shorten,
+    tip,
+)
 from fedsim.report.messages import (
     brief,
     describe_cautions,
@@ -34,14 +42,6 @@ from fedsim.report.messages import (
     describe_told,
     describe_untried,
     grounds,
-)
-from fedsim.report.wording import (
-    explain_terms,
-    keep_figures_whole,
-    remove_turns,
-    sentence_of,
-    shorten,
-    tip,
 )
 from fedsim.results.reading import load_runs
 from fedsim.system import paths

@@ -6,14 +6,23 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.target import ranking_targets
 from fedsim.report.facts import Awaited
-from fedsim.report.judge import Control, Judgement, dump, judgements
+from fedsim.report.figures import (
+    format_accuracy,
+    format_claim,
+    format_epsilon,
+    format_number,
+    read_texts,
+)
+from fedsim.report.judge import Control, Judgement, dump, judgements, positive_controls
+from fedsim.report.measured import ABSENT, heading_of, measure_row
 from fedsim.report.messages import (
     describe_control,
     invalid_comparisons,
@@ -21,14 +30,247 @@ from fedsim.report.messages import (
     sentence,
     warnings,
 )
-from fedsim.report.row import LeaderboardRow
-from fedsim.report.table import terminal_table
+from fedsim.report.row import LeaderboardRow, population_of
+from fedsim.report.threat import describe_comparison
 from fedsim.scoring import METRICS, Summary
+from fedsim.words import number_of, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+_CLAIM = "ε (δ, unit, neighbours)"
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of the table; `texts.yaml` says what it means."""
+
+    heading: str
+    cell: Callable[[LeaderboardRow], str]
+    left_out: int = 0
+    """Order in which columns leave a table that is too wide; 0: never."""
+    short: Callable[[LeaderboardRow], str] | None = None
+    """A narrower cell, which then takes its place."""
+
+
+def _value(row: LeaderboardRow) -> str:
+    found = measure_row(row, row.ranked_by)
+    return ABSENT if found.value == ABSENT else found.words
+
+
+def _mean(row: LeaderboardRow) -> str:
+    metric, summary = METRICS[row.ranked_by], row.metrics[row.ranked_by]
+    if not row.n_ok or summary is None:
+        return ABSENT
+    return f"{heading_of(metric)} {format_number(summary.mean, metric.digits)}"
+
+
+def _above(row: LeaderboardRow) -> str:
+    return measure_row(row, row.ranked_by).above.partition(" ")[0]
+
+
+def _above_other(row: LeaderboardRow) -> str:
+    """Words in short why there is no other update (`one trial`, `not yet`), or what is above it."""
+    if row.no_control:
+        reason = row.no_control.removeprefix("no control: ")
+        return reason.removesuffix(" compared with another update")
+    return measure_row(row, row.ranked_by).above_other.partition(" ")[0]
+
+
+def _share(row: LeaderboardRow) -> str:
+    """Formats as `1/10 (0–45)`: trials of all, and the interval of their chance in percent."""
+    share = row.leaking
+    if share is None or not row.n_ok:
+        return ABSENT
+    return f"{share.count}/{share.n} ({100 * share.low:.0f}–{100 * share.high:.0f})"
+
+
+def _format_certified(row: LeaderboardRow) -> str:
+    stated = row.certificates
+    if stated is None or stated.certified is None:
+        return ABSENT
+    return f"{stated.certified}/{stated.images}" + (f" !{stated.false}" if stated.false else "")
+
+
+def _accuracy(row: LeaderboardRow) -> str:
+    return format_accuracy(row.test_accuracy, row.accuracy)
+
+
+_COLUMNS = (
+    _Column("B", lambda row: str(row.batch_size)),
+    _Column("ok", lambda row: f"{row.n_ok}/{row.n}"),
+    _Column("found", _value, 4, _mean),
+    _Column("gain", _above),
+    _Column("other", _above_other, 3),
+    _Column("≥3 dB", _share, 2),
+    _Column("certified", _format_certified),
+    _Column("acc", _accuracy, 5, lambda row: _accuracy(row).partition(" ")[0]),
+    _Column("ε", lambda row: format_epsilon(row.epsilon)),
+    _Column("sec", lambda row: format_number(row.seconds, 1), 1),
+)
+
+
+def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
+    """Returns the leaderboard as text, a table per comparison, then what columns mean.
+
+    Lines have at most `width` characters, with `color` or without.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    text = io.StringIO()
+    console = Console(
+        file=text,
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        highlight=False,
+        legacy_windows=False,
+    )
+    invalid = invalid_comparisons(rows)
+    marks = {control.comparison: control.mark for control in positive_controls(rows)}
+    if not rows:
+        console.print(Text(f"INVALID: {' '.join(invalid_reasons(rows))}", "bold red"))
+    comparisons = list(dict.fromkeys(row.comparison for row in rows))
+    for comparison in comparisons:
+        members = [row for row in rows if row.comparison == comparison]
+        console.print()
+        title = Text(f"{marks[comparison]}  " if marks[comparison] else "", "bold red")
+        name = printable(describe_comparison(comparison, comparisons))
+        console.print(title.append(name, "bold"))
+        if members[0].variant:
+            for folder in dict.fromkeys(path for row in members for path in row.folders):
+                console.print(Text(f"in {printable(_from_here(folder))}", "dim"), soft_wrap=True)
+        if marks[comparison] == "INVALID":
+            console.print(Text(f"INVALID: {printable(invalid[comparison])}", "bold red"))
+        for problem in warnings(members):
+            console.print(Text(f"WARNING: {printable(problem)}", "yellow"))
+        console.print(Text(printable(", ".join(filter(None, _describe_shared(members)))), "dim"))
+        console.print(_fitting(members, console))
+        if claims := _claims(members):
+            console.print(Text(printable(f"{_CLAIM}: {claims}"), "dim"))
+    if rows:
+        console.print(Text(_legend(rows), "dim"))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _legend(rows: Sequence[LeaderboardRow]) -> str:
+    texts = read_texts()["table"]
+    columns = (each.heading for each in _filled_columns(rows))
+    sentences = [
+        texts["strongest"],
+        *(f"{heading}: {texts['columns'][heading]}" for heading in columns),
+        texts["interval"].format(population=population_of(rows)),
+        *[texts["masked"]] * any(row.masked for row in rows),
+        *[texts["failed"]] * any(not row.n_ok for row in rows),
+    ]
+    return f"{'. '.join(sentences)}. {texts['more']}"
+
+
+def _filled_columns(rows: Sequence[LeaderboardRow]) -> list[_Column]:
+    """Returns the columns that have a value in some row."""
+    return [column for column in _COLUMNS if any(column.cell(row) != ABSENT for row in rows)]
+
+
+def _fitting(rows: Sequence[LeaderboardRow], console: Console) -> Table:
+    """Returns the table with all columns or, of a narrow terminal, with those that have room."""
+    from rich.measure import Measurement
+
+    whole = console.options.update(width=1 << 12)
+    for step in sorted({column.left_out for column in _COLUMNS}):
+        table = _grid(rows, step)
+        if Measurement.get(console, whole, table).maximum <= console.width:
+            break
+    return table
+
+
+def _grid(rows: Sequence[LeaderboardRow], step: int) -> Table:
+    """Returns the table of `rows` without the columns that leave it up to `step`."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
+    cells: list[Callable[[LeaderboardRow], str]] = []
+    for heading in ("defense", "attack"):
+        grid.add_column(heading, overflow="fold")
+    for column in _filled_columns(rows):
+        short = 0 < column.left_out <= step
+        if short and column.short is None:
+            continue
+        grid.add_column(column.heading, justify="right", no_wrap=True)
+        cells.append(column.short if short and column.short else column.cell)
+    varying = _varying(rows)
+    for index, row in enumerate(rows):
+        first = index == 0 or row.defense != rows[index - 1].defense
+        if first and index:
+            grid.add_section()
+        mark = "▸" if row.strongest else " "
+        attack = " ".join([mark, row.attack, *_malicious(row), *_own_cases(row, varying)])
+        texts = [row.defense if first else "", attack, *(cell(row) for cell in cells)]
+        grid.add_row(*(Text(printable(each), "bold" if row.strongest else "") for each in texts))
+    return grid
+
+
+def _from_here(folder: str) -> str:
+    """Returns the path of `folder` from the working directory, if it lies below that."""
+    path, working_directory = Path(folder), Path.cwd()
+    return str(
+        path.relative_to(working_directory) if path.is_relative_to(working_directory) else path
+    )
+
+
+def _describe_shared(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """Words what all rows have in common, and the test sets behind their accuracies."""
+    tests = {(row.accuracy.examples, row.accuracy.chance) for row in rows if row.accuracy}
+    accuracies = [
+        f"accuracy on {number_of(n, 'test example')} (chance {chance:.0%})"
+        for n, chance in sorted(tests)
+    ]
+    varying = _varying(rows)
+    same = [f"{name} {value}" for name, value in _cases(rows[0]).items() if name not in varying]
+    return [", ".join(same), *accuracies]
+
+
+def _claims(rows: Sequence[LeaderboardRow]) -> str:
+    """Words each defense's claim; empty without any."""
+    claims = {
+        row.defense: format_claim(row.epsilon, row.delta, row.unit, row.relation) for row in rows
+    }
+    return "; ".join(f"{defense} {claim}" for defense, claim in claims.items() if claim != ABSENT)
+
+
+def _cases(row: LeaderboardRow) -> dict[str, Any]:
+    """Maps what may set rows of one comparison apart to its value."""
+    columns = ["vantage", *["server"] * row.main.pictured]
+    names = [*columns, *Grant.meanings(row.main.noun), "round"]
+    fields = Grant.model_fields
+    return {name: getattr(row.knowledge if name in fields else row, name) for name in names}
+
+
+def _varying(rows: Sequence[LeaderboardRow]) -> set[str]:
+    first, *others = map(_cases, rows)
+    return {name for name in first if any(each[name] != first[name] for each in others)}
+
+
+def _own_cases(row: LeaderboardRow, varying: set[str]) -> list[str]:
+    """Words what sets a row apart; the server's vantage is the usual one and is not named."""
+    sight = [row.sight] if row.sight and (row.masked or "vantage" in varying) else []
+    own = _cases(row).items()
+    return sight + [f"{name}={value}" for name, value in own if name in varying - {"vantage"}]
+
+
+def _malicious(row: LeaderboardRow) -> list[str]:
+    """Words what a malicious server has done, in each of its rows: none may be quoted without."""
+    return [] if row.server == "honest" else [f"({row.server})"]
+
 
 Format = Literal["table", "json", "csv"]
 
 _FORMULA = tuple("=+-@\t\r\n＝＋－＠")
-"""First characters of a spreadsheet's formula; `board/script/exports.js` has the same."""
+"""First characters of a spreadsheet's formula."""
 
 
 def render(

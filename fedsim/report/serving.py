@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,14 +53,6 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Version:
-    """One version of the page, and a name that no other version has."""
-
-    body: bytes
-    tag: str
-
-
 class WatchedPage:
     """The page of some run folders, built again only if they changed; safe for several threads."""
 
@@ -75,10 +66,10 @@ class WatchedPage:
         self._lock = threading.Lock()
         self._signature: tuple[tuple[str, int, int], ...] | None = None
         self._content = Content([])
-        self._version = _version(self._content)
+        self._body = b""
 
-    def current(self) -> Version:
-        """Returns the page of the folders as they are now.
+    def current(self) -> tuple[bytes, str]:
+        """Returns the page of the folders as they are now, and a tag that no other page has.
 
         While they cannot be read, as before the first result, it is that of the last time and says
         why.
@@ -87,36 +78,33 @@ class WatchedPage:
             signature = self._sign()
             if signature != self._signature:
                 try:
+                    # A page is whole, or it is that of the last time.
                     content = Content(load_runs(self._folders))
-                    self._version, self._content = _version(content), content
+                    self._body, self._content = _encode(content), content
                 except Exception as error:  # else the page would stand still, and nobody be told
                     problem = str(error)
                     if not isinstance(error, FedsimError | OSError):
                         problem = f"{type(error).__name__}: {error}"
                     problem = problem.encode(errors="backslashreplace").decode()
-                    self._version = _version(self._content, problem[:_LONGEST])
+                    self._body = _encode(self._content, problem[:_LONGEST])
                 self._signature = signature
-            return self._version
+            return self._body, f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
 
     def _sign(self) -> tuple[tuple[str, int, int], ...]:
         """Returns size and time of every file that the page depends on."""
         entries = []
-        for folder in self._folders:
-            found = [*folder.rglob(RESULTS), *folder.rglob(PLAN)]
-            for run in sorted({path.parent for path in found}):
-                entries.append((str(run), int(is_locked(run)), 0))  # a kill changes no file
-                for path in (run / name for name in _FILES):
-                    try:
-                        status = path.stat()
-                    except OSError:
-                        continue
+        found = [p for f in self._folders for name in (RESULTS, PLAN) for p in f.rglob(name)]
+        for run in sorted({path.parent for path in found}):
+            entries.append((str(run), int(is_locked(run)), 0))  # a kill changes no file
+            for path in (run / name for name in _FILES):
+                with suppress(OSError):
+                    status = path.stat()
                     entries.append((str(path), status.st_mtime_ns, status.st_size))
         return tuple(entries)
 
 
-def _version(content: Content, problem: str = "") -> Version:
-    body = html_of(content, live=True, problem=problem).encode()
-    return Version(body=body, tag=f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+def _encode(content: Content, problem: str = "") -> bytes:
+    return html_of(content, live=True, problem=problem).encode()
 
 
 class PageServer(ThreadingHTTPServer):
@@ -265,12 +253,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._show(with_body)
 
     def _show(self, with_body: bool) -> None:
-        version = self.server.page.current()
-        tag, kind = {"ETag": version.tag}, "text/html; charset=utf-8"
-        if self.headers.get("If-None-Match") == version.tag:
-            self._send(HTTPStatus.NOT_MODIFIED, kind, b"", False, tag)
+        body, tag = self.server.page.current()
+        kind = "text/html; charset=utf-8"
+        if self.headers.get("If-None-Match") == tag:
+            self._send(HTTPStatus.NOT_MODIFIED, kind, b"", False, {"ETag": tag})
         else:
-            self._send(HTTPStatus.OK, kind, version.body, with_body, tag)
+            self._send(HTTPStatus.OK, kind, body, with_body, {"ETag": tag})
 
     def _names_this_host(self) -> bool:
         """Whether the request is for a name of this server; behind a token any name will do."""

@@ -195,34 +195,16 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     if rows[0].main.asked_singly:
         views.append(_phrase(rows, texts["releases"], _kind_of_release))
         kernel = all(str(_kind_of_release(row)).startswith("kernel_") for row in rows)
-        known = "the columns with their declared ranges, the bound on the norm of a row"
-        hidden = "how many rows took part; the clients’ random matrices"
-        if kernel:
-            known = "the kernel, that features are of unit length, how many rows took part"
-            hidden = "the clients’ noise"
-        knows = (
-            f"The learner and its parameters, {known}, and the declared defenses with their "
-            "noise. It follows the protocol."
-        )
-        never = (
-            f"The row that it is after, unless it is asked whether that row took part; {hidden}."
-        )
+        known = texts["known"]["kernel" if kernel else "rows"]
     else:
         views.append(_phrase(rows, texts["training"], lambda row: row.training.get("algorithm")))
         views.append(_phrase(rows, texts["mode"], lambda row: row.training.get("mode")))
-        knows = (
-            "The model’s code, the global weights that the client started from, the declared "
-            f"training settings, the batch size, and the declared defenses. {_conduct(rows)}"
-        )
-        never = (
-            "An image of a client. Restarts and reconstructions are chosen by the attack’s own "
-            "loss, not by their likeness to the truth."
-        )
+        known = texts["known"]["update"]
     return [
         ("Sees", _sentence(views)),
-        ("Knows", knows),
+        ("Knows", known["knows"].format(conduct=_conduct(rows))),
         ("Is granted", _describe_grants(rows)),
-        ("Never sees", never),
+        ("Never sees", known["never"]),
     ]
 
 
@@ -253,36 +235,26 @@ def _describe_grants(rows: Sequence[ResultRow]) -> str:
     return _sentence(parts)
 
 
+_CONDUCT: Mapping[Manipulation, str] = {
+    "planted": "it has chosen weights of the head (planted)",
+    "modified": "it has put a module into the model, whose gradient shows images (imprint)",
+}
+"""What each malicious server has done, as a clause."""
+
+
 def _conduct(rows: Sequence[ResultRow]) -> str:
     altered = sum(row.server != "honest" for row in rows)
     if not altered:
         return "It follows the protocol."
-    planted, bins = _most(rows, "head", "planted"), _most(rows, "imprint", "bins")
     servers = {row.server for row in rows}
-    changes = []
-    if planted:
-        hidden = number_of(planted, "hidden neuron")
-        changes.append(f"the weights of {hidden} of the head are of its own choice (planted)")
-    elif "planted" in servers:
-        changes.append("it has chosen weights of the head (planted)")
-    if bins:
-        changes.append(
-            f"it has put a module of {number_of(bins, 'neuron')} in front of the model, whose "
-            "gradient shows images (imprint)"
-        )
-    elif "modified" in servers:
-        changes.append("it has put a module into the model (imprint)")
+    if any((row.model.parameters.get("head") or {}).get("planted") for row in rows if row.model):
+        servers.add("planted")  # beside a module
+    changes = [text for server, text in _CONDUCT.items() if server in servers]
     honest = len(rows) - altered
     if honest:
         counted = f"In {honest} of {number_of(len(rows), 'run')} it follows the protocol"
         return f"{counted}; in the others it is malicious: {', or '.join(changes)}."
     return f"It follows the protocol, but {', and '.join(changes)}: a malicious server."
-
-
-def _most(rows: Sequence[ResultRow], part: str, count: str) -> int:
-    """Returns the largest `count` that the models of `rows` state of a `part`; 0 without any."""
-    parts = [row.model.parameters.get(part) or {} for row in rows if row.model]
-    return max((int(each.get(count) or 0) for each in parts), default=0)
 
 
 def _sentence(parts: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fedsim.report.figures import (
     describe_variant,
@@ -76,12 +77,7 @@ def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
             variant=variant,
             defense=defense,
             runs=len(rows),
-            epsilon=_largest(rows),
-            delta=_weakest_claim(rows).delta,
-            unit=_weakest_claim(rows).unit,
-            relation=_weakest_claim(rows).relation,
-            reason=_weakest_claim(rows).reason,
-            covers=_weakest_claim(rows).covers,
+            **_weakest_claim(rows),
             audited_epsilon=max(audited.get((variant, defense), []), default=None),
             sigma=max((r.sigma for r in rows if r.sigma is not None), default=None),
             test_loss=summarize([r.test_loss for r in rows if r.test_loss is not None]),
@@ -124,16 +120,10 @@ def _problem(rows: Sequence[RoundRow], *, trains: bool) -> str | None:
     return learning_problem(accuracy, mean, trains=trains) if accuracy else None
 
 
-def _weakest_claim(rows: Sequence[RoundRow]) -> PrivacyOf:
-    """Returns the claim of the row with the largest ε; an empty one if none was accounted."""
-    stated = [row.privacy for row in rows if row.privacy]
-    return max(
-        stated,
-        key=lambda p: math.inf if p.epsilon in ("inf", None) else float(p.epsilon or 0),
-        default=PrivacyOf(),
-    )
-
-
-def _largest(rows: Sequence[RoundRow]) -> float | None:
+def _weakest_claim(rows: Sequence[RoundRow]) -> dict[str, Any]:
+    """Returns the largest ε of the rows, and the terms of the claim with it; None without any."""
     claimed = [math.inf if r.epsilon == "inf" else r.epsilon for r in rows if r.epsilon is not None]
-    return max(claimed, default=None)
+    stated = [row.privacy for row in rows if row.privacy] or [PrivacyOf()]
+    weakest = max(stated, key=lambda p: math.inf if p.epsilon is None else float(p.epsilon))
+    terms = weakest.model_dump(include={"delta", "unit", "relation", "reason", "covers"})
+    return {"epsilon": max(claimed, default=None), **terms}

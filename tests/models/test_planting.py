@@ -86,7 +86,7 @@ def test_features_pass_the_positive_control_and_reach_the_verdict(finished: Path
     assert by_name["noise"].strongest.attack == "best_features"
     assert "span error" in sentence(by_name["none"])
     report = (finished / "report.html").read_text()
-    assert "512 hidden neurons of the head are of its own choice" in report
+    assert "it has chosen weights of the head (planted)" in report
     lines = (finished / "results.jsonl").read_text().splitlines()
     controls = [json.loads(line)["control"]["other_update"] for line in lines]
     assert all(control["subspace_error"] > 0.05 for control in controls)  # others' features
@@ -129,6 +129,6 @@ def test_probes_see_an_imprint_that_training_has_not_moved(tmp_path: Path) -> No
         rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
         assert [row["status"] for row in rows] == ["ok", "ok"]
         assert all(row["model"]["parameters"]["imprint"]["bins"] == 64 for row in rows)
-        assert "module of 64 neurons in front of the model" in (out / "report.html").read_text()
+        assert "it has put a module into the model" in (out / "report.html").read_text()
         if plant:
             assert max(row["metrics"]["psnr"] for row in rows) > 30

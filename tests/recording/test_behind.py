@@ -5,9 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +94,13 @@ def test_a_finalizer_may_come_in_the_middle_of_handing_work_over(
 ) -> None:
     """The collector runs where it likes: also between work's arrival and its thread's start."""
     done, behind = list[int](), WorkQueue()
-    submit = ThreadPoolExecutor.submit
+    start = threading.Thread.start
 
-    def collected(self: Any, *arguments: Any, **named: Any) -> Any:
+    def collected(self: Any) -> None:
         behind.finish()
-        return submit(self, *arguments, **named)
+        start(self)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", collected)
+    monkeypatch.setattr(threading.Thread, "start", collected)
     _within(lambda: behind.later(lambda: done.append(1)))
     _within(behind.finish)
     assert done == [1]
@@ -124,38 +122,6 @@ def test_work_is_done_once_and_in_order_where_no_thread_can_be_started(
     behind.later(lambda: done.append(3))
     _within(behind.finish)
     assert done == [0, 1, 2, 3]
-
-
-def test_threads_that_can_start_no_other_do_not_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done, behind = list[int](), WorkQueue()
-    begun, go = threading.Event(), threading.Event()
-
-    def first() -> None:
-        begun.set()
-        go.wait(20)
-
-    behind.later(first)
-    assert begun.wait(20)
-
-    def refused(*_: Any) -> None:
-        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
-    threads = [
-        threading.Thread(target=behind.later, args=(lambda: done.append(1),), daemon=True)
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.1)
-    go.set()
-    for thread in threads:
-        thread.join(2)
-    assert not any(thread.is_alive() for thread in threads)
-    _within(behind.finish)
-    assert done == [1, 1]
 
 
 def test_a_wait_with_a_limit_ends_where_nothing_gets_done() -> None:

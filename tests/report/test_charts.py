@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedsim.report.charts import Axis, Series, _move_apart, _ticks, chart
-from fedsim.report.comparison_charts import _rates
+from fedsim.report.charts import Axis, Series, _move_apart, _rates, _ticks, chart
 from fedsim.targets.membership import membership_auc
 
 

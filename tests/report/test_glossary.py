@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedsim.report import leaderboard_rows, write_report
-from fedsim.report.glossary import markdown, terms, terms_of
-from fedsim.report.wording import explain_terms, keep_figures_whole, tip
+from fedsim.report.glossary import explain_terms, keep_figures_whole, markdown, terms, terms_of, tip
 from fedsim.scoring import METRICS
 
 ROOT = Path(__file__).parents[2]

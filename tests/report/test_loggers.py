@@ -131,7 +131,7 @@ def test_a_missing_extra_is_refused_before_any_work(
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("mflow", "did you mean mlflow?"), ("wandb", "expected one of mlflow, tensorboard")],
+    [("mflow", "got 'mflow'"), ("wandb", "expected one of mlflow, tensorboard")],
 )
 def test_an_unknown_tool_is_refused(name: str, said: str) -> None:
     with pytest.raises(FedsimError, match=said.replace("?", r"\?")):

@@ -15,7 +15,7 @@ from synthetic_run import STACKS, write_run
 
 from fedsim.contracts.grant import Grant
 from fedsim.report import LeaderboardRow, ReportError, leaderboard_rows, render
-from fedsim.results.settings import differences
+from fedsim.results.reading import differences
 
 
 @pytest.fixture(scope="session")

@@ -577,7 +577,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/models/test_planting.py",
         ),
         "rows of a malicious server without its mark": swap(
-            "fedsim/report/table.py:_malicious",
+            "fedsim/report/render.py:_malicious",
             "[] if row.server == 'honest' else [f'({row.server})']",
             "[]",
             BOARD,
@@ -695,7 +695,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             BESIDE,
         ),
         "images counted once for each trial": swap(
-            "fedsim/report/victims.py:images",
+            "fedsim/report/leaderboard.py:images",
             "{victim for victims in recorded for victim in victims}",
             "[victim for victims in recorded for victim in victims]",
             BESIDE,
@@ -849,7 +849,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/report/judge.py:_judge_control", "best.blind", "False", BOARD
         ),
         "a lost update that hides the other trials": swap(
-            "fedsim/report/paired.py:gains", "differences.append(0.0)", "return None", BOARD
+            "fedsim/report/leaderboard.py:gains", "differences.append(0.0)", "return None", BOARD
         ),
         "true labels that an attack can write into": swap(
             "fedsim/attacking/knowledge.py:hand_over",
@@ -915,7 +915,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             BOARD,
         ),
         "a trial exposed by two halves": swap(
-            "fedsim/report/paired.py:own_gains", "min(gain, over)", "gain", BOARD
+            "fedsim/report/leaderboard.py:own_gains", "min(gain, over)", "gain", BOARD
         ),
         "a rare exact picture hidden by a steady attack": never(
             "fedsim/report/judge.py:_strongest", "leaks", BOARD

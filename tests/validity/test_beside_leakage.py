@@ -23,9 +23,8 @@ from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.matching import match
 from fedsim.data.bundled import Digits
-from fedsim.report.leaderboard import accuracy_of
+from fedsim.report.leaderboard import accuracy_of, images
 from fedsim.report.row import LeaderboardRow
-from fedsim.report.victims import images
 from fedsim.results import rows
 from fedsim.results.lines import ResultRow, UtilityOf
 from fedsim.scoring import accuracy, false_certificates, share

@@ -29,7 +29,7 @@ from fedsim.report import (
     standing_still,
     write_report,
 )
-from fedsim.report.comparison_charts import accused
+from fedsim.report.charts import accused
 from fedsim.report.dossier import dossier_of
 from fedsim.report.judge import Verdict, judge
 from fedsim.report.messages import describe_cautions, describe_control, describe_evidence
