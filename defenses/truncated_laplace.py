@@ -33,7 +33,7 @@ class TruncatedLaplace(StatisticDefense):
     """β: neighbours differ in one example, whose features are no farther apart in L2 norm."""
     epsilon: Annotated[float, Field(gt=0, le=1e6)]
     delta: Annotated[float, Field(gt=0, lt=1)]
-    calibration: laplace_vector.Calibration = "tight"
+    calibration: laplace_vector.ScaleChoice = "tight"
     """`paper`: b = sqrt(d) β / ε, that of one number with the features' L1 sensitivity. `tight`:
     the least b that is proven to be enough, smaller by up to sqrt(d) / 1.25."""
 

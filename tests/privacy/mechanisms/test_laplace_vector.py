@@ -69,7 +69,7 @@ def test_many_entries_are_a_gaussian_mechanism() -> None:
 @pytest.mark.parametrize("dimension", [1, 3, 64, 512])
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.3, 1e-6), (2.0, 1e-3), (9.0, 1e-4)])
 def test_calibrated_noise_is_enough(
-    calibration: laplace_vector.Calibration, dimension: int, epsilon: float, delta: float
+    calibration: laplace_vector.ScaleChoice, dimension: int, epsilon: float, delta: float
 ) -> None:
     noise = laplace_vector.calibrate_noise(0.2, dimension, epsilon, delta, calibration)
     found = float(laplace_vector.log_delta(0.2, *noise, dimension, epsilon))
