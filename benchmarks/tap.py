@@ -130,7 +130,7 @@ def held(clients: int) -> int:
     arrays = ArrayRecord({"w": tapping.wire.encode({"w": _weights()})["w"]})
     content = RecordDict({"arrays": arrays, "config": ConfigRecord({"server-round": 1})})
     with tempfile.TemporaryDirectory() as folder:
-        tape = tapping._Tape(tapping._Plan.of(folder, None, None, 8.0).recorder(1, "server"))
+        tape = tapping._Tape(tapping._recorders(folder, None, None, 8.0)(1, "server"))
         gc.collect()
         tracemalloc.start()
         for node in range(clients):
