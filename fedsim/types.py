@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Tensors = Mapping[str, Tensor]
+# Quoted: torch takes seconds to import, and whoever only calculates or refuses needs none of it.
+Tensors = Mapping[str, "Tensor"]
 """Named tensors: a model's parameters, or an update of the same names and shapes."""
 
 LARGEST = 1e100
@@ -474,9 +475,15 @@ class Truth:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors of the truth by name."""
+        import torch
+
         # Files hold tensors alone, so that `classes` of rows travels as one; `of` makes it an int
         # again.
-        own = {n: torch.as_tensor(v) for n, v in vars(self).items() if isinstance(v, Tensor | int)}
+        own = {
+            n: torch.as_tensor(v)
+            for n, v in vars(self).items()
+            if isinstance(v, torch.Tensor | int)
+        }
         return {**own, **self.more}
 
     @staticmethod

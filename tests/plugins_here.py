@@ -20,12 +20,15 @@ def registered(members: Mapping[str, Mapping[str, type]]) -> Iterator[None]:
     """Register classes by group and name, as `{"attacks": {"dice": Dice}}`, within the block."""
     before = plugins._entry_points
 
-    def with_own(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-        own = {
-            name: (EntryPoint(name, f"{cls.__module__}:{cls.__qualname__}", group),)
-            for name, cls in members.get(group.removeprefix("fedsim."), {}).items()
+    def with_own() -> dict[str, dict[str, tuple[EntryPoint, ...]]]:
+        own: dict[str, dict[str, tuple[EntryPoint, ...]]] = {
+            f"fedsim.{kind}": {
+                name: (EntryPoint(name, f"{cls.__module__}:{cls.__qualname__}", f"fedsim.{kind}"),)
+                for name, cls in classes.items()
+            }
+            for kind, classes in members.items()
         }
-        return {**before(group), **own}
+        return {group: {**known, **own.get(group, {})} for group, known in before().items()}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugins, "_entry_points", with_own)

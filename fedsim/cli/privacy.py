@@ -16,7 +16,6 @@ import typer
 
 from fedsim.cli.exits import exits
 from fedsim.cli.stand_ins import read_without_libraries
-from fedsim.progress import report_work
 
 
 class AuditMethodOption(StrEnum):
@@ -126,6 +125,7 @@ def audit(
     """
     with exits():
         from fedsim.audit import mechanisms
+        from fedsim.progress import report_work
 
         if mechanism is None:
             _list(as_json)
@@ -167,6 +167,7 @@ def _ask(
     """Prints the calculator's answer, or the list of mechanisms if none is named."""
     with exits():
         from fedsim.privacy import calculator
+        from fedsim.progress import report_work
 
         if mechanism is None:
             _list(as_json)

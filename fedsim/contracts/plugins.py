@@ -91,17 +91,23 @@ class Installed:
 
 
 @cache
-def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
-    for point in entry_points(group=group):
-        # An editable installation may be found twice; that is one plugin, not a conflict.
-        found.setdefault(point.name, {})[_package(point), point.value] = point
-    return {name: tuple(points.values()) for name, points in found.items()}
+def _entry_points() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
+    """Returns group -> name -> entry points of that name, more than one where packages clash."""
+    # All groups at once, since each query reads the metadata of every installed package.
+    installed = entry_points()
+    groups = {}
+    for group in GROUPS:
+        found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
+        for point in installed.select(group=group):
+            # An editable installation may be found twice; that is one plugin, not a conflict.
+            found.setdefault(point.name, {})[_package(point), point.value] = point
+        groups[group] = {name: tuple(points.values()) for name, points in found.items()}
+    return groups
 
 
 def names(group: str) -> tuple[str, ...]:
     """Returns the names registered in `group`, sorted, and loads nothing."""
-    return tuple(sorted(_entry_points(group)))
+    return tuple(sorted(_entry_points()[group]))
 
 
 def load(group: str, name: str) -> type[Plugin]:
@@ -112,7 +118,7 @@ def load(group: str, name: str) -> type[Plugin]:
             failed (with the cause).
     """
     kind = group.removeprefix("fedsim.")
-    points = _entry_points(group).get(name, ())
+    points = _entry_points()[group].get(name, ())
     if not points:
         close = difflib.get_close_matches(name, names(group), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -156,7 +162,7 @@ def reference(group: str, plugin: Plugin) -> Named:
     """
     kind = type(plugin)
     value = f"{kind.__module__}:{kind.__qualname__}"
-    for name, points in _entry_points(group).items():
+    for name, points in _entry_points()[group].items():
         if any(point.value == value for point in points):
             return Named(name=name, parameters=plugin.model_dump(mode="json"))
     raise PluginError(
@@ -187,7 +193,7 @@ def list_installed(group: str) -> list[Installed]:
     rows = []
     for name in names(group):
         # Where two packages claim the name, `load` says so; the first stands for the row.
-        point = _entry_points(group)[name][0]
+        point = _entry_points()[group][name][0]
         package, version = _package(point), _version(point.dist) if point.dist else "?"
         try:
             cls = load(group, name)

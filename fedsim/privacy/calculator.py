@@ -153,10 +153,10 @@ def load(mechanism: str, part: str) -> type[BaseModel]:
     Raises:
         FedsimError: there is no such mechanism, it cannot be imported, or it has no such part.
     """
-    from fedsim.scenario.explain import nearest
-
     names = plugins.names(GROUP)
     if mechanism not in names:
+        from fedsim.scenario.explain import nearest  # with all that reads scenarios, torch too
+
         raise FedsimError(
             f"no mechanism named {mechanism!r}{nearest(mechanism, names)} "
             f"(known: {', '.join(names)})"
@@ -176,14 +176,14 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
     Raises:
         FedsimError: as of `delta`.
     """
-    from fedsim.scenario.explain import explain, known_keys
-
     cls = load(mechanism, part)
     missing = [k for k, field in cls.model_fields.items() if field.is_required() and k not in keys]
     lines = [f"{key}: missing; add {key}=... ({_describe(cls, key)})" for key in missing]
     try:
         return cls.model_validate(dict(keys))
     except ValidationError as error:
+        from fedsim.scenario.explain import explain, known_keys
+
         said = explain(error, dict(keys), known_keys(cls))
         lines += [
             f"{'.'.join(map(str, path))}: {message}".removeprefix(": ")

@@ -67,7 +67,7 @@ def _sidecar_fields() -> Iterator[tuple[str, Any]]:
     yield "format", (Literal[1], 1)
     # Read from the class, so that a new field with a default is recorded, and old files stay
     # legible.
-    hints = get_type_hints(Observation)
+    hints = get_type_hints(Observation, localns={"Tensor": Tensor})
     for field in fields(Observation):
         if field.name == "spec":
             yield "model", (ModelSpec | None, ...)
