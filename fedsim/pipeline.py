@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from fedsim import acceptance, federation, progress, scoring, stages
 from fedsim.acceptance import Accepted
 from fedsim.attacking.jobs import Job, Result, Setting, result_without_attack
+from fedsim.attacking.running import Workers
 from fedsim.data.images import public_images
 from fedsim.federation.deployed import run_name
 from fedsim.federation.network.link import Link
@@ -250,12 +251,14 @@ class _Execution:
             FedsimError: the work failed.
         """
         started = time.perf_counter() if started is None else started
-        with fix_within(self.scenario.threads):
-            self._attack(display)
-        public = self._attack_public
-        order = rows.order(self.scenario)
-        seconds = time.perf_counter() - started
-        stages.finish(self.out, self._facts(seconds), order, attack_public=public)
+        # Both kinds of updates, the clients' and those of public images, have the same attackers.
+        with Workers(self.workers) as workers:
+            with fix_within(self.scenario.threads):
+                self._attack(display, workers)
+            public = partial(self._attack_public, workers)
+            order = rows.order(self.scenario)
+            seconds = time.perf_counter() - started
+            stages.finish(self.out, self._facts(seconds), order, attack_public=public)
 
     def _federate(self, display: progress.Display) -> None:
         path = self.out / "rounds.jsonl"
@@ -289,7 +292,7 @@ class _Execution:
             sorted(latest.values(), key=lambda row: (stacks.index(row["defense"]), row["round"])),
         )
 
-    def _attack(self, display: progress.Display) -> None:
+    def _attack(self, display: progress.Display, workers: Workers) -> None:
         path = self.out / "results.jsonl"
         record.drop_torn_line(path)
         # Rows that wait for truth are written anew by each collection; all others are settled.
@@ -325,7 +328,7 @@ class _Execution:
         jobs = [job for job, _ in pending if job.observation.exists() and job not in waiting]
         if jobs:
             self._publish(self.out)
-            stages.attack(jobs, self._setting(), on_result, display, workers=self.workers)
+            stages.attack(jobs, self._setting(), on_result, display, workers=workers)
 
     def _without_recording(self, seen: Observation) -> Result:
         """Returns the result of every attack on what was to be recorded, and was not."""
@@ -405,7 +408,7 @@ class _Execution:
             },
         }
 
-    def _attack_public(self, found: Sequence[record.Row]) -> None:
+    def _attack_public(self, workers: Workers, found: Sequence[record.Row]) -> None:
         """Runs attacks again, on updates of public images, where no other client is recorded."""
         folder = controls.folder_of(self.out)
         entries = {entry.label or entry.name: entry for entry in self.scenario.attacks}
@@ -420,7 +423,7 @@ class _Execution:
             # write.
             lambda job, result: None,
             progress.Display(),
-            workers=self.workers,
+            workers=workers,
         )
 
     @property

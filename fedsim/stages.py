@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.attacking.jobs import Job, Result, Setting
-from fedsim.attacking.running import run_jobs
+from fedsim.attacking.running import Workers, run_jobs
 from fedsim.contracts.attack import Progress
 from fedsim.progress import Display
 from fedsim.recording import files
@@ -36,7 +36,12 @@ def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Disp
 
 
 def attack(
-    jobs: Sequence[Job], setting: Setting, on_result: Finished, display: Display, *, workers: int
+    jobs: Sequence[Job],
+    setting: Setting,
+    on_result: Finished,
+    display: Display,
+    *,
+    workers: Workers,
 ) -> None:
     """Makes and scores every attack, and reports the progress and the result of each.
 

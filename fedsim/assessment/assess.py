@@ -26,6 +26,7 @@ from fedsim.assessment.victim_model import built_model, classes_of, package_of
 from fedsim.attacking.jobs import Job, Setting
 from fedsim.attacking.observe import RANDOM, VictimModel
 from fedsim.attacking.replay import simulation_error
+from fedsim.attacking.running import Workers
 from fedsim.attacking.tapped import freeze_unsent, observe_exchange
 from fedsim.contracts.attack import create
 from fedsim.models import live
@@ -86,13 +87,14 @@ def assess(
         Announced.of(context.name, {}, 0, planned, resumable=False, origin=origin).save(folder)
         with progress.display(asked.quiet) as display:
             display.stage("attack", len(planned))
-            stages.attack(
-                [job for job, _ in planned],
-                setting,
-                stages.writer_of(folder / "results.jsonl", context.row, display),
-                display,
-                workers=asked.workers or os.cpu_count() or 1,
-            )
+            with Workers(asked.workers or os.cpu_count() or 1) as workers:
+                stages.attack(
+                    [job for job, _ in planned],
+                    setting,
+                    stages.writer_of(folder / "results.jsonl", context.row, display),
+                    display,
+                    workers=workers,
+                )
         facts = {
             "scenario": context.name,
             "variant": {},

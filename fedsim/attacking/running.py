@@ -1,8 +1,8 @@
 """Runs the attack stage: every (observation, attack) is a job.
 
 This process reads a recording and its truth, and takes out of the truth what is granted. Workers
-that attack are handed questions (`question`) and nothing else; others score the answers and write
-the reconstructions.
+that attack are handed questions (`question`) and nothing else. This process, or others where many
+attack, scores the answers and writes the reconstructions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from multiprocessing.queues import Queue
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,19 +54,87 @@ from fedsim.system.interrupts import delay_interrupts
 from fedsim.types import RunFailed
 
 
+class Workers:
+    """The processes of an attack stage, started by its first jobs and kept until the block ends.
+
+    Each takes seconds to start. All jobs of a stage have one setting, except for its root.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Prepares `count` processes that attack, and fewer that score."""
+        self.count = count
+        self._running = ExitStack()
+        self._attackers: Executor | None = None
+        self._scorers: Executor | None = None
+        self._news: Queue[tuple[int, Progress]]
+        self._aids: Aids
+
+    def __enter__(self) -> Workers:
+        """Begins the block; no process starts before there are jobs."""
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends the processes; those at work end at once if there is an error."""
+        self._running.__exit__(*error)
+
+    def start(self, setting: Setting, around: Surroundings) -> None:
+        """Starts the processes if they are not there yet."""
+        if self._attackers is not None:
+            return
+        pool = processes.pool(self.count, around)
+        self._attackers, self._news = self._running.enter_context(pool)
+        # Scores take far less time than attacks: beside few attackers, this process makes them.
+        if scorers := self.count // _ATTACKERS_OF_A_SCORER:
+            self._scorers, _ = self._running.enter_context(processes.pool(scorers, setting))
+        else:
+            self._aids = setting.aids
+
+    def attack(self, index: int, questions: bytes) -> Future[bytes]:
+        """Asks packed questions about the job of that `index`."""
+        assert self._attackers is not None
+        with delay_interrupts():
+            return self._attackers.submit(answer_packed, index, questions)
+
+    def score(
+        self, setting: Setting, job: Job, answer: AttackAnswer, tensor_rate: float | None
+    ) -> Future[Result]:
+        """Scores the answer to a job, and writes the reconstruction below the setting's root."""
+        if self._scorers is None:
+            done: Future[Result] = Future()
+            done.set_result(score_answer(job, answer, tensor_rate, setting, self._aids))
+            return done
+        # Pickled here, since multiprocessing would send a file per tensor.
+        packed = pickle.dumps(answer)
+        with delay_interrupts():
+            return self._scorers.submit(_score_packed, setting.root, job, packed, tensor_rate)
+
+    def report_news(
+        self, jobs: Sequence[Job], on_progress: Callable[[Job, Progress], None]
+    ) -> None:
+        """Reports what attacks have told of their progress since the last call."""
+        while True:
+            try:
+                index, progress = self._news.get_nowait()
+            except queue.Empty:
+                return
+            on_progress(jobs[index], progress)
+
+
+_ATTACKERS_OF_A_SCORER = 4
+"""Number of processes that attack for each process that scores."""
+
+
 def run_jobs(
     jobs: Sequence[Job],
     setting: Setting,
     *,
-    workers: int,
+    workers: Workers,
     on_progress: Callable[[Job, Progress], None],
     on_result: Callable[[Job, Result], None],
 ) -> None:
-    """Runs `jobs`, attacking in `workers` processes, and reports each as it goes on.
+    """Runs `jobs` in the processes of `workers`, and reports each as it goes on.
 
     `on_progress` is called with the progress of an attack, `on_result` with each scored result.
-
-    As many other processes score; with one worker, this process does.
 
     Raises:
         RunFailed: a worker died (most likely for want of memory). Finished jobs were reported.
@@ -90,27 +160,18 @@ def run_jobs(
     def settle(asked: _AskedJob) -> None:
         # Called after each answer and once all is asked, since either may come last.
         if asked.done:
-            pending[score(asked.job, asked.answer(), asked.tensor_rate)] = partial(
-                on_result, asked.job
-            )
+            scored = workers.score(setting, asked.job, asked.answer(), asked.tensor_rate)
+            pending[scored] = partial(on_result, asked.job)
 
     try:
-        with ExitStack() as running:
-            running.enter_context(threads.fix_within(setting.threads))
-            attackers, news = running.enter_context(processes.pool(workers, around))
-            score: Callable[[Job, AttackAnswer, float | None], Future[Result]]
-            if workers > 1:
-                scorers, _ = running.enter_context(processes.pool(workers, setting))
-                score = partial(_score_in_worker, scorers)
-            else:
-                score = partial(_score_here, setting, setting.aids)
+        with threads.fix_within(setting.threads):
+            workers.start(setting, around)
             left = _scorable(jobs, setting, public, on_result)
             asked = next(left, None)
             while asked or pending:
-                while asked and asking < _AHEAD * workers:
+                while asked and asking < _AHEAD * workers.count:
                     if questions := asked.next():
-                        with delay_interrupts():
-                            future = attackers.submit(answer_packed, asked.index, questions)
+                        future = workers.attack(asked.index, questions)
                         pending[future] = partial(take, asked, asked.sent)
                         asking += 1
                     else:
@@ -118,7 +179,7 @@ def run_jobs(
                         asked = next(left, None)
                 # The timeout lets news of progress through while no future ends.
                 done, _ = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-                _report_news(news, jobs, on_progress)
+                workers.report_news(jobs, on_progress)
                 for future in done:
                     # A future carries what follows on its result: `take` for answers, `on_result`
                     # for scores.
@@ -219,39 +280,10 @@ class _AskedJob:
         return AttackAnswer(solution=solution, reason=reason, seconds=seconds)
 
 
-def _report_news(
-    news: Queue[tuple[int, Progress]],
-    jobs: Sequence[Job],
-    on_progress: Callable[[Job, Progress], None],
-) -> None:
-    while True:
-        try:
-            index, progress = news.get_nowait()
-        except queue.Empty:
-            return
-        on_progress(jobs[index], progress)
-
-
-def _score_here(
-    setting: Setting, aids: Aids, job: Job, answer: AttackAnswer, tensor_rate: float | None
-) -> Future[Result]:
-    done: Future[Result] = Future()
-    done.set_result(score_answer(job, answer, tensor_rate, setting, aids))
-    return done
-
-
-def _score_in_worker(
-    scorers: Executor, job: Job, answer: AttackAnswer, tensor_rate: float | None
-) -> Future[Result]:
-    # Pickled here, since multiprocessing would send a file per tensor.
-    with delay_interrupts():
-        return scorers.submit(_score_packed, job, pickle.dumps(answer), tensor_rate)
-
-
-def _score_packed(job: Job, packed: bytes, tensor_rate: float | None) -> Result:
+def _score_packed(root: Path, job: Job, packed: bytes, tensor_rate: float | None) -> Result:
     setting, aids = _shared_setting()
     answer: AttackAnswer = pickle.loads(packed)  # noqa: S301 - the parent wrote it
-    return score_answer(job, answer, tensor_rate, setting, aids)
+    return score_answer(job, answer, tensor_rate, replace(setting, root=root), aids)
 
 
 @cache
