@@ -16,7 +16,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -139,6 +138,9 @@ def _record(function: Function, inputs: tuple[Tensor, ...]) -> Function | None:
             with _NoReading():  # type: ignore[no-untyped-call]
                 function(*copies)
             return _Graph(function, inputs)
+        # Imported here: it takes long, and few descents are long enough to be recorded.
+        from torch.fx.experimental.proxy_tensor import make_fx
+
         # `make_fx` counts the arguments of a method wrongly.
         recorded: Function = make_fx(lambda *given: function(*given))(*copies)
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError):

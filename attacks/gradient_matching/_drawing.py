@@ -15,6 +15,7 @@ every residual block through a linear projection. Ulyanov et al., Deep Image Pri
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, final
@@ -27,6 +28,45 @@ from fedsim import rng as streams
 from fedsim.models.base import normalize
 from fedsim.types import ModelSpec
 from fedsim_attacks.gradient_matching._image_priors import valid_range
+
+
+@final
+class Adam:
+    """Adam over tensors that it changes in place: the kernel of `torch.optim.Adam(fused=True)`.
+
+    An optimizer of torch.optim imports torch's compiler when it is made, which takes each process
+    that attacks seconds. Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015.
+    """
+
+    def __init__(
+        self, variables: Sequence[Tensor], betas: tuple[float, float] = (0.9, 0.999)
+    ) -> None:
+        """Prepares to descend in `variables`, of which all are on one device."""
+        self._variables, self._betas = list(variables), betas
+        self._means = [torch.zeros_like(each) for each in variables]
+        self._squares = [torch.zeros_like(each) for each in variables]
+        self._counts = [torch.zeros((), device=each.device) for each in variables]
+
+    @torch.no_grad()
+    def step(self, slopes: Sequence[Tensor], step_size: float) -> None:
+        """Takes a step against `slopes`, one for each variable."""
+        torch._foreach_add_(self._counts, 1)
+        torch._fused_adam_(
+            self._variables,
+            list(slopes),
+            self._means,
+            self._squares,
+            [],
+            self._counts,
+            lr=step_size,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
 
 _COARSEST = 4
 """Least side of a coarse image; below there is only the mean."""
@@ -49,7 +89,7 @@ class Pyramid:
             sizes.append((height, width))
             height, width = height // 2, width // 2
         self._coarse = [images.new_zeros(*images.shape[:2], *size) for size in [*sizes, (1, 1)]]
-        self._optimizer = torch.optim.Adam([images, *self._coarse], betas=betas, fused=True)
+        self._optimizer = Adam([images, *self._coarse], betas)
 
     def step(self, slope: Tensor, step_size: float) -> None:
         """Takes a step of Adam on every level.
@@ -57,12 +97,8 @@ class Pyramid:
         `slope` (N, C, H, W) is the objective's gradient in the images, `step_size` Adam's.
         """
         before = [level.clone() for level in self._coarse]
-        self.images.grad = slope
-        for level in self._coarse:
-            level.grad = self._restricted(slope, level)
-        (group,) = self._optimizer.param_groups
-        group["lr"] = step_size
-        self._optimizer.step()
+        slopes = [slope, *(self._restricted(slope, level) for level in self._coarse)]
+        self._optimizer.step(slopes, step_size)
         for level, old in zip(self._coarse, before, strict=True):
             # Pixels hold the sum of all levels already: only a level's change is added.
             self.images.add_(self._prolonged(level - old))
@@ -99,6 +135,14 @@ def stepped(done: float) -> float:
     `done` in [0, 1] is the share of the iterations that are done.
     """
     return 0.1 ** sum(done >= at for at in _DECAY_AT)
+
+
+def decayed_step(step_size: float, done: int, iterations: int) -> float:
+    """Divides `step_size` by 10 at 3/8, 5/8 and 7/8 of `iterations`, of which so many are done."""
+    for share in _DECAY_AT:
+        if done >= int(iterations * share):
+            step_size *= 0.1
+    return step_size
 
 
 def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_scheduler.MultiStepLR:

@@ -20,7 +20,7 @@ from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._drawing import decayed, half_cosine
+from fedsim_attacks.gradient_matching._drawing import Adam, decayed_step, half_cosine
 from fedsim_attacks.gradient_matching._image_priors import (
     VARIATIONS,
     Variation,
@@ -47,8 +47,7 @@ class Inversion(AttackState):
 
     matching: Matching
     candidate: Candidate
-    optimizer: torch.optim.Adam
-    schedule: torch.optim.lr_scheduler.LRScheduler
+    optimizer: Adam
     best_images: Tensor
     best_labels: Tensor
     best_loss: Tensor
@@ -113,13 +112,11 @@ class InvertingGradients(IterativeAttack[Inversion]):
         candidate = matching.random_candidate(granted_labels(observation, knowledge), rng)
         if self.pattern:
             candidate.images.data = tile(candidate.images.data, self.pattern)
-        optimizer = torch.optim.Adam(candidate.variables, lr=self.step_size, fused=True)
         return Inversion(
             loss=torch.full((), torch.inf, device=matching.device),
             matching=matching,
             candidate=candidate,
-            optimizer=optimizer,
-            schedule=self._schedule(optimizer),
+            optimizer=Adam(candidate.variables),
             best_images=candidate.images.detach().clone(),
             best_labels=candidate.hard_labels(),
             best_loss=torch.full((), torch.inf, device=matching.device),
@@ -144,11 +141,8 @@ class InvertingGradients(IterativeAttack[Inversion]):
         # Soft signs end as plain slopes, as tanh(s g) / s goes to g.
         left = 1 - state.iteration / self.iterations
         # Signed gradients, as in the authors' code.
-        candidate.images.grad = slope.sign_() if self.signs == "hard" else soft_sign(slope, left)
-        if candidate.logits is not None:
-            (candidate.logits.grad,) = rest
-        state.optimizer.step()
-        state.schedule.step()
+        slope = slope.sign_() if self.signs == "hard" else soft_sign(slope, left)
+        state.optimizer.step([slope, *rest], self._rate(state.iteration))
         # `images` is a detached view of the candidate's memory, which is clamped with it.
         images.clamp_(*matching.box)
         state.iteration += 1
@@ -164,13 +158,12 @@ class InvertingGradients(IterativeAttack[Inversion]):
             iterations=state.iteration,
         ).with_parts({"images" if images.ndim == 4 else "records": entries})
 
-    def _schedule(self, optimizer: torch.optim.Adam) -> torch.optim.lr_scheduler.LRScheduler:
+    def _rate(self, done: int) -> float:
+        """Computes the step size after so many iterations."""
         if self.decay == "steps":
-            return decayed(optimizer, self.iterations)
-        return torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda done: min(1.0, (done + 1) / _WARMUP) * half_cosine(done / self.iterations),
-        )
+            return decayed_step(self.step_size, done, self.iterations)
+        rise = min(1.0, (done + 1) / _WARMUP)
+        return self.step_size * (rise * half_cosine(done / self.iterations))
 
 
 def soft_sign(slope: Tensor, softness: float) -> Tensor:

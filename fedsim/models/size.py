@@ -51,6 +51,8 @@ class _ShapesAlone(TorchFunctionMode):
                 return torch.empty_like(first)
             if function is F.linear and _maps(first, others):
                 return first.new_empty(*first.shape[:-1], others[0].shape[0])
+            if function is F.conv2d and not kwargs and (shape := _convolved(first, *others)):
+                return first.new_empty(shape)
         return function(*args, **(kwargs or {}))
 
 
@@ -80,6 +82,32 @@ def _maps(layer_input: Tensor, others: Sequence[object]) -> bool:
         return False
     whole = bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1])
     return whole and layer_input.shape[-1] == weight.shape[1]
+
+
+def _convolved(
+    layer_input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> tuple[int, ...] | None:
+    """Shape of a convolution's output; None if torch shall say it, or that nothing fits."""
+    steps = [
+        each if isinstance(each, tuple) else (each,) * 2 for each in (stride, padding, dilation)
+    ]
+    if layer_input.dim() != 4 or weight.dim() != 4 or isinstance(padding, str):
+        return None
+    outputs, inputs, *kernel = weight.shape
+    fits = layer_input.shape[1] == groups * inputs and outputs % groups == 0
+    sizes = [
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, s, p, d in zip(layer_input.shape[2:], kernel, *steps, strict=True)
+    ]
+    if not fits or min(sizes) < 1 or not (bias is None or bias.shape == (outputs,)):
+        return None
+    return len(layer_input), outputs, *sizes
 
 
 def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:

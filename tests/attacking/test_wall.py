@@ -71,7 +71,7 @@ SCENARIO: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)])
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("run") / "-".join(_NAME)
     own = {"attacks": {"quiet": Quiet, "spy": Spy}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -48,6 +49,22 @@ def test_functions_are_counted_however_they_are_called(
     assert size.image == real.numel() * real.element_size()
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.Conv2d(3, 6, (2, 3), stride=(1, 2), padding=(0, 2), dilation=(2, 1), groups=3),
+        nn.Conv2d(3, 6, 1, bias=False),
+        nn.Conv2d(3, 6, 3, padding="same"),
+        nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular"),
+    ],
+    ids=str,
+)
+def test_convolutions_are_counted_without_torchs_compiler(layer: nn.Conv2d) -> None:
+    size = count_size(lambda: deepcopy(layer).to("meta"), (3, 4, 5))
+    assert size is not None and size.image == 4 * layer(torch.zeros(1, 3, 4, 5)).numel()
+
+
 def test_numbers_that_are_there_are_computed() -> None:
     def build() -> nn.Module:
         shares = torch.sigmoid(torch.zeros(2, device="cpu"))
@@ -58,7 +75,14 @@ def test_numbers_that_are_there_are_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [lambda: nn.BatchNorm2d(4), lambda: nn.GroupNorm(2, 4), lambda: nn.Linear(4, 2)]
+    "broken",
+    [
+        lambda: nn.BatchNorm2d(4),
+        lambda: nn.GroupNorm(2, 4),
+        lambda: nn.Linear(4, 2),
+        lambda: nn.Conv2d(4, 2, 1),
+        lambda: nn.Conv2d(3, 2, 6),
+    ],
 )
 def test_a_layer_that_does_not_fit_its_input_has_no_size(broken: Callable[[], nn.Module]) -> None:
     assert count_size(broken, (3, 4, 5)) is None
