@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedsim_attacks.classifier_features import _certificates
@@ -198,5 +197,7 @@ def _explained_by_chance(head: HeadGradient, features: Tensor) -> float:
 
 def _permute(refit: Tensor, reference: Tensor) -> Tensor:
     """Permutes `refit` (N, d) so that each row is nearest to that of `reference` in its place."""
+    from scipy.optimize import linear_sum_assignment  # which takes half a second
+
     _, nearest = linear_sum_assignment(torch.cdist(reference, refit).numpy())
     return refit[torch.from_numpy(nearest)]

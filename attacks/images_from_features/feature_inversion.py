@@ -15,7 +15,6 @@ from typing import Annotated, ClassVar, Literal, final
 import torch
 import torch.nn.functional as F
 from pydantic import Field, field_validator
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackState
@@ -340,6 +339,8 @@ def _ordered(labels: Tensor, head: HeadGradient, features: Tensor) -> Tensor:
     In the class of its label an image's error signal is negative; where features are doubtful, it
     is not so of each of them.
     """
+    from scipy.optimize import linear_sum_assignment  # which takes half a second
+
     errors = F.normalize(Objective(head)(features.cpu()).errors, dim=0)
     # The assignment of least total error signal: p - y is negative at the label alone.
     _, place = linear_sum_assignment(errors[labels.cpu()].T.numpy())

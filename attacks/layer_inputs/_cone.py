@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.optimize import linprog
 from torch import Tensor
 
 from fedsim_attacks.layer_inputs._layers import Signal
@@ -232,6 +231,8 @@ class _Search:
             above: whether the function is above 0 at the rays whose signals are not known.
             generator: source of the function.
         """
+        from scipy.optimize import linprog  # which takes half a second
+
         self.aims += 1
         lengths = self.rows.norm(dim=1)
         bounds = [ray.bound for ray in rays if ray.bound is not None]

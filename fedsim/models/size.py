@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,9 @@ class _ShapesAlone(TorchFunctionMode):
                 return torch.empty_like(first)
             if function is F.linear and _maps(first, others):
                 return first.new_empty(*first.shape[:-1], others[0].shape[0])
-            if function is F.conv2d and not kwargs and (shape := _convolved(first, *others)):
+            if (of := _OF_WINDOWS.get(function)) and (
+                shape := of(first, *others, **(kwargs or {}))
+            ):
                 return first.new_empty(shape)
         return function(*args, **(kwargs or {}))
 
@@ -85,7 +87,7 @@ def _maps(layer_input: Tensor, others: Sequence[object]) -> bool:
 
 
 def _convolved(
-    layer_input: Tensor,
+    images: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -93,21 +95,56 @@ def _convolved(
     dilation: Any = 1,
     groups: int = 1,
 ) -> tuple[int, ...] | None:
-    """Shape of a convolution's output; None if torch shall say it, or that nothing fits."""
-    steps = [
-        each if isinstance(each, tuple) else (each,) * 2 for each in (stride, padding, dilation)
-    ]
-    if layer_input.dim() != 4 or weight.dim() != 4 or isinstance(padding, str):
+    """Shape of a convolution's output; None if it does not fit, or torch has to say it."""
+    if weight.dim() != 4 or not (bias is None or bias.shape == weight.shape[:1]):
         return None
     outputs, inputs, *kernel = weight.shape
-    fits = layer_input.shape[1] == groups * inputs and outputs % groups == 0
+    if images.shape[1:2] != (groups * inputs,) or outputs % groups:
+        return None
+    return _windows(images, outputs, kernel, stride, padding, dilation)
+
+
+def _pooled(
+    images: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> tuple[int, ...] | None:
+    """Shape of a max pool's output; None if it does not fit, or torch has to say it."""
+    if ceil_mode or return_indices or images.dim() != 4:
+        return None
+    if max(_pair(padding)) * 2 > min(_pair(kernel_size)):
+        return None
+    return _windows(images, images.shape[1], kernel_size, stride or kernel_size, padding, dilation)
+
+
+def _windows(
+    images: Tensor, channels: int, kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[int, ...] | None:
+    """Shape (N, C, H', W') of what is computed of windows of images (N, C, H, W)."""
+    if images.dim() != 4 or isinstance(padding, str):
+        return None
     sizes = [
         (size + 2 * p - d * (k - 1) - 1) // s + 1
-        for size, k, s, p, d in zip(layer_input.shape[2:], kernel, *steps, strict=True)
+        for size, k, s, p, d in zip(
+            images.shape[2:], *map(_pair, (kernel, stride, padding, dilation)), strict=True
+        )
     ]
-    if not fits or min(sizes) < 1 or not (bias is None or bias.shape == (outputs,)):
-        return None
-    return len(layer_input), outputs, *sizes
+    return (len(images), channels, *sizes) if min(sizes) > 0 else None
+
+
+def _pair(size: Any) -> Sequence[int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+_OF_WINDOWS: Mapping[Any, Callable[..., tuple[int, ...] | None]] = {
+    F.conv2d: _convolved,
+    F.max_pool2d: _pooled,
+    torch.max_pool2d: _pooled,
+}
 
 
 def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -52,6 +54,9 @@ def test_functions_are_counted_however_they_are_called(
 @pytest.mark.parametrize(
     "layer",
     [
+        nn.MaxPool2d(2),
+        nn.MaxPool2d((3, 2), stride=(1, 2), padding=1, dilation=(1, 2)),
+        nn.MaxPool2d(3, stride=2, ceil_mode=True),
         nn.Conv2d(3, 6, 3, padding=1),
         nn.Conv2d(3, 6, (2, 3), stride=(1, 2), padding=(0, 2), dilation=(2, 1), groups=3),
         nn.Conv2d(3, 6, 1, bias=False),
@@ -60,9 +65,24 @@ def test_functions_are_counted_however_they_are_called(
     ],
     ids=str,
 )
-def test_convolutions_are_counted_without_torchs_compiler(layer: nn.Conv2d) -> None:
+def test_windows_are_counted_as_torch_computes_them(layer: nn.Module) -> None:
     size = count_size(lambda: deepcopy(layer).to("meta"), (3, 4, 5))
     assert size is not None and size.image == 4 * layer(torch.zeros(1, 3, 4, 5)).numel()
+
+
+def test_a_models_size_needs_no_compiler_of_torchs() -> None:
+    """Its import takes longer than all else that a process does before it attacks."""
+    code = (
+        "import sys\n"
+        "from fedsim.models.base import size_of\n"
+        "from fedsim.types import ModelSpec\n"
+        "spec = ModelSpec(name='convnet', parameters={}, input_shape=(1, 32, 32), num_classes=2,\n"
+        "                 mean=(0.5,), std=(0.5,))\n"
+        "assert size_of(spec) is not None\n"
+        "print({'sympy', 'torch._dynamo'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done
 
 
 def test_numbers_that_are_there_are_computed() -> None:
@@ -82,6 +102,8 @@ def test_numbers_that_are_there_are_computed() -> None:
         lambda: nn.Linear(4, 2),
         lambda: nn.Conv2d(4, 2, 1),
         lambda: nn.Conv2d(3, 2, 6),
+        lambda: nn.MaxPool2d(6),
+        lambda: nn.MaxPool2d(2, padding=2),
     ],
 )
 def test_a_layer_that_does_not_fit_its_input_has_no_size(broken: Callable[[], nn.Module]) -> None:
