@@ -102,10 +102,9 @@ class ClassifierGradient:
         weights = [part.detach().double().reshape(len(layer.weight), -1) for part, _ in parts]
         # One bound for each column: the weights have d, the bias has one.
         below = [
-            _smallest(observation, f"{name}.{kind}") * abs(factor)
-            for kind, part in (("weight", layer.weight), ("bias", layer.bias))
-            if kind == "weight" or biased
-            for _ in range(part[0].numel())
+            bound
+            for part, key in parts
+            for bound in [_smallest(observation, key) * abs(factor)] * part[0].numel()
         ]
         gradient = [
             observation.update[key].detach().double().reshape(len(layer.weight), -1) * factor

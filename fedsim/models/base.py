@@ -200,9 +200,19 @@ def _construct(
 def _count_size(
     plugin: ModelPlugin, spec: ModelSpec, defenses: Sequence[ModelDefense]
 ) -> size.Size | None:
-    # Counting must not advance the caller's stream, and initializers of a plugin may draw.
-    with rng.global_stream(0):
-        return size.count_size(lambda: _construct(plugin, spec, defenses), spec.input_shape)
+    # An attack builds its victim's model many times, and counting takes longer than building.
+    key = type(plugin), repr((spec, defenses))
+    if key not in _sizes:
+        # Counting must not advance the caller's stream, and initializers of a plugin may draw.
+        with rng.global_stream(0):
+            _sizes[key] = size.count_size(
+                lambda: _construct(plugin, spec, defenses), spec.input_shape
+            )
+    return _sizes[key]
+
+
+_sizes: dict[tuple[type[ModelPlugin], str], size.Size | None] = {}
+"""Sizes that this process has counted."""
 
 
 def normalize(pixels: Tensor, spec: InputSpec) -> Tensor:

@@ -48,7 +48,7 @@ class _ShapesAlone(TorchFunctionMode):
         if _is_counted(args) and not (kwargs and "out" in kwargs):
             first, *others = args
             if function in _SHAPED_AS_THEIR_INPUT and _fits(function, first, others):
-                return torch.empty_like(first)
+                return first.new_empty(first.shape)
             if function is F.linear and _maps(first, others):
                 return first.new_empty(*first.shape[:-1], others[0].shape[0])
             if (of := _OF_WINDOWS.get(function)) and (
