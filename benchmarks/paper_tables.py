@@ -6,13 +6,14 @@ quarters. Statistics of batch norm are granted, as in the paper; labels are infe
 and attacks of a batch size get the same batches. Iterations are far fewer than the paper's 10,000.
 
     python benchmarks/paper_tables.py train OUT --images cifar10-images.zip [--device cuda]
-    python benchmarks/paper_tables.py attack OUT [--device cuda] [--workers 14] [--seconds 400]
+    python benchmarks/paper_tables.py attack OUT [--device cuda] [--workers 6] [--seconds 400]
     python benchmarks/paper_tables.py table OUT docs/results/paper-figures.csv
         > docs/results/paper-tables.csv
     python benchmarks/paper_tables.py picture OUT FILE
 
-`attack` keeps a line for each batch and attack in OUT, and goes on where it ended. `table` writes
-each cell of the paper with its figure beside ours; a cell that was not run has none.
+`attack` keeps a line for each batch and attack in OUT, and goes on where it ended; a worker takes
+up to 15 GB of a GPU. `table` writes each cell of the paper with its figure beside ours; a cell that
+was not run has none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,12 +41,10 @@ from fedsim.data.folder import ImageFolder
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.planting import build_honest, plant_neurons
 from fedsim.recording.files import read_tensors, write_tensors
-from fedsim.scenario.build import build_stack
 from fedsim.scoring import score, summarize
 from fedsim.scoring.guess import Guesser
 from fedsim.system.device import compute_exactly, move_tensors, resolve_device
 from fedsim.testing import make_observation
-from fedsim.testing.cases import reference
 from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation
 
 SEED = 2027
@@ -81,6 +81,7 @@ ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "as written": ("feature_inversion", {"features_from": "tensor_features"}),
     "tensor_features": ("tensor_features", {}),
     "inverting_gradients": ("inverting_gradients", {}),
+    "inverting_gradients_body": ("inverting_gradients", {"tensors": "body"}),
     "factored_inversion": ("factored_inversion", {}),
 }
 """`tensor+unet` is the combined attack of `scenarios/reconstruction/combined-small.yaml`, `unet`
@@ -114,6 +115,7 @@ CELLS: list[Cell] = [
     *((count, "none", attack) for count in (16, 32) for attack in (*MAIN, "inverting_gradients")),
     *((count, way, attack) for count in (8, 2) for way in ONE_STEP for attack in MAIN),
     *((4, way, "factored_inversion") for way in ONE_STEP),
+    *((count, "none", "inverting_gradients_body") for count in (4, 16, 32)),
     *((count, "none", "neither") for count in (4, 8, 16, 32)),
     *((4, way, "as written") for way in ("none", "noise-0.001", "prune-0.9", "clip-4")),
     *((count, way, "tensor+unet") for count in (2, 4, 8) for way in LOCAL),
@@ -213,9 +215,8 @@ def final_loss(out: Path, device: str, steps: int, cell: Cell, trial: int) -> fl
     """
     count, way, _ = cell
     kept, spec = _kept(out)[0], specification()
-    stack = build_stack([reference(each) for each in DEFENSES[way]])
-    model = build_honest(spec, rng.derive(SEED, "loss", trial), stack.model_defenses)
-    model = model.to(device).train()
+    model = build_honest(spec, rng.derive(SEED, "loss", trial)).to(device).train()
+    model.set_dropout(sum(each["rate"] for each in DEFENSES[way] if each["name"] == "dropout"))
     stream = rng.generator(SEED, "loss", count, trial)
     chance = torch.Generator(device).manual_seed(rng.derive(SEED, "noise", trial) % 2**62)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
@@ -234,7 +235,7 @@ def final_loss(out: Path, device: str, steps: int, cell: Cell, trial: int) -> fl
     return float(torch.stack(losses[-100:]).mean())
 
 
-def _defend(parameters: list[Tensor], defense: dict[str, Any], chance: torch.Generator) -> None:
+def _defend(parameters: Sequence[Tensor], defense: dict[str, Any], chance: torch.Generator) -> None:
     grads = [each.grad for each in parameters if each.grad is not None]
     if "std" in defense:
         for grad in grads:
