@@ -2,7 +2,7 @@
 
 Lu, Magdon-Ismail, Wei and Zikas, The Normal Distributions Indistinguishability Spectrum and its
 Application to Privacy-Preserving Machine Learning. Databases are synthetic ones of the paper's
-sizes (`ndis_tables.py`); the row that is left out is the one of the largest leverage in [B, b].
+sizes (`ndis_tables.py`), and a bundled one; left out is the row of the largest leverage in [B, b].
 
 *Figure 5.* The paper sets Theorem 4, which is ALS's limit for many columns r, beside estimates by a
 trained classifier. ALS has a closed law at any r: given G'B its answer is normal around x with
@@ -22,13 +22,14 @@ import argparse
 import csv
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from ndis_tables import Array, synthetic_parts
-from scipy.stats import multivariate_t
+from scipy.stats import beta, multivariate_t
 
+from fedsim.data.bundled_tables import Diabetes
 from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.privacy.numerics import gaussian
 
@@ -55,9 +56,9 @@ class Pair:
         return p, float(self.row @ np.linalg.solve(self.gram, self.row))
 
 
-def largest(rows: int, features: int) -> Pair:
-    """The synthetic database of that size, and its row of the largest leverage."""
-    parts = list(synthetic_parts(rows, features))
+def largest(parts: Iterable[Array]) -> Pair:
+    """The database of these rows, and its row of the largest leverage."""
+    parts = list(parts)
     gram = np.sum([part.T @ part for part in parts], axis=0)
     inverse = np.linalg.inv(gram)
     best = [part[np.einsum("ij,jk,ik->i", part, inverse, part).argmax()] for part in parts]
@@ -78,6 +79,11 @@ def estimated(losses: Array, epsilon: float) -> tuple[float, float, float]:
     """(δ, low, high) at 95% from log-likelihood ratios drawn under the first of the two."""
     values = np.maximum(-np.expm1(epsilon - losses), 0.0)
     mean, half = float(values.mean()), 1.96 * float(values.std()) / math.sqrt(len(values))
+    hits = int((values > 0).sum())
+    if hits < 50:
+        # Too few draws for a normal interval; no value is above 1, so that δ is at most the chance
+        # of a hit.
+        return mean, 0.0, float(beta.ppf(0.975, hits + 1, len(values) - hits))
     return mean, max(mean - half, 0.0), mean + half
 
 
@@ -89,11 +95,15 @@ def worse(losses: dict[str, Array], epsilon: float) -> tuple[float, float, float
 def figure_5(draws: int) -> Iterator[Row]:
     """ALS against its normal limit."""
     rng = np.random.default_rng(5)
-    for name, rows, features, columns in (
-        ("cancer size", 2809, 12, 300),
-        ("flight, 20,000 rows", 20_000, 2, math.floor(math.log(20_000) / 0.01)),
+    table = Diabetes().load()
+    diabetes = np.vstack([table.train_rows.numpy(), table.test_rows.numpy()])
+    for name, parts, columns in (
+        ("diabetes (bundled)", [diabetes], math.floor(math.log(len(diabetes)) / 0.01)),
+        ("cancer size", synthetic_parts(2809, 12), 300),
+        ("flight, 20,000 rows", synthetic_parts(20_000, 2), math.floor(math.log(20_000) / 0.01)),
     ):
-        pair = largest(rows, features)
+        pair = largest(parts)
+        features = len(pair.row) - 1
         here, there = als_law(pair.gram, columns), als_law(pair.without(), columns)
         losses = {}
         for way, (one, two) in {"forward": (here, there), "reverse": (there, here)}.items():
@@ -108,7 +118,7 @@ def figure_5(draws: int) -> Iterator[Row]:
 def figures_6_and_10() -> Iterator[Row]:
     """Random projections (6) and linear combinations (10) without noise, of the worst row."""
     for name, rows, features in (("flight", 327_346, 2), ("song", 515_345, 90)):
-        _, q = largest(rows, features).leverages
+        _, q = largest(synthetic_parts(rows, features)).leverages
         for figure, columns in (("6", math.floor(math.log(rows) / 0.01)), ("10", 1)):
             for epsilon in EPSILONS:
                 log_delta = float(projection.log_delta(q, columns, epsilon))

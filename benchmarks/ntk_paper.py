@@ -142,3 +142,39 @@ def of_data_eigenvalues(
     with np.errstate(divide="ignore"):
         back = np.stack([np.where(down < 1, down / (1 - down), np.inf), up / (1 + up)], axis=-1)
     return np.concatenate([forth, back])
+
+
+def deviation_bound(
+    gram: Tensor, cross: Tensor, labels: Tensor, ridge: float, samples: int, failure: float = 0.05
+) -> Tensor:
+    """Returns (a, c) bounds of |f_K - f_K̃| that hold together with probability 1 - `failure`.
+
+    In place of Theorem 4.4's, whose ρ < 1 asks for over n² draws; this one holds at any n and k. It
+    is computed from the data, and so no part of a release. With A² = K (K + λ)⁻¹ and k = `samples`
+    draws of covariance W, f_K - f_K̃ is u'(I - H⁻¹)v for u = (K + λ)^-½ K(X, x), v = (K + λ)^-½ Y
+    and H = I - A² + AWA, so that it is at most |u| |v| max(1 / c - 1, 1 - 1 / C) for H's extreme
+    eigenvalues c and C. With a the largest entry of A and D = tr A² the effective dimension:
+
+    H's quadratic form is max_v 1 - |Au|² + v'G'Au - k |v|² / 4, G being n x k and normal. Gordon's
+    and Slepian's comparisons put |Au| g'v + |v| h'Au in place of v'G'Au, with normal g and h
+    (Thrampoulidis, Oymak and Hassibi, COLT 2015, Theorem 3). With |Au| = w <= a that is
+    1 - w² + (w |g| ± |Ah|)₊² / k. But for 8 exp(-s²/2), |g| is between k / sqrt(k + 1) - s and
+    sqrt(k) + s, and |Ah| at most r = sqrt(D) + a s, so that c and C are its extremes over w.
+
+    `gram` K is (n, n), `cross` K(x, X) (a, n), `labels` Y (n, c), `ridge` λ > 0.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    shrunk = values.clamp(min=0) / (values.clamp(min=0) + ridge)
+    top, effective = math.sqrt(float(shrunk.max())), math.sqrt(float(shrunk.sum()))
+    s = math.sqrt(2 * math.log(8 / failure))
+    g, r = samples / math.sqrt(samples + 1) - s, effective + top * s
+    # The upper one rises with w. In the lower one the square is 0 below w = r / g, and beyond it
+    # the sum is concave: the ends are least.
+    most = 1 - top**2 + (top * (math.sqrt(samples) + s) + r) ** 2 / samples
+    least = 1 - top**2
+    if g > 0 and r / g < top:
+        least = min(1 - (r / g) ** 2, least + (top * g - r) ** 2 / samples)
+    inverse = 1 / (values.clamp(min=0) + ridge).sqrt()
+    u = ((cross @ vectors) * inverse).norm(dim=1)
+    v = ((vectors.T @ labels) * inverse[:, None]).norm(dim=0)
+    return torch.outer(u, v) * max(1 / least - 1, 1 - 1 / most)

@@ -27,7 +27,6 @@ from fedsim.scenario.build import (
     build_stack,
     declared_training,
     problem_of,
-    rate_factor,
 )
 from fedsim.scenario.document import blaming
 from fedsim.system.device import resolve_device
@@ -329,14 +328,9 @@ class Server:
         }
         return replace(shown, tensors=tensors)
 
-    def scale_rate(self, training: LocalTraining, round: int) -> LocalTraining:
-        """Returns `training` at the learning rate of `round`, counted from 1."""
-        factor = rate_factor(self.scenario.training, round)
-        return training if factor == 1 else replace(training, lr=factor * training.lr)
-
-    def apply_update(self, before: Tensor, update: Tensor, round: int) -> Tensor:
-        """Returns the global parameter `before` after a client's `update` of `round`."""
-        return self.computation.apply_update(before, update, self.scale_rate(self.training, round))
+    def apply_update(self, before: Tensor, update: Tensor) -> Tensor:
+        """Returns the global parameter `before` after a client's `update`."""
+        return self.computation.apply_update(before, update, self.training)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """Returns the new global parameters, given the strategy's `mean` over so many clients."""
@@ -377,7 +371,7 @@ class Server:
             parameters=parameters,
             buffers=buffers,
             spec=spec,
-            training=self.scale_rate(training, round),
+            training=training,
             defense=defense,
             effect=replace(UNKNOWN, model=effect.model) if masked else effect,
             vantage=vantage,
