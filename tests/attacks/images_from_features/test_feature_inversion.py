@@ -104,7 +104,7 @@ def test_the_network_halves_down_to_four_pixels(shape: tuple[int, int, int], lev
     assert bool(((drawn > 0) & (drawn < 1)).all())
     assert len(network.down) == levels
     assert not torch.equal(drawn, network(-features))
-    attention = [m for m in network.modules() if type(m).__name__ == "_Attention"]
+    attention = [m for m in network.modules() if type(m).__name__ == "_PixelAttention"]
     expected = {32: 2, 16: 2, 64: 2, 25: 0}[shape[1]]
     assert len(attention) == expected
     assert any(isinstance(m, nn.GroupNorm) for m in network.modules())
