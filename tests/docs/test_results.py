@@ -26,7 +26,7 @@ def test_the_page_makes_twelve_claims_each_with_a_table_a_command_and_a_limit() 
     assert len(claims) == 12
     for claim in claims:
         assert claim.split("\n")[2].startswith("**"), claim
-        assert "| --- |" in claim and "*Command:*" in claim and "*Limit:*" in claim, claim
+        assert "|---|" in claim and "*Command:*" in claim and "*Limit:*" in claim, claim
 
 
 @pytest.mark.parametrize("template", results.TEMPLATES.values())

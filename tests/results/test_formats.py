@@ -1,4 +1,4 @@
-"""docs/formats.md describes every field that a run and a leaderboard write."""
+"""The pages of formats describe every field that a run and a leaderboard write."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fedsim.types import PrivacyClaim
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "formats.md"
-THREATS = DOCUMENT.with_name("threat-models.md")
+DOCS = Path(__file__).parents[2] / "docs"
+THREATS = DOCS / "threat-models.md"
 OPEN = {"variant", "parameters", "stack", "packages"}
 """What holds names that are not fedsim's."""
 
@@ -60,9 +60,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 
 
 def section(start: str) -> str:
-    """The text below the heading that starts so."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    (match,) = [part for part in text.split("\n## ")[1:] if part.startswith(start)]
+    """The text below the heading that starts so, on one of the pages."""
+    pages = [path.read_text(encoding="utf-8") for path in DOCS.glob("formats*.md")]
+    parts = [part for text in pages for part in text.split("\n## ")[1:]]
+    (match,) = [part for part in parts if part.startswith(start)]
     return match
 
 
@@ -131,7 +132,7 @@ def test_every_field_of_a_round_and_of_the_record_is_described(runs: list[Run]) 
 
 
 def test_every_field_of_a_leaderboard_is_described(runs: list[Run]) -> None:
-    allowed = described(section("`fedsim leaderboard`"))
+    allowed = described(section("`fedsim leaderboard`")) | described(section("Judgements"))
     rows = leaderboard_rows([run.out for run in runs])
     document = json.loads(render(rows, "json"))
     assert len(document["rows"]) == 3
