@@ -337,7 +337,8 @@ class Effect:
     """Whether a tensor's entries are multiples of its smallest non-zero magnitude: a grid, or
     signs. Noise and removal that follow destroy that."""
     mixed: bool = False
-    """Whether an entry depends on those at other positions (a projection, a transform)."""
+    """Whether entries change in a way that no other field states: by those at other positions (a
+    projection, a transform), or by a curve."""
     model: tuple[Named, ...] = ()
     """Defenses that alter the model, in order. Whoever has them installed builds the same model
     (`fedsim.models.victim.rebuild`), however little else is known."""

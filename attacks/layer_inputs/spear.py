@@ -219,8 +219,9 @@ class Spear(IterativeAttack[SpearState]):
     """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and also
     descended from. That is not the paper's, and its cost does not double with each image."""
     sparsity: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Share of a combination's entries that have to be 0. The paper takes a share that all but
-    1 in 100,000 images exceed in an untrained network; in a trained one they activate more."""
+    """Share of a combination's entries that have to be 0. The paper chooses its own by the share of
+    images that it may reject in an untrained network (1 in 100,000; not checked in its text). In a
+    trained one images activate more."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

@@ -46,6 +46,7 @@ copybutton_prompt_is_regexp = True
 
 GENERATED = {
     "docs/commands": reference.commands,
+    "docs/glossary": reference.glossary,
     "docs/plugins": reference.plugins,
     "docs/python": reference.python,
 }

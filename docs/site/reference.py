@@ -20,6 +20,7 @@ import fedsim
 from fedsim.cli.commands import Kind, app
 from fedsim.contracts import listing
 from fedsim.contracts.plugins import parameters
+from fedsim.report.glossary import terms
 
 RESULTS = ("fedsim.results.record.Run", "fedsim.types.Observation", "fedsim.types.Reconstruction")
 """What the functions return, in the order of the page."""
@@ -132,6 +133,14 @@ def _meaning(parameter: dict[str, Any]) -> str:
     return prose(": ".join(filter(None, (kind, parameter["description"]))))
 
 
+def glossary() -> str:
+    """The terms that a page of runs explains."""
+    return table(
+        ("term", "meaning"),
+        ((f"**{prose(term.name)}**", prose(term.meaning)) for term in terms().values()),
+    )
+
+
 def python() -> str:
     """The public names of `fedsim`, and the classes of what they return."""
     parts = []
@@ -177,8 +186,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [[re.sub(r"\s*\n\s*", " ", cell) for cell in row] for row in rows]
     if not lines:
         return ""
-    ruled = [heads, ["---"] * len(heads), *lines]
-    return "".join(f"| {' | '.join(_unpiped(cell) for cell in row)} |\n" for row in ruled)
+    head, *body = (f"| {' | '.join(map(_unpiped, row))} |\n" for row in [heads, *lines])
+    return "".join([head, "|" + "---|" * len(heads) + "\n", *body])
 
 
 def _unpiped(cell: str) -> str:

@@ -331,7 +331,7 @@ def targets() -> Mapping[str, Target]:
     One that cannot be loaded is left out: `fedsim list targets` says why.
 
     Raises:
-        PluginError: two targets score the same part, or mean different things by one metric.
+        PluginError: two targets score the same part, or are the main target of one payload.
     """
     loaded = [plugin.cls for plugin in plugins.list_installed(GROUP) if plugin.cls]
     found = [cls() for cls in loaded if issubclass(cls, Target)]
@@ -341,7 +341,21 @@ def targets() -> Mapping[str, Target]:
     if len(by_part) < len(found):
         parts = ", ".join(target.part for target in found)
         raise plugins.PluginError(f"targets: two of them score the same part ({parts})")
+    _refuse_rivals(found)
     return by_part
+
+
+def _refuse_rivals(found: Iterable[Target]) -> None:
+    # Of two main targets the name would decide which one judges every run.
+    mains: dict[Payload, Target] = {}
+    for target in found:
+        for payload in target.payloads:
+            other = mains.setdefault(payload, target)
+            if other is not target:
+                raise plugins.PluginError(
+                    f"targets: {other.part} and {target.part} are both the main target of {payload}"
+                    "; state `payloads = ()` in the one that is derived from the other"
+                )
 
 
 @cache

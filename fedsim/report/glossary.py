@@ -1,4 +1,4 @@
-"""The terms of the leaderboard and the report, each explained once: page, tips and docs use them.
+"""The terms of the leaderboard and the report, each explained once: page, tips and site use them.
 
 A page that shows a figure explains it from here. Terms of metrics come with the metrics. Figures of
 a page do not break, and names that it shows turn no other words.
@@ -160,10 +160,3 @@ def terms_of(
         key, measured = metric.term.key, any(row.metrics.get(name) for row in rows)
         used[key] = used.get(key, False) or measured
     return [term for key, term in terms().items() if used.get(key, True)]
-
-
-def markdown() -> str:
-    """Returns the glossary as the table of `docs/glossary.md`."""
-    lines = ["| term | meaning |", "| --- | --- |"]
-    lines += [f"| **{term.name}** | {term.meaning} |" for term in terms().values()]
-    return "\n".join(lines) + "\n"

@@ -222,6 +222,21 @@ class Images(Target):
         return fill
 
 
+class RankedImages(Images):
+    """Ranks attacks on images by a metric of its own, before their pixels do.
+
+    A target that derives from it states `part`, `metrics` and `leaks`.
+    """
+
+    order: ClassVar[float] = -1.0
+    payloads: ClassVar[tuple[Payload, ...]] = ()
+    exposes: ClassVar[float | None] = None
+
+    def answer_of(self, found: Reconstruction) -> Tensor | None:
+        """Returns the images."""
+        return found.images
+
+
 def aid_of(aids: Aids) -> ImageAid:
     """Returns what was prepared for scores of images."""
     aid = aids.get(Images.part)

@@ -76,8 +76,9 @@ class PluginContract(ABC, Generic[P]):
 
     def test_the_source_is_cited(self) -> None:
         """Users are shown `paper` and the docstring's first line."""
-        assert self.make().paper
-        assert (type(self.make()).__doc__ or "").strip()
+        cls = type(self.make())
+        assert cls.paper, f"{cls.__name__}.paper: state the source"
+        assert (cls.__doc__ or "").strip(), f"{cls.__name__}: state in a docstring what it does"
 
 
 BOUND = 2.0

@@ -21,6 +21,7 @@ from doc_pages import PAGES, ROOT, read
 import fedsim
 from fedsim.cli.commands import Kind, app
 from fedsim.contracts import listing
+from fedsim.report.glossary import terms
 
 for needed in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
     pytest.importorskip(needed, reason="pip install -e '.[docs]'")
@@ -157,6 +158,12 @@ def test_every_plugin_and_parameter_is_listed(site: Path, pages: dict[Path, Page
         for each in row["parameters"]:
             named = re.compile(rf"^{each['name']}$", flags=re.MULTILINE)
             assert any(named.search(one) for one in part), (row["name"], each["name"])
+
+
+def test_every_term_is_explained(pages: dict[Path, Page], site: Path) -> None:
+    text = " ".join(pages[site / "docs/glossary.html"].text.split())
+    for term in terms().values():
+        assert term.name in text and term.meaning in text, term.key
 
 
 def test_every_public_name_is_explained(site: Path, pages: dict[Path, Page]) -> None:

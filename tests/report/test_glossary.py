@@ -9,15 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedsim.report import leaderboard_rows, write_report
-from fedsim.report.glossary import explain_terms, keep_figures_whole, markdown, terms, terms_of, tip
+from fedsim.report.glossary import explain_terms, keep_figures_whole, terms, terms_of, tip
 from fedsim.scoring import METRICS
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_the_page_of_the_docs_is_made_from_the_table() -> None:
-    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    assert text.endswith(markdown()), "write fedsim.report.glossary.markdown() to docs/glossary.md"
 
 
 def test_every_metric_of_a_table_has_a_term() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 from answer_rows import FAILS, PROVEN, judged, trials
 
 from fedsim.contracts import plugins, target
 from fedsim.contracts.metric import Metric, ordered
 from fedsim.report import messages as words
 from fedsim.report import write_report
+from fedsim.targets.images import Images, RankedImages
+from fedsim.types import Reconstruction
 
 SHARE_ERROR = Metric(
     name="share_error",
@@ -35,38 +38,46 @@ class ClassShare(target.Target):
     works: ClassVar[float | None] = 0.2
 
 
+Install = Callable[[type[target.Target]], None]
+
+
 @pytest.fixture
-def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Adds a target to those that are installed."""
     known = plugins.list_installed
 
-    def installed(group: str) -> list[plugins.Installed]:
+    def add(cls: type[target.Target]) -> None:
         entry = plugins.Installed(
-            group=group,
-            name="class_share",
+            group=target.GROUP,
+            name=cls.part,
             package="stranger",
             version="1",
-            cls=ClassShare,
+            cls=cls,
             parameters=(),
             error=None,
         )
-        return [*known(group), *([entry] if group == target.GROUP else [])]
+        monkeypatch.setattr(
+            plugins,
+            "list_installed",
+            lambda group: [*known(group), *([entry] if group == target.GROUP else [])],
+        )
+        for cached in (target.targets, target._metrics):
+            cached.cache_clear()
 
-    monkeypatch.setattr(plugins, "list_installed", installed)
-    for cached in (target.targets, target._metrics):
-        cached.cache_clear()
-    yield
+    yield add
     monkeypatch.undo()
     for cached in (target.targets, target._metrics):
         cached.cache_clear()
 
 
-@pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize(
     ("error", "status", "finding"), [(0.05, "passed", "class_share"), (0.45, "failed", "no answer")]
 )
 def test_a_strangers_target_is_judged_by_its_own_thresholds(
-    error: float, status: str, finding: str, tmp_path: Path
+    error: float, status: str, finding: str, install: Install, tmp_path: Path
 ) -> None:
+    install(ClassShare)
+
     def of_shares(defense: str, error: float) -> list[dict[str, object]]:
         rows = trials(FAILS, defense=defense, attack="share_inference", privacy=PROVEN)
         return [
@@ -89,3 +100,27 @@ def test_a_strangers_target_is_judged_by_its_own_thresholds(
         assert "gets shares of one class" in words.brief(plain)
         assert "gets shares of one class" in page
     assert "distance of the share of one class" in page.lower()
+
+
+def test_a_metric_of_images_ranks_first_and_leaves_the_main_target(install: Install) -> None:
+    class Shares(RankedImages):
+        part: ClassVar[str] = "a_part_before_images"
+        metrics: ClassVar[tuple[Metric, ...]] = (SHARE_ERROR,)
+        leaks: ClassVar[float] = 0.1
+
+    install(Shares)
+    first = next(iter(target.targets().values()))
+    assert isinstance(first, Shares) and target.main_target("update").part == "images"
+    found = Reconstruction(images=torch.rand(1, 3, 2, 2), loss=0.0, iterations=1)
+    assert first.answer_of(found) is found.images
+
+
+def test_two_main_targets_of_one_payload_are_refused(install: Install) -> None:
+    """Otherwise the name decides which one judges every run."""
+
+    class Rival(Images):
+        part: ClassVar[str] = "a_part_before_images"
+
+    install(Rival)
+    with pytest.raises(plugins.PluginError, match=r"images are both .* state `payloads = \(\)`"):
+        target.targets()

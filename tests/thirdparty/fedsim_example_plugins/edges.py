@@ -7,8 +7,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from fedsim.contracts.metric import Metric, ordered
-from fedsim.targets.images import Images
-from fedsim.types import Reconstruction
+from fedsim.targets.images import RankedImages
 
 
 def _alike(claimed: Tensor, truth: Tensor) -> Tensor:
@@ -20,14 +19,11 @@ def _alike(claimed: Tensor, truth: Tensor) -> Tensor:
 
 
 @final
-class Edges(Images):
+class Edges(RankedImages):
     """Edges of a batch's images."""
 
     part: ClassVar[str] = "edges"
-    order: ClassVar[float] = -1.0
-    payloads: ClassVar[tuple[()]] = ()
     leaks: ClassVar[float] = 0.2
-    exposes: ClassVar[float | None] = None
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="edge_cosine",
@@ -38,7 +34,3 @@ class Edges(Images):
             meaning="mean cosine of horizontal differences",
         ),
     )
-
-    def answer_of(self, found: Reconstruction) -> Tensor | None:
-        """Returns the images."""
-        return found.images
