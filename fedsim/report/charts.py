@@ -23,7 +23,7 @@ from fedsim.results.reading import StoredRun
 from fedsim.targets.membership import FALSE_POSITIVES
 
 _WIDTH, _HEIGHT = 460, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 24, 14, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 24, 14, 42
 _LABEL = 15
 """Labels of points stand at least so many pixels apart."""
 

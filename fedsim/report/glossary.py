@@ -70,6 +70,15 @@ def keep_figures_whole(text: str) -> str:
     return shorten(kept)
 
 
+def mark_code(text: str) -> Markup:
+    """Returns `text` with figures kept whole, and as code what stands between two backticks."""
+    parts = keep_figures_whole(text).split("`")
+    if len(parts) % 2 == 0:
+        return escape("`".join(parts))
+    marked = [Markup("<code>{}</code>").format(p) if i % 2 else p for i, p in enumerate(parts)]
+    return Markup("").join(marked)
+
+
 def explain_terms(text: str, shown: Collection[str] | None = None) -> Markup:
     """Returns `text` as `keep_figures_whole` does, with terms as buttons that explain them.
 

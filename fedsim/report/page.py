@@ -29,7 +29,7 @@ from fedsim.report.figures import (
 )
 from fedsim.report.glossary import (
     explain_terms,
-    keep_figures_whole,
+    mark_code,
     remove_turns,
     sentence_of,
     shorten,
@@ -162,7 +162,7 @@ def _environment() -> Environment:
         "sentence": sentence_of,
         "signed": format_signed,
         "summary": format_summary,
-        "unbroken": keep_figures_whole,
+        "unbroken": mark_code,
     }
     return environment
 

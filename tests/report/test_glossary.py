@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from fedsim.report import leaderboard_rows, write_report
-from fedsim.report.glossary import explain_terms, keep_figures_whole, terms, terms_of, tip
+from fedsim.report.glossary import (
+    explain_terms,
+    keep_figures_whole,
+    mark_code,
+    terms,
+    terms_of,
+    tip,
+)
 from fedsim.scoring import METRICS
 
 
@@ -63,3 +70,14 @@ def test_names_stay_text() -> None:
     for marked in (explain_terms(nasty), tip("gain", nasty)):
         assert "<b" not in re.sub("<button|<br", "", marked)
         assert "&lt;b onclick" in marked
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        ("try `fedsim list attacks`, <b>", "try <code>fedsim list attacks</code>, &lt;b&gt;"),
+        ("one ` alone, <b>", "one ` alone, &lt;b&gt;"),
+    ],
+)
+def test_backticks_mark_code_and_all_else_is_escaped(text: str, marked: str) -> None:
+    assert mark_code(text) == marked
