@@ -60,7 +60,11 @@ def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tens
     error signal has vanished has no bound. Bounds are of first order (`widen_bounds`).
     """
     classifier = problem.classifier
-    variances = problem.variances(fits.points[index], fits.labels[index])
+    try:
+        variances = problem.variances(fits.points[index], fits.labels[index])
+    except torch.linalg.LinAlgError:
+        # A fit that ran away to where its slopes overflow says nothing of its features.
+        return fits.features[index].new_full((classifier.num_images,), torch.inf)
     left = float(fits.losses[index]) * float(classifier.gradient.square().sum())
     # What the fit leaves may be more than noise: then it is no estimate of noise, but a bound.
     deviation = max(classifier.deviation, (left / problem.freedom) ** 0.5)

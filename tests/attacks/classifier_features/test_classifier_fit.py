@@ -290,6 +290,19 @@ def test_errors_are_as_large_as_they_are_said_to_be() -> None:
     assert inside >= 78
 
 
+def test_a_fit_that_ran_away_has_no_bound() -> None:
+    """Strong noise drives descents to where slopes overflow; the attack goes on and says so."""
+    torch.manual_seed(1)
+    features, weights = torch.randn(2, 30).relu().double(), torch.randn(10, 30).double()
+    labels = torch.tensor([0, 3])
+    gradient = softmax_gradient(features, weights, labels)
+    for problem in (Consistency, Profile):
+        solved = problem(classifier_gradient(weights, gradient, 2))
+        fits = solved.descend(solved.unknowns(features[None]), labels[None], 3)
+        away = fits._replace(points=torch.full_like(fits.points, torch.nan))
+        assert bound_errors(solved, away, 0).tolist() == [torch.inf, torch.inf]
+
+
 @pytest.mark.parametrize(
     ("case", "why"),
     [
