@@ -269,13 +269,17 @@ def _leakage(
         )
     if not series:
         return None
+    # Bars of many defenses hide one another and the dots.
+    if crowded := len(series) > COLORS:
+        series = [replace(one, bars=()) for one in series]
     drawn = chart(
         series,
         across=Axis("test accuracy, % → better model", least=4.0),
         up=Axis("gain over guessing, dB → worse", least=2.0),
         description="Leakage against accuracy, a dot for each defense",
     )
-    note = _TEXTS["leakage"].format(confidence=confidence, population=population_of(rows))
+    bars = _TEXTS["bars"].format(confidence=confidence, population=population_of(rows))
+    note = _TEXTS["leakage"] + (_TEXTS["crowded"] if crowded else bars)
     if any(one.hollow for one in series):
         note += _TEXTS["ring"]
     legend = [(f"{n} {v.defense}", colors[v.defense]) for n, v in enumerate(verdicts, start=1)]
