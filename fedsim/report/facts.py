@@ -154,7 +154,9 @@ def unfinished(runs: Sequence[StoredRun]) -> list[str]:
         for run in runs
         if run.unscored
     ]
-    return waiting + [f"UNFINISHED: {_describe_extent(run)}" for run in runs if not run.ended]
+    return waiting + [
+        f"UNFINISHED: the run {_describe_extent(run)}" for run in runs if not run.ended
+    ]
 
 
 def _describe_extent(run: StoredRun) -> str:

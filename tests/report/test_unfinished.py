@@ -65,7 +65,7 @@ def invoked(*words: str) -> Any:
 
 def test_every_page_says_once_and_alike_how_far_the_run_is(half: Path) -> None:
     (line,) = unfinished(load_runs([half]))
-    assert line == f"UNFINISHED: {half} has {FAR}, and {GOES_ON}"
+    assert line == f"UNFINISHED: the run {half} has {FAR}, and {GOES_ON}"
     report = write_report(half).read_text(encoding="utf-8")
     dossier = words_of(dossier_of(load_runs([half]), half))
     assert words_of(report).count(FAR) == dossier.count(FAR) == 1
