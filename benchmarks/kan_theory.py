@@ -62,22 +62,21 @@ class Arm:
     """Step size."""
 
 
-WITHOUT, PRIVATE = {"rate": 32.0}, {"rate": 2.0, "clip": 0.3}
+WITHOUT, PRIVATE = Arm("", rate=32.0), Arm("", rate=2.0, clip=0.3)
 """The step sizes are the best of 0.5, 2, 8 and 32 on a seed that is used for nothing else."""
+AT_8, AT_NOISE_3 = replace(PRIVATE, epsilon=8.0), replace(PRIVATE, noise=3.0)
+IN_A_BALL = replace(AT_NOISE_3, study="λ, at noise 3, in a ball", radius=2.0)
 LAMBDAS = (0.0, 0.5, 0.9)
 ARMS = (
-    *(Arm("n, without noise", n=n, **WITHOUT) for n in (100, 200, 400, 800, 1600)),
-    *(Arm("n, at ε = 8", n=n, epsilon=8.0, **PRIVATE) for n in (200, 400, 800, 1600)),
-    *(Arm("ε", epsilon=epsilon, **PRIVATE) for epsilon in (2.0, 8.0, 32.0)),
-    *(Arm("width, without noise", width=m, **WITHOUT) for m in (8, 32, 128)),
-    *(Arm("width, at ε = 8", width=m, epsilon=8.0, **PRIVATE) for m in (8, 32, 128)),
-    *(Arm("λ, at ε = 8", epsilon=8.0, correlation=c, **PRIVATE) for c in LAMBDAS),
-    *(Arm("λ, at noise 3", noise=3.0, correlation=c, **PRIVATE) for c in LAMBDAS),
-    *(
-        Arm("λ, at noise 3, in a ball", noise=3.0, correlation=c, radius=2.0, **PRIVATE)
-        for c in LAMBDAS
-    ),
-    *(Arm("clipping norm", **{**WITHOUT, "clip": norm}) for norm in (0.03, 0.3)),
+    *(replace(WITHOUT, study="n, without noise", n=n) for n in (100, 200, 400, 800, 1600)),
+    *(replace(AT_8, study="n, at ε = 8", n=n) for n in (200, 400, 800, 1600)),
+    *(replace(PRIVATE, study="ε", epsilon=epsilon) for epsilon in (2.0, 8.0, 32.0)),
+    *(replace(WITHOUT, study="width, without noise", width=m) for m in (8, 32, 128)),
+    *(replace(AT_8, study="width, at ε = 8", width=m) for m in (8, 32, 128)),
+    *(replace(AT_8, study="λ, at ε = 8", correlation=c) for c in LAMBDAS),
+    *(replace(AT_NOISE_3, study="λ, at noise 3", correlation=c) for c in LAMBDAS),
+    *(replace(IN_A_BALL, correlation=c) for c in LAMBDAS),
+    *(replace(WITHOUT, study="clipping norm", clip=norm) for norm in (0.03, 0.3)),
 )
 
 
@@ -180,7 +179,9 @@ def trained(arm: Arm, seed: int) -> dict[str, object]:
     lengths = spread.norm(dim=1)
     noise = calibrated(arm.epsilon, arm.n, arm.correlation) if arm.epsilon else arm.noise or 0.0
     weights, last = network.first.clone(), torch.zeros_like(network.first)
-    empirical, population, clipped, longest, projected, farthest = [], [], 0, 0.0, 0, 0.0
+    empirical: list[float] = []
+    population: list[float] = []
+    clipped, longest, projected, farthest = 0, 0.0, 0, 0.0
     steps = arm.n
     for _ in range(steps):
         batch = torch.randperm(arm.n, generator=stream)[:BATCH]

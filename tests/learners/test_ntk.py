@@ -158,6 +158,27 @@ def test_a_sampled_covariance_is_the_mean_of_the_draws_squares(count: int) -> No
         torch.testing.assert_close(covariance, ntk.kernel(x, x), rtol=0, atol=0.1)
 
 
+@pytest.mark.parametrize(("count", "n"), [(3, 20), (60, 20), (4000, 20), (400, 60)])
+def test_predictions_stray_no_farther_than_the_bound(count: int, n: int) -> None:
+    """In 100 draws at a failure of 5%: the bound is far from tight."""
+    x, test = unit_rows(n, 6, 0), unit_rows(5, 6, 1)
+    labels, ridge = ntk.one_hot(torch.arange(n) % 3, 3), 0.5
+    gram, cross = ntk.kernel(x, x), ntk.kernel(test, x)
+    exact = cross @ ntk.fit(gram, labels, ridge)
+    most = paper.deviation_bound(gram, cross, labels, ridge, count)
+    root = draws.square_root(gram)
+    for seed in range(100):
+        samples = paper.gaussian_samples(root, count, stream(seed))
+        found = cross @ paper.fit_sampled(samples, labels, ridge)
+        assert bool(((found - exact).abs() <= most).all())
+    # With many draws it falls like 1 / sqrt(k).
+    many, more = (
+        paper.deviation_bound(gram, cross, labels, ridge, k) for k in (10**10, 4 * 10**10)
+    )
+    torch.testing.assert_close(more, many / 2, rtol=1e-2, atol=0)
+    assert bool((many < most).all())
+
+
 class TestErrorsOfThePaper:
     """What the paper says, and an example of its being otherwise."""
 
