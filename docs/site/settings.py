@@ -1,4 +1,4 @@
-"""Writes the table of docs/deployed-settings.md: what settings of three frameworks promise.
+"""Writes the tables of docs/deployed-settings.md: what settings of three frameworks promise.
 
     python docs/site/settings.py [--check]
 
@@ -7,7 +7,9 @@ With `--check` nothing is written, and the exit status is 1 where the page diffe
 
 from __future__ import annotations
 
+import csv
 import math
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,6 +139,27 @@ def write_table() -> str:
     return "\n".join(lines)
 
 
+def write_leaks() -> str:
+    """Returns what leaked behind each stack of filters-small.yaml, blind and adaptive."""
+    with (PAGE.parent / "results" / "filters-small.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    attacks = ("matching-blind", "matching-adaptive", "factored-blind", "factored-adaptive")
+    lines = ["| stack | " + " | ".join(attacks) + " | accuracy |", "| --- " * 6 + "|"]
+    for stack in dict.fromkeys(row["defense"] for row in rows):
+        own = {row["attack"]: row for row in rows if row["defense"] == stack}
+        cells = [_show_gain(own[attack]) for attack in attacks]
+        accuracy = f"{float(own[attacks[0]]['test_accuracy']):.0%}"
+        lines.append(f"| {stack} | {' | '.join(cells)} | {accuracy} |")
+    return "\n".join(lines)
+
+
+def _show_gain(row: dict[str, str]) -> str:
+    if row["n_ok"] != row["n"]:
+        return f"failed, {int(row['n']) - int(row['n_ok'])} of {row['n']}"
+    mean, low, high = (float(row[f"gain_{name}"]) for name in ("mean", "low", "high"))
+    return f"{mean:+.1f} [{low:.1f}, {high:.1f}]"
+
+
 def _show(epsilon: float) -> str:
     if math.isinf(epsilon):
         return "∞"
@@ -145,10 +168,10 @@ def _show(epsilon: float) -> str:
 
 def main() -> int:
     """Writes the page, or checks it."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition("<!-- settings -->\n")
-    _, end, after = rest.partition("\n<!-- end -->")
-    made = f"{before}<!-- settings -->\n{write_table()}{end}{after}"
+    text = made = PAGE.read_text(encoding="utf-8")
+    for name, table in (("settings", write_table()), ("leaks", write_leaks())):
+        block = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        made = block.sub(rf"\g<1>{table}\n\g<2>", made)
     if "--check" in sys.argv:
         return int(made != text)
     PAGE.write_text(made, encoding="utf-8")

@@ -11,4 +11,6 @@ import settings
 
 
 def test_the_page_has_the_table_that_the_script_writes() -> None:
-    assert settings.write_table() in read("docs/deployed-settings.md")
+    page = read("docs/deployed-settings.md")
+    assert settings.write_table() in page
+    assert settings.write_leaks() in page
