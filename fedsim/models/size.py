@@ -51,7 +51,7 @@ class _ShapesAlone(TorchFunctionMode):
                 return first.new_empty(first.shape)
             if function is F.linear and _maps(first, others):
                 return first.new_empty(*first.shape[:-1], others[0].shape[0])
-            if (of := _OF_WINDOWS.get(function)) and (
+            if (of := _SHAPE_RULES.get(function)) and (
                 shape := of(first, *others, **(kwargs or {}))
             ):
                 return first.new_empty(shape)
@@ -86,7 +86,7 @@ def _maps(layer_input: Tensor, others: Sequence[object]) -> bool:
     return whole and layer_input.shape[-1] == weight.shape[1]
 
 
-def _convolved(
+def _convolution_shape(
     images: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -95,16 +95,16 @@ def _convolved(
     dilation: Any = 1,
     groups: int = 1,
 ) -> tuple[int, ...] | None:
-    """Shape of a convolution's output; None if it does not fit, or torch has to say it."""
+    """Returns the shape of a convolution's output; None if torch has to say it, or refuse it."""
     if weight.dim() != 4 or not (bias is None or bias.shape == weight.shape[:1]):
         return None
     outputs, inputs, *kernel = weight.shape
     if images.shape[1:2] != (groups * inputs,) or outputs % groups:
         return None
-    return _windows(images, outputs, kernel, stride, padding, dilation)
+    return _window_shape(images, outputs, kernel, stride, padding, dilation)
 
 
-def _pooled(
+def _pool_shape(
     images: Tensor,
     kernel_size: Any,
     stride: Any = None,
@@ -113,18 +113,20 @@ def _pooled(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> tuple[int, ...] | None:
-    """Shape of a max pool's output; None if it does not fit, or torch has to say it."""
+    """Returns the shape of a max pool's output; None if torch has to say it, or refuse it."""
     if ceil_mode or return_indices or images.dim() != 4:
         return None
     if max(_pair(padding)) * 2 > min(_pair(kernel_size)):
         return None
-    return _windows(images, images.shape[1], kernel_size, stride or kernel_size, padding, dilation)
+    return _window_shape(
+        images, images.shape[1], kernel_size, stride or kernel_size, padding, dilation
+    )
 
 
-def _windows(
+def _window_shape(
     images: Tensor, channels: int, kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> tuple[int, ...] | None:
-    """Shape (N, C, H', W') of what is computed of windows of images (N, C, H, W)."""
+    """Returns the shape (N, C, H', W') of an output for each window of images (N, C, H, W)."""
     if images.dim() != 4 or isinstance(padding, str):
         return None
     sizes = [
@@ -137,13 +139,14 @@ def _windows(
 
 
 def _pair(size: Any) -> Sequence[int]:
+    """Returns a size for rows and one for columns, of which torch takes one for both."""
     return (size, size) if isinstance(size, int) else size
 
 
-_OF_WINDOWS: Mapping[Any, Callable[..., tuple[int, ...] | None]] = {
-    F.conv2d: _convolved,
-    F.max_pool2d: _pooled,
-    torch.max_pool2d: _pooled,
+_SHAPE_RULES: Mapping[Any, Callable[..., tuple[int, ...] | None]] = {
+    F.conv2d: _convolution_shape,
+    F.max_pool2d: _pool_shape,
+    torch.max_pool2d: _pool_shape,
 }
 
 
