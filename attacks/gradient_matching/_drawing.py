@@ -97,22 +97,22 @@ class Pyramid:
         `slope` (N, C, H, W) is the objective's gradient in the images, `step_size` Adam's.
         """
         before = [level.clone() for level in self._coarse]
-        slopes = [slope, *(self._restricted(slope, level) for level in self._coarse)]
+        slopes = [slope, *(self._shrink(slope, level) for level in self._coarse)]
         self._optimizer.step(slopes, step_size)
         for level, old in zip(self._coarse, before, strict=True):
             # Pixels hold the sum of all levels already: only a level's change is added.
-            self.images.add_(self._prolonged(level - old))
+            self.images.add_(self._enlarge(level - old))
 
-    def _prolonged(self, level: Tensor) -> Tensor:
+    def _enlarge(self, level: Tensor) -> Tensor:
         """Enlarges a level to the images' size, bilinearly."""
         return F.interpolate(level, self.images.shape[2:], mode="bilinear", align_corners=False)
 
-    def _restricted(self, slope: Tensor, level: Tensor) -> Tensor:
-        """Computes the gradient in one level, by the transpose of `_prolonged`."""
+    def _shrink(self, slope: Tensor, level: Tensor) -> Tensor:
+        """Computes the gradient in one level, by the transpose of `_enlarge`."""
         with torch.enable_grad():
             variable = level.detach().requires_grad_()
             # Enlarging is linear, and its transpose is the vector-Jacobian product.
-            (gradient,) = torch.autograd.grad(self._prolonged(variable), variable, slope)
+            (gradient,) = torch.autograd.grad(self._enlarge(variable), variable, slope)
         return gradient
 
 

@@ -261,7 +261,7 @@ class Content:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Which attacks failed, how often and why."""
+        """Failed attacks: how often they failed, and why."""
         return failures_of(self.rows)
 
     @cached_property

@@ -469,12 +469,12 @@ def _count_failures(rows: list[ResultRow], name: str) -> list[float] | None:
     ok = [value_of(row.metrics, name) for row in rows if row.ok]
     if ok and None in ok:
         return None
-    values = [value_of(row.metrics, name) if row.ok else _guessed(row, name) for row in rows]
+    values = [value_of(row.metrics, name) if row.ok else _value_of_guess(row, name) for row in rows]
     present = [value for value in values if value is not None]
     return present if len(present) == len(rows) else None
 
 
-def _guessed(row: ResultRow, name: str) -> float | None:
+def _value_of_guess(row: ResultRow, name: str) -> float | None:
     value = value_of(row.baseline, name)
     return METRICS[name].uninformed if value is None else value
 
