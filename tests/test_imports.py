@@ -65,7 +65,8 @@ ROOMS: dict[str, set[str]] = {
 PRIVACY: dict[str, set[str]] = {
     "contract": set(),
     "membership": set(),
-    "recovery": set(),
+    "recovery": {"membership"},
+    "recovery_defenses": {"contract", "recovery"},
     "numerics": set(),
     "baselines": {"numerics"},
     "composition": {"contract", "numerics"},

@@ -14,8 +14,10 @@ from fedsim import rng, scoring
 from fedsim.attacking.question import AttackAnswer, reason_of
 from fedsim.contracts.attack import Attack, AttackState, Progress, Solution, create
 from fedsim.contracts.grant import Grant
+from fedsim.contracts.prior import GuessChances
 from fedsim.contracts.target import Aids, GuessRequest, Resources
 from fedsim.models.base import Classifier
+from fedsim.privacy.recovery import TensorBound
 from fedsim.recording.files import checked_id, load_observation, write_tensors
 from fedsim.recording.truth import load_truth
 from fedsim.types import Effect, Observation, Status, Truth
@@ -108,8 +110,10 @@ class Result:
     victims: list[str] | None
     """Digest of each true image, or row that took part, in the order of the truth; equal content
     has equal digests. None for an update that was never recorded."""
-    tensor_rate: float | None
-    """Predicted error of the attack by theory, up to a constant; None if theory says nothing."""
+    tensor_bound: TensorBound | None
+    """What theory predicts of the attack's error; None if it speaks of other attacks."""
+    chances: dict[str, GuessChances] = field(default_factory=dict)
+    """Metric -> how likely a guess reaches each level of it, of metrics with a prior."""
     cost: dict[str, float | int | None]
     local_losses: tuple[float, float] | None
     """Mean loss on the images of the truth before local training and after it; None for a single
@@ -146,7 +150,7 @@ def hide_defenses(observation: Observation) -> Observation:
 
 
 def score_answer(
-    job: Job, answer: AttackAnswer, tensor_rate: float | None, setting: Setting, aids: Aids
+    job: Job, answer: AttackAnswer, bound: TensorBound | None, setting: Setting, aids: Aids
 ) -> Result:
     """Scores an attack's answer and writes the reconstruction.
 
@@ -156,7 +160,7 @@ def score_answer(
     Args:
         job: The attack and its observation.
         answer: The attack's answer, or its failure.
-        tensor_rate: Rate of the error that theory predicts; None if none.
+        bound: What theory predicts of the error; None if it speaks of other attacks.
         setting: What all jobs of a run share.
         aids: What targets prepared for scores.
     """
@@ -177,6 +181,9 @@ def score_answer(
             write_tensors(path, scoring.tensors_to_save(found, truth, scores, aids))
         except Exception as error:  # a third party's attack may answer anything
             reason = reason_of(error)
+    request = GuessRequest(
+        truth=truth, found=found, granted=setting.granted, observation=observation
+    )
     return Result(
         observation=without_tensors(observation),
         seed=seed_of(observation, job.label),
@@ -188,14 +195,10 @@ def score_answer(
         features_by=found.features_by if found else None,
         stages=found.stages if found else None,
         # The guess needs no answer, so that rows of failed attacks have its scores as well.
-        baseline=scoring.score_guess(
-            GuessRequest(
-                truth=truth, found=found, granted=setting.granted, observation=observation
-            ),
-            aids,
-        ),
+        baseline=scoring.score_guess(request, aids),
+        chances=scoring.measure_chances(request, aids),
         victims=_victims(truth),
-        tensor_rate=tensor_rate,
+        tensor_bound=bound,
         cost=cost(solution) if solution else _cost_of_failure(answer.seconds),
         local_losses=_local_losses(truth),
     )
@@ -242,7 +245,7 @@ def result_without_attack(observation: Observation, status: Status, reason: str)
         per_image={},
         baseline={"name": None, **scoring.NOT_LEARNED, "per_image": {}, **nothing},
         victims=None,
-        tensor_rate=None,
+        tensor_bound=None,
         cost=_cost_of_failure(0.0),
         local_losses=None,
     )

@@ -44,9 +44,10 @@ from fedsim.attacking.question import (
     unpack_answers,
 )
 from fedsim.attacking.targets import join_solutions, questions
-from fedsim.attacking.theory import observed_rate
+from fedsim.attacking.theory import observed_bound
 from fedsim.contracts.attack import AttackFailed, Progress
 from fedsim.contracts.target import Aids
+from fedsim.privacy.recovery import TensorBound
 from fedsim.recording.files import load_observation
 from fedsim.recording.truth import IncompleteTruth, load_truth
 from fedsim.system import processes, threads
@@ -96,17 +97,17 @@ class Workers:
             return self._attackers.submit(answer_packed, index, questions)
 
     def score(
-        self, setting: Setting, job: Job, answer: AttackAnswer, tensor_rate: float | None
+        self, setting: Setting, job: Job, answer: AttackAnswer, bound: TensorBound | None
     ) -> Future[Result]:
         """Scores the answer to a job, and writes the reconstruction below the setting's root."""
         if self._scorers is None:
             done: Future[Result] = Future()
-            done.set_result(score_answer(job, answer, tensor_rate, setting, self._aids))
+            done.set_result(score_answer(job, answer, bound, setting, self._aids))
             return done
         # Pickled here, since multiprocessing would send a file per tensor.
         packed = pickle.dumps(answer)
         with delay_interrupts():
-            return self._scorers.submit(_score_packed, setting.root, job, packed, tensor_rate)
+            return self._scorers.submit(_score_packed, setting.root, job, packed, bound)
 
     def report_news(
         self, jobs: Sequence[Job], on_progress: Callable[[Job, Progress], None]
@@ -160,7 +161,7 @@ def run_jobs(
     def settle(asked: _AskedJob) -> None:
         # Called after each answer and once all is asked, since either may come last.
         if asked.done:
-            scored = workers.score(setting, asked.job, asked.answer(), asked.tensor_rate)
+            scored = workers.score(setting, asked.job, asked.answer(), asked.bound)
             pending[scored] = partial(on_result, asked.job)
 
     try:
@@ -222,9 +223,10 @@ class _AskedJob:
         observation = load_observation(job.observation)
         truth = load_truth(setting.root, observation.id, observation.num_clients)
         attack = job.plugin
+        # Theory speaks of what was released, also to an attack that is not told of the defenses.
+        self.bound = observed_bound(observation) if attack.follows_tensor_rate else None
         if job.blind:
             observation = hide_defenses(observation)
-        self.tensor_rate = observed_rate(observation) if attack.follows_tensor_rate else None
         self._left = questions(
             attack,
             observation,
@@ -280,10 +282,10 @@ class _AskedJob:
         return AttackAnswer(solution=solution, reason=reason, seconds=seconds)
 
 
-def _score_packed(root: Path, job: Job, packed: bytes, tensor_rate: float | None) -> Result:
+def _score_packed(root: Path, job: Job, packed: bytes, bound: TensorBound | None) -> Result:
     setting, aids = _shared_setting()
     answer: AttackAnswer = pickle.loads(packed)  # noqa: S301 - the parent wrote it
-    return score_answer(job, answer, tensor_rate, replace(setting, root=root), aids)
+    return score_answer(job, answer, bound, replace(setting, root=root), aids)
 
 
 @cache

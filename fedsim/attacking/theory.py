@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from fedsim.models.local import mean_gradient_factor, step_weights
-from fedsim.privacy.recovery import tensor_rate
+from fedsim.privacy.recovery import TensorBound, tensor_bound, tensor_rate
 from fedsim.types import Observation
 
 
@@ -43,6 +43,40 @@ def observed_rate(observation: Observation) -> float | None:
         noise=math.sqrt(variance) / part if variance else 0.0,
         kept=1 - training.dropout,
     )
+
+
+def observed_bound(observation: Observation) -> TensorBound:
+    """Returns the paper's bound of an observation, with the condition of its theorem that fails."""
+    head, effect = observation.model.parameters.get("head"), observation.effect
+    if not head or "head.output.weight" not in observation.update:
+        return TensorBound(reason="the model has no two-layer head")
+    if effect.removed:
+        return TensorBound(
+            reason="entries that are kept depend on the weights, so that Stein's lemma does not "
+            "apply (section 3.6)"
+        )
+    rate, training = observed_rate(observation), observation.training
+    if rate is None:
+        return TensorBound(
+            reason="entries are rounded or mixed, or noise is unknown or all there is"
+        )
+    planted = head.get("planted") or 0
+    found = tensor_bound(
+        rate,
+        width=max(1, math.floor((1 - training.dropout) * (planted or head["width"]))),
+        dimension=observation.parameters["head.hidden.weight"].shape[1],
+        images=observation.num_images,
+        classes=observation.model.num_classes,
+        activation=head.get("activation", "relu"),
+        steps=1 if training.algorithm == "fedsgd" else training.steps,
+    )
+    # Assumption A.1 is of weights N(0, I) and of unit features.
+    assumed = {
+        "the weights of the head are not planted, and so not normal": not planted,
+        "features are not brought to unit length": not head.get("unit_features", False),
+    }
+    broken = next((why for why, is_so in assumed.items() if is_so), None)
+    return replace(found, reason=broken or found.reason)
 
 
 def _noise(observation: Observation) -> float | None:

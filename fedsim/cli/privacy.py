@@ -146,6 +146,23 @@ def audit(
             raise typer.Exit(1)
 
 
+@app.command()
+def recovery(keys: KeysArgument = None, as_json: AsJson = False) -> None:
+    """What theory says of feature recovery behind each defense, from above and below.
+
+    Keys are those of a two-layer head, its batch and the defenses: width and dimension at least.
+    """
+    with exits():
+        from fedsim.privacy import calculator, recovery_defenses
+
+        found = recovery_defenses.recovery(calculator.parse(keys))
+        if as_json:
+            typer.echo(json.dumps([asdict(each) for each in found], indent=2))
+            return
+        for each in found:
+            typer.echo(recovery_defenses.describe(each))
+
+
 def _parse_keys(mechanism: str, keys: list[str] | None, question: str) -> dict[str, Any]:
     """Parses the keys of a mechanism; refuses keys, or a mechanism, that do not fit `question`."""
     from fedsim.privacy import calculator

@@ -21,6 +21,7 @@ from fedsim.contracts.grant import Grant
 from fedsim.contracts.matching import align
 from fedsim.contracts.metric import Metric, MetricValue, ScoredPair, ScoringError, Unavailable
 from fedsim.contracts.plugins import Plugin
+from fedsim.contracts.prior import GuessChances
 from fedsim.types import Observation, Payload, Reconstruction, Tensors, Truth
 
 
@@ -263,6 +264,13 @@ class Target(Plugin):
         if request.found is None or self.answer_of(request.found) is None:
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
+
+    def chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
+        """Returns how likely a guess of this truth reaches each level of a metric, by the metric.
+
+        It is the prior of the limits on any attack (`fedsim.privacy.recovery`). By default none.
+        """
+        return {}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
         """Returns what is saved in the place of a missing part of an answer; zeros by default.

@@ -99,6 +99,8 @@ class Entry:
     probes: Collection[ProbeReleases] = ()
     unprotected: Collection[str] = ()
     """Tensors that clients release and no defense acts on."""
+    drawn: bool = False
+    """Whether the example is known to be in every batch, so that drawing batches hides nothing."""
     known: float = 0.0
     """ε that another client spends anyway. A quick bound that is no larger than it is stated in
     place of a slower and tighter one."""
@@ -126,7 +128,7 @@ def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyCla
         raise FedsimError(f"privacy.delta: {delta} is not a probability above 0 and below 1")
     # The last guarantee is that of the whole stack: each defense extends what holds before it.
     held = stack.guarantees(declared, entry.release)[-1]
-    mechanism = held.mechanism
+    mechanism = _of_drawn(held.mechanism, entry)
     if mechanism is None:
         return _claim_nothing(held.reason)
     if reason := _not_covered(mechanism, entry):
@@ -152,7 +154,7 @@ def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyCla
             _Batches(mechanism, entry.repeated_rounds, entry.repeats, training.batch_size),
         ]
         for probe in entry.probes:
-            probed = stack.guarantees(probe.declared, entry.release)[-1].mechanism
+            probed = _of_drawn(stack.guarantees(probe.declared, entry.release)[-1].mechanism, entry)
             # Guarantees for different kinds of neighbours do not compose.
             if not isinstance(probed, Mechanism) or probed.relation != mechanism.relation:
                 return _claim_nothing(_PROBED)
@@ -180,6 +182,16 @@ def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyCla
         relation=mechanism.relation,
         reason=None,
         covers=mechanism.holds if isinstance(mechanism, Mechanism) else "",
+    )
+
+
+def _of_drawn(mechanism: Proven | None, entry: Entry) -> Proven | None:
+    """Returns the mechanism without its sampling, for an example that is known to be drawn."""
+    sampled = entry.drawn and isinstance(mechanism, Mechanism)
+    return (
+        replace(mechanism, sampling=None)
+        if sampled and isinstance(mechanism, Mechanism)
+        else mechanism
     )
 
 

@@ -1,13 +1,28 @@
-"""Bounds from theory on the recovery of features: the paper's rates, and limits of any attack.
+"""Bounds from theory on what can be recovered: the paper's for its attack, and those of any attack.
 
-Rates: Liu et al., Data Reconstruction Attacks and Defenses, section 3 and Appendix C, for
-`tensor_features`, up to a constant; they say how its error grows, not how large it is, and nothing
-of other attacks. Limits: of any attack, from the information in a noisy release.
+Upper bounds on the error: Liu et al., Data Reconstruction Attacks and Defenses, section 3 and
+Appendices B and C, of `tensor_features` alone and up to a constant that the paper does not give.
+
+Limits of any attack: whoever chooses among candidates without the release is right with some
+chance, which prior it is drawn from decides. Differential privacy, Gaussian noise and the
+information in a release each bound by how much that chance grows. Where none applies, there is no
+number but a reason.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedsim.privacy.membership import tpr_limit
+
+EpsilonDelta = tuple[float, float]
+"""An (ε, δ) that a release has."""
 
 
 def tensor_rate(
@@ -91,3 +106,261 @@ def chance_within(error: float, information: float, dimension: int) -> float:
     if share == 0:
         return 0.0
     return min(1.0, (information + math.log(2)) / -math.log(share))
+
+
+# The paper's upper bound, with its conditions.
+
+_ACTIVATIONS: dict[str, Callable[[float], float]] = {
+    "relu": lambda x: max(x, 0.0),
+    "leaky_relu": lambda x: x if x > 0 else 0.01 * x,
+    "elu": lambda x: x if x > 0 else math.expm1(x),
+    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "softplus": lambda x: math.log1p(math.exp(-abs(x))) + max(x, 0.0),
+    "tanh": math.tanh,
+}
+
+_FARTHEST = math.sqrt(2)
+"""Distance of two unit vectors up to sign, which no error of a unit vector need exceed."""
+
+
+@cache
+def activation_moment(activation: str) -> float:
+    """Returns min(|ν|, |λ|) of Assumption A.1, the moments that an activation leaves of features.
+
+    ν is E σ^(k)(z) of standard normal z at the first k >= 2 where it is not 0, and λ at the first
+    k >= 3. By Stein's lemma the moments are E σ(z) He_k(z), so that no derivative is needed.
+
+    >>> round(activation_moment("relu"), 4)
+    0.3989
+    """
+    from scipy.integrate import quad
+
+    function = _ACTIVATIONS[activation]
+    hermite: dict[int, Callable[[float], float]] = {
+        2: lambda z: z**2 - 1,
+        3: lambda z: z**3 - 3 * z,
+        4: lambda z: z**4 - 6 * z**2 + 3,
+    }
+    moments = {}
+    for order, polynomial in hermite.items():
+        # A kink at 0 is where the two integrals meet.
+        parts = (
+            quad(lambda z: function(z) * polynomial(z) * math.exp(-(z**2) / 2), *ends)[0]  # noqa: B023
+            for ends in ((-12, 0), (0, 12))
+        )
+        moments[order] = abs(sum(parts)) / math.sqrt(2 * math.pi)
+    least = 1e-9
+    nu = next(moments[k] for k in (2, 3, 4) if moments[k] > least)
+    return min(nu, next(moments[k] for k in (3, 4) if moments[k] > least))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBound:
+    """The paper's upper bound on the tensor attack's error, and whether its theorem applies."""
+
+    rate: float | None = None
+    """`tensor_rate`, to which the bound is proportional; None if theory says nothing."""
+    value: float | None = None
+    """rate / (min(|ν|, |λ|) π_min²): root mean square distance of unit features, the hidden
+    constant and logarithms taken for 1; None if theory says nothing."""
+    reason: str | None = None
+    """The first condition that fails; None if the theorem applies and says something."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether all conditions hold."""
+        return self.value is not None and self.reason is None
+
+
+def tensor_bound(
+    rate: float,
+    *,
+    width: int,
+    dimension: int,
+    images: int,
+    classes: int,
+    activation: str = "relu",
+    independence: float = 1.0,
+    steps: int = 1,
+) -> TensorBound:
+    """Returns Theorem B.1's bound at `rate`, with what of its conditions can be checked.
+
+    With every hidden constant and logarithm taken for 1 the conditions are the easiest to meet: a
+    bound that fails here fails whatever they are.
+
+    Args:
+        rate: `tensor_rate` of the same setting, noise and dropout included.
+        width: m, neurons left by dropout.
+        dimension: d of the features.
+        images: B, or those of all steps or clients together.
+        classes: K.
+        activation: σ of the head.
+        independence: π_min, the least singular value of the unit features, in (0, 1]. It is 1 of
+            orthogonal features; else the bound is larger.
+        steps: gradient steps of the update; the paper proves one and two.
+
+    Raises:
+        ValueError: the activation is unknown, or `independence` not in (0, 1].
+    """
+    if activation not in _ACTIVATIONS or not 0 < independence <= 1:
+        raise ValueError("expected a known activation and an independence in (0, 1]")
+    if images > dimension:
+        return TensorBound(
+            reason=f"{images} images are more than the {dimension} dimensions of their features, "
+            "whose tensor has no unique decomposition (section 3.4)"
+        )
+    moment = activation_moment(activation)
+    value = rate / (moment * independence**2)
+    neurons = (classes * images) ** 2 * dimension / (moment * independence) ** 2
+    failed = {
+        f"proven for one and two steps, not for {steps} (Propositions C.1 and C.2)": steps > 2,
+        f"K² B⁴ = {classes**2 * images**4:g} is above d = {dimension} (Theorem B.1)": classes**2
+        * images**4
+        > dimension,
+        f"{width} neurons are fewer than K² B² d / (ν² π_min²) = {neurons:.3g} (Theorem B.1)": width
+        < neurons,
+        f"{value:.3g} is above the {_FARTHEST:.3g} that no unit vector exceeds": value > _FARTHEST,
+    }
+    reason = next((why for why, is_so in failed.items() if is_so), None)
+    return TensorBound(rate=rate, value=value, reason=reason)
+
+
+# Limits of any attack.
+
+
+def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
+    """Bounds the probability with which any attack comes close to what it is after.
+
+    Let any answer that is independent of the release be close with probability `chance` at most,
+    over the prior of the one unit that the claims protect. Whatever else the attacker knows of the
+    data, it succeeds with at most e^ε chance + δ, and 1 - e^-ε (1 - δ - chance): a test between the
+    release with the unit and one without it has that error (Balle, Cherubin and Hayes,
+    Reconstructing Training Data with Informed Adversaries, S&P 2022, Theorem 2 at ε-DP; Hayes,
+    Mahloujifar and Balle, Bounding Training Data Reconstruction in DP-SGD, NeurIPS 2023, Theorem 2
+    for any curve). Both ends are concave in the chance, so that a mean chance bounds the mean.
+
+    Args:
+        chance: probability without the release, κ in those papers.
+        claims: (ε, δ) of the release, all of which hold at once. Amplification by sampling must not
+            be in them: whoever is attacked was drawn.
+
+    >>> round(success_limit(0.001, [(1.0, 0.0)]), 6)
+    0.002718
+    >>> success_limit(0.001, [])
+    1.0
+    """
+    return min((tpr_limit(epsilon, delta, chance) for epsilon, delta in claims), default=1.0)
+
+
+def gaussian_success_limit(chance: float, distance: float) -> float:
+    """Bounds the same probability behind Gaussian noise alone: Φ(Φ⁻¹(chance) + μ).
+
+    `distance` is μ, how far the unit moves the released mean, in standard deviations of the noise;
+    sqrt(T) / z of T steps with noise multiplier z. No curve of claims is smaller (Neyman and
+    Pearson; Dong, Roth and Su, Gaussian Differential Privacy, 2022, section 2).
+
+    >>> gaussian_success_limit(0.5, 0.0)
+    0.5
+    """
+    from scipy.special import ndtr, ndtri
+
+    return float(ndtr(ndtri(min(1.0, chance)) + distance))
+
+
+def mean_limit(
+    levels: Sequence[float], chances: Sequence[float], success: Callable[[float], float]
+) -> float:
+    """Bounds the mean of a score from how likely a guess reaches each of its values.
+
+    E X <= levels[0] + ∫ P(X >= t) dt from there on; `chances` fall, so that the value at the left
+    of each interval bounds the integral.
+
+    Args:
+        levels: values of the score from least to most, ends of its range included. A score below
+            the first counts as the first.
+        chances: probability that a guess without the release reaches each level.
+        success: bound on an attack's probability, of a guess's.
+    """
+    steps = zip(levels, levels[1:], chances, strict=False)
+    return levels[0] + math.fsum((high - low) * success(chance) for low, high, chance in steps)
+
+
+def direction_chances(sines: Sequence[float], dimension: int, answers: int = 1) -> list[float]:
+    """Returns how likely guessed lines are within each sine of a uniform direction.
+
+    The squared sine of its angle to a line has the law Beta((d - 1) / 2, 1 / 2); `answers` guesses,
+    of which the best counts, have at most so many times that chance.
+    """
+    from scipy.special import betainc
+
+    shares = betainc((dimension - 1) / 2, 0.5, np.square(np.clip(sines, 0, 1)))
+    return [min(1.0, answers * float(share)) for share in shares]
+
+
+def least_direction_error(
+    dimension: int, success: Callable[[float], float], answers: int = 1
+) -> float:
+    """Bounds from below the mean sine between a uniform direction and any attack's answer.
+
+    The distance of a unit vector to any answer is at least that sine.
+
+    >>> round(least_direction_error(512, lambda chance: gaussian_success_limit(chance, 1.0)), 3)
+    0.997
+    """
+    sines = [k / 1000 for k in range(1001)]
+    shortfall = [1 - success(chance) for chance in direction_chances(sines, dimension, answers)]
+    # 1 - P falls with the sine: its value at the right of each interval bounds the integral.
+    return math.fsum(shortfall[1:]) / 1000
+
+
+def van_trees(fisher: NDArray[np.float64], prior: NDArray[np.float64]) -> float:
+    """Bounds from below the mean squared error of any estimator, biased or not.
+
+    tr((E J + I)⁻¹), J the Fisher information of the release and I that of the prior (van Trees,
+    Detection, Estimation and Modulation Theory I, 1968, section 2.4.3; Gill and Levit, Bernoulli 1,
+    1995). It holds where the prior's density vanishes at its ends and the release's density is
+    differentiable. The form without a prior, as in Guo et al., Bounding Training Data
+    Reconstruction in Private (Deep) Learning, ICML 2022, Theorem 1, holds for unbiased estimators
+    alone. Gradients of ReLU networks jump, so that neither holds for them.
+
+    Args:
+        fisher: (d, d) mean over the prior; J'J / s² behind Gaussian noise of deviation s, with the
+            derivative J of what is released.
+        prior: (d, d); the inverse covariance of a normal prior.
+
+    >>> van_trees(np.eye(2) / 0.5, np.eye(2))  # twice 1 / (1 / 0.5 + 1)
+    0.6666666666666666
+    """
+    return float(np.trace(np.linalg.inv(fisher + prior)))
+
+
+def least_normal_error(variances: Sequence[float], information: float) -> float:
+    """Bounds from below the total squared error of any attack on a normal vector.
+
+    The distortion-rate function of independent normal entries at `information` nats, by filling
+    with water from below (Cover and Thomas, Elements of Information Theory, Theorem 10.3.3): no
+    answer computed from so little is closer. With `gaussian_information` it needs no derivative, so
+    that it holds for ReLU networks as well.
+
+    Args:
+        variances: of the entries along their principal axes.
+        information: mutual information of release and vector, at most.
+
+    >>> least_normal_error([1.0, 1.0], 0.0), round(least_normal_error([1.0, 1.0], 1.0), 4)
+    (2.0, 0.7358)
+    """
+    from scipy.optimize import brentq
+
+    ordered = np.sort(np.asarray([v for v in variances if v > 0], dtype=np.float64))
+    if information <= 0 or not len(ordered):
+        return float(ordered.sum())
+
+    def spent(log_level: float) -> float:
+        rates = np.log(ordered) - log_level
+        return float(rates[rates > 0].sum()) / 2 - information
+
+    top = float(np.log(ordered[-1]))
+    # The largest entry alone spends all of it at the lower end.
+    level = math.exp(brentq(spent, top - 2 * information, top))
+    return float(np.minimum(ordered, level).sum())

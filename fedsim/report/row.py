@@ -141,8 +141,16 @@ class LeaderboardRow:
     audited_epsilon: float | None
     tensor_rate: float | None
     """Mean of the error that theory predicts, up to a constant; None for most attacks."""
+    tensor_bound: float | None
+    """Mean of the paper's upper bound, with its prefactor; None for most attacks."""
+    tensor_bound_reason: str | None
+    """Condition of its theorem that fails; None if all hold."""
     limits: Mapping[str, float]
     """Metric -> the most of it that the privacy claim allows; empty if it bounds none."""
+    limit_prior: str | None
+    """Prior of the limits on images and features."""
+    limit_reason: str | None
+    """Why theory limits no attack on these; None if it does."""
     seconds: float | None
     """Mean seconds of a trial."""
     certificates: Certificates | None = None

@@ -214,6 +214,23 @@ class TheoryOf(RowPart):
 
     tensor_rate: float | None = None
     """Predicted error of the attack, up to a constant; None if theory predicts nothing."""
+    tensor_bound: float | None = None
+    """The paper's upper bound on the error of unit features, with its prefactor, up to a constant
+    and logarithms."""
+    tensor_bound_valid: bool | None = None
+    """Whether the theorem's conditions hold; None of attacks that it does not speak of."""
+    tensor_bound_reason: str | None = None
+    """The condition that fails."""
+    psnr: float | None = None
+    """Largest mean PSNR that the claim allows any attack, over the prior; None with a reason."""
+    feature_cosine: float | None = None
+    """Largest mean cosine of features that the claim allows any attack, over the prior."""
+    limit_prior: str | None = None
+    """Prior of these limits, in words."""
+    limit_unit: str | None = None
+    """Unit whose data the limits protect."""
+    limit_reason: str | None = None
+    """Why theory limits no attack; None if it does, and in rows of earlier versions."""
     membership_auc: float | None = None
     """Largest AUC of membership that the claim allows; None if it does not bound membership."""
     membership_tpr: float | None = None
@@ -432,6 +449,17 @@ class AuditRow(RowPart):
     method: str
     audited_epsilon: float
     holds: bool
+
+
+def tensor_theory(result: Result) -> dict[str, float | bool | str | None]:
+    """Returns the fields of `theory` on the paper's upper bound."""
+    bound = result.tensor_bound
+    return {
+        "tensor_rate": bound and bound.rate,
+        "tensor_bound": bound and bound.value,
+        "tensor_bound_valid": bound and bound.is_valid,
+        "tensor_bound_reason": bound and bound.reason,
+    }
 
 
 def nested(mapping: Any, *path: str) -> Any:

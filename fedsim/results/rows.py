@@ -15,11 +15,13 @@ from fedsim.attacking.jobs import Job, Result
 from fedsim.audit import Step, audited_epsilon, quiet
 from fedsim.federation.records import SILENT, RoundRecord
 from fedsim.privacy import membership
-from fedsim.results.lines import ResultRow
+from fedsim.privacy.recovery import mean_limit, success_limit
+from fedsim.results.lines import ResultRow, tensor_theory
 from fedsim.results.record import Row
 from fedsim.scenario import Scenario
 from fedsim.targets.membership import FALSE_POSITIVES
 from fedsim.training.accounting import claim_of as claim_of
+from fedsim.training.accounting import claims_of_drawn
 from fedsim.training.accounting import participations as participations
 from fedsim.training.accounting import spent as spent
 from fedsim.training.accounting import spent_by as spent_by
@@ -118,7 +120,11 @@ class Context:
             learner=self.scenario.learner.name,
             **_spec(seen),
             knowledge=self.scenario.knowledge.model_dump(),
-            theory={"tensor_rate": result.tensor_rate, **_membership_limits(guarantee)},
+            theory={
+                **tensor_theory(result),
+                **_membership_limits(guarantee),
+                **_recovery_limits(server, result),
+            },
             utility={
                 **{name: last[name] for name in _UTILITY},
                 "local_losses": result.local_losses and [number(x) for x in result.local_losses],
@@ -184,6 +190,50 @@ def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
         "membership_auc": membership.auc_limit(epsilon, delta),
         "membership_tpr": membership.tpr_limit(epsilon, delta, FALSE_POSITIVES),
     }
+
+
+_NEIGHBOURS = ("replace_one", "zero_out", "add_or_remove")
+"""Relations under which one unit is exchanged for any other, or for none."""
+
+
+def _recovery_limits(server: Server, result: Result) -> dict[str, float | str | None]:
+    """Returns the largest means that the claim allows any attack, of metrics with a prior."""
+    if reason := _why_unlimited(server, result):
+        return {"limit_reason": reason}
+    claims = claims_of_drawn(server, result.observation)
+    first = claims[0]
+    if first.reason is not None:
+        return {"limit_reason": first.reason}
+    if first.relation not in _NEIGHBOURS:
+        return {"limit_reason": f"the ε is of data that are {first.relation}, not of any example"}
+    curve = [(each.epsilon, each.delta or 0.0) for each in claims]
+    found: dict[str, float | str | None] = {
+        name: mean_limit(
+            each.levels,
+            [min(1.0, each.answers * chance) for chance in each.chances],
+            lambda chance: success_limit(chance, curve),
+        )
+        for name, each in result.chances.items()
+    }
+    candidates = max(each.candidates for each in result.chances.values())
+    found["limit_prior"] = f"one of {candidates} public images, each as likely"
+    found["limit_unit"] = first.unit
+    return found
+
+
+def _why_unlimited(server: Server, result: Result) -> str | None:
+    """Returns why theory limits no attack here, before any claim is asked for; None if it may."""
+    granted, observe = server.scenario.knowledge, server.scenario.observe
+    # A known label is part of the prior.
+    told = [name for name in granted.from_truth() if not name.startswith("labels=")]
+    cases = {
+        "no noise is added": not result.observation.effect.noise,
+        f"the attacker was granted what only the victim knows: {', '.join(told)}": bool(told),
+        "the probe is declared outside of what ε covers": bool(observe.batch_sizes)
+        and server.scenario.privacy.probes != "included",
+        "no prior is known of what the attack is after": not result.chances,
+    }
+    return next((why for why, is_so in cases.items() if is_so), None)
 
 
 def number(value: float) -> float | str:

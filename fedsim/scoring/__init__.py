@@ -26,6 +26,7 @@ from fedsim.scoring.perceptual import load_lpips as load_lpips
 from fedsim.scoring.score import NOT_LEARNED as NOT_LEARNED
 from fedsim.scoring.score import OWN_LOSS as OWN_LOSS
 from fedsim.scoring.score import Scores as Scores
+from fedsim.scoring.score import measure_chances as measure_chances
 from fedsim.scoring.score import no_metrics as no_metrics
 from fedsim.scoring.score import prepare as prepare
 from fedsim.scoring.score import score as score

@@ -111,6 +111,10 @@ class Guesser:
         step = -(-len(self._images) // max_images)
         return self._images[::step]
 
+    def public_labels(self, max_images: int = _POOL) -> Tensor:
+        """Returns the labels of `public` images, (P,) int64."""
+        return self._labels[:: -(-len(self._images) // max_images)]
+
     def count_copies(self, images: Tensor) -> int:
         """Counts the `images` (N, C, H, W), pixels, of which a public one is a near copy."""
         return near_copies(images, self.public())

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fedsim.contracts.metric import ScoringError, Unavailable
+from fedsim.contracts.prior import GuessChances
 from fedsim.contracts.target import METRICS, Aids, GuessRequest, Resources, TargetScores, targets
 from fedsim.types import LARGEST, Reconstruction, Tensors, Truth
 
@@ -138,6 +139,21 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
         # Targets come in the order in which they rank: the first guess with a name gives it.
         fields["name"] = fields["name"] or guess.name
     return fields
+
+
+def chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChances]:
+    """Returns how likely a guess reaches each level of a metric, of the metrics that have a prior.
+
+    Without noise nothing is random, and no limit is asked for.
+    """
+    seen = request.observation
+    if seen is None or not seen.effect.noise:
+        return {}
+    return {
+        name: found
+        for target in targets().values()
+        for name, found in target.chances(request, aids).items()
+    }
 
 
 def tensors_to_save(

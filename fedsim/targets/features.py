@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +21,10 @@ from fedsim.contracts.metric import (
     Unavailable,
     ordered,
 )
+from fedsim.contracts.prior import GuessChances, chances_within
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
-from fedsim.targets.images import aid_of
+from fedsim.scoring.guess import Guesser
+from fedsim.targets.images import aid_of, count_answers
 from fedsim.types import FedsimError, Observation, Truth, as_pixels
 
 _MOST = 256
@@ -227,6 +230,32 @@ class Features(Target):
             return None
         public = _public_features(request.observation, guesser.public(_MOST))
         return None if public is None else TargetGuess(metrics=self.guessed_from(public, true))
+
+    def chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
+        """Returns how likely one of B guesses has each cosine with features of a public image."""
+        true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
+        silent = request.found is None or request.found.features is None
+        if (
+            true is None
+            or not isinstance(guesser, Guesser)
+            or request.observation is None
+            or silent
+        ):
+            return {}
+        public = _public_features(request.observation, guesser.public(_MOST))
+        if public is None:
+            return {}
+        labels = guesser.public_labels(_MOST)[: len(public)]
+        units = F.normalize(public.double(), dim=1)
+        levels = tuple(step / 100 for step in range(101))
+        chances = chances_within(
+            (units @ units.T).clamp(-1, 1).acos(),
+            [math.acos(level) for level in levels],
+            labels if request.granted.labels == "known" else None,
+        )
+        answers = count_answers(request, self, len(true))
+        found = GuessChances(levels=levels, chances=chances, candidates=len(units), answers=answers)
+        return {"feature_cosine": found}
 
     def guessed_from(self, public: Tensor, truth: Tensor) -> dict[str, float]:
         """Returns the metrics of guessing the features `truth` (N, d) from `public` ones (P, d).

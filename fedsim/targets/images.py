@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fedsim.contracts.matching import MISSING, align, match
 from fedsim.contracts.metric import Metric, ScoredPair, ScoringError, Term, Unavailable, ordered
+from fedsim.contracts.prior import MOST_CANDIDATES, GuessChances, chances_within
 from fedsim.contracts.target import Aids, GuessRequest, Resources, Target, TargetGuess, TargetScores
 from fedsim.scoring import image
 from fedsim.scoring.guess import Guess, Guesser, RowGuesser
 from fedsim.scoring.haarpsi import haarpsi
 from fedsim.scoring.perceptual import LpipsMetric, load_lpips, perceptual_distance
-from fedsim.types import Payload, Reconstruction, Truth
+from fedsim.types import Payload, Reconstruction, Truth, as_pixels
 
 EXPOSED_IMAGE = 15.0
 """Gain in dB from which a single image is a leak, however many of its batch stay hidden. It is over
@@ -42,6 +45,9 @@ RECOGNIZABLE_PSNR = 20.0
 
 
 _IMAGE_AXES = 4
+
+_MOST_PIXELS = 1 << 24
+"""Maximum number of values that are compared for the chance of a guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +221,14 @@ class Images(Target):
             learned=described_guess(guess, request, aids),
         )
 
+    def chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
+        """Returns how likely one of B guessed images reaches each PSNR, of a public image."""
+        guesser, true = aid_of(aids).guesser, self.truth_of(request.truth)
+        if not isinstance(guesser, Guesser) or true is None:
+            return {}
+        found = _pixel_chances(guesser, request.granted.labels == "known")
+        return {PSNR.name: replace(found, answers=count_answers(request, self, len(true)))}
+
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
         """Returns the mean public image."""
         fill = aid_of(aids).fill
@@ -241,6 +255,25 @@ def aid_of(aids: Aids) -> ImageAid:
     """Returns what was prepared for scores of images."""
     aid = aids.get(Images.part)
     return aid if isinstance(aid, ImageAid) else ImageAid()
+
+
+def count_answers(request: GuessRequest, target: Target, batch: int) -> int:
+    """Returns among how many answers one can be matched to a truth: those of a batch, or more."""
+    answer = target.answer_of(request.found) if request.found else None
+    return max(batch, 0 if answer is None else len(answer))
+
+
+@cache
+def _pixel_chances(guesser: Guesser, labels_known: bool) -> GuessChances:
+    """Returns how likely a single image reaches each PSNR of a public image, drawn at random."""
+    largest = max(2, min(MOST_CANDIDATES, _MOST_PIXELS // guesser.mean.numel()))
+    pixels = as_pixels(guesser.public(largest)).flatten(1).double()
+    labels = guesser.public_labels(largest) if labels_known else None
+    # The root of a mean square is a distance, of which PSNR is a function.
+    distances = torch.cdist(pixels, pixels) / pixels.shape[1] ** 0.5
+    levels = tuple(step / 2 for step in range(2 * int(image.PSNR_CAP) + 1))
+    chances = chances_within(distances, [10 ** (-level / 20) for level in levels], labels)
+    return GuessChances(levels=levels, chances=chances, candidates=len(pixels))
 
 
 def answers_labels_alone(found: Reconstruction | None) -> bool:

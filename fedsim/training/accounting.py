@@ -78,6 +78,31 @@ def _with_set_up(server: Server, entry: Entry) -> Entry:
     )
 
 
+_DELTAS = (1e-6, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+"""δ at which a curve of claims is asked for, beside the scenario's own. Rare guesses behind little
+noise are bounded best at a large δ."""
+
+
+def claims_of_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
+    """Returns what is guaranteed to an example that was drawn, against who saw `seen`, by δ.
+
+    Whoever is attacked took part, so that no amplification by sampling protects it. Earlier rounds
+    count as well: the weights that the update starts from tell of them.
+    """
+    account, stack = account_of(server), accounted_stack(server, seen.vantage)
+    entries = [
+        replace(_with_set_up(server, entry), drawn=True)
+        for entry in account.entries(server.stack, seen.round)
+    ]
+    return [
+        max(
+            (claim(stack, server.declared, replace(entry, delta=delta)) for entry in entries),
+            key=lambda found: found.epsilon,
+        )
+        for delta in (server.scenario.privacy.delta, *_DELTAS)
+    ]
+
+
 def spent_by(server: Server, round: int) -> PrivacyClaim:
     """Returns the claim after `round` rounds, or where it takes long, after a few more."""
     sampled = server.training.sampling != "without_replacement"

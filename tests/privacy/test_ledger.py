@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import dp_accounting
@@ -66,6 +67,16 @@ def test_the_sensitivity_is_tied_to_the_clip() -> None:
     assert of(wide).epsilon == gaussian.epsilon(3.0 / 20.0, DELTA)
     narrow = chain(Clip(norm=2.0), GaussianNoise(std=3.0))
     assert of(narrow).epsilon == of(CLIENT_DP).epsilon < of(wide).epsilon
+
+
+@pytest.mark.parametrize("sampling", ["without_replacement", "poisson"])
+def test_who_is_known_to_be_drawn_is_protected_as_if_nobody_drew(sampling: str) -> None:
+    stack = chain(DPSGD(norm=1.0, noise_multiplier=2.0))
+    declared = replace(DECLARED, sampling=sampling)
+    known = of(stack, declared=declared, rounds=3, drawn=True)
+    assert of(stack, declared=declared, rounds=3).epsilon < known.epsilon
+    reach = 2 if sampling == "without_replacement" else 1
+    assert known.epsilon == pytest.approx(gaussian.epsilon(2.0 / (reach * math.sqrt(3)), DELTA))
 
 
 @pytest.mark.parametrize(

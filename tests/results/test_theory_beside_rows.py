@@ -1,0 +1,59 @@
+"""Rows say what theory allows beside what was measured, and why where it is silent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedsim
+
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
+PRIVATE = {"name": "dp_sgd", "norm": 1.0}
+STACKS: dict[str, list[Any]] = {
+    "none": [],
+    "noise": [{"name": "gaussian_noise", "std": 0.1}],
+    "loud": [{**PRIVATE, "noise_multiplier": 50.0}],
+    "quiet": [{**PRIVATE, "noise_multiplier": 2.0}],
+}
+SCENARIO: dict[str, Any] = {
+    "name": "theory",
+    "seed": 3,
+    "data": {"source": {"name": "digits", "size": 16}, "clients": 2},
+    "model": {"name": "mlp", "hidden": [8]},
+    "training": {"rounds": 1, "local": {"batch_size": 2, "lr": 0.1}},
+    "defenses": STACKS,
+    "attacks": [{"name": "idlg", "iterations": 2}],
+    "observe": {"clients": [0], "batch_sizes": [1], "trials": 1},
+}
+
+
+def theory(out: Path, **changes: Any) -> dict[str, dict[str, Any]]:
+    """Runs the scenario; returns what theory says of each stack."""
+    fedsim.run({**SCENARIO, **changes}, out=out, workers=1)
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return {row["defense"]["name"]: {**row["theory"], "guess": row["baseline"]} for row in rows}
+
+
+def test_rows_have_a_limit_or_a_reason(tmp_path: Path) -> None:
+    found = theory(tmp_path / "run")
+    assert found["none"]["psnr"] is None
+    assert "no noise" in found["none"]["limit_reason"]
+    assert "clip first" in found["noise"]["limit_reason"]
+    loud, quiet = found["loud"], found["quiet"]
+    # Who guesses is an attack as well, and less noise allows more.
+    assert loud["guess"]["psnr"] < loud["psnr"] < quiet["psnr"] <= 60
+    assert loud["limit_reason"] is None and loud["limit_unit"] == "example"
+    assert "public images" in loud["limit_prior"]
+    assert loud["feature_cosine"] is loud["tensor_rate"] is loud["tensor_bound_valid"] is None
+
+
+def test_there_is_no_limit_where_more_is_known_than_the_release(tmp_path: Path) -> None:
+    stacks = {"none": [], "loud": STACKS["loud"]}
+    known = theory(tmp_path / "known", defenses=stacks, knowledge={"features": "known"})
+    assert "features=known" in known["loud"]["limit_reason"]
+    outside = theory(tmp_path / "outside", defenses=stacks, privacy={"probes": "outside"})
+    assert "outside" in outside["loud"]["limit_reason"]
