@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedsim.attacking.theory import observed_rate
+from fedsim.attacking.theory import observed_bound, observed_rate
 from fedsim.models.local import mean_gradient_factor
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.recovery import tensor_rate
@@ -134,3 +134,42 @@ def test_what_is_not_known_is_left_out() -> None:
 def test_of_what_is_removed_or_rounded_theory_says_nothing(defense: str) -> None:
     parameters = {"gradient_pruning": {"ratio": 0.9}, "quantization": {"bits": 8}}
     assert observed_rate(seen({"name": defense, **parameters[defense]})) is None
+
+
+@pytest.mark.parametrize(
+    ("head", "defense", "cause"),
+    [
+        (HEAD, [], "unit length"),
+        (HEAD | {"planted": 0}, [], "not planted"),
+        (HEAD | {"unit_features": True}, [], "K² B⁴"),
+        (HEAD, [{"name": "gradient_pruning", "ratio": 0.9}], "Stein"),
+        (HEAD, [{"name": "quantization", "bits": 8}], "rounded"),
+        (None, [], "two-layer head"),
+    ],
+)
+def test_a_bound_that_does_not_apply_names_the_condition(
+    head: dict[str, Any] | None, defense: list[dict[str, Any]], cause: str
+) -> None:
+    parameters: dict[str, Any] = {"hidden": [12]} | ({"head": head} if head else {})
+    observation, _ = make_observation(
+        *example_batch(3), model="mlp", model_parameters=parameters, defense=defense
+    )
+    found = observed_bound(observation)
+    assert not found.is_valid
+    assert cause in (found.reason or "")
+    assert found.rate == observed_rate(observation)
+
+
+def test_a_bound_that_applies_has_no_reason() -> None:
+    head = {"width": 4096, "planted": 4096, "unit_features": True}
+    images, _ = example_batch(1)
+    observation, _ = make_observation(
+        images,
+        torch.zeros(1, dtype=torch.int64),
+        model="mlp",
+        model_parameters={"hidden": [120], "head": head},
+        num_classes=2,
+    )
+    found = observed_bound(observation)
+    assert found.is_valid and found.value is not None and found.rate is not None
+    assert found.value == pytest.approx(found.rate * math.sqrt(2 * math.pi))
