@@ -16,7 +16,7 @@ from fedsim.assessment.truth import Picked
 from fedsim.attacking.jobs import Job, Result
 from fedsim.contracts.grant import Grant
 from fedsim.recording.exchanges import Exchange
-from fedsim.results.lines import ResultRow, tensor_theory
+from fedsim.results.lines import ResultRow, describe_tensor_bound
 from fedsim.results.record import Row
 from fedsim.scoring import NOT_LEARNED
 from fedsim.types import Observation
@@ -48,7 +48,7 @@ class AssessmentContext:
             knowledge=self.grant.model_dump(),
             simulation_error=self.simulation_errors.get(observation.id),
             baseline=result.baseline | ({} if self.guess_is_public else NOT_LEARNED),
-            theory=tensor_theory(result),
+            theory=describe_tensor_bound(result),
             utility={"train_loss": exchange.number("train_loss")},
             privacy={},
         )

@@ -265,7 +265,7 @@ class Target(Plugin):
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
-    def chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
+    def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
         """Returns how likely a guess of this truth reaches each level of a metric, by the metric.
 
         It is the prior of the limits on any attack (`fedsim.privacy.recovery`). By default none.

@@ -128,7 +128,7 @@ def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyCla
         raise FedsimError(f"privacy.delta: {delta} is not a probability above 0 and below 1")
     # The last guarantee is that of the whole stack: each defense extends what holds before it.
     held = stack.guarantees(declared, entry.release)[-1]
-    mechanism = _of_drawn(held.mechanism, entry)
+    mechanism = _ignore_sampling(held.mechanism, entry)
     if mechanism is None:
         return _claim_nothing(held.reason)
     if reason := _not_covered(mechanism, entry):
@@ -154,7 +154,9 @@ def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyCla
             _Batches(mechanism, entry.repeated_rounds, entry.repeats, training.batch_size),
         ]
         for probe in entry.probes:
-            probed = _of_drawn(stack.guarantees(probe.declared, entry.release)[-1].mechanism, entry)
+            probed = _ignore_sampling(
+                stack.guarantees(probe.declared, entry.release)[-1].mechanism, entry
+            )
             # Guarantees for different kinds of neighbours do not compose.
             if not isinstance(probed, Mechanism) or probed.relation != mechanism.relation:
                 return _claim_nothing(_PROBED)
@@ -185,7 +187,7 @@ def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyCla
     )
 
 
-def _of_drawn(mechanism: Proven | None, entry: Entry) -> Proven | None:
+def _ignore_sampling(mechanism: Proven | None, entry: Entry) -> Proven | None:
     """Returns the mechanism without its sampling, for an example that is known to be drawn."""
     sampled = entry.drawn and isinstance(mechanism, Mechanism)
     return (

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from fedsim.privacy.contract import Count, Keys, Size
+from fedsim.privacy.contract import Count, Keys, PositiveSize
 from fedsim.privacy.recovery import (
     TensorBound,
     gaussian_success_limit,
@@ -43,7 +43,7 @@ class RecoverySetting(Keys):
     """σ, standard deviation of the noise in units of one image's part of an entry."""
     clipped: Annotated[float, Field(ge=1, le=1e12)] = 1.0
     """max(1, |g| / S): by how much clipping shortens a gradient."""
-    noise_multiplier: Size | None = None
+    noise_multiplier: PositiveSize | None = None
     """z of DP-SGD: noise over the bound of one image's gradient. Without it DP-SGD has no limit."""
     clients: Count = 10
     """Clients in a sum."""

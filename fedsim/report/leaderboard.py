@@ -325,10 +325,10 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         **_claimed(rows),
         tensor_rate=_mean(rows, lambda row: row.theory.tensor_rate if row.theory else None),
         tensor_bound=_mean(rows, lambda row: row.theory.tensor_bound if row.theory else None),
-        tensor_bound_reason=_first(rows, "tensor_bound_reason"),
+        tensor_bound_reason=_find_first(rows, "tensor_bound_reason"),
         limits=_limits(rows),
-        limit_prior=_first(rows, "limit_prior"),
-        limit_reason=_first(rows, "limit_reason"),
+        limit_prior=_find_first(rows, "limit_prior"),
+        limit_reason=_find_first(rows, "limit_reason"),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
         certificates=_certificates(rows),
         networks=len({row.folder for row in rows}),
@@ -348,7 +348,7 @@ def _limits(rows: list[ResultRow]) -> dict[str, float]:
     return limits
 
 
-def _first(rows: list[ResultRow], name: str) -> str | None:
+def _find_first(rows: list[ResultRow], name: str) -> str | None:
     """Returns the first value of a field of `theory`, in the rows' order."""
     return next((value for row in rows if (value := getattr(row.theory, name, None))), None)
 

@@ -451,7 +451,7 @@ class AuditRow(RowPart):
     holds: bool
 
 
-def tensor_theory(result: Result) -> dict[str, float | bool | str | None]:
+def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None]:
     """Returns the fields of `theory` on the paper's upper bound."""
     bound = result.tensor_bound
     return {

@@ -16,12 +16,12 @@ from fedsim.audit import Step, audited_epsilon, quiet
 from fedsim.federation.records import SILENT, RoundRecord
 from fedsim.privacy import membership
 from fedsim.privacy.recovery import mean_limit, success_limit
-from fedsim.results.lines import ResultRow, tensor_theory
+from fedsim.results.lines import ResultRow, describe_tensor_bound
 from fedsim.results.record import Row
 from fedsim.scenario import Scenario
 from fedsim.targets.membership import FALSE_POSITIVES
+from fedsim.training.accounting import claim_for_drawn
 from fedsim.training.accounting import claim_of as claim_of
-from fedsim.training.accounting import claims_of_drawn
 from fedsim.training.accounting import participations as participations
 from fedsim.training.accounting import spent as spent
 from fedsim.training.accounting import spent_by as spent_by
@@ -121,7 +121,7 @@ class Context:
             **_spec(seen),
             knowledge=self.scenario.knowledge.model_dump(),
             theory={
-                **tensor_theory(result),
+                **describe_tensor_bound(result),
                 **_membership_limits(guarantee),
                 **_recovery_limits(server, result),
             },
@@ -200,7 +200,7 @@ def _recovery_limits(server: Server, result: Result) -> dict[str, float | str | 
     """Returns the largest means that the claim allows any attack, of metrics with a prior."""
     if reason := _why_unlimited(server, result):
         return {"limit_reason": reason}
-    claims = claims_of_drawn(server, result.observation)
+    claims = claim_for_drawn(server, result.observation)
     first = claims[0]
     if first.reason is not None:
         return {"limit_reason": first.reason}

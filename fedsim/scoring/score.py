@@ -141,7 +141,7 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
     return fields
 
 
-def chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChances]:
+def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChances]:
     """Returns how likely a guess reaches each level of a metric, of the metrics that have a prior.
 
     Without noise nothing is random, and no limit is asked for.
@@ -152,7 +152,7 @@ def chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChanc
     return {
         name: found
         for target in targets().values()
-        for name, found in target.chances(request, aids).items()
+        for name, found in target.measure_chances(request, aids).items()
     }
 
 

@@ -21,7 +21,7 @@ from fedsim.contracts.metric import (
     Unavailable,
     ordered,
 )
-from fedsim.contracts.prior import GuessChances, chances_within
+from fedsim.contracts.prior import GuessChances, bound_chances
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
 from fedsim.scoring.guess import Guesser
 from fedsim.targets.images import aid_of, count_answers
@@ -231,7 +231,7 @@ class Features(Target):
         public = _public_features(request.observation, guesser.public(_MOST))
         return None if public is None else TargetGuess(metrics=self.guessed_from(public, true))
 
-    def chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
+    def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
         """Returns how likely one of B guesses has each cosine with features of a public image."""
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
         silent = request.found is None or request.found.features is None
@@ -248,7 +248,7 @@ class Features(Target):
         labels = guesser.public_labels(_MOST)[: len(public)]
         units = F.normalize(public.double(), dim=1)
         levels = tuple(step / 100 for step in range(101))
-        chances = chances_within(
+        chances = bound_chances(
             (units @ units.T).clamp(-1, 1).acos(),
             [math.acos(level) for level in levels],
             labels if request.granted.labels == "known" else None,

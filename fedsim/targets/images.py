@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.contracts.matching import MISSING, align, match
 from fedsim.contracts.metric import Metric, ScoredPair, ScoringError, Term, Unavailable, ordered
-from fedsim.contracts.prior import MOST_CANDIDATES, GuessChances, chances_within
+from fedsim.contracts.prior import MOST_CANDIDATES, GuessChances, bound_chances
 from fedsim.contracts.target import Aids, GuessRequest, Resources, Target, TargetGuess, TargetScores
 from fedsim.scoring import image
 from fedsim.scoring.guess import Guess, Guesser, RowGuesser
@@ -221,12 +221,12 @@ class Images(Target):
             learned=described_guess(guess, request, aids),
         )
 
-    def chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
+    def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
         """Returns how likely one of B guessed images reaches each PSNR, of a public image."""
         guesser, true = aid_of(aids).guesser, self.truth_of(request.truth)
         if not isinstance(guesser, Guesser) or true is None:
             return {}
-        found = _pixel_chances(guesser, request.granted.labels == "known")
+        found = _measure_pixel_chances(guesser, request.granted.labels == "known")
         return {PSNR.name: replace(found, answers=count_answers(request, self, len(true)))}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
@@ -264,7 +264,7 @@ def count_answers(request: GuessRequest, target: Target, batch: int) -> int:
 
 
 @cache
-def _pixel_chances(guesser: Guesser, labels_known: bool) -> GuessChances:
+def _measure_pixel_chances(guesser: Guesser, labels_known: bool) -> GuessChances:
     """Returns how likely a single image reaches each PSNR of a public image, drawn at random."""
     largest = max(2, min(MOST_CANDIDATES, _MOST_PIXELS // guesser.mean.numel()))
     pixels = as_pixels(guesser.public(largest)).flatten(1).double()
@@ -272,7 +272,7 @@ def _pixel_chances(guesser: Guesser, labels_known: bool) -> GuessChances:
     # The root of a mean square is a distance, of which PSNR is a function.
     distances = torch.cdist(pixels, pixels) / pixels.shape[1] ** 0.5
     levels = tuple(step / 2 for step in range(2 * int(image.PSNR_CAP) + 1))
-    chances = chances_within(distances, [10 ** (-level / 20) for level in levels], labels)
+    chances = bound_chances(distances, [10 ** (-level / 20) for level in levels], labels)
     return GuessChances(levels=levels, chances=chances, candidates=len(pixels))
 
 

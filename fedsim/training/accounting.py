@@ -83,7 +83,7 @@ _DELTAS = (1e-6, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.
 noise are bounded best at a large δ."""
 
 
-def claims_of_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
+def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
     """Returns what is guaranteed to an example that was drawn, against who saw `seen`, by δ.
 
     Whoever is attacked took part, so that no amplification by sampling protects it. Earlier rounds
