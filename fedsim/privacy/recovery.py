@@ -350,17 +350,10 @@ def least_normal_error(variances: Sequence[float], information: float) -> float:
     >>> least_normal_error([1.0, 1.0], 0.0), round(least_normal_error([1.0, 1.0], 1.0), 4)
     (2.0, 0.7358)
     """
-    from scipy.optimize import brentq
-
-    ordered = np.sort(np.asarray([v for v in variances if v > 0], dtype=np.float64))
-    if information <= 0 or not len(ordered):
-        return float(ordered.sum())
-
-    def spent(log_level: float) -> float:
-        rates = np.log(ordered) - log_level
-        return float(rates[rates > 0].sum()) / 2 - information
-
-    top = float(np.log(ordered[-1]))
-    # The largest entry alone spends all of it at the lower end.
-    level = math.exp(brentq(spent, top - 2 * information, top))
+    ordered = np.sort([each for each in variances if each > 0])[::-1]
+    if not len(ordered):
+        return 0.0
+    # Spending all on the k largest entries leaves them at a level; the best k leaves the highest.
+    spent = np.log(ordered).cumsum() - 2 * max(0.0, information)
+    level = np.exp((spent / np.arange(1, len(ordered) + 1)).max())
     return float(np.minimum(ordered, level).sum())
