@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from fedsim.privacy.recovery import (
     van_trees,
 )
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]
 STREAM = np.random.default_rng(48)
 DRAWS = 20_000
 
@@ -238,7 +239,7 @@ def pictures() -> Iterator[Attempt]:
 def tensors() -> Iterator[Attempt]:
     """The plain estimator of one feature against Theorem B.1, where its conditions hold."""
     for width, dimension in ((2048, 16), (8192, 64), (16384, 128)):
-        size = {"width": width, "dimension": dimension, "images": 1, "classes": 2}
+        size: dict[str, Any] = {"width": width, "dimension": dimension, "images": 1, "classes": 2}
         found = tensor_bound(tensor_rate(**size), **size)
         assert found.is_valid and found.value is not None, found.reason
         errors = []

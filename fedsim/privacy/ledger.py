@@ -189,12 +189,9 @@ def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyCla
 
 def _ignore_sampling(mechanism: Proven | None, entry: Entry) -> Proven | None:
     """Returns the mechanism without its sampling, for an example that is known to be drawn."""
-    sampled = entry.drawn and isinstance(mechanism, Mechanism)
-    return (
-        replace(mechanism, sampling=None)
-        if sampled and isinstance(mechanism, Mechanism)
-        else mechanism
-    )
+    if entry.drawn and isinstance(mechanism, Mechanism):
+        return replace(mechanism, sampling=None)
+    return mechanism
 
 
 def _not_covered(mechanism: Proven, entry: Entry) -> str | None:

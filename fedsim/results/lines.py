@@ -452,13 +452,15 @@ class AuditRow(RowPart):
 
 
 def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None]:
-    """Returns the fields of `theory` on the paper's upper bound."""
+    """Returns the fields of `theory` on the paper's upper bound; none of another attack."""
     bound = result.tensor_bound
+    if bound is None:
+        return {}
     return {
-        "tensor_rate": bound and bound.rate,
-        "tensor_bound": bound and bound.value,
-        "tensor_bound_valid": bound and bound.is_valid,
-        "tensor_bound_reason": bound and bound.reason,
+        "tensor_rate": bound.rate,
+        "tensor_bound": bound.value,
+        "tensor_bound_valid": bound.is_valid,
+        "tensor_bound_reason": bound.reason,
     }
 
 
