@@ -42,7 +42,7 @@ def bound_chances(
     """
     count = len(distances)
     groups = torch.zeros(count, dtype=torch.int64) if groups is None else groups
-    own = [distances[groups == group][:, groups == group] for group in groups.unique()]
+    own = [distances[groups == group][:, groups == group] for group in sorted(set(groups.tolist()))]
     # A tolerance: at a radius of 0 a candidate is within it of itself, rounding or not.
     return tuple(
         sum(int((each <= 2 * radius + 1e-9).sum(1).max()) for each in own) / count

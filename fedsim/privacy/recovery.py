@@ -142,7 +142,7 @@ def activation_moment(activation: str) -> float:
         3: lambda z: z**3 - 3 * z,
         4: lambda z: z**4 - 6 * z**2 + 3,
     }
-    moments = {}
+    moments: dict[int, float] = {}
     for order, polynomial in hermite.items():
         # A kink at 0 is where the two integrals meet.
         parts = (

@@ -317,18 +317,9 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         ended=all(row.ended for row in rows),
         guess_public=_least([b.public for b in baselines]),
         guess_public_per_image=_least([b.public_per_image for b in baselines]),
-        train_loss=_mean(rows, lambda row: row.utility.train_loss if row.utility else None),
-        test_loss=_mean(rows, lambda row: row.utility.test_loss if row.utility else None),
-        test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
-        accuracy=accuracy_of([r.utility for r in rows if r.utility], confidence=confidence),
-        diverged=sum(bool(row.utility and row.utility.diverged) for row in rows),
+        **_utility(rows, confidence),
         **_claimed(rows),
-        tensor_rate=_mean(rows, lambda row: row.theory.tensor_rate if row.theory else None),
-        tensor_bound=_mean(rows, lambda row: row.theory.tensor_bound if row.theory else None),
-        tensor_bound_reason=_find_first(rows, "tensor_bound_reason"),
-        limits=_limits(rows),
-        limit_prior=_find_first(rows, "limit_prior"),
-        limit_reason=_find_first(rows, "limit_reason"),
+        **_theory(rows),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
         certificates=_certificates(rows),
         networks=len({row.folder for row in rows}),
@@ -336,6 +327,31 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         near_copies=sum(b.near_copies or 0 for b in baselines),
         recognizable=_recognizable(rows, due),
     )
+
+
+def _utility(rows: list[ResultRow], confidence: float) -> dict[str, Any]:
+    """Returns the fields of a line that state how well the final model works."""
+    return {
+        "train_loss": _mean(rows, lambda row: row.utility.train_loss if row.utility else None),
+        "test_loss": _mean(rows, lambda row: row.utility.test_loss if row.utility else None),
+        "test_accuracy": _mean(
+            rows, lambda row: row.utility.test_accuracy if row.utility else None
+        ),
+        "accuracy": accuracy_of([r.utility for r in rows if r.utility], confidence=confidence),
+        "diverged": sum(bool(row.utility and row.utility.diverged) for row in rows),
+    }
+
+
+def _theory(rows: list[ResultRow]) -> dict[str, Any]:
+    """Returns the fields of a line that state what theory says of the attacked updates."""
+    return {
+        "tensor_rate": _mean(rows, lambda row: row.theory.tensor_rate if row.theory else None),
+        "tensor_bound": _mean(rows, lambda row: row.theory.tensor_bound if row.theory else None),
+        "tensor_bound_reason": _find_first(rows, "tensor_bound_reason"),
+        "limits": _limits(rows),
+        "limit_prior": _find_first(rows, "limit_prior"),
+        "limit_reason": _find_first(rows, "limit_reason"),
+    }
 
 
 def _limits(rows: list[ResultRow]) -> dict[str, float]:
