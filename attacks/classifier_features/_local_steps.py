@@ -182,9 +182,10 @@ class LocalPath:
 
     @staticmethod
     def suits(observation: Observation, classifier: ClassifierGradient) -> bool:
-        """Says whether an update is of one client's exact steps on one batch, and moves a body.
+        """Says whether a `LocalPath` can be made of an update.
 
-        `classifier` is the part of the update that belongs to the layers that classify.
+        It has to be of one client and exact, over several local steps, with layers before the
+        classifier that are trained, too. `classifier` is the classifier's part of the update.
         """
         # Under a frozen body features stay, and `Consistency` follows the classifier by itself.
         body = len(observation.parameters) > 1 + int(classifier.biased)

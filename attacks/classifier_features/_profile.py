@@ -457,7 +457,7 @@ class Profile:
         return float(variance**0.5)
 
     def unknowns(self, features: Tensor) -> Tensor:
-        """Projects `features` (S, N, d) to unknowns (S, n)."""
+        """Projects `features` (S, N, d) of S starts to the n unknowns of each, (S, n)."""
         inside = features.double() @ self._span
         unknowns: Tensor = F.pad(inside.flatten(1), (0, self.classifier.factors))
         return unknowns

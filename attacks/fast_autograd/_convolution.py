@@ -204,7 +204,10 @@ class Patches(ConvolutionAlgorithm):
         )
 
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """Flattens weights to (O, k l C); without a copy if they are channels last."""
+        """Flattens weights `w` (O, C, k, l) to (O, k l C); a view if they are channels last.
+
+        `keep` changes nothing: no later call overwrites the result.
+        """
         return w.permute(0, 2, 3, 1).flatten(1)
 
     def gradients(self, gy: Tensor) -> Tensor:

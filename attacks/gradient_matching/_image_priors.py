@@ -146,7 +146,7 @@ def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float
 def expose(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
     """Multiplies normalized `images` (N, C, H, W) by the factors that make them fill `box`.
 
-    `box` has the least and the largest valid entries; `contrast` multiplies the factors.
+    `box` is what `valid_range` returns; `contrast`, in [0, 1], multiplies the factors.
     """
     return exposure_factors(images, box, contrast) * images
 

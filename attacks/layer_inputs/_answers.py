@@ -94,11 +94,17 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
 
 
 def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
-    """Takes a gradient apart, given combinations of its columns that are images' error signals.
+    """Computes each image's input to `layer` from combinations that give images' error signals.
 
-    With ∂L/∂W = Δ' X, the columns of Δ' are those of the gradient's `space` in `combinations` Q
-    (r, r), a row for each image, and X is their inverse. The gradient in the bias, Δ' 1, has the
-    scale of each: the `layer` has to have one.
+    The layer's gradient is ∂L/∂W = Δ' X, with a column of error signals Δ' and a row of inputs X
+    for each of r images. The scale of both follows from the bias's gradient, so the layer needs a
+    bias.
+
+    Args:
+        layer: the layer that the gradient is of.
+        space: the row space of its gradient, of rank r, with the bias's gradient as last column.
+        combinations: (r, r), a row for each image: the weights of the columns of `space` that make
+            its error signal, up to scale.
     """
     # Δ' = columns Q' leaves X = Q'⁻¹ diag(1 / lengths) rows.
     whole = torch.linalg.pinv(combinations.T) @ (space.rows / space.lengths[:, None])

@@ -80,7 +80,7 @@ def settings() -> list[Setting]:
             "8 (“total privacy budget”)",
             "client, none",
             (app,),
-            "The 8 is of one round, by a formula for ε below 1; rounds add up.",
+            "The 8 is of one round, by a formula for ε below 1. Rounds add up.",
         ),
         Setting(
             "the same",
@@ -102,7 +102,7 @@ def settings() -> list[Setting]:
             "1",
             "client, any other",
             (LocalDpMod(clipping_norm=1.0, sensitivity=2.0, epsilon=1.0, delta=DELTA),),
-            "The way to declare it; divide ε by the rounds' share of the budget yourself.",
+            "Declare it so. It is the ε of one round: divide your budget among the rounds.",
             halved=True,
         ),
         Setting(
@@ -110,7 +110,7 @@ def settings() -> list[Setting]:
             "by its accountant",
             "example",
             (DPSGD(norm=1.0, noise_multiplier=1.1),),
-            "Of one example, and one client's own releases: a client's patients share nothing.",
+            "It hides one example of one client. A patient with several is hidden less.",
         ),
     ]
 

@@ -123,7 +123,9 @@ class Looks:
 
 
 def choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
-    """Returns (n,) and (m,) scores by the look that shows the canary best in the first halves.
+    """Returns scores (n,) and (m,) of all trials, by the look that shows the canary best.
+
+    The look is chosen on the first half of each; only the second halves are unseen by the choice.
 
     Args:
         absent: (n, F) `Looks.features` without the canary.

@@ -71,7 +71,9 @@ class TargetGuess:
     name: str | None = None
     """Name of the guess in rows; None if another target's guess names it."""
     metrics: Mapping[str, float | None]
+    """Mean of each metric by name; None of one without a value."""
     per_image: Mapping[str, list[float]] = field(default_factory=dict)
+    """Metric -> its value for each true image, in the order of the truth."""
     learned: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a row's baseline on what it was learned from: `public`, `public_per_image` and
     `near_copies`."""

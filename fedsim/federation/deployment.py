@@ -108,9 +108,10 @@ class Deployment(FlowerEngine):
             app(grid, context)
 
     def join(self, out: Path, homes: Sequence[Path]) -> int:
-        """Copies the truth that nodes keep into the run in `out`, see `FlowerEngine`.
+        """Copies the truth that nodes keep into the run in `out`; returns the number of files.
 
-        What a participant saw of others is copied, too.
+        What a participant saw of others is copied, too. If `homes` is empty, the nodes' folders
+        below `out` are read.
 
         Raises:
             FedsimError: there is no deployed run, no home, or a folder that is none; or a home

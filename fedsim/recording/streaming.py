@@ -98,7 +98,7 @@ def digest_of(arrays: Arrays) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Returns the digest of a file.
+    """Returns the XXH3-128 digest of a file, in hexadecimal.
 
     Raises:
         FedsimError: it cannot be read.

@@ -84,7 +84,10 @@ _FORMATTER = _Messages()
 
 
 def fill(message: str, **values: Any) -> str:
-    """Returns `message` with its values in place."""
+    """Returns `message` with each `{name}` replaced by the value of that name.
+
+    Fields may ask for a format of `_FORMATS`, as `{share:percent}`, or for `count` or `number`.
+    """
     return _FORMATTER.vformat(message, (), values)
 
 

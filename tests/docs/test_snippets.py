@@ -143,6 +143,12 @@ def test_links_lead_somewhere(page: str) -> None:
             assert fragment in anchors(path.read_text(encoding="utf-8")), f"{page}: {target}"
 
 
+def test_no_two_classes_of_the_tutorial_share_a_file_name() -> None:
+    """The ε that its scenario asks for is refused of such folders."""
+    names = re.findall(r"\w+\.jpg", read("docs/your-own-images.md").split("```")[1])
+    assert len(names) > 2 and len(names) == len(set(names))
+
+
 def test_the_index_leads_to_every_page() -> None:
     listed = {target.partition("#")[0] for target in links(read("docs/README.md"))}
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
