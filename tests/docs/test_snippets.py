@@ -162,6 +162,7 @@ MADE = {
     "first-layer.yaml",
     "random-mask.yaml",
     "photos.yaml",
+    "TABLE.yaml",
     "my_attacks/__init__.py",
     "my_defenses/__init__.py",
 }
