@@ -21,8 +21,8 @@ class PercentilePrivacy(UpdateDefense):
 
     Both act on the update over `steps`, as NVFlare divides it by the local steps that a client
     reports. It adds no noise: whatever it is called, it is no differential privacy. A tensor that
-    is a single number passes unchanged. A NaN stays, and then nothing is zeroed; infinite entries
-    are cut like other large ones, so that they become finite.
+    is a single number passes unchanged. Beside a NaN nothing is zeroed, and it is sent as 0, where
+    NVFlare's would stay: what is sent has to be bounded. Infinite entries are cut like others.
     """
 
     paper: ClassVar[str] = (
@@ -62,6 +62,19 @@ class PercentilePrivacy(UpdateDefense):
         return replace(removed, truncated=self.gamma * self.steps)
 
     def _filter(self, tensor: torch.Tensor, cutoff: float) -> torch.Tensor:
-        scaled = tensor / self.steps
-        kept = scaled.masked_fill(scaled.abs() < cutoff, 0).clamp(-self.gamma, self.gamma)
-        return (kept * self.steps).to(tensor.dtype)
+        kept = tensor.masked_fill((tensor / self.steps).abs() < cutoff, 0).nan_to_num(
+            0.0, posinf=math.inf, neginf=-math.inf
+        )
+        most = _round_down(self.gamma * self.steps, tensor.dtype)
+        # Entries are not multiplied back by the steps: rounding would lengthen them.
+        return kept.clamp(-most, most)
+
+
+def _round_down(value: float, dtype: torch.dtype) -> float:
+    """Returns a number of `dtype` of at most `value` > 0; 0 if none is above 0."""
+    kind = torch.finfo(dtype)
+    nearest = float(torch.tensor(min(value, kind.max), dtype=dtype))
+    if nearest <= value:
+        return nearest
+    lower = float(torch.tensor(nearest * (1 - kind.eps), dtype=dtype))
+    return lower if lower <= value else 0.0

@@ -53,7 +53,10 @@ class Soteria(TrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what held before: zeroing columns lengthens no gradient."""
+        """Returns what held before, but no mechanism: which columns are zero depends on images."""
+        if before.mechanism:
+            # Zeros that images choose are no post-processing: behind noise they show the choice.
+            return Guarantee(reason="soteria prunes by the images, behind the noise: put it first")
         return before
 
     def effect(self, training: LocalTraining) -> Effect:

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedsim.contracts.defense import UpdateDefense, uniform
+from fedsim.contracts.defense import UpdateDefense, uniform, without_low_bits
 from fedsim.contracts.guarantee import ExactMechanism, Guarantee
 from fedsim.types import UNKNOWN, Effect, FedsimError, Noise, Tensors
 
@@ -106,7 +106,8 @@ class SvtPrivacy(UpdateDefense):
         chosen = self._draw(accepted, count, rng)
         shown = torch.zeros_like(values)
         scale = 2 * self.gamma / self._each(count)
-        shown[chosen] = (values[chosen] + _laplace(scale, len(chosen), rng)) * self.steps
+        noisy = values[chosen] + _laplace(scale, len(chosen), rng)
+        shown[chosen] = without_low_bits(noisy, scale) * self.steps
         parts = torch.split(shown, [update[n].numel() for n in sorted(update)])
         found = dict(zip(sorted(update), parts, strict=True))
         return {

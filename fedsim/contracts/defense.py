@@ -456,12 +456,19 @@ def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
     In such a step lie 10^9 of the values that noise can have near 0, and few or none beyond 6.8
     deviations, where one entry in 10^11 is.
     """
-    # A power of two, so that dividing and multiplying by it are exact.
-    step = 2.0 ** (math.floor(math.log2(std)) - _STEP_BITS)
     return {
-        name: _rounded_to(step, tensor.double() + std * noise[name]).to(tensor.dtype)
+        name: without_low_bits(tensor.double() + std * noise[name], std).to(tensor.dtype)
         for name, tensor in update.items()
     }
+
+
+def without_low_bits(noisy: Tensor, scale: float) -> Tensor:
+    """Rounds float64 values with noise of that `scale` to a multiple of at most scale / 2^18.
+
+    `add_noise` says why.
+    """
+    # A power of two, so that dividing and multiplying by it are exact.
+    return _rounded_to(2.0 ** (math.floor(math.log2(scale)) - _STEP_BITS), noisy)
 
 
 def shapes(update: Tensors) -> Mapping[str, torch.Size]:

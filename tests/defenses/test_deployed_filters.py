@@ -18,6 +18,7 @@ from fedsim.testing.cases import example_training, mixed_update, stream
 from fedsim.types import PrivacyClaim
 from fedsim_defenses import svt_privacy
 from fedsim_defenses.clip import Clip
+from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.local_dp_mod import LocalDpMod
 from fedsim_defenses.percentile_privacy import PercentilePrivacy
@@ -61,6 +62,38 @@ def test_percentile_proves_a_bound_but_no_epsilon() -> None:
     # A tensor that is a single number passes unbounded.
     lone = {**WEIGHTS, "scale": torch.zeros(())}
     assert claimed(filtered, GaussianNoise(std=1.0), weights=lone).epsilon == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_percentile_sends_no_more_than_it_proves(dtype: torch.dtype, steps: int) -> None:
+    filtered = PercentilePrivacy(percentile=10, gamma=0.011, steps=steps)
+    proven = filtered.guarantee(Guarantee(shapes=((4,),))).sensitivity
+    update = {"a": torch.tensor([9.0, -9.0, math.inf, math.nan], dtype=dtype)}
+    assert float(apply(filtered, update)["a"].double().norm()) <= proven
+    # A bound from before it holds as well: what stays is not rounded by the steps.
+    inner = {"a": torch.rand(1000, generator=stream(1)).to(dtype)}
+    shown = apply(replace_gamma(filtered, 1e3), inner)["a"]
+    assert bool((shown.abs() <= inner["a"].abs()).all())
+
+
+def replace_gamma(filtered: PercentilePrivacy, gamma: float) -> PercentilePrivacy:
+    return filtered.model_copy(update={"gamma": gamma})
+
+
+def test_soteria_behind_noise_claims_nothing() -> None:
+    noised = DPSGD(norm=1.0, noise_multiplier=1.0)
+    # Which columns it prunes is read off the images, and shows in the noise.
+    assert math.isinf(claimed(noised, Soteria(ratio=0.5)).epsilon)
+    assert claimed(Soteria(ratio=0.5), noised).epsilon == claimed(noised).epsilon < math.inf
+
+
+def test_svt_rounds_away_the_low_bits_of_what_it_shows() -> None:
+    update = {"a": torch.full((1000,), math.pi / 4, dtype=torch.float64)}
+    filtered = SvtPrivacy(gamma=1.0, epsilon=10.0, noise_var=1.0, tau=0.0)
+    shown = apply(filtered, update)["a"]
+    # Noise has the scale 2: multiples of 2 / 2^18, whatever entry is behind it.
+    assert torch.equal((shown * 2**17).round(), shown * 2**17)
 
 
 def test_svt_spends_epsilon_for_every_entry_that_it_releases() -> None:
