@@ -218,7 +218,9 @@ class Matching:
                 "nothing of the observed update is outside of the head: match tensors: all"
             )
         self._groups = observation.num_clients
-        if self._training.algorithm == "fedsgd" and not _couples_batch(model, self._training):
+        cut = self._simulated.truncated is not None  # client by client
+        pooled = self._training.algorithm == "fedsgd" and not _couples_batch(model, self._training)
+        if pooled and not cut:
             self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
         self.box = valid_range(observation.model, self._target.square)
         """Normalized images of the pixels 0 and 1, (C, 1, 1) each."""
@@ -289,7 +291,9 @@ class Matching:
         """
         direction = self._direction if create_graph else self._detach
         updates = [
-            local_update(direction, self._parameters, self._batches(x, y), self._training)
+            self._truncate(
+                local_update(direction, self._parameters, self._batches(x, y), self._training)
+            )
             for x, y in _chunks(images, labels, self._groups)
         ]
         if len(updates) == 1:
@@ -322,23 +326,18 @@ class Matching:
             candidate = Candidate(variables[0], labels, variables[1] if logits else None)
             update = self.update(candidate.images, candidate.targets())
             pairs = zip(update, self._target.tensors, strict=True)
-            update = [self._defend(u, t) for u, t in pairs]
+            # What was removed is seen, as it is zero in the observed update: no slope follows.
+            update = [u * (t != 0) if self._simulated.removed else u for u, t in pairs]
         with torch.no_grad():
             loss, direction, scale = distance([u.detach() for u in update], self._target)
         # Vector-Jacobian product with the distance's own derivative: no graph of the distance.
         slopes = torch.autograd.grad(update, variables, direction)
         return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
 
-    def _defend(self, update: Tensor, target: Tensor) -> Tensor:
-        """Does to a recomputed tensor what the defense did to the observed one.
-
-        No slope then follows from entries that were removed, nor from those that are truncated in
-        both.
-        """
-        if self._simulated.truncated is not None:
-            update = update.clamp(-self._simulated.truncated, self._simulated.truncated)
-        # What was removed is seen, as it is zero in the observed update.
-        return update * (target != 0) if self._simulated.removed else update
+    def _truncate(self, update: Tensors) -> Tensors:
+        """Cuts a client's recomputed update as its defense did; no slope follows from what is."""
+        cut = self._simulated.truncated
+        return update if cut is None else {n: t.clamp(-cut, cut) for n, t in update.items()}
 
     def pixels(self, images: Tensor) -> Tensor:
         """Converts normalized images to (N, C, H, W) float32 pixels in [0, 1]."""

@@ -20,7 +20,7 @@ from fedsim.models.base import Classifier
 from fedsim.privacy.recovery import TensorBound
 from fedsim.recording.files import checked_id, load_observation, write_tensors
 from fedsim.recording.truth import load_truth
-from fedsim.types import Effect, Observation, Status, Truth
+from fedsim.types import Effect, Observation, ReleaseSpec, Status, Truth
 
 OnProgress = Callable[[Progress], None]
 
@@ -143,10 +143,19 @@ def seed_of(observation: Observation, label: str) -> int:
 def hide_defenses(observation: Observation) -> Observation:
     """Returns what an attack sees that is not told of the defenses: an update like any other.
 
-    A model that a defense altered stays as it is, since the attacker has its code and weights.
+    A model that a defense altered stays as it is, since the attacker has its code and weights. So
+    do the local steps. Dropout is hidden, and so is noise on the rows or statistics of a release.
     """
-    shown = Effect(model=observation.effect.model)
-    return replace(observation, effect=shown, defense=())
+    spec = observation.spec
+    if isinstance(spec, ReleaseSpec):
+        spec = replace(spec, sigma=0.0, statistics={})
+    return replace(
+        observation,
+        spec=spec,
+        training=replace(observation.training, dropout=0.0),
+        effect=Effect(model=observation.effect.model),
+        defense=(),
+    )
 
 
 def score_answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,12 +89,16 @@ _AT_BOUND = 1 - 1e-6
 def remove_truncated(observation: Observation) -> Observation:
     """Returns the observation with zeros for truncated entries, declared as removed by a rule.
 
-    Behind noise nothing tells which entries were truncated, and all stay.
+    Behind noise nothing tells which entries were truncated, and all stay. Where the update was
+    scaled afterwards, the bound was too: truncated entries are then the largest, and alike.
     """
     effect = observation.effect
     if effect.truncated is None or effect.noisy:
         return observation
     bound = effect.truncated * _AT_BOUND
+    if effect.scaled and observation.num_clients == 1:
+        largest = [float(t.abs().max()) for t in observation.update.values() if t.numel()]
+        bound = min(bound, max(largest, default=math.inf) * _AT_BOUND or bound)
     update = {n: t.masked_fill(t.abs() >= bound, 0) for n, t in observation.update.items()}
     return replace(
         observation, update=update, effect=replace(effect, truncated=None, removed="others")

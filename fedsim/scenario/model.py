@@ -137,7 +137,8 @@ class AttackEntry(ScenarioSection):
     """Distinguishes two entries of the same attack; default: the name."""
     restarts: Annotated[int, Field(ge=1, le=1000)] = 1
     blind: bool = False
-    """Whether the attack is not told of the defenses and takes the update for an undefended one."""
+    """Whether the attack is not told of the defenses and takes the update for an undefended one. A
+    model that a defense alters, and the number of local steps, it still knows."""
     parameters: dict[str, Any] = {}
 
 
