@@ -34,7 +34,7 @@ class PercentilePrivacy(UpdateDefense):
     """Percentage of the entries below the cutoff."""
     gamma: Annotated[float, Field(gt=0, le=1e12)] = 0.01
     """Largest magnitude that an entry keeps, in the update's units, per step."""
-    steps: Annotated[int, Field(ge=1)] = 1
+    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 1
     """NVFlare's NUM_STEPS_CURRENT_ROUND; 1 where the client does not report it."""
 
     def apply(

@@ -78,7 +78,7 @@ class SvtPrivacy(UpdateDefense):
     """Part of `epsilon` for the threshold; by default 1 to (2c)^(2/3), c entries being released."""
     epsilon_release: Annotated[float, Field(gt=0)] | None = None
     """ε of the noise on all released entries together."""
-    steps: Annotated[int, Field(ge=1)] = 1
+    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 1
     """NVFlare's NUM_STEPS_CURRENT_ROUND; 1 where the client does not report it."""
 
     @model_validator(mode="after")

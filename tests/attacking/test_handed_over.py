@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from fedsim.attacking.jobs import hide_defenses
 from fedsim.attacking.knowledge import remove_truncated
 from fedsim.models.base import normalize
+from fedsim.scenario import build_stack
+from fedsim.scenario.model import PluginRef
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch, make_kernel_release, stream
 from fedsim_attacks.gradient_matching._matching import Matching
@@ -71,3 +74,9 @@ def test_blind_attacks_are_not_told_of_noise_or_dropout() -> None:
     hidden = hide_defenses(seen)
     assert (hidden.training.dropout, hidden.defense, hidden.effect.scaled) == (0.0, (), False)
     assert seen.training.dropout == 0.5 and seen.effect.scaled  # what was recorded stays
+
+
+@pytest.mark.parametrize("name", ["percentile_privacy", "svt_privacy"])
+def test_steps_that_no_float_holds_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="steps"):
+        build_stack([PluginRef(name=name, parameters={"steps": 10**400})])
