@@ -106,7 +106,7 @@ def settings() -> list[Setting]:
             halved=True,
         ),
         Setting(
-            "Opacus, noise multiplier 1.1, all steps of a round",
+            "Opacus, noise multiplier 1.1, one step a round",
             "by its accountant",
             "example",
             (DPSGD(norm=1.0, noise_multiplier=1.1),),
