@@ -151,10 +151,14 @@ def recovery(keys: KeysArgument = None, as_json: AsJson = False) -> None:
     """What theory says of feature recovery behind each defense, from above and below.
 
     Keys are those of a two-layer head, its batch and the defenses: width and dimension at least.
+    Without any, they are listed.
     """
     with exits():
         from fedsim.privacy import calculator, recovery_defenses
 
+        if not keys:
+            typer.echo(recovery_defenses.list_keys(as_json))
+            return
         found = recovery_defenses.recovery(calculator.parse(keys))
         if as_json:
             typer.echo(json.dumps([asdict(each) for each in found], indent=2))

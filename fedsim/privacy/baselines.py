@@ -112,7 +112,7 @@ def kan_independent_epsilon(
     proven bound beside it may it be stated.
 
     >>> round(kan_independent_epsilon(8.0, 1e-5, steps=1000, sampling_rate=0.01), 4)
-    0.772
+    0.7713
     """
     # σ² ε² = 16 q² T (ε + 2 ln(1/δ)), solved for ε.
     spent = 16 * steps * sampling_rate**2 / noise**2

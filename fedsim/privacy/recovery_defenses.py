@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from fedsim.contracts.listing import key_table
+from fedsim.contracts.plugins import parameters
 from fedsim.privacy.contract import Count, Keys, PositiveSize
 from fedsim.privacy.recovery import (
     TensorBound,
@@ -89,6 +92,12 @@ def make_setting(keys: Mapping[str, Any]) -> RecoverySetting:
             f"{'.'.join(map(str, path))}: {message}".removeprefix(": ") for path, message in told
         ]
         raise FedsimError("\n".join(f"recovery: {line}" for line in lines)) from error
+
+
+def list_keys(as_json: bool = False) -> str:
+    """Returns the keys of `recovery` with type, default, range and description, for a terminal."""
+    keys = [asdict(parameter) for parameter in parameters(RecoverySetting)]
+    return json.dumps(keys, indent=2) if as_json else "\n".join(key_table(keys, 80))
 
 
 def recovery(keys: Mapping[str, Any]) -> list[DefenseBounds]:

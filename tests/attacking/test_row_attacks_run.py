@@ -199,7 +199,7 @@ def test_control_leaderboard_and_report(finished: Run) -> None:
     document = json.loads(render(lines, "json"))
     assert document["rows"][0]["membership_gain"] or document["rows"][0]["gain"]
     page = (finished.out / "report.html").read_text()
-    assert "Recovered against true values" in page and "Who took part" in page
+    assert "Who took part" in page
     assert "informed adversary" in page
     assert 'id="tip-ssim"' not in page, "a table has no metric of images"
     for row in finished.rows():
