@@ -47,13 +47,16 @@ from fedsim.types import FedsimError
 def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> float:
     """Computes σ of the rows σ I appended to data: sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε).
 
-    r is the number of columns of the random matrix.
+    Sheffet takes l from the data. That releases l, and the noise of two neighbours then differs.
 
-    `row_norm` = l has to hold for every row that any database may have. Sheffet takes it from the
-    data, which releases it: the noise of two neighbours then differs.
+    Args:
+        row_norm: l, at least the L2 norm of every row that any database may have.
+        r: number of columns of the random matrix, at least 1.
+        epsilon: ε above 0.
+        delta: δ in (0, 1).
 
     Raises:
-        FedsimError: an argument is out of range, or ε = 0.
+        FedsimError: an argument is out of range.
 
     >>> round(sheffet_sigma(1.1075, 300, 1.0, 1 / 2809), 3)
     20.317
@@ -70,7 +73,8 @@ def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> fl
 def mutual_information_leverage(delta: float, r: float) -> float:
     """Computes the largest leverage at which a row's mutual information is at most δ² / 2.
 
-    The noisy projection onto `r` columns is then (ε, δ)-private for every ε >= 0.
+    The result is in (0, 1). At that leverage or below, a noisy projection onto `r` columns (r >= 1)
+    is (ε, δ)-private for every ε >= 0. `delta` is in (0, 1).
 
     Raises:
         FedsimError: an argument is out of range.
@@ -107,9 +111,15 @@ def kan_independent_epsilon(
 ) -> float:
     """Computes the ε that Theorem 5.4 states for independent noise; neighbours replace one example.
 
-    Each step has divergences 8 q² α / σ², taken at α = 1 + 2 ln(1/δ) / ε, with half of ε for them
-    and half for ln(1/δ) / (α - 1). It is the theorem's claim, and false of short runs: only with a
-    proven bound beside it may it be stated.
+    The theorem's divergences of a step are 8 q² α / σ² at order α = 1 + 2 ln(1/δ) / ε. Half of ε is
+    for them, and half for ln(1/δ) / (α - 1). The claim is false of short runs: it should be stated
+    only with a proven bound beside it. No argument is checked.
+
+    Args:
+        noise: σ > 0, the noise multiplier of a step.
+        delta: δ in (0, 1).
+        steps: T, the number of steps.
+        sampling_rate: q in (0, 1], a batch's share of the examples.
 
     >>> round(kan_independent_epsilon(8.0, 1e-5, steps=1000, sampling_rate=0.01), 4)
     0.7713
@@ -129,8 +139,16 @@ def kan_noise(
 ) -> float:
     """Computes the noise multiplier that Theorem F.12 of the KAN paper asks for.
 
-    sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε) with α = 1/2 and
-    η = sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes, if that is more.
+    That is sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε), with α = 1/2 and
+    η = sqrt(3 ln(1 / (α δ)) / (T q)). Where the exact Gaussian mechanism takes more, that is the
+    result.
+
+    Args:
+        epsilon: ε above 0.
+        delta: δ in (0, 1).
+        steps: T, the number of steps.
+        sampling_rate: q in (0, 1], a batch's share of the examples.
+        correlation: λ in [0, 1) of the noise.
 
     Raises:
         FedsimError: ε is 0, or η > 1, so that the theorem does not apply.
@@ -148,7 +166,7 @@ def kan_epsilon(
 ) -> float:
     """Computes the least ε for which Theorem F.12 asks for no more than the multiplier `noise`.
 
-    There are so many `steps` at the `sampling_rate`; `correlation` is the noise's λ.
+    The other arguments are those of `kan_noise`.
 
     Raises:
         FedsimError: the theorem does not apply, see `kan_noise`.
@@ -179,5 +197,8 @@ def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float
 
 
 def kan_least_delta(steps: int, sampling_rate: float) -> float:
-    """Returns the least δ to which Theorem F.12 applies; there η is 1."""
+    """Returns the least δ to which Theorem F.12 applies, the δ at which η of `kan_noise` is 1.
+
+    The result exceeds 1 where the theorem applies to no δ.
+    """
     return math.exp(-steps * sampling_rate / 3) / _SHARE

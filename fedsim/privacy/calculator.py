@@ -41,9 +41,17 @@ QUESTIONS = {
 def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
     """Computes the least δ of `mechanism` at ε >= 0; where the two directions differ, the larger.
 
+    Args:
+        mechanism: name of a registered mechanism, as `fedsim privacy` lists it.
+        keys: values of the mechanism's keys, which `fedsim privacy` lists as well.
+        epsilon: ε, finite and at least 0.
+
+    Returns:
+        The answer, with δ in its field `delta`.
+
     Raises:
         FedsimError: the mechanism or a key is unknown (with the nearest that is known), a value is
-            missing or out of range.
+            missing or out of range, or the result cannot be computed.
 
     >>> round(delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0).delta, 6)
     0.00683
@@ -54,9 +62,10 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
 
 
 def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
-    """Computes the least ε >= 0 of `mechanism` at δ in (0, 1); inf if there is none.
+    """Computes the least ε >= 0 of `mechanism` at δ in (0, 1).
 
-    `keys` are the mechanism's, see `fedsim privacy`.
+    The field `epsilon` of the answer has the result, inf if there is none. `mechanism` and `keys`
+    are as of `delta`.
 
     Raises:
         FedsimError: as of `delta`.
@@ -69,7 +78,13 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
     """Finds the least noise that makes `mechanism` (ε, δ)-private.
 
-    `keys` are the mechanism's, see `fedsim privacy`.
+    The answer states the noise in a field such as `sigma` or `noise_multiplier`.
+
+    Args:
+        mechanism: name of a registered mechanism.
+        keys: values of the keys of the mechanism's calibration.
+        epsilon: ε, at least 0 and at most 10^6.
+        delta: δ in (0, 1).
 
     Raises:
         FedsimError: as of `delta`; or the mechanism has no noise to find.
@@ -87,10 +102,11 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
 
 
 def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
-    """Builds the privacy curve of `mechanism` from its `keys`.
+    """Builds the privacy curve of `mechanism` from the values of its `keys`.
 
     Raises:
-        FedsimError: as of `delta`.
+        FedsimError: the mechanism or a key is unknown, a value is missing or out of range, or the
+            mechanism has no curve.
     """
     made = make(mechanism, "curve", keys)
     assert isinstance(made, Curve)
@@ -99,10 +115,10 @@ def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
 
 @contextmanager
 def numerics_errors() -> Iterator[None]:
-    """Silences the numerics' warnings, and turns their errors into refusals.
+    """Silences NumPy's warnings within the block, and turns errors of numerics into refusals.
 
     Raises:
-        FedsimError: in place of their errors.
+        FedsimError: in place of an ArithmeticError, ValueError, RuntimeError or MemoryError.
     """
     with warnings.catch_warnings():
         # Branches that np.where discards may overflow; what matters is refused by `require_finite`.
@@ -119,7 +135,12 @@ def _with_unit(made: Stated, answer: Answer) -> Answer:
 
 
 def require_finite(found: _Found) -> _Found:
-    """Returns `found`; raises if a field that must be a finite number is not."""
+    """Returns the dataclass `found` if its numbers could be computed.
+
+    Raises:
+        FedsimError: a field is NaN, or a field that has to be finite is infinite. ε and log δ may
+            be infinite.
+    """
     for name, value in asdict(found).items():
         numbers = _numbers(value)
         # ε may be infinite (nothing is claimed), and so may log δ (δ = 0); noise may not.
@@ -146,9 +167,9 @@ _MOST_EPSILON = 1e6
 
 
 def load(mechanism: str, part: str) -> type[BaseModel]:
-    """Returns the class of a `part` of a mechanism; its fields are the keys.
+    """Returns the class of a `part` of a mechanism; the fields of the class are the keys.
 
-    Parts are `curve`, `calibration` and `experiment`.
+    `part` is `curve`, `calibration` or `experiment`.
 
     Raises:
         FedsimError: there is no such mechanism, it cannot be imported, or it has no such part.
@@ -171,10 +192,13 @@ def load(mechanism: str, part: str) -> type[BaseModel]:
 
 
 def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
-    """Builds the `part` of a mechanism from these `keys`.
+    """Builds the `part` of a mechanism from `keys`, values by name.
+
+    `part` is `curve`, `calibration` or `experiment`.
 
     Raises:
-        FedsimError: as of `delta`.
+        FedsimError: the mechanism, the part or a key is unknown, or a value is missing or out of
+            range.
     """
     cls = load(mechanism, part)
     missing = [k for k, field in cls.model_fields.items() if field.is_required() and k not in keys]
@@ -196,7 +220,9 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
 
 
 def parse(words: list[str] | None) -> dict[str, Any]:
-    """Parses words of the form `key=value`; a value that reads as a number becomes one.
+    """Parses words of the form `key=value` into values by key.
+
+    A value that reads as a number becomes an int or a float; any other stays a string.
 
     Raises:
         FedsimError: a word has no `=`, or a key is given twice.
@@ -213,9 +239,11 @@ def parse(words: list[str] | None) -> dict[str, Any]:
 
 
 def listing() -> list[dict[str, Any]]:
-    """Lists every mechanism: its name, summary, and the keys of each of its parts.
+    """Lists every mechanism as a dict with `mechanism` (its name), `summary` and `keys`.
 
-    A key has name, type, default, required, range and description.
+    `keys` maps each part of the mechanism to a list of its keys. A key is a dict with name, type,
+    default, required, range and description. A mechanism that cannot be imported has no keys, and a
+    summary that starts with BROKEN.
     """
     rows = []
     for name in plugins.names(GROUP):
@@ -267,10 +295,10 @@ def _epsilon(value: float) -> float:
 
 
 def probability(value: float) -> float:
-    """Returns the δ `value` as a float.
+    """Returns `value`, a δ, as a float.
 
     Raises:
-        FedsimError: it is not above 0 and below 1.
+        FedsimError: `value` is not above 0 and below 1.
     """
     if not 0 < value < 1:
         raise FedsimError(f"delta: got {value:g}; expected a probability above 0 and below 1")

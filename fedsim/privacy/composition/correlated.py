@@ -24,14 +24,17 @@ from fedsim.privacy.numerics import gaussian
 
 
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
-    """Computes ||C z|| of the worst z with so many `participations`, for norm 1.
+    """Computes the largest ||C z|| over all z with a given number of participations, at norm 1.
 
-    None stands for one in every step.
+    The worst z takes part in the first steps. C'C has the entries λ^|i-j| (1 - λ^(2 (T - m + 1))) /
+    (1 - λ²), where m is the larger of i and j. They fall with |i-j| and with m, and the first k
+    steps are the closest together and the earliest. The result is for a contribution that is
+    exchanged for zero; a contribution exchanged for any other moves twice that.
 
-    The worst are the first steps: C'C has entries λ^|i-j| (1 - λ^(2 (T - m + 1))) / (1 - λ²), m
-    being the larger of i and j; they fall with |i-j| and with m, and the first k steps are the
-    closest together and the earliest. This is for a contribution that is exchanged for zero;
-    twice that for one exchanged for any other.
+    Args:
+        steps: T, the number of steps.
+        correlation: λ in [0, 1).
+        participations: number of steps that the example takes part in; None stands for all.
 
     >>> sensitivity(4, 0.0), sensitivity(4, 0.0, 1), round(sensitivity(2, 0.5), 6)
     (2.0, 1.0, 1.802776)
@@ -47,9 +50,10 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
 
 
 def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
-    """Computes the largest ||C z|| of several z of one length, where who takes part is public.
+    """Computes the largest ||C z|| over the given z, where who takes part is public.
 
-    The z are `schedules`.
+    `schedules` has one or more z of equal length: z[t] says whether the example is in step t.
+    `correlation` is λ in [0, 1).
 
     >>> reach([(True, False), (False, True)], 0.5) == 1.25**0.5
     True
@@ -59,7 +63,13 @@ def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
 
 
 def log_delta(noise_multiplier: float, epsilon: float, reach: float) -> float:
-    """Computes the exact log δ(ε) where an example moves C G by at most `reach` in norm."""
+    """Computes the exact log δ(ε) where an example moves C G by at most `reach` in norm.
+
+    `noise_multiplier` is σ over the clipping norm, and `reach` > 0 is in units of that norm.
+
+    Raises:
+        FedsimError: `noise_multiplier` is below 0 or `epsilon` not in [0, ∞).
+    """
     return float(gaussian.log_delta(noise_multiplier / reach, epsilon))
 
 
@@ -74,11 +84,18 @@ def log_delta_revealed(
 ) -> float:
     """Computes log of a bound on δ(ε) against an attacker who knows an example's batches.
 
-    Given the batches, both neighbours' releases are Gaussian with means C z apart (times `factor`:
-    1 if the contribution is exchanged for zero, 2 if for any other), and δ is jointly convex:
-    δ(ε) <= E_z[δ of the Gaussian mechanism with sensitivity factor ||C z||]. So it is true of
-    batches of a fixed size too, whose other members may depend on whether the example was drawn.
-    Averaging over z is all the amplification there is in it.
+    Given the batches z, both neighbours' releases are Gaussian, with means `factor` C z apart. δ is
+    jointly convex: δ(ε) <= E_z[δ of the Gaussian mechanism with sensitivity factor ||C z||]. That
+    holds of batches of a fixed size too, whose other members may depend on whether the example was
+    drawn. The mean over z is the only amplification.
+
+    Args:
+        noise_multiplier: σ over the clipping norm.
+        epsilon: ε, finite and at least 0.
+        steps: T, the number of steps.
+        sampling_rate: q, the probability with which a step's batch has the example.
+        correlation: λ in [0, 1).
+        factor: 1 if the contribution is exchanged for zero, 2 if for any other.
     """
     return _log_mean_delta(
         noise_multiplier, epsilon, factor, *_group_norms(steps, sampling_rate, correlation)
@@ -88,7 +105,10 @@ def log_delta_revealed(
 def log_delta_known_bin(
     noise_multiplier: float, epsilon: float, *, steps: int, bins: int, correlation: float
 ) -> float:
-    """Returns `log_delta_revealed` of an example in every `bins`-th step from a random one on."""
+    """Computes `log_delta_revealed` of an example in every `bins`-th step from a random one on.
+
+    The contribution is exchanged for zero (factor 1).
+    """
     # Too large for a matrix of all bins: the worst places of as many participations bound each.
     if steps * bins > _MOST_CELLS:
         reached = [sensitivity(steps, correlation, math.ceil(steps / bins))]
@@ -128,10 +148,12 @@ def log_delta_fixed_size(
 ) -> float:
     """Computes log of a bound on δ(ε) for batches of one size, drawn without replacement.
 
-    `log_delta_revealed`, and for a contribution that is exchanged for any other (`factor` 2) the
-    amplification by what happens with probability 1 - γ = (1 - q)^T: the example is never drawn.
-    Both neighbours then release the same; that law is as far from the release with the example in
-    steps z as the exchange is, for its batches become those by exchanging the example for a random
+    The arguments are those of `log_delta_revealed`, and for `factor` 1 so is the result. A
+    contribution that is exchanged for any other (`factor` 2) is amplified: with the probability
+    1 - γ = (1 - q)^T the example is never drawn.
+
+    Both neighbours then release the same. That law is as far from the release with the example in
+    steps z as the exchange is: its batches become those by exchanging the example for a random
     other one. By advanced joint convexity (Balle, Barthe and Gaboardi, Privacy Amplification by
     Subsampling, NeurIPS 2018, Theorem 2) δ(ε) <= γ E_z[δ of the Gaussian mechanism at ε' | z ≠ 0],
     exp(ε') = 1 + (exp(ε) - 1) / γ. For T = 1 that is attained. Exchanged for zero, the example is

@@ -43,16 +43,18 @@ _ROUNDING = 1e-14
 
 @lru_cache(maxsize=256)
 def of_mechanisms(parts: tuple[CurveMechanism, ...], delta: float) -> float:
-    """Computes `epsilon` of one release by each of `parts`; a mechanism may occur several times."""
+    """Computes `epsilon` at δ of one release by each of `parts`.
+
+    A mechanism may occur several times.
+    """
     return epsilon([part.log_delta for part in parts], delta)
 
 
 def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
-    """Computes the least proven ε >= 0 of all releases together at δ; inf without any.
+    """Computes the least proven ε >= 0 of all releases together at δ; inf if there is none.
 
-    `curves` has the privacy curve of each release.
-
-    It is exact for a single curve, and an upper bound for several.
+    `curves` has a function for each release, from an array of ε to the array of log δ. The result
+    is exact for a single curve, an upper bound for several, and 0 for none.
 
     Raises:
         FedsimError: δ is not in (0, 1).

@@ -60,7 +60,8 @@ class TooFewDraws(FedsimError):  # noqa: N818 - reads as what happened
 class Poisson:
     """An example that is in each step's batch with probability `sampling_rate`, independently.
 
-    Its first law is the true one; the others have more participations, to reach the tails.
+    Draws of it come from several laws of its participations z. Law 0 is the true one; in the others
+    the example participates more often, to reach the tails.
     """
 
     steps: int
@@ -84,9 +85,10 @@ class Poisson:
         return np.append(q, np.minimum(larger, (1 + q) / 2))
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """Returns (count, T) draws of C z, each by its own law.
+        """Draws (count, T) values of C z, the row i by the law of number law[i].
 
-        Levels of the grid are rounded as `rounding` says.
+        `law` is (count,), with numbers from 0 to `laws` - 1. Values are rounded to levels of a
+        grid, up or down as `rounding` says.
         """
         z = rng.random((len(law), self.steps)) < self._rates[law][:, None]
         along, at = self._grid(rounding), np.zeros(len(law), dtype=np.int64)
@@ -97,18 +99,24 @@ class Poisson:
         return y
 
     def mean(self) -> Array:
-        """Returns (T,) the mean of C z under the true law."""
+        """Returns the (T,) mean of C z under the true law."""
         shares: Array = np.cumsum(self.correlation ** np.arange(self.steps))
         return self.sampling_rate * shares
 
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """Returns (laws, count): log of the mixture of N(stretch C z, σ² I) over N(0, σ² I) at x.
+        """Computes (laws, count) log ratios at x: a mixture over z against N(0, σ² I).
 
-        `sigma` is σ, and levels of the grid are rounded as `rounding` says.
+        The parts of the mixture are N(stretch C z, σ² I), and each row is of one law of z. The
+        forward algorithm runs over the grid of y = C z.
 
-        It is the forward algorithm over the grid of y.
+        Args:
+            x: (count, T) points.
+            sigma: σ of the noise.
+            stretch: factor of C z.
+            laws: number of laws, counted from the true one.
+            rounding: whether levels of the grid are rounded up or down.
         """
         along = self._grid(rounding)
         moves = [along.moves(1 - q, q) for q in self._rates[:laws]]
@@ -121,7 +129,7 @@ class Poisson:
         )
 
     def work(self, draws: int) -> int:
-        """Returns about how many numbers so many draws take in both directions."""
+        """Estimates how many numbers have to be computed for `draws` draws in both directions."""
         levels = round(grid_size(self.correlation, self._least, _TOLERANCE))
         return draws * self.steps * levels * (4 * self.laws + len(_TILTS) + 1)
 
@@ -161,7 +169,7 @@ def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
 class BallsInBins:
     """An example in every `bins`-th step's batch, from a uniform one of the first `bins` on.
 
-    Its methods are those of `Poisson`.
+    The methods are those of `Poisson`, with vectors in coordinates of the span of all C z.
     """
 
     steps: int
@@ -172,9 +180,9 @@ class BallsInBins:
     rounded = False
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """Returns (count, at most `bins`) draws of C z, of which there are `bins`, all as likely.
+        """Draws (count, at most `bins`) values of C z, each of the `bins` values equally likely.
 
-        They are in coordinates of their span, and the same for every `law`.
+        `law` is (count,) and only its length counts: there is one law, and no `rounding`.
         """
         means: Array = self._modes[rng.integers(self.bins, size=len(law))]
         return means
@@ -187,9 +195,16 @@ class BallsInBins:
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """Returns (1, count): log of the mixture of N(stretch y, σ² I) over N(0, σ² I) at x.
+        """Computes (1, count) log ratios at x: a mixture over z against N(0, σ² I).
 
-        `laws` and `rounding` are not needed: there is one law, and no grid.
+        The parts of the mixture are N(stretch C z, σ² I).
+
+        Args:
+            x: (count, at most `bins`) points in the coordinates of `means`.
+            sigma: σ of the noise.
+            stretch: factor of C z.
+            laws: without effect, since there is one law.
+            rounding: without effect, since there is no grid.
         """
         modes = stretch * self._modes / sigma
         exponent = (x / sigma) @ modes.T
@@ -198,7 +213,7 @@ class BallsInBins:
         return _log_sum(exponent)[None] - math.log(self.bins)
 
     def work(self, draws: int) -> int:
-        """Returns about how many numbers so many draws take in both directions."""
+        """Estimates how many numbers have to be computed for `draws` draws in both directions."""
         return draws * self.bins * min(self.bins, self.steps) * 8
 
     @cached_property
@@ -218,7 +233,10 @@ Participations = Poisson | BallsInBins
 
 @dataclass(frozen=True, kw_only=True)
 class SampledDelta:
-    """δ at an ε, with the interval that holds at `CONFIDENCE`."""
+    """An estimate of δ at an ε, with its interval (`low`, `high`) at the confidence `CONFIDENCE`.
+
+    `direction` is the one whose δ is larger.
+    """
 
     delta: float
     low: float
@@ -243,10 +261,10 @@ class _Draws:
 
 
 class PairCurve:
-    """δ(ε) of a pair at one σ, all ε from the same draws.
+    """The estimated curve δ(ε) of a dominating pair at one σ; the same draws serve all ε.
 
-    Where participations are rounded, estimates and upper ends are of the pair rounded up, lower
-    ends of the one rounded down.
+    Where participations are rounded, estimates and upper ends are of the pair rounded up, and lower
+    ends of the pair rounded down.
     """
 
     def __init__(
@@ -257,10 +275,17 @@ class PairCurve:
         seed: int,
         most: int = work.MOST,
     ) -> None:
-        """Prepares `draws` draws for each direction; they are made when first asked for.
+        """Checks the work that the draws take; they are made when first asked for.
+
+        Args:
+            participations: the law of the example's participations.
+            sigma: σ of the noise, in units of the clipping norm.
+            draws: number of draws for each direction.
+            seed: seed of the draws.
+            most: largest amount of work, in numbers computed.
 
         Raises:
-            TooMuchWork: they would take too long.
+            TooMuchWork: the draws take more than `most`.
         """
         work.check(
             participations.work(draws),
@@ -276,7 +301,7 @@ class PairCurve:
         return self._draws_of(direction, rounding if self._of.rounded else "up")
 
     def at(self, epsilon: float) -> SampledDelta:
-        """Estimates δ at `epsilon`, the larger of the two directions, with its interval.
+        """Estimates δ at `epsilon` in the direction where it is larger, with its interval.
 
         Raises:
             TooFewDraws: too few draws reach so far into the tail.
@@ -289,11 +314,16 @@ class PairCurve:
         return SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
 
     def estimate(self, epsilon: float) -> float:
-        """Estimates δ of removal, however few draws reach there: for a search, not for a claim."""
+        """Estimates δ at `epsilon` of the removal, however few draws reach the tail.
+
+        That is accurate enough for a search, and not for a claim.
+        """
         return self._draws("forward", "up").delta(epsilon)[0]
 
     def upper(self, epsilon: float) -> tuple[float, Direction]:
-        """Returns the upper end of δ at `epsilon`, which a claim may use, and its direction.
+        """Returns (upper end of δ's interval at `epsilon`, its direction).
+
+        A claim may use that end.
 
         Raises:
             TooFewDraws: too few draws reach so far into the tail.

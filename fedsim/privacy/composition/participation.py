@@ -28,7 +28,10 @@ _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
 
 
 def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
-    """Returns (k, T): y = C z of each row z of participations, `present`."""
+    """Computes (k, T) y = C z of every row z of `present`, (k, T) participations of 0 or 1.
+
+    `correlation` is λ in [0, 1).
+    """
     # C z by its recursion, in T steps in place of a T x T product.
     y = present.astype(np.float64)
     for t in range(1, y.shape[1]):
@@ -38,20 +41,19 @@ def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
 
 @dataclass(frozen=True)
 class Grid:
-    """Levels of y in rising order, the first being 0, and where each goes in a step."""
+    """Levels of y in rising order, the first being 0, and the next level of each after a step."""
 
     levels: Array
     """(M,) values of y."""
     absent: NDArray[np.int64]
-    """(M,) next level of an example that is not in the batch."""
+    """(M,) indices of the next levels of an example that is not in the batch."""
     present: NDArray[np.int64]
-    """(M,) next level of one that is."""
+    """(M,) indices of the next levels of an example that is in the batch."""
 
     def moves(self, absent: float | Array, present: float | Array) -> Any:
-        """Builds the (M, M) sparse matrix that takes weights of levels to those a step later.
+        """Builds the sparse (M, M) matrix that takes weights of levels one step further.
 
-        `absent` and `present` weigh the moves of an example that is away and of one that takes
-        part.
+        `absent` and `present` are the weights, numbers or (M,), of the two moves from each level.
         """
         from scipy.sparse import coo_array
 
@@ -63,12 +65,16 @@ class Grid:
 
 
 def grid(correlation: float, least: float, tolerance: float, rounding: Rounding) -> Grid:
-    """Builds levels at most a factor 1 + `tolerance` apart, from `least` up; λ in [0, 1).
+    """Builds the levels of y for λ = `correlation` in [0, 1).
 
-    Decayed levels are rounded up or down, as `rounding` says.
+    The grid is exact for λ = 0, and for an example's first participation whatever λ. A level that
+    decays below `least` stays there (rounded up) or becomes 0 (down).
 
-    Exact for λ = 0, and for an example's first participation whatever λ. A level that decays below
-    `least` stays there (rounded up) or becomes 0 (down).
+    Args:
+        correlation: λ in [0, 1).
+        least: the smallest level above 0.
+        tolerance: neighbouring levels are at most a factor 1 + `tolerance` apart.
+        rounding: whether levels after a step are rounded up or down.
     """
     # Without memory y is the participation itself.
     if correlation == 0:
@@ -95,9 +101,9 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
 
 
 def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
-    """Estimates how many levels `grid` has; for λ close to 1, one per step of decay.
+    """Estimates how many levels `grid` builds from the same arguments.
 
-    `least` and `tolerance` are those of `grid`.
+    λ close to 1 has one level per step of decay.
     """
     if correlation == 0:
         return 2.0
@@ -112,11 +118,12 @@ def squared_norms(
 ) -> tuple[Array, Array, float]:
     """Computes (values, probabilities, rest): the distribution of ||C z||² over z, rounded up.
 
-    `rest` is the probability (at most 1e-12) of what lies above the largest value. Exact for λ = 0.
+    `rest` is the probability (at most 1e-12) of all that lies above the largest value. The result
+    is exact for λ = `correlation` = 0. `sampling_rate` is q, and `steps` is T.
 
-    The sum of y_t² grows only where the example participates: with y before it, by
-    (1 + 2 λ y) / (1 - λ²), which counts the whole decay to come; what of that lies behind the last
-    step is taken off at the end.
+    The sum of y_t² grows only where the example participates: with y before the step, by
+    (1 + 2 λ y) / (1 - λ²). That counts the whole decay to come; the decay behind the last step is
+    taken off at the end.
     """
     if correlation == 0:
         from scipy.stats import binom

@@ -41,7 +41,7 @@ _ROUNDING_OF_LOGS = 1e-11
 def log_delta(noise: float, epsilon: float, *, steps: int, sampling_rate: float) -> float:
     """Computes log of the least proven δ at ε; neighbours have one example more or less.
 
-    `noise` is the multiplier of a step's noise.
+    The arguments are those of `least_bound`.
     """
     return least_bound(noise, epsilon, steps=steps, sampling_rate=sampling_rate)[0]
 
@@ -51,7 +51,11 @@ def least_bound(
 ) -> tuple[float, str]:
     """Returns (log δ at ε, the method that proves it): the least of the three bounds.
 
-    `noise` is the multiplier of a step's noise.
+    Args:
+        noise: multiplier of a step's noise: its standard deviation over the clipping norm.
+        epsilon: ε, finite and at least 0.
+        steps: number of releases.
+        sampling_rate: probability with which a step's batch has the example.
     """
     known = correlated.log_delta_revealed(
         noise, epsilon, steps=steps, sampling_rate=sampling_rate, correlation=0.0, factor=1.0
@@ -101,9 +105,10 @@ def _divergences(sampling_rate: float, noise: float) -> Array:
 
 
 def interval(sampling_rate: float, noise: float, steps: int) -> float:
-    """Chooses the step between losses: at most `POINTS` for one release, 32 times that for all.
+    """Chooses the step between losses of dp_accounting's grid, for `steps` releases.
 
-    `noise` is the multiplier of a step's noise.
+    One release has at most `POINTS` losses, and all together have at most 32 times as many. `noise`
+    is the multiplier of a step's noise.
     """
     # A step that takes the example loses N(1 / (2 z²), 1 / z²): the mean and 12 deviations.
     reach = 0.5 / noise**2 + 12 / noise
