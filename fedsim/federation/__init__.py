@@ -98,7 +98,8 @@ def build_engine(scenario: Scenario) -> FlowerEngine:
     """Builds the engine that `scenario` names.
 
     Raises:
-        PluginError: it is not installed, cannot be imported, or carries no messages of Flower.
+        PluginError: The engine is not installed or cannot be imported.
+        FedsimError: The engine is not a subclass of `FlowerEngine`.
     """
     from fedsim.federation.engine import FlowerEngine
     from fedsim.scenario.build import build_engine as build

@@ -43,7 +43,7 @@ class _Index(BaseModel):
     rounds: int
     strategy: dict[str, Any]
     held: list[int] | None = None
-    """Number of examples of each client, by client; None if it was not known."""
+    """Number of examples of each client, by client; None if the numbers were not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,12 @@ class Checkpoints:
         self._recordings = out / "observations" / stack
 
     def start(self) -> int:
-        """Removes recordings of later rounds than the last checkpoint's; returns its round, or 0.
+        """Removes recordings of rounds after the last checkpoint; returns its round, or 0.
 
-        Those rounds are trained again.
+        The removed rounds have to be trained again.
+
+        Raises:
+            FedsimError: The checkpoint is damaged, or of another scenario or other data.
         """
         index = self._index()
         done = index.round if index else 0
@@ -91,12 +94,12 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a checkpoint or a recording."""
+        """Whether there is a checkpoint or a recording of the stack."""
         return self._index() is not None or self._recordings.exists()
 
     @property
     def complete(self) -> bool:
-        """Whether the last round is done."""
+        """Whether the last checkpoint is that of the scenario's last round."""
         index = self._index()
         return index is not None and index.round >= index.rounds
 
@@ -121,7 +124,7 @@ class Checkpoints:
         """Returns the latest checkpoint; None if there is none.
 
         Raises:
-            FedsimError: it is damaged, or of another scenario or other data.
+            FedsimError: The checkpoint is damaged, or of another scenario or other data.
         """
         index = self._index()
         if index is None:
@@ -161,7 +164,12 @@ class Checkpoints:
 
 
 def fingerprint(scenario: Scenario, stack: str) -> str:
-    """Returns a SHA-256 digest of everything that decides the results of `stack`'s training."""
+    """Returns a hexadecimal SHA-256 digest of all that decides the results of `stack`'s training.
+
+    Raises:
+        FedsimError: The file of initial weights that the scenario names is no regular file.
+        OSError: This file is missing, or may not be read.
+    """
     sections = scenario.model_dump(
         mode="json",
         include={"seed", "device", "threads", "data", "learner", "model", "training", "observe"},

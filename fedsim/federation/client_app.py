@@ -31,7 +31,10 @@ from fedsim.types import FedsimError, Tensors
 
 @dataclass(frozen=True)
 class FederationJob:
-    """What every process of a federation is told; all else follows from it."""
+    """Describes the training of one stack to every process of a federation.
+
+    All else that a process needs follows from these fields.
+    """
 
     scenario: str
     """The scenario as JSON."""
@@ -41,7 +44,7 @@ class FederationJob:
     """Threads of each process. They fix the order of summation, hence the last bits."""
 
     def workload(self) -> Workload:
-        """Returns the federation's computations, which are built once per process."""
+        """Returns the computations of the stack, which are built once per process."""
         return _workload(self.scenario, self.stack)
 
 
@@ -80,7 +83,7 @@ def build(
 
 
 class FederationClient:
-    """Answers the server's messages for whichever client its context names."""
+    """Answers the server's messages for the client that the context of each message names."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class FederationClient:
 
     @property
     def out(self) -> Path:
-        """Folder below which clients keep what they remember."""
+        """Folder below which clients keep their state and truth."""
         return Path(self._job.out)
 
     def __reduce__(self) -> tuple[type[FederationClient], tuple[FederationJob]]:
@@ -102,16 +105,20 @@ class FederationClient:
         return FederationClient, (self._job,)
 
     def identify(self, message: Message, context: Context) -> Message:
-        """Answers which client this is, and forgets what came after the rounds that are done.
+        """Answers with the client's number, and removes what the client kept of unfinished rounds.
 
-        It builds the workload, so that no round waits for that.
+        The message says how many rounds are done. The workload is built here, so that no round
+        waits for it.
         """
         client, done = self.client(context), wire.read_done(message.content)
         ClientState(self.out, self.workload.stack_name, client).rewind(done)
         return Message(wire.identity(client), reply_to=message)
 
     def left_out(self, message: Message, context: Context) -> Message:
-        """Removes the truth of an answer that is in no recording, as the server says."""
+        """Removes the truth of an answer that the server has left out of its recording.
+
+        The message repeats the order of that answer. The reply holds the client's number.
+        """
         order = wire.read_order(message.content)
         client, out = self.client(context), self.out
         for observation in self.workload.recorded_as(order.round, client, order.probe):
@@ -124,6 +131,10 @@ class FederationClient:
         """Trains one round and answers with the update.
 
         The truth (if observed) and the client's state stay with the client.
+
+        Raises:
+            FedsimError: The order is none that this client may answer as asked.
+            MalformedError: A part of the message is missing or of another form.
         """
         order = self.read_order(message)
         if order.probe:
@@ -136,9 +147,14 @@ class FederationClient:
         return self._respond(message, context, order)
 
     def probe(self, message: Message, context: Context) -> Message:
-        """Answers a probe that the scenario plans.
+        """Answers a probe that the scenario plans with the client's update.
 
         The truth stays with the client, whose state is unchanged.
+
+        Raises:
+            FedsimError: No such probe of this client is planned, or the stack releases masked
+                updates alone.
+            MalformedError: A part of the message is missing or of another form.
         """
         order = self.read_order(message)
         client, plan = self.client(context), self.workload.plan(order.round)
@@ -161,12 +177,11 @@ class FederationClient:
         return Message(wire.answer(result.update, loss), reply_to=message)
 
     def read_order(self, message: Message) -> wire.Order:
-        """Reads what `message` asks.
-
-        Its tensors must be like the scenario's model, and come in its order.
+        """Reads the order in `message`; tensors are returned in the order of the scenario's model.
 
         Raises:
-            MalformedError: a part is missing or of another form.
+            MalformedError: A part is missing, or tensors differ from the model's in name, shape or
+                type.
         """
         return wire.read_order(message.content, self._form[:2])
 
@@ -174,8 +189,8 @@ class FederationClient:
         """Computes what `client` releases to answer `order`, and keeps its truth and state on disk.
 
         Raises:
-            FedsimError: the round is none of the scenario's, or the client has answered in it for
-                other weights, or in a later one, or with other bytes.
+            FedsimError: The round is past the scenario's last, or the client has answered a later
+                one. Or the client has answered this order for other weights or with other bytes.
         """
         # Before anything is computed, so that no release goes uncounted.
         if self._on_release:
@@ -242,10 +257,10 @@ class FederationClient:
                 save_observation(seen, self.out)
 
     def client(self, context: Context) -> int:
-        """Returns the client's number, as its own node was configured.
+        """Returns the client's number, which is the `partition-id` in its node's configuration.
 
         Raises:
-            FedsimError: it is not one of the scenario's clients.
+            FedsimError: The number is not one of the scenario's clients.
         """
         client = context.node_config.get("partition-id")
         clients = self.workload.scenario.data.clients

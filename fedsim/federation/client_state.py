@@ -48,7 +48,11 @@ _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 
 @dataclass(frozen=True)
 class ClientState:
-    """Files in which one client of one stack remembers; `client` is a checked integer."""
+    """Files in which one client of one stack remembers its rounds, below `out`.
+
+    `client` is the client's number. It becomes part of a path, and so the caller must have checked
+    it.
+    """
 
     out: Path
     stack: str
@@ -57,16 +61,15 @@ class ClientState:
     def before(self, round: int) -> Tensors:
         """Returns the state after the client's last round before `round`.
 
-        It is empty if there was none.
+        The state is empty if the client kept none in an earlier round.
         """
         earlier = [past for past in self._rounds() if past < round]
         return read_tensors(self._path(max(earlier))) if earlier else {}
 
     def save(self, round: int, state: Tensors, checkpoint_every: int) -> None:
-        """Keeps `state` after `round`, and forgets what no checkpoint that may be resumed needs.
+        """Keeps `state` after `round`, and removes states that no resumed run can need.
 
-        While a client trains `round`, the last checkpoint is that of the last multiple of
-        `checkpoint_every` before it.
+        A run writes a checkpoint every `checkpoint_every` rounds, and is resumed from the last.
         """
         write_tensors(self._path(round), state)
         checkpoint = (round - 1) // checkpoint_every * checkpoint_every
@@ -76,11 +79,11 @@ class ClientState:
             self._path(past).unlink(missing_ok=True)
 
     def save_sent(self, round: int, sent: Tensors) -> None:
-        """Keeps what the client sent in `round`, and the weights at which it was computed."""
+        """Keeps the tensors `sent` of `round`: the client's update, and the weights it began at."""
         write_tensors(self._sent_path(round), sent)
 
     def load_sent(self, round: int) -> Tensors:
-        """Returns what `save_sent` kept; empty if nothing was, or it was forgotten."""
+        """Returns the tensors that `save_sent` kept of `round`; empty if there are none."""
         path = self._sent_path(round)
         return read_tensors(path) if path.exists() else {}
 
@@ -89,9 +92,9 @@ class ClientState:
         self._sent_path(round).unlink(missing_ok=True)
 
     def rewind(self, done: int) -> None:
-        """Removes what the client kept in rounds after `done`, since these come again.
+        """Removes what the client kept in rounds after `done`, since these are trained again.
 
-        Its notes of answers stay, and so does the state of the rounds that they name.
+        The notes of its answers stay, and so does the state of each round that these notes name.
         """
         truth.forget_rounds(self.out, self.stack, self.client, done)
         # A client that forgets what it has released would release the same again as its first.
@@ -107,28 +110,37 @@ class ClientState:
         remove_torn(self._path(0).parent)
 
     def answer(self, asked: tuple[int, ...], inputs: Sequence[Tensors]) -> None:
-        """Notes that the client answers the order `asked` at these `inputs`, and at no others.
+        """Notes that the client answers one order for these `inputs`, and refuses all others later.
 
         Args:
             asked: Key of the release, as `noise_use.release_key` returns it.
             inputs: All that decides the answer beside the client's data: weights, buffers, memory.
+
+        Raises:
+            FedsimError: The order was answered for other inputs, or is new and a later round was
+                answered.
         """
         refuse_past(self._notes, asked, f"client {self.client}")
         use_once(self._notes, asked, inputs, f"client {self.client}")
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Notes all tensors that the client releases to the order `asked`.
+        """Notes a digest of the tensors `release`, just before the client sends them.
 
-        `asked` is the key of the release (`noise_use.release_key`).
+        `asked` is the key of the release (`noise_use.release_key`). `answer` must have noted it
+        before.
 
-        This is the client's last step before the release.
+        Raises:
+            FedsimError: Other tensors were released under this key before.
         """
         note_release(self._notes, asked, release, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
-        """Notes that the client agrees to a sum of `round` over the `survivors` alone.
+        """Notes that the client agrees to a sum of `round` over the clients `survivors` alone.
 
-        The difference of two sums over different clients is what a client sent.
+        Two sums over different clients would differ by what single clients sent.
+
+        Raises:
+            FedsimError: The client agreed to a sum of this round over other clients.
         """
         path = self._path(0).with_name("opened.jsonl")
         # Noted like noise: the first set of clients holds, and any other is refused.
@@ -136,20 +148,18 @@ class ClientState:
         use_once(path, (round,), [members], f"client {self.client}", "consent to a sum")
 
     def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
-        """Keeps what the client remembers of the secure sum of `round`, readable by its owner.
+        """Keeps the client's `memory` of the secure sum of `round`, for its owner alone to read.
 
-        `memory` is anything that JSON can hold.
-
-        It replaces what the client remembered of any other sum.
+        `memory` is anything that JSON can hold. It replaces the client's memory of any other sum.
         """
         content = json.dumps({"round": round, "memory": memory}).encode()
         write_bytes(self._path(0).with_name("sum.json"), content, private=True)
 
     def sum_of(self, round: int) -> dict[str, Any]:
-        """Returns what `save_sum` kept; empty if it kept nothing of that round.
+        """Returns the memory that `save_sum` kept of `round`; empty if there is none.
 
         Raises:
-            FedsimError: the file is damaged.
+            FedsimError: The file is damaged.
         """
         path = self._path(0).with_name("sum.json")
         if not path.exists():

@@ -17,7 +17,8 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of, printable
 
 OnWait = Callable[[int], None]
-"""Called with the number of nodes that are there, of those that have to come."""
+"""Called with the number of nodes that are connected, while more of the required ones are
+missing."""
 _POLL_SECONDS = 0.05
 _REASON = 500
 _GONE = (
@@ -26,8 +27,8 @@ _GONE = (
     ErrorCode.NODE_UNAVAILABLE,
 )
 START_SECONDS = 600.0
-"""Seconds that the first answer may take: an engine's workers import torch and load the data
-first."""
+"""Seconds that the first answer may take, since an engine's workers import torch and load the data
+before they answer."""
 # How long a node that has just come may take to say who it is.
 _RETURN_SECONDS = 30.0
 
@@ -37,11 +38,11 @@ class Delivery:
     """Settings of how an engine's messages travel."""
 
     own_machines: bool = False
-    """Whether each client has a machine of its own. Then an order is void once its answer would be
-    late, so that a node that hung does not work off old ones, and the probes of a round are sent
-    together. Otherwise clients wait for one another, and a message does not expire meanwhile."""
+    """Whether each client has a machine of its own. If so, an order expires when its answer would
+    be late, and the probes of a round are sent together. Otherwise clients take turns, and orders
+    do not expire."""
     run: str = ""
-    """Name of the run among nodes that draw from secrets of their own; else empty."""
+    """Name of the run if nodes draw noise from secrets of their own; else empty."""
 
 
 def exchange(
@@ -51,12 +52,12 @@ def exchange(
     *,
     expire_after: float | None = None,
 ) -> Iterator[tuple[int, Message | None]]:
-    """Sends `messages` and yields (position, reply) as replies arrive.
+    """Sends `messages` and yields (position in `messages`, reply) as replies arrive.
 
-    Late ones follow as (position, None). An answer is late if Flower says that it expired, if its
-    node is gone, or if nobody has answered for `timeout` seconds. So a client is never late for
-    having had to wait for an engine with fewer workers than clients. Replies are fetched one at a
-    time and not kept.
+    At the end, (position, None) follows for each message whose answer is late. An answer is late if
+    Flower says that it expired, or its node is gone. All missing answers are late once no answer
+    has come for `timeout` seconds. So no client is late because it waited for a free worker. A
+    reply may hold an error of its client. Replies are fetched one at a time and not kept.
 
     Args:
         grid: Grid of any engine.
@@ -101,21 +102,22 @@ def roll_call(
     patience: float,
     on_wait: OnWait | None = None,
 ) -> Iterator[tuple[int, RecordDict]]:
-    """Asks all nodes once there are `count`; yields (node, content of its answer).
+    """Asks all nodes once `count` are connected; yields (node id, content of the node's answer).
 
-    A node that is gone before it has answered is asked again when it is back.
+    A node that disconnects before it has answered is asked again when it is back.
 
     Args:
         grid: Grid of any engine.
-        count: Number of nodes that have to come.
+        count: Number of nodes that have to connect.
         content: Content of each message.
-        action: Action of each message.
-        patience: Seconds in which as many nodes have to come. The first answer may take longer:
-            nodes load their data for it.
-        on_wait: Told how many nodes are there, whenever that changes while more have to come.
+        action: Action of each message, sent as a Flower query.
+        patience: Seconds within which `count` nodes have to connect. Answers may take 600 s, since
+            nodes load their data first.
+        on_wait: Called with the number of connected nodes, when it changes and is below `count`.
 
     Raises:
-        FedsimError: fewer come or answer in time, or one refuses, with its reason.
+        FedsimError: Fewer nodes connect or answer in time, or a node refuses; the text has its
+            reason.
     """
     begun = time.monotonic()
     answered: set[int] = set()
@@ -152,7 +154,10 @@ def roll_call(
 
 
 class Nodes:
-    """Keeps track of each client's node, in a federation whose nodes may come back as others."""
+    """Keeps track of which node speaks for which client.
+
+    A client whose node is restarted comes back under another node id.
+    """
 
     def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
         """Knows no node before `gather`, which waits for them for `patience` seconds."""
@@ -163,10 +168,10 @@ class Nodes:
         self._known: set[int] = set()
 
     def gather(self, done: int) -> None:
-        """Waits for a node of each client, and tells it that `done` rounds are done.
+        """Waits for a node of each client, and tells every node that `done` rounds are done.
 
         Raises:
-            FedsimError: a client has no node, or two, or a node failed to answer.
+            FedsimError: A client has no node, or two, or a node failed to answer.
         """
         greeting = wire.greeting(done)
         calls = roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
@@ -185,12 +190,11 @@ class Nodes:
             )
 
     def refresh(self, done: int) -> list[str]:
-        """Greets nodes that have come since the last call.
+        """Admits nodes that have connected since the last call, and tells them the rounds `done`.
 
-        `done` is the last round that is finished.
-
-        It returns a line about each node that is not let in. A client's old node gives way only if
-        it is gone or silent.
+        `done` is the number of the last round that is finished. The result has a line of text about
+        each node that is refused. A new node takes the place of a client's old node only if the old
+        one is disconnected or does not answer.
         """
         there = set(self._grid.get_node_ids())
         came, self._known = sorted(there - self._known), there
@@ -218,7 +222,7 @@ class Nodes:
 
     @property
     def by_client(self) -> Mapping[int, int]:
-        """Node of each client, by client; it changes when a node comes back as another."""
+        """Node id by client number; a later `refresh` may change it."""
         return self._of
 
     def _answers(self, node: int, done: int) -> bool:

@@ -40,10 +40,10 @@ class Deployed:
 
     @classmethod
     def read(cls, out: Path) -> Deployed:
-        """Reads what `save` wrote below `out`.
+        """Reads what `save` wrote below the run's folder `out`.
 
         Raises:
-            FedsimError: nothing is there, or it is damaged.
+            FedsimError: No such facts are there, or they are damaged.
         """
         path = out / "census.json"
         if not path.exists():
@@ -65,7 +65,10 @@ class Deployed:
         return cls(census, paths.content(secret, paths.TEXT) if secret.exists() else None)
 
     def save(self, out: Path) -> None:
-        """Writes these facts below `out`; the secret's file is readable by its owner alone."""
+        """Writes these facts below the run's folder `out`; a secret that is there already stays.
+
+        The secret's file is readable by its owner alone.
+        """
         statistics = {unit: list(said) for unit, said in self.census.private_statistics.items()}
         files.write_json(
             out / "census.json",
@@ -79,7 +82,7 @@ class Deployed:
                 file.write(self.secret)
 
     def servers(self, scenario: Scenario) -> dict[str, Server]:
-        """Returns what the server of each stack knows, by name of the stack."""
+        """Returns the `Server` of each stack of `scenario`, by name of the stack."""
         described = load_dataset(scenario).without_training()
         return {
             name: Server(scenario, name, described, self.census, self._noise_seed(name))
@@ -97,7 +100,10 @@ class Deployed:
 
 
 def run_name(out: Path) -> str:
-    """Returns the name by which nodes know the run in `out`: drawn at first, then kept there."""
+    """Returns the name by which nodes know the run in `out`.
+
+    The first call draws the name at random and writes it to a file, which later calls read.
+    """
     path = out / "run"
     if not path.exists():
         files.write_bytes(path, secrets.token_hex(_RUN_BYTES).encode())

@@ -44,7 +44,7 @@ class Deployment(FlowerEngine):
         """Refuses versions of Flower whose internals were not tried.
 
         Raises:
-            FedsimError: it is another version.
+            FedsimError: The installed Flower is of another version.
         """
         from fedsim.federation.network import flower
 
@@ -56,7 +56,9 @@ class Deployment(FlowerEngine):
         """Asks the nodes what they hold, see `FlowerEngine`; a resumed run keeps its secret.
 
         Raises:
-            FedsimError: the SuperLink is not reachable or not safe, or a node refuses.
+            FedsimError: The SuperLink is not reachable or not safe, a node refuses, or there is
+                neither a link nor an earlier answer. Or the link is encrypted where
+                `federation.tls` says otherwise.
         """
         if link is None:
             return Deployed.read(out)
@@ -80,10 +82,10 @@ class Deployment(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains what is left of `job` with the nodes behind `link`.
+        """Trains the remaining rounds of `job` with the nodes behind `link`, see `FlowerEngine`.
 
         Raises:
-            FedsimError: there is no link, or the SuperLink or a node fails.
+            FedsimError: There is no link, or the SuperLink or a node fails.
         """
         from fedsim.federation import server_app
         from fedsim.federation.delivery import Delivery
@@ -110,11 +112,11 @@ class Deployment(FlowerEngine):
     def join(self, out: Path, homes: Sequence[Path]) -> int:
         """Copies the truth that nodes keep into the run in `out`; returns the number of files.
 
-        What a participant saw of others is copied, too. If `homes` is empty, the nodes' folders
-        below `out` are read.
+        Recordings that clients made of each other are copied, too. If `homes` is empty, the nodes'
+        folders below `out` are read.
 
         Raises:
-            FedsimError: there is no deployed run, no home, or a folder that is none; or a home
+            FedsimError: There is no deployed run, no home, or a folder that is no node's; or a home
                 holds truth of another client than its own.
         """
         if not (out / "run").exists():
@@ -138,9 +140,9 @@ class Deployment(FlowerEngine):
 
 
 def most_bytes(server: Server) -> int:
-    """Returns the most bytes that a client's answer may have.
+    """Returns the largest size in bytes that the server accepts of a client's answer.
 
-    They are twice those of the tensors asked for and of their names.
+    The limit is twice the size of the tensors asked for and of their names.
     """
     from fedsim.federation.secure_aggregation import plan
 
@@ -159,12 +161,12 @@ def most_bytes(server: Server) -> int:
 
 
 def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -> Census:
-    """Asks the nodes behind `link` how much each holds, and whether they would answer at all.
+    """Asks the nodes behind `link` how many examples each holds, and whether they would answer.
 
-    `on_wait` is called with the number of nodes that are there while more have to come.
+    `on_wait` is called with the number of connected nodes while more have to connect.
 
     Raises:
-        FedsimError: a client has no node or two, or a node refuses, with its reason.
+        FedsimError: A client has no node or two, or a node refuses; the text has its reason.
     """
     from fedsim.federation.network import census, flower
     from fedsim.federation.wire import VERSION

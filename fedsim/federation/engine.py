@@ -37,16 +37,16 @@ class FlowerEngine(Engine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains the rounds of `job` that no checkpoint has.
+        """Trains the rounds of `job` that come after its last checkpoint.
 
         Args:
-            job: What every process of the federation is told.
-            server: What the stack's federation computes; a `Workload` unless the engine is remote.
-            on_round: Called after each round.
+            job: Stack and scenario, for every process of the federation.
+            server: The stack as the server knows it; a `Workload` unless the engine is remote.
+            on_round: Called after each round with its record.
             link: Way to the nodes, for an engine whose nodes are on other machines; else None.
 
         Raises:
-            FedsimError: the engine failed.
+            FedsimError: The engine failed.
         """
 
     def clients_of(
@@ -54,32 +54,31 @@ class FlowerEngine(Engine):
     ) -> Deployed | None:
         """Returns what is known of clients on other machines.
 
-        It is None if the clients are in this machine's processes.
+        The result is None if the clients are in this machine's processes.
 
         Args:
-            scenario: What the clients are to answer.
+            scenario: Scenario that the clients have to answer.
             out: The run's folder.
-            link: Way to the nodes, which are asked; without it, what `out` says of them is read.
-            on_wait: Called with the number of nodes that are there while more have to come.
+            link: Way to the nodes, which are asked; without it, an earlier answer is read from
+                `out`.
+            on_wait: Called with the number of connected nodes while more have to connect.
 
         Raises:
-            FedsimError: there is no link and nothing in `out`, or a node refuses.
+            FedsimError: There is no link and no answer in `out`, or a node refuses.
         """
         if link is not None:
             raise FedsimError("--superlink: this engine has no nodes elsewhere; leave it out")
         return None
 
     def join(self, out: Path, homes: Sequence[Path]) -> int:
-        """Copies the truth that nodes keep of the run in `out` into it.
-
-        It returns the number of files.
+        """Copies the truth that nodes keep of a run into its folder; returns the number of files.
 
         Args:
             out: The run's folder.
             homes: Folders of nodes; if empty, those below `out`.
 
         Raises:
-            FedsimError: the run's clients are not on other machines, or a folder is no node's.
+            FedsimError: The run's clients are not on other machines, or a folder is no node's.
         """
         raise FedsimError(f"{out}: no deployed run, so that there is nothing to collect")
 
@@ -93,7 +92,7 @@ class Local(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains what is left of `job` in this process, see `FlowerEngine`."""
+        """Trains the remaining rounds of `job` in this process, see `FlowerEngine`."""
         from fedsim.federation import local
 
         local.train(job, server, on_round)

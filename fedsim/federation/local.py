@@ -33,7 +33,7 @@ _FIRST_NODE = 2  # 1 is the server's
 
 
 class LocalGrid(Grid):
-    """Runs `app` for nodes of partition-id 0 to `clients` - 1."""
+    """A grid that runs `app` in this process for the nodes of partition-id 0 to `clients` - 1."""
 
     def __init__(self, app: ClientApp, clients: int, timeout: float) -> None:
         """Prepares `clients` nodes.
@@ -50,12 +50,12 @@ class LocalGrid(Grid):
         self._sent = 0
 
     def set_run(self, run: Run) -> None:
-        """Sets the run that messages are of, see `flwr.server.Grid`."""
+        """Sets the run that messages belong to, see `flwr.server.Grid`."""
         self._run = run
 
     @property
     def run(self) -> Run:
-        """Run that messages are of, see `flwr.server.Grid`."""
+        """Run that messages belong to, see `flwr.server.Grid`."""
         return self._run
 
     def create_message(
@@ -74,7 +74,7 @@ class LocalGrid(Grid):
         return self._nodes
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Queues `messages`; nothing runs before the replies are pulled."""
+        """Queues `messages` and returns their ids; clients run only once the replies are pulled."""
         ids = []
         for message in messages:
             self._sent += 1
@@ -88,7 +88,7 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """Runs the clients of those messages, each when its reply is read."""
+        """Yields the replies to the messages of these ids; a client runs when its reply is read."""
         for message_id in message_ids:
             waiting = self._waiting.pop(message_id, None)
             if waiting is not None:
@@ -100,7 +100,8 @@ class LocalGrid(Grid):
     ) -> list[Message]:
         """Sends `messages` and returns the replies, see `flwr.server.Grid`.
 
-        The clients' own timeout holds.
+        `timeout` has no effect. The grid's own timeout turns the reply of a slow client into an
+        error.
         """
         return list(self.pull_messages(self.push_messages(messages)))
 
@@ -143,9 +144,9 @@ class LocalGrid(Grid):
 
 
 def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
-    """Trains what is left of `job` in this process, one client at a time.
+    """Trains the remaining rounds of `job` in this process, one client at a time.
 
-    `on_round` is called after every round.
+    `on_round` is called after every round with its record.
     """
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
@@ -158,7 +159,7 @@ def train(job: client_app.FederationJob, server: Server, on_round: server_app.On
 
 
 def run_server(server_app: ServerApp, grid: Grid) -> None:
-    """Runs the ServerApp to its end in this process; `grid` reaches its clients."""
+    """Runs the ServerApp to its end in this process; `grid` carries messages to its clients."""
     keep_freed()  # each message is made of the same large pieces as the one before
     context = Context(
         run_id=_RUN_ID,
@@ -173,9 +174,9 @@ def run_server(server_app: ServerApp, grid: Grid) -> None:
 
 @contextmanager
 def identity() -> Iterator[None]:
-    """Makes this process a Flower server inside the block.
+    """Lets this process act as a Flower server inside the block.
 
-    Messages are signed with its task and run.
+    Inside, messages are signed with a task and run of this server.
     """
     before = vars(TaskIdentity).copy()
     TaskIdentity.task_id, TaskIdentity.run_id = 1, _RUN_ID
