@@ -154,7 +154,9 @@ def test_every_plugin_and_parameter_is_listed(site: Path, pages: dict[Path, Page
     assert len(rows) > 40
     for row in rows:
         assert row["summary"].replace("`", "") in text, row["name"]
-        part = re.split(rf"^{row['name']}\b", text, flags=re.MULTILINE)[1:]
+        # Not split, since a parameter may have the plugin's own name.
+        headed = re.finditer(rf"^{row['name']}\b", text, flags=re.MULTILINE)
+        part = [text[match.end() :] for match in headed]
         for each in row["parameters"]:
             named = re.compile(rf"^{each['name']}$", flags=re.MULTILINE)
             assert any(named.search(one) for one in part), (row["name"], each["name"])
