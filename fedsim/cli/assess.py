@@ -68,7 +68,7 @@ _Grants = Annotated[
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the command to `app`."""
+    """Adds the command `assess` to `app`."""
     app.command()(assess)
 
 

@@ -12,7 +12,13 @@ from fedsim.system import interrupts
 
 @contextmanager
 def exits() -> Iterator[None]:
-    """Turns an error that a user can act on into a message and an exit status."""
+    """Turns an error of its `with` block that a user can act on into a message and exit status.
+
+    The message goes to the standard error.
+
+    Raises:
+        typer.Exit: with status 2 for refused input, 1 for failed work, 130 for an interrupt.
+    """
     try:
         yield
     except KeyboardInterrupt as error:

@@ -182,16 +182,20 @@ def collect(
 
 
 def refuse_unfit(superlink: str, roots: Path | None) -> None:
-    """Ends the command with status 2 if a connection to `superlink` would not be allowed."""
+    """Ends the command with status 2 if a connection to `superlink` would not be allowed.
+
+    `roots` is the file of root certificates; None if there is none.
+    """
     if reason := addresses.unfit(superlink, has_roots=roots is not None):
         typer.secho(f"--superlink: {reason}", err=True, fg="red")
         raise typer.Exit(2)
 
 
 def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
-    """Ends the command if network options are given without a SuperLink, as it would run here.
+    """Ends the command with status 2 if network options are given without a SuperLink.
 
-    `given` says of each option whether it was given.
+    Without a SuperLink the run would be made on this machine. `given` maps each option's name to
+    whether the user gave it.
     """
     lonely = [option for option, is_given in given.items() if is_given]
     if superlink is None and lonely:
@@ -204,6 +208,6 @@ def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the commands to `app`."""
+    """Adds the commands `up`, `keys`, `register`, `node` and `collect` to `app`."""
     for command in (up, keys, register, node, collect):
         app.command()(command)

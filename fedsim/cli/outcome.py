@@ -43,7 +43,11 @@ def say_what_lacks(runs: Sequence[reading.StoredRun]) -> None:
 
 
 def outcome(runs: Sequence[reading.StoredRun]) -> str:
-    """Returns the leaderboard of runs, or the cost of their defenses if no attack is scored."""
+    """Returns the leaderboard of `runs`, or what their defenses cost if no attack is scored.
+
+    Lines follow on defenses that declare no effect, and on rounds in which no update moved the
+    model.
+    """
     from fedsim.report import (
         attacks_nothing,
         awaited,
@@ -62,9 +66,9 @@ def outcome(runs: Sequence[reading.StoredRun]) -> str:
 
 
 def leaderboard(runs: Sequence[reading.StoredRun], format: TableFormat) -> str:
-    """Returns the leaderboard over several runs, as wide as the terminal, below the verdicts.
+    """Returns the leaderboard of `runs` as text; a table stands below the verdicts.
 
-    All of it is of one reading, as runs may go on while it is written.
+    A table is as wide as the terminal.
     """
     from shutil import get_terminal_size
 

@@ -77,8 +77,9 @@ def read_without_libraries(read: Callable[[], Any], *groups: str) -> Any:
     """Returns the value of `read`, computed in a process without libraries where that is possible.
 
     Args:
-        read: Function that returns a value of JSON, and imports what it needs itself.
-        groups: Groups all of whose plugins have to load with stand-ins; else this process reads.
+        read: Function that returns a value that JSON can hold, and imports what it needs itself.
+        groups: Names of entry-point groups. If one of their plugins fails to load with stand-ins,
+            this process calls `read` with the libraries themselves.
     """
     # What is imported already costs nothing more.
     if sys.modules.keys() & LIBRARIES:

@@ -63,8 +63,8 @@ class Forecast:
     def reason(self) -> str:
         """Reason, as a clause, why no gain is told; empty if one is.
 
-        That matching gradients gains nothing says nothing of an attack that does not match them,
-        unless noise hides the images from any.
+        The formula covers attacks that match gradients. Where these gain nothing, no gain is told
+        of a first attack by other means, unless noise hides the images from any attack.
         """
         # Noise that hides the images even from an attack without descent hides them from any.
         hidden = self.estimate.ceiling is not None and _answer(self.estimate.ceiling) == "no"
@@ -77,7 +77,7 @@ class Forecast:
 
     @property
     def attackable(self) -> Attackable:
-        """`yes` or `no` where the whole band says so, else `with luck`; `not told` without one."""
+        """`yes` or `no` where the whole band agrees, else `with luck`; `not told` without one."""
         return "not told" if self.reason else _answer(self.estimate.gain)
 
     @property
@@ -95,7 +95,7 @@ class Forecast:
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the forecast as it is written to JSON."""
+        """Returns the forecast as a mapping of values that JSON can hold."""
         return {
             "stack": self.stack,
             "rounds": list(self.rounds),
@@ -119,7 +119,7 @@ class Forecast:
 
 
 def band_of(gain: float) -> Band:
-    """Returns (low, high), dB, in which the gain is measured where `gain` is forecast."""
+    """Returns (low, high), dB, between which a gain is measured where `gain` is forecast."""
     low = max(0.0, gain / _FACTOR - _MARGIN)
     return low, min(MOST_GAIN + 2 * _MARGIN, gain * _FACTOR + _MARGIN)
 
@@ -133,7 +133,7 @@ def _answer(gain: float) -> Attackable:
 
 
 def format_gain(gain: float) -> tuple[str, str]:
-    """Formats a gain, dB, and its band: `12.0` and `(4.0 to 26.0)`."""
+    """Returns the texts of a gain, dB, and of its band, such as `12.0` and `(4.0 to 26.0)`."""
     low, high = band_of(gain)
     return f"{gain:.1f}", f"({low:.1f} to {high:.1f})"
 

@@ -64,9 +64,9 @@ def _is_plain(plan: UpdatePlan) -> bool:
 
 
 def reads_in_closed_form(plan: UpdatePlan) -> bool:
-    """Says whether the first layer's update gives images away without a search.
+    """Returns whether the first layer's update gives images away without a search.
 
-    That is so of an imprint module, and of a KAN of no more images than hidden units.
+    An imprint module does so, and so does a KAN of no more images than hidden units.
     """
     spec = plan.first.model
     if not _is_plain(plan) or spec.parameters.get("imprint"):
@@ -76,7 +76,10 @@ def reads_in_closed_form(plan: UpdatePlan) -> bool:
 
 
 def rows_are_the_image(plan: UpdatePlan) -> bool:
-    """Says whether each row of the first layer's exact gradient is a multiple of the only image."""
+    """Returns whether the update is of one image, and the first layer is dense.
+
+    Each row of that layer's exact gradient is then a multiple of the image.
+    """
     first = plan.first
     if not _is_plain(plan) or first.num_images != 1:
         return False
@@ -111,15 +114,16 @@ def disturbance(
 ) -> Disturbance:
     """Returns what the stack does to the update of these images.
 
-    Noise that is all that is added is taken from what the stack declares, and drawn nowhere: so a
-    larger one is never a smaller disturbance. Everything else is computed as a client would.
+    Where noise is all that is added, its deviation is the declared one and none is drawn. Larger
+    noise is then never a smaller disturbance. Everything else is computed as a client would.
 
     Args:
         plan: Plan whose stack acts on the update.
         observation: Observation of the round.
         model: Model that the update is of.
-        images: (N, C, H, W), normalized float64: of the first client's first step, and so on.
-        labels: (N,).
+        images: (N, C, H, W), normalized float64. Clients follow each other, and the steps of a
+            client follow each other.
+        labels: (N,) classes of the images.
         names: Names of the update's tensors, in the order of the vector.
     """
     effect, clients = observation.effect, observation.num_clients
@@ -164,7 +168,11 @@ def _project_scale(seen: Tensor, computed: Tensor, std: float) -> float:
 
 
 def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:
-    """Returns the deviation of all `noise` in an entry of the mean update of so many `clients`."""
+    """Returns the standard deviation of all `noise` in one entry of the mean update.
+
+    `training` is the local training of each client, and `clients` is the number of clients whose
+    updates are averaged.
+    """
     single = training.algorithm == "fedsgd"
     # Variances add up: steps by their squared factors, while
     # the mean of n clients divides them by n.
@@ -207,7 +215,10 @@ unit of a network switches within it."""
 
 @dataclass(frozen=True, kw_only=True)
 class Spectrum:
-    """Eigenvalues of J'J, J the derivative of the update by images, as one direction sees them."""
+    """Eigenvalues of J'J, and the shares that one direction of images has in them.
+
+    J is the derivative of the update by the images.
+    """
 
     eigenvalues: Tensor
     """(k,) >= 0, in squared units of the update per squared unit of normalized pixels."""
@@ -220,7 +231,7 @@ class Spectrum:
 class UpdateMap:
     """Map U from normalized images (N, C, H, W) to the mean update of all clients.
 
-    The update is flat, in float64.
+    The update is one vector of m entries, in float64.
     """
 
     def __init__(
@@ -251,7 +262,7 @@ class UpdateMap:
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
         """Returns the update by the names of its tensors.
 
-        `differentiable` says whether it can be differentiated in the images.
+        `differentiable` says whether the update can be differentiated by the images.
         """
 
         def direction(parameters: Tensors, x: Tensor, y: Tensor) -> Tensors:
@@ -271,7 +282,10 @@ class UpdateMap:
         return flat(self.tensors(images, labels), self.names)
 
     def pull_back(self, images: Tensor, labels: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns J'v at `images`, shaped like these, for each v (m,) of `vectors`."""
+        """Returns J'v, shaped like `images`, for each v (m,) of `vectors`.
+
+        J is the derivative of the update by the images, at `images`.
+        """
         at = images.detach().requires_grad_()
         update = flat(self.tensors(at, labels, differentiable=True), self.names)
         return [
@@ -303,18 +317,18 @@ def spectrum(
     short: float,
     steps: int = LANCZOS_STEPS,
 ) -> Spectrum:
-    """Returns the spectrum of J'J as `start` sees it, by so many steps of Lanczos.
+    """Returns eigenvalues of J'J with the shares of the direction `start` in them, by Lanczos.
 
-    Its nodes are those of Gaussian quadrature (Golub and Meurant, Matrices, Moments and
-    Quadrature, 2010): sums over them of a smooth function of an eigenvalue are close to those over
-    all eigenvalues, from few steps on.
+    J is the derivative of the update by the images. The few eigenvalues are nodes of Gaussian
+    quadrature (Golub and Meurant, Matrices, Moments and Quadrature, 2010). Weighted sums over them
+    of a smooth function are close to the sums over all eigenvalues.
 
     Args:
-        update_map: U.
+        update_map: Map from images to the update.
         images: (N, C, H, W), normalized, at which J is taken.
-        labels: (N,) of the images.
+        labels: (N,) classes of the images.
         start: The direction, shaped like the images.
-        short: Length of the way from truth to guess, of which difference quotients are a part.
+        short: Length of the way from truth to guess; difference quotients step a part of that.
         steps: Most Lanczos steps; fewer if the direction's invariant space is smaller.
     """
     short = _STEP * short
@@ -361,19 +375,19 @@ def slope_share(
     error: Tensor | None,
     distance: float,
 ) -> float:
-    """Returns which share of the squared distance to the truth the slope explains.
+    """Returns the share of the squared distance to the truth that the slope explains.
 
-    At images + distance * way, with r = U(there) - U(images) and the objective's residual
-    r - error, that is <J'(r - error), distance * way> / |r|²: 1 where U is linear and the update
-    exact. Where units switch, r grows by jumps that no slope shows; near the truth these are most
-    of r, and a descent ends there. What pruning does to an update turns the slope from the truth.
+    U is the update map, p = images + distance * way, r = U(p) - U(images), and J is the derivative
+    of U at p. The share is <J'(r - error), distance * way> / |r|²; 0 if r is 0. It is 1 where U is
+    linear and the update exact. Where units switch, r grows by jumps that no slope shows. Near the
+    truth jumps are most of r, and a descent ends there. Pruning turns the slope from the truth.
 
     Args:
-        update_map: U.
+        update_map: Map from images to the update.
         images: (N, C, H, W), normalized: the truth.
-        labels: (N,).
-        way: Difference of the guess and the truth, shaped like the images.
-        error: (m,) of the observed update; None if there is none.
+        labels: (N,) classes of the images.
+        way: The guess less the truth, shaped like the images.
+        error: (m,) error in the observed update; None if there is none.
         distance: Distance from the truth, in units of the way.
     """
     at = images + distance * way
@@ -430,9 +444,9 @@ class Estimate:
 def estimate(plan: UpdatePlan) -> Estimate:
     """Returns the expected gain of the best matching attack on the update of `plan`.
 
-    A batch never gains more than a smaller one, nor a sum more than one client: whoever knew the
-    other images would be left with that. So the gain is the least of those of one client and of
-    all, at the powers of two up to the batch size; between two of them it is interpolated.
+    A batch never gains more than a smaller one, nor a sum more than one client. So the gain is the
+    least of those of one client and of all clients, at the powers of two up to the batch size.
+    Between two powers of two the gain is interpolated.
     """
     steps = plan.training.steps if plan.training.batches == "different" else 1
     clients = max(1, min(plan.first.num_clients, MOST_IMAGES // steps))
@@ -460,7 +474,10 @@ def _mean_gain(errors: Sequence[float]) -> float:
 
 
 def gain_of(error: float) -> float:
-    """Returns the gain, dB, that leaves `error` of the guess's squared error."""
+    """Returns the gain, dB, from 0 to `MOST_GAIN`.
+
+    `error` is the share of the guess's squared error that is left.
+    """
     return min(MOST_GAIN, max(0.0, -10 * math.log10(min(1.0, max(error, 1e-12)))))
 
 

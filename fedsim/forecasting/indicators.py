@@ -38,7 +38,7 @@ class Indicator:
 
 
 def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
-    """Returns all indicators of `plan`, of which `estimate` has the gain."""
+    """Returns all indicators of `plan`; `estimate` is its expected gain."""
     observation, clients = plan.first, plan.first.num_clients
     steps = plan.training.steps if plan.training.batches == "different" else 1
     clients = max(1, min(clients, MOST_IMAGES // steps))

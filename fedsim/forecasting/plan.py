@@ -72,7 +72,7 @@ class UpdatePlan:
         return self.first.training
 
     def of_batches(self, size: int, clients: int) -> UpdatePlan:
-        """Returns the same plan for batches of `size` images, of so many clients."""
+        """Returns the same plan for batches of `size` images and a mean over `clients` clients."""
         return replace(
             self,
             observations=tuple(
@@ -87,13 +87,15 @@ class UpdatePlan:
         )
 
     def draw_batch(self, draw: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (normalized images, labels, way to the guess), in float64.
+        """Returns (normalized images, labels, way from the images to the guess).
 
-        The batches of a smaller size are the beginnings of those of a larger one.
+        Images and way are (N, C, H, W) float64, and labels are (N,) int64. N is the batch size
+        times the number of clients and of steps with different batches. Batches of a smaller size
+        are the beginnings of those of a larger one.
 
         Args:
             draw: Number of the batch, from 0.
-            largest: Batch size of the plan that this one was made of; at least its own.
+            largest: Batch size to draw and cut to this plan's own; at least as large as that.
         """
         steps = self.training.steps if self.training.batches == "different" else 1
         groups = steps * self.first.num_clients
@@ -142,10 +144,10 @@ _MOST_STAND_INS = 1024
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size, at the weights before any training.
 
-    `overrides` are settings of the scenario, `key=value`.
+    `overrides` are settings of the scenario, each a text `key=value`.
 
     Raises:
-        FedsimError: the scenario is refused, sweeps, or trains no network.
+        FedsimError: the scenario is refused, declares a sweep, or trains no network.
     """
     scenario = _only(open_document(path, overrides), path)
     dataset = load_dataset(scenario)

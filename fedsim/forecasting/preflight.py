@@ -45,7 +45,7 @@ def preflight(
     Args:
         model: As in `fedsim.observe`, at the weights that a client will start from.
         input_shape: (C, H, W) of an image.
-        classes: K.
+        classes: Number of classes, which is that of the model's outputs.
         batch_size: Images in each local step.
         mean: Mean of each channel, by which pixels in [0, 1] are normalized; default 0.
         std: Standard deviation of each channel; default 1.
@@ -58,8 +58,8 @@ def preflight(
         grant: Knowledge that the attacker is granted, as `knowledge` in a scenario.
         images: (P, C, H, W) pixels in [0, 1] of the kind that clients hold, at least two; default:
             synthetic ones.
-        labels: (P,) integers of `images`.
-        seed: Draws batches of stand-in images, and these themselves if there are none.
+        labels: (P,) integer classes of `images`.
+        seed: Seed of the batches, and of the synthetic images where `images` is None.
 
     Raises:
         FedsimError: something does not fit the model, with what was expected.
@@ -114,10 +114,10 @@ def preflight_file(
     Args:
         origin: Path of the scenario file, or of the folder.
         overrides: Settings of the scenario, `key=value`.
-        tell: Function that is told before each forecast how many are done, and of how many.
+        tell: Function that is called before each forecast with the numbers done and of all.
 
     Raises:
-        FedsimError: it is neither, it is refused, or it trains no network on images.
+        FedsimError: `origin` is neither, or the scenario is refused or trains no network on images.
     """
     path = Path(origin)
     if path.is_dir():

@@ -57,7 +57,8 @@ def _cells(rows: Sequence[Row]) -> list[list[Row]]:
 def made_of_public(members: Sequence[Row], root: Path) -> Path | None:
     """Returns the file of a cell's reconstruction of public images; None if there is none.
 
-    `members` are the cell's rows, and `root` is the run's folder.
+    A cell is all rows of one stack, attack, vantage, batch size and round. `members` are these rows
+    and `root` is the run's folder.
     """
     for row in members:
         path = reconstruction_path(folder_of(root), row["attack"]["label"], row["observation"])
@@ -71,7 +72,12 @@ def record_public(
 ) -> list[tuple[str, Path]]:
     """Records updates of public images for cells without another client's update.
 
-    `root` is the run's folder, and `servers` are by name of the stack.
+    A cell that already has a reconstruction of public images is left out.
+
+    Args:
+        rows: Lines of the run's `results.jsonl`.
+        root: Folder of the run.
+        servers: Name of each defense stack -> its server.
 
     Returns:
         (attack label, the recording's JSON file) of each attack that is still to be made.
@@ -130,11 +136,10 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 
 
 def add_controls(rows: Sequence[Row], root: Path) -> None:
-    """Scores each truth also against what the same attack made of *another* update, in place.
+    """Writes into each row how the same attack's answer to *another* update scores on its truth.
 
-    `root` is the run's folder.
-
-    A row says what the other update is of; its control stays empty if there is none.
+    `rows` are lines of the run's `results.jsonl`, whose `control` is set in place; `root` is the
+    run's folder. The control says what the other update is of; without one it stays empty.
     """
     for members in _cells(rows):
         public = made_of_public(members, root)

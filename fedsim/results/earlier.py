@@ -19,7 +19,7 @@ def refuse_other_run(out: Path, resolved: str, resume: bool) -> None:
     `resolved` is the text of the scenario with every default written out.
 
     Raises:
-        FedsimError: it holds another run, or one that is not to be resumed.
+        FedsimError: the folder holds a run of another scenario, or a run while `resume` is false.
     """
     previous = out / "scenario.yaml"
     if not previous.exists():
@@ -40,13 +40,13 @@ def refuse_other_run(out: Path, resolved: str, resume: bool) -> None:
 def refuse_foreign_rows(
     out: Path, keys: Collection[tuple[str, str, str]], stacks: Collection[str], last: int
 ) -> None:
-    """Refuses lines of other runs, which would name files and count in the tables.
+    """Refuses a folder that holds lines of other runs, which would count in the tables.
 
     Args:
         out: Folder of the run.
-        keys: Keys of the run's results (`rows.key`).
-        stacks: Names of its defense stacks.
-        last: Number of its rounds.
+        keys: Key of each result that the run is to have, see `rows.key`.
+        stacks: Names of the run's defense stacks.
+        last: Number of the run's last round.
 
     Raises:
         FedsimError: a line is damaged or of another run; with the file and the line.
@@ -74,7 +74,7 @@ def refuse_foreign_rows(
 
 
 def how_to_go_on(error: OSError) -> str:
-    """Words a failed write, such as a full disk: the file, and how to continue the run."""
+    """Returns the message for a failed write: the file, the reason, and how to continue the run."""
     where = f"{error.filename}: " if error.filename else ""
     return (
         f"{where}{error.strerror or error}; what has finished is kept: make room or correct the "

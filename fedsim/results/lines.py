@@ -26,7 +26,7 @@ _DIVERGED = 2.0
 
 
 class RowPart(BaseModel):
-    """Part of a row of a results file, with checks that all parts share."""
+    """Part of a row of a results file: numbers are finite and not too large, new fields ignored."""
 
     # Rows of a later version may hold more; what is read here is checked.
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -90,12 +90,12 @@ class AttackOf(RowPart):
     label: str
     restarts: int = 1
     blind: bool = False
-    """Whether it was not told of the defenses, and took the update for an undefended one."""
+    """Whether the attack was told of no defense, and took the update for an undefended one."""
     parameters: dict[str, Any] = {}
     brought: tuple[str, ...] = ()
     """Knowledge of the attack that no grant names, as `public=photos`."""
     ignores_update: bool = False
-    """Whether it never looks at the update, as a control does."""
+    """Whether the attack never looks at the update."""
 
 
 class ModelOf(RowPart):
@@ -130,7 +130,7 @@ client, or another release of a table."""
 
 
 class ControlOf(RowPart):
-    """Scores the same attack's reconstruction of another update against this truth."""
+    """Holds scores of the same attack's answer to another update, against this row's truth."""
 
     other_update: Metrics | None = None
     of: ControlKind | None = None
@@ -173,7 +173,7 @@ class UtilityOf(RowPart):
 
 
 class ClaimOf(RowPart):
-    """States a claim of the whole stack. Without an ε nothing is accounted."""
+    """States the (ε, δ) claimed of the whole stack; ε is None where nothing is accounted."""
 
     epsilon: float | Literal["inf"] | None = None
     delta: float | None = None
@@ -329,7 +329,7 @@ class ResultRow(RowPart):
         )
 
     def dump(self) -> dict[str, Any]:
-        """Returns the line as it is written."""
+        """Returns the row as `results.jsonl` holds it: a mapping of values that JSON can hold."""
         # `simulation_error` is written only where it was set, as rows of runs do not have the
         # field.
         beside = {"folder", "ended"} | ({"simulation_error"} - set(self.model_fields_set))
@@ -398,8 +398,8 @@ class ResultRow(RowPart):
     def content(self) -> str:
         """Digest of the measurement: whose data, how it was attacked, and its figures.
 
-        It leaves out what a copy may lack or state otherwise: fields that depend on other rows of
-        the run, and the attack's cost.
+        The digest leaves out what a copy may lack or state otherwise: fields that depend on other
+        rows of the run, and the attack's cost.
         """
         return digest_of(self.model_dump(exclude=_BESIDE))
 
@@ -434,7 +434,7 @@ class RoundRow(RowPart):
     privacy: PrivacyOf | None = None
     sigma: float | None = None
     failures: dict[str, int] = {}
-    """Reason -> number of updates that it left out of the round."""
+    """Reason -> number of updates that were left out of the round for that reason."""
     details: list[str] = []
     zero_updates: int = 0
     probe_failures: int = 0
@@ -452,7 +452,7 @@ class AuditRow(RowPart):
 
 
 def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None]:
-    """Returns the fields of `theory` on the paper's upper bound; none of another attack."""
+    """Returns the `tensor_*` fields of a row's theory; empty if `result` has no tensor bound."""
     bound = result.tensor_bound
     if bound is None:
         return {}
@@ -472,10 +472,10 @@ def nested(mapping: Any, *path: str) -> Any:
 
 
 def canonical(value: object) -> str:
-    """Returns JSON with sorted keys: equal for equal values."""
+    """Returns `value` as JSON with sorted keys; equal values give equal texts."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def digest_of(value: object) -> str:
-    """Returns a digest that is equal for equal values alone."""
+    """Returns the SHA-256, in hexadecimal, of the canonical JSON of `value`."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()

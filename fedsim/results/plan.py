@@ -58,11 +58,11 @@ class Plan(BaseModel):
 
         Args:
             scenario: Name of the scenario.
-            variant: Keys and values that set it apart in a sweep.
-            rounds: Number of rounds of all stacks together.
-            jobs: Attacks, with the observations that they are of.
-            resumable: Whether the run can be continued.
-            origin: Kind and digest of what it measures.
+            variant: Keys and values that set the run apart in a sweep.
+            rounds: Number of rounds of all defense stacks together.
+            jobs: Each attack run, with the observation that is attacked.
+            resumable: Whether `--resume` can continue the run.
+            origin: Kind and digest of what the run measures, as `data:5f3a...`.
         """
         every = [
             (
@@ -93,7 +93,7 @@ def load_plan(folder: Path) -> Plan | None:
     """Reads the plan of the run in `folder`; None if it has none, as runs of earlier versions.
 
     Raises:
-        FedsimError: it is damaged.
+        FedsimError: the plan is damaged.
     """
     path = folder / PLAN
     if not path.exists():

@@ -50,11 +50,13 @@ _NEVER = ("training.evaluate_every",)
 def differences(
     scenarios: Sequence[Mapping[str, Any]], stated: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns, for each resolved scenario, its values of the keys in which not all are the same.
+    """Returns, for each resolved scenario, the settings that tell it apart from the others.
 
-    `stated` are the keys of each that its rows show already, such as those of a sweep. An empty
-    scenario, of a run that lost its own, differs in nothing. Stacks of one name are compared where
-    both scenarios have one.
+    Settings are dotted keys and their values. Only keys that decide figures count, and the seed is
+    none of them. A stack is compared among the scenarios that have one of its name.
+
+    `stated` has, for each scenario, the settings that rows show already, such as those of a sweep;
+    these are left out for all. An empty scenario, of a run that lost its file, has no settings.
     """
     # What rows state already tells the runs apart without being repeated.
     shown = {key for variant in stated for key in variant}
@@ -88,9 +90,9 @@ def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def leaves_of(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted keys and values of a nested mapping; a list is a value.
+    """Yields (dotted key, value) of each leaf of a nested mapping; a list is one value.
 
-    Keys begin with `path`.
+    `path` is put before each key as it is, so that it ends in a dot.
     """
     for key, value in mapping.items():
         # An empty mapping is a value: it would yield no key at all.
@@ -142,7 +144,7 @@ class StoredRun:
 
     @property
     def lines(self) -> set[Line]:
-        """Lines of the leaderboard of which the run has at least one row."""
+        """(stack, attack label, vantage, batch size, round) of each leaderboard line with a row."""
         return {
             (row.defense.name, row.attack.label, row.vantage, row.batch_size, row.round)
             for row in self.rows
@@ -188,7 +190,7 @@ class StoredRun:
 
     @property
     def figures(self) -> dict[str, str]:
-        """Place of each row among all of the run's name -> digest of the row's content."""
+        """Scenario's seed and `ResultRow.place` of each row, as one text -> `ResultRow.content`."""
         seed = str(self.setting("seed"))
         return {seed + row.place: row.content for row in self.rows}
 
@@ -305,10 +307,10 @@ def _contradictions(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
 
 
 def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun]:
-    """Replaces digests that tell runs apart by the runs' folders relative to `root`.
+    """Returns `runs` with folders relative to `root` in the place of digests that set them apart.
 
-    No later run has the same digest. By folder, each of several recordings can be compared with a
-    later one in a folder of the same name.
+    A later run never has the same digest. By folder, each of several recordings can be compared
+    with a later one in a folder of the same name. Every run is below `root`.
     """
     named = []
     for run in runs:
@@ -319,9 +321,10 @@ def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun
 
 
 def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
-    """Returns all rows of `runs`, and of equal ones, as of a copy, the one of the weakest claim.
+    """Returns the rows of `runs`, each measurement once.
 
-    Rows do not state the scenario's seed; their own is of the attack, and the same under each.
+    Rows of one scenario seed, one variant and one content are copies of a measurement. Of copies
+    the row with the largest ε is kept, so that no copy makes a run look more private.
     """
     rows: dict[tuple[str, str, str], ResultRow] = {}
     for run in runs:
@@ -374,7 +377,10 @@ def _plan(folder: Path) -> Plan | None:
 
 
 def fits(row: dict[str, Any], name: str) -> bool:
-    """Returns whether `row` is a valid line of the file called `name`."""
+    """Returns whether `row` is a valid line of the file called `name`.
+
+    The file is `results.jsonl`, `rounds.jsonl` or `audit.jsonl`.
+    """
     kinds: dict[str, type[RowPart]] = {
         RESULTS: ResultRow,
         "rounds.jsonl": RoundRow,

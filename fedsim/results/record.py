@@ -40,6 +40,9 @@ def append_line(path: Path, row: Row) -> None:
 def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
     """Returns the rows of a JSON-lines file, without a last line that a kill cut short.
 
+    The list is empty if there is no file. `belongs` says of a row whether the file may hold it; by
+    default every row but an empty one.
+
     Raises:
         FedsimError: a line is damaged, or holds a row that does not belong there.
     """
@@ -67,11 +70,11 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
 
 
 def strict_json(line: bytes | str) -> Any:
-    """Parses a line of JSON, which has no NaN and no infinity.
+    """Returns the value of a JSON text, in which NaN and infinity are refused.
 
     Raises:
-        ValueError: it is no JSON, a number is NaN or beyond the largest double, or a text holds
-            half a character, which no page can show.
+        ValueError: the text is no JSON, a number is NaN or beyond the largest double, or a string
+            holds half a character, which no page can show.
     """
     text = line if isinstance(line, str) else line.decode()
     value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -86,7 +89,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def describe_fault(error: Exception) -> str:
-    """Words an error of reading; a failed validation is worded as its first fault, with place."""
+    """Returns the message of a reading error; of a failed validation its first fault and place."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
@@ -140,7 +143,7 @@ CONTROL = "control"
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns files like `pattern` below the folder of a run or a sweep, except in `CONTROL`."""
+    """Returns the sorted files below `folder` that match the glob `pattern`, but in `CONTROL`."""
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 

@@ -35,10 +35,10 @@ Key = tuple[str, str, str]
 
 
 def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
-    """Audits a stack by canaries, and returns its line of `audit.jsonl`.
+    """Audits the workload's stack by canaries, and returns its line of `audit.jsonl`.
 
-    It is None if no audit is asked for or nothing is claimed. `on_progress` is called with the
-    number of steps done and of all steps.
+    The result is None if the scenario asks for no audit, or the stack claims nothing.
+    `on_progress` is called with the number of steps done and of all steps.
     """
     audit, last = workload.scenario.audit, workload.scenario.training.rounds
     # Canaries take part in the training, and probes are not asked of them.
@@ -65,7 +65,7 @@ def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
 
 
 def round_row(server: Server, result: RoundRecord) -> Row:
-    """Returns the line of `rounds.jsonl` of one round's `result`; its ε covers all so far."""
+    """Returns the line of `rounds.jsonl` for `result`; its ε covers all rounds up to that one."""
     fields = asdict(result)
     claimed = spent_by(server, result.round)
     examples, chance = server.test_set()
@@ -82,7 +82,10 @@ def round_row(server: Server, result: RoundRecord) -> Row:
 
 
 def row_noise(server: Server) -> float | None:
-    """Returns σ of the rows σ I that a client appends; None where no defense acts on rows."""
+    """Returns σ, where a client appends the rows of σ I to its data (I is the identity matrix).
+
+    The result is None where no defense acts on rows.
+    """
     defense, release = server.stack.data_defense, server.release
     return defense.sigma(release) if defense and release else None
 
@@ -148,12 +151,12 @@ ROUND_KEYS = frozenset(field.name for field in fields(RoundRecord))
 
 
 def key(row: Row) -> Key:
-    """Returns the key that identifies a `row` of `results.jsonl` within a run."""
+    """Returns (stack, attack label, observation id), which identifies a `row` within a run."""
     return row["defense"]["name"], row["attack"]["label"], row["observation"]
 
 
 def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
-    """Returns the sorting key of rows: in the scenario's order of defenses, attacks, vantages."""
+    """Returns a sort key for rows, by the scenario's order of defenses, attacks and vantages."""
     stacks = list(scenario.defenses)
     labels = [entry.label or entry.name for entry in scenario.attacks]
     watchers: list[str] = list(scenario.observe.vantages)
@@ -237,7 +240,7 @@ def _why_unlimited(server: Server, result: Result) -> str | None:
 
 
 def number(value: float) -> float | str:
-    """Returns `value`, which may be infinite, as JSON can hold it."""
+    """Returns `value`, or `"inf"` where it is infinite, since JSON has no such number."""
     return value if math.isfinite(value) else "inf"
 
 
