@@ -36,7 +36,7 @@ class DirectAttack(Attack[Answered]):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Computes what is recovered of the observation, and the loss that it leaves.
+        """Computes what can be recovered from the observation, and the loss that remains.
 
         Raises:
             AttackFailed: nothing can be recovered from this observation, with the reason.
@@ -92,11 +92,11 @@ class FeatureSolver(AttackState, ABC):
 
     @abstractmethod
     def improve(self) -> None:
-        """Takes a step, which counts up `iteration` by the iterations that it took."""
+        """Takes one step, and adds the iterations of that step to `iteration`."""
 
     @abstractmethod
     def reconstruction(self) -> Reconstruction:
-        """Returns the features (N, d) at their norms, and the solver's own loss."""
+        """Returns the N images' features (N, d), with their norms, and the solver's own loss."""
 
     @property
     def misfit(self) -> Tensor:
@@ -108,7 +108,7 @@ F = TypeVar("F", bound=FeatureSolver)
 
 
 class FeatureAttack(Attack[F], Generic[F]):
-    """Runs the solver that its `init` makes until that is finished."""
+    """Runs the feature solver that `init` makes, step by step, until the solver is finished."""
 
     on_processor: ClassVar[bool] = True
 
@@ -120,5 +120,5 @@ class FeatureAttack(Attack[F], Generic[F]):
         return state.finished
 
     def postprocess(self, state: F) -> Reconstruction:
-        """Returns what the solver has recovered: features, and labels where it tells them."""
+        """Returns the features that the solver recovered, and labels if it recovers them."""
         return state.reconstruction()

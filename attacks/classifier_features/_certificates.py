@@ -38,7 +38,7 @@ _SAFETY = 3.0
 
 
 def bound_residual(problem: Consistency | Profile) -> float:
-    """Returns the share of the gradient that noise or rounding may leave."""
+    """Returns the share of the gradient's squared norm that noise or rounding may leave."""
     classifier = problem.classifier
     energy = float(classifier.gradient.square().sum())
     # A fit leaves noise in as many entries as there are equations beyond its unknowns.
@@ -48,16 +48,16 @@ def bound_residual(problem: Consistency | Profile) -> float:
 
 
 def is_explained(problem: Consistency | Profile, loss: float) -> bool:
-    """Says whether a share `loss` of the gradient is no more than noise or rounding leaves."""
+    """Says whether noise or rounding may leave the share `loss` of the gradient's energy."""
     return loss <= bound_residual(problem)
 
 
 def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
-    """Bounds the relative error of each image's features (N,) in the start `index` of `fits`.
+    """Bounds the relative error of each image's features (N,), of start number `index` of `fits`.
 
-    The bound follows from the gradient's own deviation, or from what the fit leaves, if that is
-    more. An image whose
-    error signal has vanished has no bound. Bounds are of first order (`widen_bounds`).
+    The bound follows from the noise in the gradient, or from what the fit leaves, if that is more.
+    The bound is infinite for an image whose error signal has vanished. It is of first order:
+    `widen_bounds` corrects large ones.
     """
     classifier = problem.classifier
     try:
@@ -74,10 +74,10 @@ def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tens
 
 
 def widen_bounds(bounds: Tensor) -> Tensor:
-    """Widens the bounds (N,) of a batch's images where those of first order do not hold.
+    """Widens the first-order bounds (N,) of a batch's relative errors where they do not hold.
 
-    Where an image may be off by more than itself, other features and labels explain the gradient as
-    well, and every image may be off by as much more.
+    All bounds are multiplied by the largest one if it exceeds 1. An image may then be wrong
+    altogether, and with it the features and labels of all others.
     """
     return bounds * bounds.max().nan_to_num(_FARTHEST).clamp(1.0, _FARTHEST)
 
@@ -113,10 +113,10 @@ def certify_images(
     """Returns a mask (N,) of the images whose features and labels are known to be right.
 
     Args:
-        classifier: what was observed; it holds no truth.
-        features: (N, d), the answer's features.
-        labels: (N,), the answer's labels.
-        others: (S, N, d), features from which rivals are sought.
+        classifier: the classifier's weights and observed gradient, with no true features.
+        features: (N, d), the features to certify.
+        labels: (N,) int64, the labels to certify.
+        others: (S, N, d), features from which S other solutions are searched.
     """
     none = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
     if not is_declared(classifier) or not bool(features.isfinite().all()):
@@ -138,30 +138,27 @@ def certify_images(
 
 
 def is_declared(classifier: ClassifierGradient) -> bool:
-    """Says whether a classifier's gradient is declared to be what the client computed.
-
-    Clipping is allowed for.
-    """
+    """Says whether the gradient is declared to be what the client computed, up to clipping."""
     return classifier.exact and not classifier.dropout and not classifier.approximation
 
 
 def tolerance(classifier: ClassifierGradient) -> float:
-    """Returns the share of a classifier's gradient that rounding may leave, in [0, 1]."""
+    """Returns the share of the gradient's squared norm that rounding may leave, in [0, 1]."""
     return (_ROUNDING * classifier.rounding) ** 2
 
 
 def is_reproduced(problem: Consistency, fit: Fits) -> bool:
-    """Says whether `fit` leaves no more than rounding of the whole gradient.
+    """Says whether `fit` leaves no more of the gradient unexplained than rounding does.
 
-    What is outside the strongest directions, which alone are fitted, counts too.
+    The whole gradient counts, although only its strongest directions are fitted.
     """
     return float(fit.losses[0]) + problem.outside <= tolerance(problem.classifier)
 
 
 def is_overdetermined(problem: Consistency, fit: Fits) -> bool:
-    """Says whether a fit meets so many equations that it cannot be coincidence.
+    """Says whether `fit` meets too many equations of `problem` for a coincidence.
 
-    They are those of `problem` beyond its unknowns.
+    Only the equations beyond the number of unknowns count.
     """
     images, unknowns = problem.classifier.num_images, fit.points.shape[1]
     return exceeds_chance(problem.classifier, images, unknowns, float(fit.losses[0]))
@@ -170,19 +167,17 @@ def is_overdetermined(problem: Consistency, fit: Fits) -> bool:
 def exceeds_chance(
     classifier: ClassifierGradient, columns: int, unknowns: int, loss: float
 ) -> bool:
-    """Says whether more equations hold than unknowns or coincidence explain, whatever the labels.
+    """Says whether too many equations hold to be a coincidence, whatever the labels are.
 
-    Equations hold up to a share `loss` of the gradient. A class that hardly any image is taken for
-    has a small row in the gradient, and its equations hold nearly whatever the features are: each
-    counts by how far its row's share of the gradient is above what is left; squared, as a mixture
-    of images that are alike leaves less of it than wrong labels do. One row follows from the
-    others, and of the rest the unknowns are taken to explain what counts most.
+    An equation counts by how far its row's share of the gradient exceeds `loss`: a small row is
+    met by nearly any features. The unknowns are taken to explain the equations that count most.
+    One row of the K classes' rows follows from the others, and does not count.
 
     Args:
-        classifier: of the gradient (K, d + 1) that is explained.
-        columns: independent equations of each row.
-        unknowns: how many were fitted.
-        loss: share of the gradient that is left.
+        classifier: the weights and the gradient (K, d + 1) that is explained.
+        columns: number of independent equations of each row.
+        unknowns: number of unknowns that were fitted.
+        loss: share of the gradient's squared norm that is left unexplained, in [0, 1].
     """
     classes, images = len(classifier.weights), classifier.num_images
     left = max(math.sqrt(loss), classifier.rounding)

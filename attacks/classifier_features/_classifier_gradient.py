@@ -78,9 +78,9 @@ class ClassifierGradient:
 
     @staticmethod
     def read(observation: Observation) -> ClassifierGradient:
-        """Reads the gradient off an observation.
+        """Reads the classifier's gradient off an observation.
 
-        An update of several steps is taken for their mean gradient.
+        The update of several steps is read as the mean gradient of these steps.
 
         Raises:
             AttackFailed: the model does not end with a linear classifier, or the update holds no
@@ -159,7 +159,7 @@ class ClassifierGradient:
 
     @property
     def excess(self) -> str:
-        """Says why the gradient cannot tell apart so many images; empty if it can."""
+        """The reason why the gradient cannot tell this number of images apart; empty if it can."""
         classes = len(self.weights)
         # Error signals sum to 0 over the classes, so that D has rank K - 1 at most.
         most = min(classes - 1, self.gradient.shape[1])
@@ -173,11 +173,11 @@ class ClassifierGradient:
 
     @cached_property
     def deviation(self) -> float:
-        """Standard deviation of what is added to an entry of `gradient`: noise, or rounding.
+        """Standard deviation of the noise or rounding error in an entry of `gradient`.
 
-        The error signals of an image sum to 0, and so does each column of its gradient: what a
-        column sums to instead is the sum of K such errors. Those of an approximation sum to 0, too,
-        and so may those of rounding to a grid: of two classes, whose entries are opposite.
+        It is estimated from the sums of the gradient's columns, which are 0 over the K classes
+        without errors. Errors of rounding to a grid or of an approximation may sum to 0, too, so
+        that their declared sizes count as well.
         """
         # Σ_k D_ik = 0 of every image, hence of every column: what is left is the noise of K
         # entries.
@@ -189,11 +189,10 @@ class ClassifierGradient:
 
     @property
     def unique(self) -> bool:
-        """Whether there are more equations than unknowns.
+        """Whether the gradient gives more equations than there are unknowns.
 
-        With only as many, several solutions are exact, and differ in their labels too. A single
-        image of a classifier with a bias needs none: its features are the ratio to the constant's
-        column.
+        With equally many, several solutions are exact, and their labels differ. A single image of a
+        classifier with a bias is always unique: its features have a closed form (`quotient`).
         """
         images = self.num_images
         if images == 1 and self.biased:
@@ -206,7 +205,8 @@ class ClassifierGradient:
     def quotient(self) -> Tensor | None:
         """Features (d,) of a single image in closed form; None for several, or without a bias.
 
-        ∂L/∂W = D x' and ∂L/∂b = D, so that x is their ratio; noise is averaged by least squares.
+        With the error signal D, ∂L/∂W = D x' and ∂L/∂b = D, so that x is the ratio of both. The
+        ratio is fitted by least squares over the classes, which averages noise.
         """
         if self.num_images > 1 or not self.biased:
             return None
@@ -215,9 +215,14 @@ class ClassifierGradient:
         return signals @ self.gradient[:, :-1] / energy if energy else None
 
     def fit_scale(self, read: Tensor, errors: Tensor) -> Tensor:
-        """Fits the factors of clipping between error signals that are `read` off and implied ones.
+        """Fits the factors by which clipping has scaled the images' error signals.
 
-        Both are (N, K); returns (1, 1), or (N, 1) where each image has a factor of its own.
+        Args:
+            read: (N, K), error signals that are read off the gradient.
+            errors: (N, K), error signals that features imply, without clipping.
+
+        Returns:
+            (1, 1), one factor for all images; or (N, 1), where each image has its own.
         """
         if not self.factors:
             return read.new_ones(1, 1)
@@ -231,14 +236,14 @@ class ClassifierGradient:
 
     @property
     def kept(self) -> Tensor:
-        """Mask (K, d + 1) of the entries that were not set to zero."""
+        """Boolean mask (K, d + 1) of the gradient's entries that no defense has removed."""
         return self.gradient != 0
 
     @property
     def noise(self) -> float:
         """Variance of noise, rounding or approximation in an entry; 0 where none is declared.
 
-        It is 0, too, where entries were removed: columns do not sum to 0 then, and tell no noise.
+        It is also 0 where entries were removed, since columns then no longer show the noise.
         """
         exact = self.exact and not self.approximation
         return 0.0 if exact or self.removed else self.deviation**2
@@ -309,12 +314,17 @@ def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
 def derive_signals(
     classifier: ClassifierGradient, features: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derives labels (N,), error signals (N, d) and the scale of clipping (0-d) from `features`.
+    """Derives labels, error signals and clipping's factor from `features` (N, d).
 
-    `classifier` has the observed gradient of the layers that classify.
+    An image's label is the class whose signal in the gradient is farthest below its probability.
 
-    What reproduces the gradient with these features is p - y but for that scale: the label is where
-    it lies furthest below p. Where each image has a scale of its own, error signals have it.
+    Args:
+        classifier: holds the observed gradient, which the features explain.
+        features: (N, d), in their true lengths.
+
+    Returns:
+        Labels (N,); error signals ∂L/∂x (N, d) of the features; clipping's factor (0-d). The factor
+        is 1 where each image has its own, which its error signal then contains.
     """
     whole = classifier.with_constant(features.double())
     # ∂L/∂[W b] = D'X / N solved for D (N, K), by least squares.

@@ -29,10 +29,10 @@ _DECAY = 0.75
 
 
 def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation:
-    """Turns an update of several steps into one gradient: the mean of its steps' gradients.
+    """Turns an observed update of several steps into an observation of one gradient.
 
-    It is taken for that of the weights moved by a `share` of the update. That is near for a small
-    learning rate, and no more than a start for a large one.
+    That gradient is the steps' mean. The new observation's weights are the sent ones plus a `share`
+    in [0, 1] of the update. The approximation is good for small learning rates only.
     """
     factor = mean_gradient_factor(observation.training)
     return replace(
@@ -52,9 +52,9 @@ def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation
 
 
 def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
-    """Computes the share of the update that is made before each step.
+    """Computes for each step the share of the update, in [0, 1], that was made before the step.
 
-    `sizes` are those of the steps' gradients along it, in any unit.
+    `sizes` are the sizes of the steps' gradients along the update, in any common unit.
     """
     found, position, velocity = [], 0.0, 0.0
     for size in sizes:
@@ -66,12 +66,15 @@ def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
 
 
 def decaying(training: LocalTraining) -> list[float]:
-    """Computes the share of the update before each step, for gradients that decay by `_DECAY`."""
+    """Computes `positions` for gradients that shrink by the factor `_DECAY` with every step."""
     return positions(training, [_DECAY**step for step in range(training.steps)])
 
 
 def middle(training: LocalTraining, shares: Sequence[float]) -> float:
-    """Computes the share of the update at which one gradient is the mean of all steps'."""
+    """Computes the share of the update at which one gradient equals the mean over all steps.
+
+    `shares` are those before each step, as `positions` returns them.
+    """
     # Where gradients change linearly along the path, their mean is that at the mean position.
     weights = step_weights(training)
     return sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
@@ -184,8 +187,8 @@ class LocalPath:
     def suits(observation: Observation, classifier: ClassifierGradient) -> bool:
         """Says whether a `LocalPath` can be made of an update.
 
-        It has to be of one client and exact, over several local steps, with layers before the
-        classifier that are trained, too. `classifier` is the classifier's part of the update.
+        The update has to be of one client and exact, over several local steps. Layers before the
+        classifier have to be trained, too. `classifier` is the classifier's part of the update.
         """
         # Under a frozen body features stay, and `Consistency` follows the classifier by itself.
         body = len(observation.parameters) > 1 + int(classifier.biased)
@@ -199,11 +202,19 @@ class LocalPath:
 
     @property
     def classifier(self) -> ClassifierGradient:
-        """The classifier's gradient at the middle, marked as an approximation."""
+        """The classifier's gradient at the path's middle, marked as an approximation."""
         return replace(self._classifier, approximation=_MIDDLE_ERROR)
 
     def follow(self, features: Tensor, labels: Tensor) -> tuple[Profile, Fits]:
-        """Corrects and fits again, from `features` (N, d) of `labels` (N,) at the middle."""
+        """Corrects the gradient and fits it again, several times in turn.
+
+        Args:
+            features: (N, d), the first estimate, at the path's middle.
+            labels: (N,) int64, which stay as they are.
+
+        Returns:
+            The problem of the last corrected gradient, and its fit.
+        """
         # Deferred correction (Fox, 1947): each is computed from a better fit than the last.
         for error in _ERRORS:
             correction = self._correction(features, labels)

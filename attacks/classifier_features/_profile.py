@@ -44,7 +44,7 @@ J'r (S, n)."""
 
 
 def make_normals(jacobians: Batched) -> Normals:
-    """Returns the function of J'J and J'r that the function of Jacobians J makes."""
+    """Returns a function that computes J'J and J'r from the Jacobians J of `jacobians`."""
 
     def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         slopes = jacobians(points, given).transpose(1, 2)
@@ -70,15 +70,15 @@ def minimize(
     iterations: int,
     enough: float = 0.0,
 ) -> Minima:
-    """Descends the squared norm of `residuals` from each of `starts`.
+    """Minimizes the squared norm of `residuals` from each of S starts at once.
 
     Args:
-        residuals: function from points and their entries of `given` to residuals (S, e).
-        normals: function from points, `given` and residuals to J'J and J'r.
+        residuals: function from points (S, n) and `given` to residuals (S, e).
+        normals: function from points, `given` and residuals r to J'J and J'r, J the Jacobian.
         starts: (S, n) float64.
         given: (S, ...), constants of each start, such as its labels.
-        iterations: steps that are tried at most; fewer where none lowers any start's sum.
-        enough: sum of squares below which the first start to come ends the descent of all.
+        iterations: number of steps at most; fewer are made once no start improves.
+        enough: sum of squares; as soon as one start is below it, all descents end.
     """
     points = starts
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)
@@ -134,9 +134,9 @@ class Fits(NamedTuple):
 
 
 def whole_inverse(matrix: Tensor) -> Tensor:
-    """Computes the pseudo-inverse (N, K) of `matrix` (K, N), in which nothing counts as zero.
+    """Computes the pseudo-inverse (N, K) of `matrix` (K, N), without setting small values to zero.
 
-    An image without an error signal then has a huge inverse, which shows that it is not determined.
+    An image without an error signal then has a huge inverse, which shows that it is undetermined.
     """
     left, lengths, right = torch.linalg.svd(matrix, full_matrices=False)
     inverse: Tensor = (right.T / lengths.clamp_min(_NOTHING)) @ left.T
@@ -176,21 +176,25 @@ class Consistency:
         return len(self.classifier.weights)
 
     def unknowns(self, features: Tensor) -> Tensor:
-        """Projects `features` (S, N, d) to unknowns (S, n) of the row space."""
+        """Projects `features` (S, N, d) of S starts to the n unknowns of each, (S, n)."""
         features = self.classifier.with_constant(features.double())
         inside = (features @ self._basis.T - self._origin) @ self._free
         # A factor is stored as its logarithm: no step makes it negative, and 0 is no clipping.
         return F.pad(inside.flatten(1), (0, self.classifier.factors))
 
     def features(self, points: Tensor, labels: Tensor) -> Tensor:
-        """Turns unknowns `points` (S, n) into features (S, N, d), whatever the labels (S, N)."""
+        """Turns unknowns `points` (S, n) into features (S, N, d).
+
+        The features do not depend on `labels` (S, N).
+        """
         whole: Tensor = self._coordinates(points) @ self._basis
         return whole[..., :-1] if self.classifier.biased else whole
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Descends from `points` (S, n), each with its `labels` (S, N), for so many `iterations`.
+        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N).
 
-        The first start to leave no more than a share `enough` of the gradient ends it.
+        At most `iterations` steps are made. All descents end once one start leaves no more than the
+        share `enough` of the gradient's squared norm.
         """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
@@ -219,12 +223,13 @@ class Consistency:
         return max(1, self.classes * count - unknowns)
 
     def variances(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the variance of each image's features (N,), summed, per unit of noise variance.
+        """Computes the variance of each image's features, (N,), per unit of noise variance.
 
-        It is that at the fit `point` (n,) with `labels` (N,).
+        An image's variance is summed over its d features, at the fit `point` (n,) with `labels`
+        (N,).
 
-        A fit amplifies it by its Jacobian's inverse inside the row space, and by the error signals'
-        outside, where all of the gradient's columns have it.
+        A fit amplifies noise by its Jacobian's inverse inside the row space. Outside, where all of
+        the gradient's columns have noise, the error signals' inverse amplifies it.
         """
         targets = F.one_hot(labels, self.classes).double()
         variances = torch.zeros_like(point)
@@ -276,7 +281,7 @@ class Consistency:
         return normal.flatten(3).flatten(1, 2), downhill.flatten(1)
 
     def residual(self, point: Tensor, targets: Tensor) -> Tensor:
-        """Computes what `point` (n,) with one-hot `targets` (N, K) leaves of the gradient."""
+        """Computes the residual of the gradient at `point` (n,) with one-hot `targets` (N, K)."""
         coordinates, scale, weights = self._coordinates(point), self.scale(point), self._weights
         velocity = total = torch.zeros_like(weights)
         entered = momentum = 0.0
@@ -293,16 +298,13 @@ class Consistency:
         return left
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the error signals (N, K) of the first step at `point` (n,), as released."""
+        """Computes the first step's error signals (N, K) at `point` (n,), scaled as released."""
         logits = self._coordinates(point) @ self._weights.T
         errors: Tensor = self.scale(point) * (logits.softmax(-1) - F.one_hot(labels, self.classes))
         return errors
 
     def scale(self, point: Tensor) -> Tensor:
-        """Returns the factors of images' error signals at `point` (n,).
-
-        They are (N, 1) or, if images have one in common, (1, 1).
-        """
+        """Returns clipping's factors at `point` (n,): (N, 1), or (1, 1) if images share one."""
         factors = self.classifier.factors
         return point[-factors:].exp()[:, None] if factors else point.new_ones(1, 1)
 
@@ -400,10 +402,12 @@ class Profile:
         return max(1, equations + max(0, self.classes - 1 - count) * (columns - inside))
 
     def variances(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the variance of each image's features (N,), summed, per unit of noise variance.
+        """Computes the variance of each image's features, (N,), per unit of noise variance.
 
-        It is computed to first order: for the points by the Jacobian, for Y by the points' variance
-        and by the inverse of D.
+        An image's variance is summed over its d features, at the fit `point` (n,) with `labels`
+        (N,). It is of first order: the Jacobian gives that of the points. Their variance and the
+        inverse of the error signals give that of Y, the part outside the span of the classifier's
+        rows.
         """
         targets = F.one_hot(labels, self.classes).double()[None]
         parts = self._parts(point[None], targets)
@@ -428,10 +432,10 @@ class Profile:
         return total
 
     def spread(self, point: Tensor, labels: Tensor) -> float:
-        """Estimates the standard deviation of an image's Y around what the batch shares.
+        """Estimates the standard deviation of an image's Y around the part that all images share.
 
-        The method is expectation and maximization, at the error signals of `point` (n,) with
-        `labels` (N,).
+        Y is the features' part outside the span of the classifier's rows. The estimate is made by
+        expectation and maximization, at the error signals of `point` (n,) with `labels` (N,).
         """
         errors = self.errors(point, labels) / len(labels)
         count, noise = len(labels), self.classifier.deviation**2
@@ -471,16 +475,17 @@ class Profile:
         return whole
 
     def compute_gradient(self, points: Tensor, labels: Tensor) -> Tensor:
-        """Computes the gradient (S, K, d + 1) that points (S, n) with labels (S, N) make."""
+        """Computes the gradient (S, K, d + 1) that `points` (S, n) with `labels` (S, N) imply."""
         errors = self._parts(points, F.one_hot(labels, self.classes).double()).errors
         features = self.classifier.with_constant(self.features(points, labels))
         gradient: Tensor = errors.transpose(1, 2) @ features / self.classifier.num_images
         return gradient
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Descends from `points` (S, n), each with its `labels` (S, N), for so many `iterations`.
+        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N).
 
-        The first start to leave no more than a share `enough` of the gradient ends it.
+        At most `iterations` steps are made. All descents end once one start leaves no more than the
+        share `enough` of the gradient's squared norm.
         """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
@@ -495,12 +500,10 @@ class Profile:
         return Fits(self.features(minima.points, labels), labels, losses, minima.points)
 
     def narrow(self, fit: Fits, iterations: int) -> Fits:
-        """Fits again from `fit` with a prior on Y, whose spread is estimated from the fit itself.
+        """Fits again from `fit` with a normal prior on Y, in at most `iterations` steps.
 
-        It takes at most so many `iterations`.
-
-        The prior keeps noise from spreading Y. Returns `fit` unchanged where features have no part
-        outside the span of the classifier's rows.
+        Y is the features' part outside the span of the classifier's rows, which noise would spread.
+        The prior's spread is estimated from `fit`. Returns `fit` unchanged where Y is empty.
         """
         if self.classifier.gradient.shape[1] <= self.rank + int(self.classifier.biased):
             return fit
@@ -512,13 +515,13 @@ class Profile:
         return fit
 
     def residuals(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes what `points` (S, n) with one-hot `targets` (S, N, K) leave of the gradient."""
+        """Computes the residuals (S, e) at `points` (S, n) with one-hot `targets` (S, N, K)."""
         return self._parts(points, targets).left.flatten(1)
 
     def jacobians(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes the slopes (S, e, n) of `residuals`, but for the change of Y with D.
+        """Computes the slopes (S, e, n) of `residuals`, without the change of Y with D.
 
-        They are those at `points` (S, n) with one-hot `targets` (S, N, K).
+        The slopes are taken at `points` (S, n) with one-hot `targets` (S, N, K).
         """
         parts = self._parts(points, targets)
         count, rank = self.classifier.num_images, self.rank
@@ -540,7 +543,7 @@ class Profile:
         return torch.cat([whole, each.flatten(1, 2)], 2)
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the error signals (N, K) at `point` (n,), as released."""
+        """Computes the error signals (N, K) at `point` (n,) with `labels` (N,), as released."""
         return self._parts(point[None], F.one_hot(labels, self.classes).double()[None]).errors[0]
 
     def _parts(self, points: Tensor, targets: Tensor) -> _Parts:
@@ -604,10 +607,10 @@ _STILL = 1e-9
 
 
 def complete_gradient(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
-    """Fills in the missing entries of `problem`, from `fits` of one start.
+    """Fills in the gradient's missing entries in `problem`, from `fits` of one start.
 
     Returns:
-        The problem with the completed gradient, and the fit of that.
+        The problem with the completed gradient, and its fit.
     """
     classifier = problem.classifier
     missing, bound = ~classifier.kept, classifier.removed_below
@@ -640,17 +643,17 @@ def exchange_images(
     failed: int,
     rng: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Replaces some images of a fit, others in each of S starts.
+    """Makes S new starts from a fit, in each of which some images are replaced.
 
-    By an even chance a start keeps the labels of the images that it replaces, or draws others.
+    With probability 1/2 a start keeps the labels of the replaced images; else it draws new ones.
 
     Args:
         images: (N, u), the unknowns of each image.
         labels: (N,), the label of each image.
         drawn: (S, N, u), the unknowns that take an image's place.
         classes: K, two or more.
-        failed: rounds of exchanges in which nothing better was found: after one, two and three
-            images are replaced at once, then one again.
+        failed: rounds of exchanges so far that brought no improvement. Round by round one, two and
+            three images are replaced, then one again.
         rng: draws images and labels.
 
     Returns:

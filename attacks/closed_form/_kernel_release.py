@@ -44,7 +44,7 @@ _FAR = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class KernelModel:
-    """A released kernel regression; its rows are in any order."""
+    """A released kernel regression of n rows in any order, with d features and c classes."""
 
     rows: Tensor
     """(n, d) X̃."""
@@ -68,7 +68,10 @@ class KernelModel:
     """Number of clients whose rows these are; each has coefficients of its own."""
 
     def log_density(self, rows: Tensor) -> Tensor:
-        """Evaluates the log density of each row of X̃ if it is `rows` (m, d) plus noise: (m, n)."""
+        """Computes the log density (m, n) of each released row, given each of `rows` (m, d).
+
+        Entry (i, j) is the density of row j of X̃ if it is row i of `rows` plus noise.
+        """
         scale = self.scale or _EXACT
         deviation = (self.rows - rows[:, None]).abs()
         # Normalization of Laplace noise cut off at ±B: 2 b (1 - exp(-B / b)).
@@ -78,7 +81,7 @@ class KernelModel:
         return -deviation.sum(2) / scale - rows.shape[1] * level - _FAR * beyond
 
     def variance(self) -> float:
-        """Computes the variance of the noise on an entry, as if it had no bound."""
+        """Computes the variance of the noise on an entry, as if the noise were not truncated."""
         return 2 * (self.scale or _EXACT) ** 2
 
 
@@ -95,12 +98,13 @@ class Matched:
 
 
 def read_model(observation: Observation, known: Tensor) -> KernelModel:
-    """Reads the model that was released, given (m, d + c) other rows.
+    """Reads the released model.
 
-    A predictor x'Qx is the same for x and -x: of the two, the row more like the others is taken.
+    `known` are the m other rows (m, d + c): d features, then c classes one-hot. A predictor x'Qx is
+    the same for x and -x: of the two, the row more like the known ones is taken.
 
     Raises:
-        AttackFailed: the release does not determine it, or a defense is not known here.
+        AttackFailed: the release does not determine the model, or has an unsupported defense.
     """
     spec = observation.release
     unknown = [] if observation.effect == Effect() else ["the defense of the update"]
@@ -146,10 +150,11 @@ def read_model(observation: Observation, known: Tensor) -> KernelModel:
 
 
 def symmetric_labels(alpha: Tensor) -> Tensor:
-    """Searches Y (n, c), one 1 a row, that makes Y'α of (n, c) `alpha` symmetric, or nearly so.
+    """Searches one-hot labels Y (n, c) with which Y'α is as symmetric as possible.
 
-    The search starts where a row's coefficient is largest, and changes the label that helps most.
-    With two classes and many rows symmetry is a single equation, and it may end elsewhere.
+    `alpha` are the coefficients α (n, c). The search starts with each row's largest coefficient. It
+    changes the label that helps most, one at a time. With two classes and many rows it may end with
+    wrong labels, as symmetry is then a single equation.
     """
     n, c = alpha.shape
     eye = torch.eye(c, dtype=alpha.dtype)
@@ -184,9 +189,12 @@ def _last_label(alpha: Tensor, known: Tensor) -> Tensor:
 
 
 def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
-    """Assigns each of (m, d + c) `others` one of the m + 1 released rows, as is likeliest.
+    """Matches each known row with a released row of its own, as is likeliest.
 
-    With `alpha` rows are assigned only where the labels agree.
+    `others` (m, d + c) are the known rows. If `alpha`, rows match only where their labels agree.
+
+    Raises:
+        AttackFailed: there are not m + 1 released rows.
     """
     require_one_missing(model, others)
     places, likelihood = best_assignment(log_likelihoods(model, others, alpha))
@@ -199,10 +207,10 @@ def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
 
 
 def require_one_missing(model: KernelModel, others: Tensor) -> None:
-    """Refuses (m, d + c) known `others` that are not all of the released rows but one.
+    """Refuses `others` (m, d + c), the known rows, unless m + 1 rows were released.
 
     Raises:
-        AttackFailed: there are not m + 1 rows.
+        AttackFailed: there are not m + 1 released rows.
     """
     if len(others) + 1 != len(model.rows):
         raise AttackFailed(
@@ -212,9 +220,9 @@ def require_one_missing(model: KernelModel, others: Tensor) -> None:
 
 
 def log_likelihoods(model: KernelModel, rows: Tensor, alpha: bool) -> Tensor:
-    """Computes the log-likelihood (m, n) that each of (m, d + c) `rows` is each released row.
+    """Computes the log-likelihood (m, n) that row i of `rows` is behind released row j.
 
-    With `alpha` a label that disagrees with the coefficients makes it impossible.
+    `rows` (m, d + c) are known ones. If `alpha`, pairs with different labels get a very low value.
     """
     d = model.rows.shape[1]
     density = model.log_density(rows[:, :d])
@@ -222,7 +230,10 @@ def log_likelihoods(model: KernelModel, rows: Tensor, alpha: bool) -> Tensor:
 
 
 def best_assignment(likelihoods: Tensor) -> tuple[list[int], float]:
-    """Assigns places to rows by (m, n) `likelihoods`; returns them and the log-likelihood."""
+    """Assigns each of m rows a place of its own, so that the summed log-likelihood is largest.
+
+    `likelihoods` is (m, n), m <= n. Returns the place of each row, and the sum.
+    """
     from scipy.optimize import linear_sum_assignment
 
     rows, places = linear_sum_assignment(likelihoods.numpy(), maximize=True)
@@ -230,10 +241,10 @@ def best_assignment(likelihoods: Tensor) -> tuple[list[int], float]:
 
 
 def known_rows(knowledge: Knowledge) -> Tensor:
-    """Concatenates all rows that are known: (m, d + c).
+    """Concatenates all rows that `knowledge` grants: (m, d + c), features and one-hot classes.
 
     Raises:
-        AttackFailed: none were granted.
+        AttackFailed: no rows are granted.
     """
     if not knowledge.other_rows:
         raise AttackFailed("the other rows are not known: grant knowledge.rows: others")
@@ -288,7 +299,7 @@ _LINEAR = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPosterior:
-    """The posterior of the row that no known one was matched with."""
+    """The posterior of the missing row, with which no known row was matched."""
 
     matched: Matched
     others: Tensor
@@ -299,7 +310,7 @@ class KernelPosterior:
     """Whether the coefficients α̃ are used beside the rows X̃."""
 
     def scale_rows(self, rows: Tensor) -> Tensor:
-        """Scales features of rows (n, d + c) down to unit length at most; the classes stay."""
+        """Scales down rows (n, d + c) whose d features are longer than 1; the classes stay."""
         d = self._dimension
         norm = torch.linalg.vector_norm(rows[:, :d], dim=1, keepdim=True).clamp_min(1)
         return torch.cat([rows[:, :d] / norm, rows[:, d:]], dim=1)
@@ -313,9 +324,9 @@ class KernelPosterior:
         return -self.matched.model.rows.new_tensor(self.matched.likelihood)
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
-        """Estimates the mean of the row (d + c,) from so many `samples`.
+        """Estimates the posterior mean of the row, (d + c,), from this number of `samples`.
 
-        `maxima` is not needed: the match holds the row's released version.
+        `maxima` is not used: the match already holds the row's released version.
         """
         prior = class_prior(self.others, self._dimension, self.learned)
         row = posterior_mean(self.matched, prior, self.alpha, samples, rng)
@@ -363,17 +374,23 @@ class Equations:
     """(m, m) inverse of the errors' covariance."""
 
     def linear(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes K(x_j, x) (m,) and its slopes (m, d) at (d,) `row`."""
+        """Computes K(x_j, x) of all m rows x_j, (m,), and its slopes (m, d), at x = `row` (d,)."""
         inner, smooth = self.rows @ row, self.rows @ (self.kernel @ row)
         slopes = smooth[:, None] * self.rows + inner[:, None] * (self.rows @ self.kernel)
         return inner * smooth, slopes
 
 
 def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
-    """Fits (m, d + c) other rows if `learned`, d being `dimension`; else takes any unit vector.
+    """Makes the prior of the missing row's features.
 
-    A class's mean is drawn towards that of all rows, as far as predicts each row best from the
-    rest; the covariance is of what those predictions miss.
+    If `learned`, it is fitted to the other rows. A class's mean is then drawn towards that of all
+    rows, by how much predicts each row best from the rest. The covariance is that of the errors of
+    these predictions. Otherwise, or of fewer than two rows, the prior prefers no direction.
+
+    Args:
+        others: (m, d + c), the known rows.
+        dimension: number d of features.
+        learned: whether the prior is fitted to `others`.
     """
     features, labels = others[:, :dimension], others[:, dimension:]
     c = labels.shape[1]
@@ -404,11 +421,11 @@ def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
 
 
 def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
-    """Derives K(x_j, x) from α̃ near (d,) `row`; None if α̃ does not depend on the kernel.
+    """Derives values K(x_j, x) from α̃, for a missing row x near `row` (d,).
 
-    `matched` is the released model, whose rows are matched with the known ones.
-
-    The mixture α̃ u of the columns is that with 1 at the target and the least error.
+    `matched` is the released model, matched with the known rows x_j. The values follow from the
+    mixture α̃ u of the columns that is 1 at x and has the least error. Returns None if α̃ does not
+    depend on the kernel.
     """
     model, (m, d) = matched.model, (len(matched.others), len(row))
     # Coefficients are of one client's rows; without draws α̃ is Y / λ and tells nothing of K.
@@ -449,15 +466,13 @@ def posterior_mean(
     samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Estimates the target's features (d,); with `alpha` also from its label and equations.
-
-    Averages `samples` draws, after a fifth as many that are thrown away.
+    """Estimates the missing row's features (d,), the mean of their posterior.
 
     Args:
-        matched: the model and the known rows.
-        prior: distribution of the features without the release.
-        alpha: whether the coefficients are used.
-        samples: number of draws that are averaged.
+        matched: the released model, matched with the known rows.
+        prior: the distribution of the features before the release.
+        alpha: whether the coefficients, and with them the row's label, are used.
+        samples: number of draws that are averaged, after a fifth as many that are discarded.
         generator: source of the draws.
     """
     model = matched.model
@@ -518,9 +533,9 @@ def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -
 
 
 def log_normal(rows: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
-    """Evaluates the log density (n,) of a normal law at `rows` (n, d).
+    """Evaluates the log density (n,) of the normal distribution at `rows` (n, d).
 
-    Its `mean` is (d,), and its `covariance` (d, d).
+    The distribution's `mean` is (d,), and its `covariance` (d, d).
     """
     lower: Tensor = torch.linalg.cholesky(covariance)
     inner: Tensor = torch.linalg.solve_triangular(lower, (rows - mean).T, upper=False)

@@ -25,13 +25,13 @@ from fedsim.words import number_of
 
 
 def pack(symmetric: Tensor) -> Tensor:
-    """Packs symmetric matrices (n, k, k) into (n, k (k + 1) / 2), an isometry."""
+    """Packs symmetric matrices (n, k, k) as vectors (n, k (k + 1) / 2), an isometry."""
     row, column = torch.triu_indices(*symmetric.shape[1:], device=symmetric.device)
     return symmetric[:, row, column] * _weights(row, column, symmetric)
 
 
 def unpack(packed: Tensor, size: int) -> Tensor:
-    """Unpacks rows (n, k (k + 1) / 2) into matrices (n, k, k), `size` being k: undoes `pack`."""
+    """Unpacks vectors (n, k (k + 1) / 2) into matrices (n, k, k), k = `size`; inverts `pack`."""
     row, column = torch.triu_indices(size, size, device=packed.device)
     symmetric = packed.new_zeros(len(packed), size, size)
     entries = packed / _weights(row, column, packed)
@@ -66,12 +66,17 @@ _LARGEST = 10**8
 def decompose_form(
     form: Tensor, kernel: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Decomposes `form` Q (c, d, d) into rows of length 1 (n, d) and coefficients (n, c).
+    """Decomposes a quadratic predictor into n rows (n, d) and their coefficients (n, c).
 
-    `kernel` is S (d, d). The signs of the rows are arbitrary.
+    Rows have length 1 and arbitrary signs.
+
+    Args:
+        form: Q (c, d, d), a matrix for each class.
+        kernel: S (d, d).
+        generator: draws mixtures of the classes' matrices.
 
     Raises:
-        AttackFailed: Q is not of that make, or does not tell its rows apart.
+        AttackFailed: no rows make such a Q, or Q does not tell its rows apart.
     """
     parts = _unsmooth(form, kernel)
     c, d = parts.shape[:2]
@@ -107,12 +112,13 @@ def decompose_form(
 
 
 def complete_rows(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Completes (n - 1, d) known rows to all n of `form` Q (c, d, d), with coefficients (n, c).
+    """Finds the one row of a quadratic predictor that is missing in `known` (n - 1, d).
 
-    Known rows come first; the last one has length 1 and an arbitrary sign. `kernel` is S (d, d).
+    `form` is Q (c, d, d), a matrix for each class, and `kernel` is S (d, d). Returns all rows (n,
+    d) and their coefficients (n, c). The missing row is last, with length 1 and an arbitrary sign.
 
     Raises:
-        AttackFailed: the rows that are known do not leave exactly one, or are too many.
+        AttackFailed: not exactly one row is missing, or too many rows are known.
     """
     parts = _unsmooth(form, kernel)
     d = parts.shape[1]

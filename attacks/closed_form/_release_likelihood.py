@@ -45,7 +45,7 @@ _EXACT = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseLikelihood:
-    """The likelihood of one release as a function of a row (d + 1,) float64, its target last."""
+    """The likelihood of one release as a function of the missing row, d features and the target."""
 
     kind: ReleaseKind
     columns: int
@@ -61,7 +61,10 @@ class ReleaseLikelihood:
     """(d, d): the covariance of what is added to the coefficients; None if nothing is."""
 
     def log_likelihood(self, rows: Tensor) -> Tensor:
-        """Evaluates (k, d + 1) candidates for v, up to a constant: (k,). A zero row is no row."""
+        """Computes the log-likelihood (k,) of each candidate in `rows` (k, d + 1).
+
+        It is up to a constant. A row of zeros stands for no row at all.
+        """
         sketch = self.kind == "sketch"
         rows = self.scale * rows if sketch else rows
         factor = torch.linalg.cholesky(self.gram + rows[:, :, None] * rows[:, None, :])
@@ -103,10 +106,10 @@ class ReleaseLikelihood:
 
 
 def release_likelihood(observation: Observation, knowledge: Knowledge) -> ReleaseLikelihood:
-    """Builds the likelihood of the observed release for someone who knows all rows but one.
+    """Builds the likelihood of the observed release for an attacker who knows all rows but one.
 
     Raises:
-        AttackFailed: the others' rows are not known.
+        AttackFailed: `knowledge` does not grant the others' rows.
     """
     spec = observation.release
     if not knowledge.other_rows:

@@ -59,6 +59,9 @@ class MembershipInference(DirectAttack):
         """Returns as the row's score the log-likelihood ratio of releases with it and without.
 
         The loss is the lesser of the two negative log-likelihoods.
+
+        Raises:
+            AttackFailed: no candidate or no other rows are given, or the release cannot be read.
         """
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")

@@ -77,19 +77,19 @@ class Prior:
     """Values that the target can have if it is one of two classes; else empty."""
 
     def log_density(self, rows: Tensor) -> Tensor:
-        """Evaluates (k, d + 1) rows, up to a constant: (k,)."""
+        """Computes the log density (k,) of `rows` (k, d + 1), up to a constant."""
         deviation = rows - self.mean
         return -((deviation @ self.precision) * deviation).sum(1) / 2
 
     def scale_rows(self, rows: Tensor) -> Tensor:
-        """Scales rows (n, d + 1) as clients do: longer ones down to the bound."""
+        """Scales down, as clients do, those of the rows (n, d + 1) that exceed the norm's bound."""
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         scaled: Tensor = rows * (self.row_norm / norm.clamp_min(1e-300)).clamp(max=1)
         return scaled
 
 
 def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:
-    """Builds the target's prior: from the other rows if `learned`, else from what is public."""
+    """Builds the missing row's prior, from the other rows if `learned`, else from public facts."""
     size = len(spec.names)
     low, high = -torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
     rows = torch.zeros(0, size, dtype=torch.float64)
@@ -129,27 +129,27 @@ class RowPosterior:
     prior: Prior
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Computes the negative log density of (k, d + 1) rows, up to a constant: (k,)."""
+        """Computes the negative log density (k,) of `rows` (k, d + 1), up to a constant."""
         return -self.likelihood.log_likelihood(
             self.prior.scale_rows(rows)
         ) - self.prior.log_density(rows)
 
     def scale_rows(self, rows: Tensor) -> Tensor:
-        """Scales rows (n, d + 1) as clients do: longer ones down to the bound."""
+        """Scales down, as clients do, those of the rows (n, d + 1) that exceed the norm's bound."""
         return self.prior.scale_rows(rows)
 
     @property
     def free(self) -> Tensor:
-        """(d + 1,) bool: the entries that can be anything in their range; a class cannot."""
+        """Boolean mask (d + 1,) of the entries that vary over a range; that of a class is False."""
         free = self.prior.low < self.prior.high
         free[-1] &= not self.prior.targets
         return free
 
     def width(self, row: Tensor, places: Tensor) -> Tensor:
-        """Computes a basis (k, k) of the entries `places`, scaled to the posterior's width.
+        """Computes directions (k, k) of the k entries `places`, scaled to the posterior's width.
 
-        Along each of its vectors the density falls alike around `row` (d + 1,). A release may tell
-        some directions a million times as well as others.
+        Directions are columns. The density around `row` (d + 1,) falls equally fast along each.
+        Their lengths may differ by a factor of a million.
         """
         with torch.enable_grad():
             entries = row[places].clone().requires_grad_()
@@ -164,9 +164,16 @@ class RowPosterior:
         return width
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
-        """Estimates the mean (d + 1,) of the scaled row, from `samples` draws of each part.
+        """Estimates the posterior mean (d + 1,) of the row, scaled as clients scale rows.
 
-        `maxima` are (d + 1,) rows, the likeliest first: the answer if no draw is within the ranges.
+        Args:
+            maxima: rows (d + 1,) of high density, the likeliest first.
+            samples: number of draws from the prior, and of draws around the first maximum; of each
+                class, if there are classes.
+            rng: source of the draws.
+
+        Returns:
+            The mean; the first of `maxima`, scaled, if no draw is within the ranges.
         """
         places = self.free.nonzero().flatten()
         parts: list[_Part] = []
@@ -214,14 +221,17 @@ class _Part:
     """Class of all draws; None for a target that is a quantity."""
 
     def draw(self, places: Tensor, samples: int, rng: torch.Generator) -> Tensor:
-        """Draws (samples, d + 1) rows."""
+        """Draws rows (samples, d + 1), in which only the k entries `places` vary."""
         steps = torch.randn(samples, len(places), generator=rng, dtype=torch.float64)
         rows = self.center.repeat(samples, 1)
         rows[:, places] += steps @ self.spread.T
         return rows
 
     def log_density(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Evaluates (n, d + 1) rows, up to a constant that all parts share; -inf elsewhere."""
+        """Computes the log density (n,) of `rows` (n, d + 1) in their entries `places`.
+
+        It is up to a constant that all parts share, and -inf for rows of another class.
+        """
         deviation = (rows - self.center)[:, places]
         steps = torch.linalg.solve(self.spread, deviation.T)
         density: Tensor = -steps.square().sum(0) / 2 - torch.linalg.slogdet(self.spread).logabsdet
@@ -271,7 +281,7 @@ class RowReconstruction(Attack[RowSearch]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> RowSearch:
-        """Chooses the likeliest of the closed-form estimates as starts."""
+        """Computes estimates in closed form, and chooses the likeliest of them as starts."""
         if observation.payload in KERNELS:
             return self._match(observation, knowledge, rng)
         known = release_likelihood(observation, knowledge)
@@ -304,9 +314,9 @@ class RowReconstruction(Attack[RowSearch]):
         return state.iteration >= len(state.starts)
 
     def postprocess(self, state: RowSearch) -> Reconstruction:
-        """Returns the missing row, scaled to the bound.
+        """Returns the estimated row, scaled to the norm's bound.
 
-        The loss is the least negative log posterior density.
+        The loss is the least negative log density of the posterior that any search found.
         """
         posterior, maxima = state.posterior, [row for _, row in state.candidates]
         row = posterior.scale_rows(maxima[0][None])
