@@ -124,6 +124,11 @@ class _TappedRun:
 
     @classmethod
     def read(cls, tapped: Path, homes: Sequence[str | Path], asked: AssessSettings) -> _TappedRun:
+        """Reads the run that `asked` names below `tapped`, and what witnesses wrote to `homes`.
+
+        Raises:
+            FedsimError: a file is missing or damaged, or nothing that is asked for was witnessed.
+        """
         source = run_folder(tapped, asked.run)
         exchanges = read_exchanges(source)
         said: dict[str, Testimony] = {}

@@ -79,12 +79,14 @@ def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
 def command_of(
     source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
 ) -> str:
-    """Returns the command that repeats the assessment.
+    """Returns the shell command that repeats the assessment.
 
-    `source` is the recorded run's folder, `homes` those of the witnesses, `asked` the settings.
-
-    A model that was handed over as an object is written as its class: whoever runs the command may
-    have to name what builds it.
+    Args:
+        source: Folder of the recorded run.
+        model: Model, or text that says where it is. Of an object the command names the class,
+            which whoever runs the command may have to replace by what builds it.
+        homes: Folders of the witnesses.
+        asked: Settings of the assessment.
     """
     named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__name__}"
     words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
@@ -120,8 +122,8 @@ def _join_values(values: Sequence[float]) -> str:
 
 
 def slug(name: str) -> str:
-    """Returns `name` as files can be called: at most 64 letters, digits and `_+-` of it.
+    """Returns `name` in a form that a file can have, or `app` if nothing of it is left.
 
-    It is `app` if none are left.
+    Characters other than letters, digits and `_+-` become hyphens, and 64 characters are kept.
     """
     return re.sub(r"[^A-Za-z0-9_+-]+", "-", name).strip("-.+_")[:64] or "app"

@@ -27,7 +27,7 @@ _UNDEFENDED, _DEFENDED = "none", "declared"
 class AppTraining:
     """Local training and defenses of the app's clients, declared or witnessed.
 
-    It gathers notes for the report.
+    `notes` gathers lines for the report.
     """
 
     def __init__(
@@ -50,7 +50,11 @@ class AppTraining:
         self.notes = notes
 
     def training(self, each: Picked) -> LocalTraining:
-        """Returns the local training of one attacked client, as attacks are told it."""
+        """Returns the local training of one attacked client, as attacks are told it.
+
+        Raises:
+            FedsimError: the training is neither declared nor witnessed, or does not fit the images.
+        """
         said = each.testimony.said
         if self._answer == "gradient":
             return gradient_of(said.images, self._mode)
@@ -165,7 +169,7 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns name, announcement and effect of the defenses that clients declare."""
+        """Returns the defenses that clients declare: (stack's name, announced members, effect)."""
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)

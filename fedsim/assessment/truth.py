@@ -40,12 +40,12 @@ def pick(
 
     Args:
         exchanges: All recorded exchanges.
-        said: Testimonies by message id.
+        said: Message id -> what a witness saw of that exchange.
         rounds: Rounds to attack, or "last" for the last one with truth.
         clients: Most clients to attack in each round, by ascending number.
 
     Raises:
-        FedsimError: there is none, or a witness did not keep all images of one.
+        FedsimError: no such exchange has truth, or a witness left out images of a chosen one.
     """
     known = [each for each in exchanges if each.message_id in said]
     if not known:
@@ -95,10 +95,11 @@ class Examples:
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
         """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) that a witness saw.
 
-        `testimony` is the witness's of one exchange.
+        `testimony` is what the witness wrote of one exchange.
 
         Raises:
-            FedsimError: a pixel or a label is outside of what there is.
+            FedsimError: a pixel is outside [0, 1], a label is none of the model's classes, or the
+                normalization has another number of channels.
         """
         images, labels = testimony.images()
         outside = labels[(labels < 0) | (labels >= self.classes)]
@@ -137,15 +138,17 @@ def guesser_of(
 ) -> tuple[scoring.Guesser, bool]:
     """Learns the zero-information guess from what other clients trained on.
 
-    Returns it, and whether there were others. Where nobody else was witnessed it is learned from
-    the victims' own images: better than any outsider's guess, so that gains over it are
-    understated.
+    Where no other client was witnessed, the guess is learned from the victims' own images. That is
+    better than any outsider's guess, so that gains over it are understated.
 
     Args:
-        said: What witnesses saw, by the recorded exchange.
+        said: Message id -> what a witness saw of that exchange.
         picked: Exchanges that are attacked.
         examples: Reader of a witness's images and labels.
         notes: Lines for the report, to which a caution is added.
+
+    Returns:
+        The guesser, and whether other clients were witnessed.
     """
     victims = {each.exchange.node_id for each in picked}
     # One testimony per client, so that its images do not count once for each round.

@@ -24,7 +24,7 @@ def built_model(named: str) -> nn.Module:
     is found as Python finds it from the current folder.
 
     Raises:
-        FedsimError: it cannot be imported or built, or is no model.
+        FedsimError: `named` cannot be imported or built, or builds no model.
     """
     match = _CALL.fullmatch(named.strip())
     if not match:
@@ -65,11 +65,11 @@ def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
     """Returns the number of outputs of the model, by a trial on two black images.
 
     Args:
-        model: Model in any mode, in which it is left.
-        shape: (C, H, W) of its images.
+        model: Model in any mode, which the trial leaves unchanged.
+        shape: (C, H, W) of the model's images.
 
     Raises:
-        FedsimError: it does not take such images.
+        FedsimError: the model does not take such images.
     """
     was_training = model.training
     try:

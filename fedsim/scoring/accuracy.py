@@ -35,11 +35,11 @@ class Accuracy:
 
     @property
     def skill(self) -> float:
-        """Share of the test set that is right beyond chance."""
+        """`share` less `chance`: how much of the test set is right beyond chance."""
         return self.share - self.chance
 
     def overlaps(self, other: Accuracy) -> bool:
-        """Whether test sets of this size cannot tell this accuracy and the `other` one apart."""
+        """Returns whether the intervals of this accuracy and the `other` one overlap."""
         return self.low <= other.high and other.low <= self.high
 
     def __str__(self) -> str:
@@ -53,13 +53,13 @@ class Accuracy:
 
 @cache  # of all attacks on one defense it is the same
 def accuracy(share: float, examples: int, chance: float, *, confidence: float = 0.95) -> Accuracy:
-    """Returns `share` of `examples` (at least one) with Wilson's interval (JASA 22, 1927).
+    """Returns an accuracy with Wilson's interval (JASA 22, 1927).
 
     Args:
-        share: Share that was classified correctly. For several runs on one test set it is the
-            mean, and the set counts once.
+        share: Share of the test set, in [0, 1], that was classified correctly. Several runs on one
+            test set give their mean, and the set counts once.
         examples: Size of the test set, at least one.
-        chance: Share of its most frequent class.
+        chance: Share of the test set's most frequent class.
         confidence: Confidence of the interval.
     """
     from scipy.stats import binomtest

@@ -54,7 +54,8 @@ def certificate(
     Args:
         found: The attack's answer.
         truth: Truth of the same batch; None if nobody has it.
-        assignments: Part -> index of the answer that was scored against each truth.
+        assignments: Part -> index of the answer that was scored against each truth, as in
+            `Scores.assignments`.
 
     Raises:
         ScoringError: a mask is not one truth value for each image of the answer.
@@ -88,10 +89,11 @@ def certificate(
 
 
 def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
-    """Counts certified images that match no true image, each of which serves once.
+    """Returns the number of certified images that match no true image.
 
-    A match needs features of a cosine of at least `COSINE` and nearly the same length, and the same
-    label, as far as the answer has these. None if nothing is certified, or nothing can be compared.
+    Each true image matches one answer at most. Matching features have a cosine of at least `COSINE`
+    and nearly the same length; matching labels are equal. Parts that the answer lacks do not count.
+    The result is None if the attack certifies nothing, or nothing can be compared.
     """
     if found.certified is None or (found.features is None and found.labels is None):
         return None

@@ -57,9 +57,9 @@ class Guess:
     """Public images for each image of the guess; with granted labels, of the label with fewest."""
 
     def answer(self, *, labels_alone: bool = False) -> Reconstruction:
-        """Returns the guess as an attack would hand it in; it has no objective.
+        """Returns the guess as an attack's answer, whose loss is NaN.
 
-        With `labels_alone` it has no images.
+        `labels_alone` leaves the images out.
         """
         return Reconstruction(
             images=None if labels_alone else self.images,
@@ -106,17 +106,20 @@ class Guesser:
         return hash(self._content)
 
     def public(self, max_images: int = _POOL) -> Tensor:
-        """Returns at most `max_images` public images, evenly chosen: (P, C, H, W), uint8."""
+        """Returns at most `max_images` public images, evenly chosen, as (P, C, H, W) uint8."""
         # Rounded up, so that no more than `max_images` come out.
         step = -(-len(self._images) // max_images)
         return self._images[::step]
 
     def public_labels(self, max_images: int = _POOL) -> Tensor:
-        """Returns the labels of `public` images, (P,) int64."""
+        """Returns the labels, (P,) int64, of the images that `public(max_images)` returns."""
         return self._labels[:: -(-len(self._images) // max_images)]
 
     def count_copies(self, images: Tensor) -> int:
-        """Counts the `images` (N, C, H, W), pixels, of which a public one is a near copy."""
+        """Returns how many of the `images` have a near copy among the public ones.
+
+        `images` are (N, C, H, W) pixels in [0, 1]; see `near_copies`.
+        """
         return near_copies(images, self.public())
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
@@ -191,7 +194,7 @@ class RowGuesser:
         return self._rows[:: -(-len(self._rows) // max_rows)]
 
     def count_copies(self, rows: Tensor) -> int:
-        """Counts the `rows` (N, D) that are among the public ones."""
+        """Returns how many of the `rows` (N, D) are among the public ones."""
         return int((torch.cdist(rows.double(), self._rows.double()) < _SAME_ROW).any(1).sum())
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
@@ -236,7 +239,9 @@ def _likeliest(labels: Tensor, count: int) -> Tensor:
 
 
 def mean_image(images: Tensor) -> Tensor:
-    """Returns the mean of (N, C, H, W) images, uint8 or pixels: float32 pixels in [0, 1].
+    """Returns the mean image, (C, H, W) float32 pixels in [0, 1].
+
+    `images` are (N, C, H, W), of uint8 levels or of pixels in [0, 1].
 
     Raises:
         ScoringError: there is no image.
@@ -252,11 +257,11 @@ def mean_image(images: Tensor) -> Tensor:
 
 
 def near_copies(images: Tensor, public: Tensor) -> int:
-    """Counts the `images` (N, C, H, W) of which `public` (P, C, H, W) has a near copy.
+    """Returns how many of the `images` (N, C, H, W) have a near copy in `public` (P, C, H, W).
 
-    Two images are compared by the angle between them, averaged to 16x16 pixels or fewer and without
-    their means, so that brightness and contrast do not matter. Copies that are cropped, moved or
-    mirrored are not noticed. An image of one level has no copy: it tells nothing.
+    Images are averaged to 16x16 pixels or fewer, their means are removed, and they are compared by
+    their angle. So brightness and contrast do not matter. Copies that are cropped, moved or
+    mirrored are not noticed. An image of one level has no copy, since it tells nothing.
     """
     known = _outlines(public)
     parts = torch.split(images, CHUNK)
@@ -272,11 +277,11 @@ def _outlines(images: Tensor) -> Tensor:
 
 
 def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str | None:
-    """Returns why a guess from `public` images (see `Guess`) is poor; None if it is not.
+    """Returns why a guess is poor, in words; None if it is good.
 
-    `public_per_image` is their number over that of the images to guess.
-
-    `copies` is the number of attacked images that have near copies among them.
+    `public` is the number of public images that the guess was learned from, and `public_per_image`
+    is that number for each guessed image. `copies` is the number of attacked images that have near
+    copies among the public ones.
     """
     if copies:
         return (

@@ -62,14 +62,17 @@ class Pool:
         self._granted, self._name = granted, name
 
     def families(self, count: int) -> list[str]:
-        """Names the guesses that can be made of `count` images, the plainest first."""
+        """Returns names of the guesses that can be made for `count` images, the plainest first."""
         plain, learned = ["mean_image", "mean_by_brightness"], "learned_means"
         if self._granted is not None:
             plain, learned = [*plain, "class_means"], "learned_class_means"
         return [*plain, learned] if count <= _MAX_LEARNED else plain
 
     def guess(self, family: str, count: int) -> Tensor:
-        """Returns the guess of that `family` for a batch of `count`: (N, D) levels, float64."""
+        """Returns the guess for a batch of `count` images, as (count, C * H * W) float64 levels.
+
+        `family` is a name that `families` returns.
+        """
         if family == "mean_image":
             return _means(self._images, 1).expand(count, -1)
         if family == "mean_by_brightness":
@@ -83,7 +86,10 @@ class Pool:
         return self._learn(start) if "learned" in family else start
 
     def psnr(self, levels: Tensor) -> float:
-        """Returns the mean PSNR of the guess `levels` on batches of this pool, dB."""
+        """Returns the mean PSNR, dB, of a guess on batches that are drawn from this pool.
+
+        `levels` is the guess, as `guess` returns it.
+        """
         drawn = self._draw(len(levels), rng.generator(0, "guess", self._name, "tried"))
         errors, _ = self._match(levels, drawn, self._images[drawn].double())
         scale = 255.0**2 * levels.shape[1]

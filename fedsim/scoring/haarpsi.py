@@ -31,10 +31,10 @@ def haarpsi(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
 
     Args:
         reconstruction: (N, C, H, W), C = 1 or 3, pixels in [0, 1].
-        truth: the same shape.
+        truth: Pixels of the same shape.
 
     Returns:
-        (N,) float64 in [0, 1], or why there is none.
+        (N,) float64 in [0, 1], or the reason why there is no value.
     """
     channels, height, width = truth.shape[1:]
     if channels not in (1, 3):

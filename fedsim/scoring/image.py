@@ -23,7 +23,7 @@ def check_pixels(images: Tensor, what: str) -> None:
     """Refuses tensors that are not a batch of pixels; `what` names them in the message.
 
     Raises:
-        ScoringError: not (N, C, H, W), not floating-point, not finite, or outside [0, 1].
+        ScoringError: the tensor is not (N, C, H, W), floating-point, finite and within [0, 1].
     """
     if images.ndim != 4 or images.numel() == 0:
         raise ScoringError(
@@ -54,7 +54,7 @@ def rmse(reconstruction: Tensor, truth: Tensor) -> Tensor:
 def psnr(reconstruction: Tensor, truth: Tensor) -> Tensor:
     """Returns the peak signal-to-noise ratio of each image (N, C, H, W): (N,) dB.
 
-    It is at most `PSNR_CAP`.
+    Values are at most `PSNR_CAP`.
     """
     # 10 log10(range² / MSE) with a range of 1.
     return -10 * mse(reconstruction, truth).clamp(min=10 ** (-PSNR_CAP / 10)).log10()

@@ -60,7 +60,10 @@ class LpipsMetric:
         return torch.cat(values).double()
 
     def describe(self, height: int, width: int) -> str:
-        """Words backbone, weights and image size; LPIPS values compare only if these agree."""
+        """Returns a text of backbone, weights and image size in pixels.
+
+        LPIPS values can be compared only where these agree.
+        """
         published = self.weights_sha256.startswith(_digest_in_name(self.backbone))
         origin = "torchvision's ImageNet weights" if published else "weights from a file"
         sizes = f"{height}x{width}"
@@ -78,7 +81,8 @@ def load_lpips(
     """Loads LPIPS on `backbone`, from `weights_path` or else from torchvision's cache.
 
     `weights_path` is a state dict of torchvision's AlexNet, VGG-16 or SqueezeNet 1.1, as
-    `.safetensors` or as the `.pth` file that torchvision publishes (read as plain tensors).
+    `.safetensors` or as the `.pth` file that torchvision publishes (read as plain tensors). The
+    reason is returned where the file or the `lpips` package is missing, or the weights do not fit.
     """
     cached = Path(torch.hub.get_dir()) / "checkpoints" / _PUBLISHED[backbone]
     path = Path(weights_path) if weights_path else cached
@@ -113,7 +117,10 @@ def load_lpips(
 def perceptual_distance(
     claimed: Tensor, truth: Tensor, lpips: LpipsMetric | Unavailable | None
 ) -> Tensor | Unavailable:
-    """Returns LPIPS (N,) of `claimed` and true pixels (N, C, H, W), unless `lpips` is None."""
+    """Returns LPIPS, (N,) float64, of `claimed` and true pixels (N, C, H, W).
+
+    The reason is returned where `lpips` is None or unavailable, or channels are not 1 or 3.
+    """
     if lpips is None:
         return Unavailable("LPIPS was not asked for")
     if isinstance(lpips, Unavailable):

@@ -58,12 +58,15 @@ class Scores:
 
 
 def no_metrics() -> dict[str, float | None]:
-    """Returns the metrics of a row that was not scored."""
+    """Returns every metric's name with None, as a row that was not scored holds them."""
     return dict.fromkeys((*METRICS, OWN_LOSS))
 
 
 def prepare(resources: Resources) -> Aids:
-    """Returns what each target needs for its scores, of `resources`; made once in a process."""
+    """Returns what each target prepares for its scores from `resources`: part of a target -> aid.
+
+    Preparing takes long, and is done once in a process.
+    """
     return {part: target.prepare(resources) for part, target in targets().items()}
 
 
@@ -74,8 +77,9 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
     nor labels. `aids` are made by `prepare`; without them no missing image is filled in.
 
     Raises:
-        ScoringError: a part is not what `Reconstruction` promises (pixels outside [0, 1], values
-            that are not finite, other shapes), there are none at all, or a metric is not finite.
+        ScoringError: a part of the answer is not what `Reconstruction` promises (pixels outside
+            [0, 1], values that are not finite, other shapes), the answer has no part, or a metric
+            is not finite.
     """
     answered = {
         part: (target, answer)
@@ -123,12 +127,12 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
 
 
 def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
-    """Scores the answer of somebody who is granted what the attack is, and saw no update.
+    """Scores the guess: the answer of somebody with the attack's grants who saw no update.
 
-    `aids` has what `prepare` returned.
+    `aids` is what `prepare` returned.
 
     Returns:
-        The `baseline` of a row: the guess's name, what it was learned from, and its metrics.
+        The `baseline` of a row: the guess's name, what the guess was learned from, its metrics.
     """
     guesses = [target.guess(request, aids) for target in targets().values()]
     made = [guess for guess in guesses if guess is not None]
@@ -142,9 +146,10 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
 
 
 def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChances]:
-    """Returns how likely a guess reaches each level of a metric, of the metrics that have a prior.
+    """Returns the chance that a guess reaches each level of a metric, by the metric's name.
 
-    Without noise nothing is random, and no limit is asked for.
+    Metrics without a prior are missing. The result is empty for an update without noise: nothing
+    is random there, and no limit is asked for.
     """
     seen = request.observation
     if seen is None or not seen.effect.noise:
@@ -161,7 +166,11 @@ def tensors_to_save(
 ) -> dict[str, Tensor]:
     """Returns the truth and, in the order of the truth, exactly what was scored against it.
 
-    `found` is the attack's answer, and `aids` has what `prepare` returned.
+    Args:
+        found: The attack's answer.
+        truth: Truth of the same observation.
+        scores: Scores of `found` against `truth`.
+        aids: What `prepare` returned.
     """
     tensors: dict[str, Tensor] = {}
     for target in targets().values():
@@ -170,7 +179,7 @@ def tensors_to_save(
 
 
 def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
-    """Returns the answer and the truth of a file of `tensors_to_save`."""
+    """Returns the answer and the truth from the tensors that `tensors_to_save` returned."""
     answers: dict[str, Tensor] = {}
     true: dict[str, Tensor] = {}
     for part, target in targets().items():
@@ -185,9 +194,10 @@ def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
     """Scores an attack's answer to another update against the truth of this one: the control.
 
     Args:
-        own: Tensors saved of this update.
-        other: Tensors saved of the other update.
-        pairs: For rows asked for singly, index of the other update's row in each one's place.
+        own: Saved tensors (`tensors_to_save`) of this update.
+        other: Saved tensors of the other update.
+        pairs: Index of the other update's row that stands in each row's place. Only targets whose
+            rows are asked for one at a time read it.
     """
     (_, truth), (made, _) = read_saved(own), read_saved(other)
     answers = {

@@ -77,10 +77,11 @@ class Share:
 
 
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Returns Student's confidence interval of the mean (Biometrika 6, 1908): mean ± t s / sqrt(n).
+    """Returns (low, high) of Student's confidence interval of the mean (Biometrika 6, 1908).
 
-    It holds for any number of independent values of a normal distribution. For two it is so wide
-    (t = 12.7 at 95%) that `summarize` states none.
+    The interval is mean ± t s / sqrt(n), for n values of standard deviation s and Student's
+    quantile t. It holds for independent values of a normal distribution. For two values it is so
+    wide (t = 12.7 at 95%) that `summarize` states none.
 
     Raises:
         ValueError: fewer than two values, one that is not finite, or a confidence outside (0, 1).
@@ -109,9 +110,9 @@ def _quantile(freedom: int, confidence: float) -> float:
 
 @cache
 def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
-    """Returns `count` of `n` >= 1 trials with the interval of Clopper and Pearson (1934).
+    """Returns the share of `count` in `n` trials, with the interval of Clopper and Pearson (1934).
 
-    The interval holds at this `confidence`.
+    `n` is at least 1, and the interval holds at this `confidence`.
     """
     from scipy.stats import binomtest
 
@@ -125,8 +126,9 @@ def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
 def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
     """Returns the p-value of a difference of two series (R. A. Fisher's exact test, 1935).
 
-    The first has `more` successes and `others` failures, the second `fewer` and `rest`. The p-value
-    is the probability that the first has at least so many if both have the same chance.
+    The first series has `more` successes and `others` failures. The second has `fewer` successes
+    and `rest` failures. The p-value is the probability that the first has at least `more` successes
+    if both series have the same chance.
     """
     from scipy.stats import fisher_exact
 

@@ -39,7 +39,7 @@ def check_features(features: Tensor, what: str) -> None:
     """Refuses tensors that are not a batch of features; `what` names them in the message.
 
     Raises:
-        ScoringError: not (N, d), or not finite.
+        ScoringError: the tensor is not (N, d), is empty, or is not finite.
     """
     if features.ndim != 2 or features.numel() == 0:
         raise ScoringError(
@@ -52,15 +52,15 @@ def check_features(features: Tensor, what: str) -> None:
 def feature_cosine(reconstruction: Tensor, truth: Tensor) -> Tensor:
     """Returns the cosine of each pair of features (N, d): (N,) in [-1, 1].
 
-    It is 0 where either is zero.
+    The cosine is 0 where either of a pair is zero.
     """
     return F.cosine_similarity(reconstruction.double(), truth.double(), dim=1, eps=1e-30)
 
 
 def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns ||r - t|| / ||t|| of each pair of features (N, d): (N,).
+    """Returns ||r - t|| / ||t|| of each reconstructed r and true t (N, d): (N,).
 
-    0 is exact, and 1 is a guess of zero.
+    0 is exact, and 1 is a guess of zero. The reason is returned where a true feature is zero.
     """
     norm = torch.linalg.vector_norm(truth.double(), dim=1)
     if not bool(norm.all()):
@@ -71,13 +71,14 @@ def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable
 
 
 def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns how much of each true feature lies outside the reconstructed span.
+    """Returns the part of each true feature outside the reconstructed span: (N,) in [0, 1].
 
-    It is (N,) in [0, 1].
+    Each true feature (N, d) is scaled to unit length and projected onto the orthogonal complement
+    of the span of the first N reconstructed features. The part is the projection's norm. Order,
+    sign and scale of the reconstruction do not matter. A guess of zero has 1. The reason is
+    returned where a true feature is zero.
 
-    It is the norm of the unit feature's projection onto the orthogonal complement of the span of at
-    most N reconstructed features, which have no order, sign or scale here. A guess of zero has 1.
-    Source: Liu et al., Data Reconstruction Attacks and Defenses, section 4.1, who report its mean.
+    Source: Liu et al., Data Reconstruction Attacks and Defenses, section 4.1, who report the mean.
     """
     truth = truth.double()
     norm = torch.linalg.vector_norm(truth, dim=1, keepdim=True)
@@ -101,10 +102,13 @@ def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailabl
 def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns the angles in degrees between reconstructed and true feature spans, (N,).
 
-    They ascend from 0 (a direction of both) to 90. A direction that the at most N reconstructed
-    features lack counts as 90. Unlike in `subspace_error`, directions that true features share
-    weigh no more than those in which they differ. Source: Björck and Golub, Numerical Methods for
-    Computing Angles Between Linear Subspaces, 1973, as scipy.linalg.subspace_angles has them.
+    Both are (N, d); of more reconstructed features the first N count. Angles ascend from 0 (a
+    direction of both) to 90 (a direction that the reconstruction lacks). Unlike in
+    `subspace_error`, directions that true features share weigh no more than others. The reason is
+    returned where the true features are linearly dependent.
+
+    Source: Björck and Golub, Numerical Methods for Computing Angles Between Linear Subspaces, 1973,
+    as scipy.linalg.subspace_angles has them.
     """
     from scipy.linalg import subspace_angles
 
@@ -195,7 +199,7 @@ class Features(Target):
         """Refuses answers that are no features, or have another width than the true ones.
 
         Raises:
-            ScoringError: the answer is one of these.
+            ScoringError: the answer is refused, or the truth is no batch of features.
         """
         check_features(answer, "reconstruction")
         true = self.truth_of(truth)
@@ -222,7 +226,11 @@ class Features(Target):
         return TargetScores(values=self.compute_metrics(pair), assignment=assignment)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns features guessed from those of public images, where an attack may have some."""
+        """Returns the scored guess of features, from those of public images.
+
+        The result is None without public images or true features, beside an attack that answers no
+        features, or where the model cannot compute them.
+        """
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
         # Beside an attack that answers no features none are guessed; beside a failed one they are.
         silent = request.found is not None and request.found.features is None
@@ -232,7 +240,11 @@ class Features(Target):
         return None if public is None else TargetGuess(metrics=self.guessed_from(public, true))
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns how likely one of B guesses has each cosine with features of a public image."""
+        """Returns the chance that one of an answer's guesses has each cosine with a truth.
+
+        The true features are taken as those of a public image, drawn at random. The key is
+        `feature_cosine`; the result is empty where nothing is guessed.
+        """
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
         silent = request.found is None or request.found.features is None
         if (
@@ -260,9 +272,9 @@ class Features(Target):
     def guessed_from(self, public: Tensor, truth: Tensor) -> dict[str, float]:
         """Returns the metrics of guessing the features `truth` (N, d) from `public` ones (P, d).
 
-        The guess of the span is the N directions that public features of unit length share most:
-        they leave least of those features outside, in mean square. The guess of each feature is the
-        public mean. A metric without a value for this truth is left out.
+        The guess of the span is the N directions that leave least of the public unit features
+        outside, in mean square. The guess of each feature is the public mean. A metric without a
+        value for this truth is left out.
         """
         truth = truth.detach().cpu()
         units = F.normalize(public.double(), dim=1)

@@ -174,7 +174,7 @@ class Images(Target):
         """Refuses answers that are no pixels, or have another shape than the true images.
 
         Raises:
-            ScoringError: the answer is one of these.
+            ScoringError: the answer is refused, or the truth is of rows of a table.
         """
         true = self.truth_of(truth)
         if true is None:
@@ -207,7 +207,11 @@ class Images(Target):
         return TargetScores(values=values, assignment=assignment, missing=missing, notes=notes)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the guess of a batch; None beside an attack that answers labels alone."""
+        """Returns the scored guess of a batch of images.
+
+        The result is None without public images, for a batch of a table's rows, and beside an
+        attack that answers labels alone.
+        """
         guess = guessed_batch(request, aids)
         unseen = self.truth_of(request.truth) is None
         if guess is None or unseen or answers_labels_alone(request.found):
@@ -222,7 +226,11 @@ class Images(Target):
         )
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns how likely one of B guessed images reaches each PSNR, of a public image."""
+        """Returns the chance that one of an answer's guessed images reaches each PSNR.
+
+        The true image is taken as a public one, drawn at random. The key is `psnr`; the result is
+        empty without public images.
+        """
         guesser, true = aid_of(aids).guesser, self.truth_of(request.truth)
         if not isinstance(guesser, Guesser) or true is None:
             return {}
@@ -230,7 +238,7 @@ class Images(Target):
         return {PSNR.name: replace(found, answers=count_answers(request, self, len(true)))}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns the mean public image."""
+        """Returns the mean public image, which stands in for a missing answer."""
         fill = aid_of(aids).fill
         assert fill is not None  # only a run, which has public images, saves answers
         return fill
@@ -247,18 +255,21 @@ class RankedImages(Images):
     exposes: ClassVar[float | None] = None
 
     def answer_of(self, found: Reconstruction) -> Tensor | None:
-        """Returns the images."""
+        """Returns the images of the answer; None if it has none."""
         return found.images
 
 
 def aid_of(aids: Aids) -> ImageAid:
-    """Returns what was prepared for scores of images."""
+    """Returns the aid for scores of images from `aids`; an empty one if there is none."""
     aid = aids.get(Images.part)
     return aid if isinstance(aid, ImageAid) else ImageAid()
 
 
 def count_answers(request: GuessRequest, target: Target, batch: int) -> int:
-    """Returns among how many answers one can be matched to a truth: those of a batch, or more."""
+    """Returns the number of answers among which each truth finds its match.
+
+    That is the number of the attack's answers for `target`, and at least `batch`.
+    """
     answer = target.answer_of(request.found) if request.found else None
     return max(batch, 0 if answer is None else len(answer))
 
@@ -282,7 +293,11 @@ def answers_labels_alone(found: Reconstruction | None) -> bool:
 
 
 def guessed_batch(request: GuessRequest, aids: Aids) -> Guess | None:
-    """Returns the guess of the images and labels of a batch; None without public images."""
+    """Returns the guess of a batch's images and labels.
+
+    The guess knows the true labels if the attack is granted them. The result is None without public
+    images or true labels.
+    """
     guesser, truth = aid_of(aids).guesser, request.truth.tensors()
     if guesser is None or "labels" not in truth:
         return None
@@ -292,7 +307,10 @@ def guessed_batch(request: GuessRequest, aids: Aids) -> Guess | None:
 
 
 def described_guess(guess: Guess, request: GuessRequest, aids: Aids) -> dict[str, Any]:
-    """Returns a row's fields on the images that a guess was learned from."""
+    """Returns the fields of a row's baseline on the public images that a guess was learned from.
+
+    They are `public`, `public_per_image` and `near_copies`.
+    """
     guesser, images = aid_of(aids).guesser, request.truth.tensors()["images"].cpu()
     assert guesser is not None
     return {

@@ -17,7 +17,7 @@ def check_labels(labels: Tensor, what: str) -> None:
     """Refuses tensors that are not a batch of labels; `what` names them in the message.
 
     Raises:
-        ScoringError: not (N,), or not integers.
+        ScoringError: the tensor is not (N,), or not of integers.
     """
     if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
         raise ScoringError(
@@ -29,9 +29,9 @@ def check_labels(labels: Tensor, what: str) -> None:
 def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
     """Returns the size of the labels' multiset intersection over N, in [0, 1].
 
-    The order of labels in a batch is not observable, only how often each occurs. Labels that came
-    with images count the same: poor images, matched to the wrong truths, take no label back. If
-    there are more labels than truths, the first N count.
+    N is the number of true labels. The order of labels in a batch is not observable, only how often
+    each occurs. Labels of poor images, which are matched to wrong truths, count the same. If there
+    are more labels than truths, the first N count.
     """
     claimed = reconstruction[: len(truth)].tolist()
     matches = 0
@@ -78,17 +78,21 @@ class Labels(Target):
         """Refuses answers that are no labels.
 
         Raises:
-            ScoringError: the answer is none.
+            ScoringError: the answer is not (N,), or not of integers.
         """
         check_labels(answer, "reconstruction")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Compares labels as multisets."""
+        """Compares labels as multisets.
+
+        Raises:
+            ScoringError: the true labels are no batch of labels.
+        """
         check_labels(truth.tensors()["labels"], "truth")
         return super().compare(answer, truth, aids)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the guess of a batch's labels."""
+        """Returns the scored guess of a batch's labels; None without public images."""
         guess = guessed_batch(request, aids)
         if guess is None:
             return None

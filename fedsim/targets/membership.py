@@ -17,7 +17,11 @@ FALSE_POSITIVES = 0.05
 
 
 def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
-    """Returns the probability that a member's score (N,) beats a non-member's; ties count half."""
+    """Returns the probability that a member's score is above a non-member's; ties count half.
+
+    `scores` are (N,), and `members` (N,) bool say which candidates took part. The reason is
+    returned if all took part, or none.
+    """
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
     inside, outside = scores[members].double(), scores[~members].double()
@@ -31,12 +35,12 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
 def membership_tpr(
     scores: Tensor, members: Tensor, false_positives: float = FALSE_POSITIVES
 ) -> float | Unavailable:
-    """Returns the share of members above a threshold that few non-members are above.
+    """Returns the share of members above the threshold that few non-members exceed.
 
-    It is the lowest threshold at which their share is at most `false_positives`.
-
-    The false positive rate is that expected of a non-member outside the sample that sets the
-    threshold: above the k-th highest of n scores lie k / (n + 1) of others.
+    `scores` are (N,), and `members` (N,) bool say which candidates took part. The threshold is the
+    lowest at which the rate of non-members above it is at most `false_positives`. That rate is
+    the one expected of a further non-member: k / (n + 1) for the k-th highest of n scores. The
+    reason is returned if all took part, or none, or non-members are too few.
     """
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
@@ -108,10 +112,11 @@ class Membership(Target):
         return "members"
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not a score of each candidate, which may be infinite.
+        """Refuses answers that are not a score of each candidate; scores may be infinite.
 
         Raises:
-            ScoringError: the answer has another shape, or a score is NaN.
+            ScoringError: the answer has another shape, a score is NaN, or the truth names no
+                candidates.
         """
         members = self.truth_of(truth)
         if members is None:
@@ -123,7 +128,7 @@ class Membership(Target):
             )
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scores of a coin; None where there are no candidates."""
+        """Returns the metrics of tossing a coin; None where there are no candidates."""
         if self.truth_of(request.truth) is None:
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
@@ -131,7 +136,10 @@ class Membership(Target):
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
         """Returns the other release's scores, repeated where it has fewer candidates.
 
-        `answer` has them, and `truth` is this release's.
+        Args:
+            answer: Scores of the other release's candidates.
+            pairs: Not used, since scores of other rows tell nothing about these.
+            truth: Truth of this release.
         """
         # The scores are of other rows and should tell nothing about these, which makes the control.
         return answer[torch.arange(len(truth.tensors()["members"])) % len(answer)]

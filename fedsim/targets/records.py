@@ -17,12 +17,11 @@ from fedsim.types import Reconstruction, Tensors, Truth
 
 
 def columns_recovered(pair: ScoredPair) -> Tensor:
-    """Returns the share of records whose value is right, for each column, (C,).
+    """Returns the share of records whose value is right, for each of the C columns: (C,).
 
-    `pair` has the claimed and the true records (N, D).
-
-    A quantity is right within `TOLERANCE` of its range, a category if its entry is the largest.
-    `aid` (D,) says which column each entry is of.
+    `pair` has claimed and true records (N, D); its `aid` (D,) is the number of each entry's column.
+    A quantity is right within `TOLERANCE` of its range. A category is right if its entry is the
+    largest of its column.
     """
     columns: Tensor = pair.aid
     shares = []
@@ -38,7 +37,7 @@ def columns_recovered(pair: ScoredPair) -> Tensor:
 
 
 def record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
-    """Returns the mean absolute difference of claimed and true entries (N, D), of each record."""
+    """Returns the mean absolute difference of claimed and true entries (N, D), by record: (N,)."""
     return (claimed.double() - truth.double()).abs().mean(1)
 
 
@@ -87,7 +86,7 @@ class Records(Target):
         """Refuses answers that are no records, or have entries beyond [0, 1].
 
         Raises:
-            ScoringError: the answer is one of these, or the batch is of images.
+            ScoringError: the answer is refused, or the batch is of images.
         """
         true = self.truth_of(truth)
         if true is None:
@@ -98,7 +97,10 @@ class Records(Target):
             raise ScoringError("records: entries are beyond [0, 1], or not finite")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Matches records by their mean squared error, for all metrics."""
+        """Matches records by their mean squared error, for all metrics.
+
+        A truth without an answer is not scored but missing.
+        """
         true, columns = self.truth_of(truth), truth.tensors()["columns"]
         assert true is not None
         answer, true = answer.detach().cpu(), true.detach().cpu()
@@ -112,7 +114,11 @@ class Records(Target):
         return TargetScores(values=values, assignment=assignment, missing=missing)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the mean of public rows; None beside an attack that answers no records."""
+        """Returns the scored guess, which is the mean of public rows.
+
+        The result is None without public rows, for a batch of images, and beside an attack that
+        answers no records.
+        """
         guess = guessed_batch(request, aids)
         # A failed attack is compared with the guess, too.
         answered = request.found is None or self.answer_of(request.found) is not None
@@ -127,7 +133,7 @@ class Records(Target):
         )
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns entries of NaN, which no reader takes for values."""
+        """Returns a record of NaN for a missing answer, which no reader takes for values."""
         return torch.full_like(true[0], torch.nan)
 
     def tensors_to_save(
@@ -137,12 +143,12 @@ class Records(Target):
         assignments: Mapping[str, list[int]],
         aids: Aids,
     ) -> dict[str, Tensor]:
-        """Returns the records, with the column of each entry as `columns`."""
+        """Returns the records and their truth, with the column of each entry as `columns`."""
         saved = super().tensors_to_save(found, truth, assignments, aids)
         return saved and {**saved, "columns": truth.tensors()["columns"]}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the saved records, and the tensors of their truth."""
+        """Returns the saved records (None if there are none), and the tensors of their truth."""
         if "truth_records" not in tensors:
             return None, {}
         known = {"images": tensors["truth_records"], "columns": tensors["columns"]}

@@ -38,9 +38,9 @@ _SLACK = 1e-6
 
 
 def row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns the squared distance of claimed from true rows (N, d) over the true length's.
+    """Returns |claimed - true|² / |true|² of each row (N, d): (N,).
 
-    It is (N,).
+    The reason is returned where a true row is zero.
     """
     length = truth.square().sum(1)
     if not bool(length.all()):
@@ -54,13 +54,19 @@ def row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
 
 
 def is_recovered(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns 1 where every entry of a claimed row (N, d) is within `TOLERANCE`, else 0; (N,)."""
+    """Returns 1 for each row (N, d) whose every entry is right, else 0: (N,).
+
+    An entry is right within the share `TOLERANCE` of its range [-1, 1].
+    """
     # Twice, since entries range over [-1, 1], which is 2 long.
     return ((claimed - truth).abs().amax(1) <= 2 * TOLERANCE).double()
 
 
 def right_class(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns 1 where the largest claimed class entry (N, classes) is the true one's; (N,)."""
+    """Returns 1 for each row whose largest claimed entry is the true class, else 0: (N,).
+
+    Both tensors are (N, classes).
+    """
     return (claimed.argmax(1) == truth.argmax(1)).double()
 
 
@@ -122,7 +128,7 @@ class Rows(Target):
     """Metric of the label, the largest of a row's last entries, where these are one a class."""
 
     def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns the rows that took part."""
+        """Returns the rows that took part; None where the truth is of no table."""
         tensors = truth.tensors()
         return tensors["rows"][tensors["members"]] if "rows" in tensors else None
 
@@ -130,7 +136,7 @@ class Rows(Target):
         """Refuses answers that are not a row for each that took part, or have impossible entries.
 
         Raises:
-            ScoringError: the answer is one of these, or the truth is of no table.
+            ScoringError: the answer is refused, or the truth is of no table.
         """
         true = self.truth_of(truth)
         if true is None:
@@ -147,7 +153,7 @@ class Rows(Target):
             )
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Compares the entries that are data, which the constant feature is not."""
+        """Compares the entries that are data, and class entries as a label; no constant feature."""
         true, tensors = self.truth_of(truth), truth.tensors()
         assert true is not None
         scored, classes = tensors["scored"], int(tensors["classes"])
@@ -160,7 +166,10 @@ class Rows(Target):
         return TargetScores(values=values)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns, for each row, the mean of the others; zeros if there are none."""
+        """Returns the scored guess: for each row the mean of the others, zeros if there are none.
+
+        The result is None where the truth is of no table.
+        """
         members = self.truth_of(request.truth)
         if members is None:
             return None
@@ -178,7 +187,10 @@ class Rows(Target):
         assignments: Mapping[str, list[int]],
         aids: Aids,
     ) -> dict[str, Tensor]:
-        """Returns the rows, with tensors that say who took part and which entries are scored."""
+        """Returns the rows and their truth, with the tensors `members`, `scored` and `classes`.
+
+        They say which rows took part, which entries are scored, and how many entries are classes.
+        """
         tensors = truth.tensors()
         kept: dict[str, Tensor] = {
             name: tensors[name] for name in ("members", "scored", "classes") if name in tensors
@@ -186,7 +198,10 @@ class Rows(Target):
         return {**kept, **super().tensors_to_save(found, truth, assignments, aids)}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the saved rows, and a truth that knows only the rows that took part."""
+        """Returns the saved rows (None if there are none), and the tensors of their truth.
+
+        The truth has only the rows that took part; all others are zeros.
+        """
         if "members" not in tensors:
             return None, {}
         members, scored = tensors["members"], tensors["scored"]
@@ -200,5 +215,5 @@ class Rows(Target):
         return tensors.get("rows"), known
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns the other release's answers in the order of `pairs`."""
+        """Returns row `pairs[i]` of the other release's `answer` in the place of each row i."""
         return answer[pairs]
