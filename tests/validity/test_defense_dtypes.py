@@ -67,11 +67,9 @@ def stated(name: str, update: dict[str, Tensor], found: dict[str, Tensor]) -> bo
         return same(found, update)
     if name == "quantization":
         return same({"t": found["single"]}, {"t": update["single"]})
-    if name in ("local_dp_mod", "svt_privacy"):
+    if name in ("local_dp_mod", "percentile_privacy", "svt_privacy"):
         return bool(found["single"].isfinite().all())
     bad = ~update["single"].isfinite()  # the others: it stays where it is
-    if name == "percentile_privacy":
-        bad = update["single"].isnan()  # infinite entries are cut like all large ones
     return torch.equal(~found["single"].isfinite(), bad)
 
 
