@@ -66,7 +66,7 @@ class Answer:
 def larger(found: Mapping[Direction, float]) -> Direction:
     """Returns the direction whose figure in `found` is larger.
 
-    A NaN counts as the largest, to be reported.
+    NaN counts as the largest, so that it is reported.
     """
     # A NaN compares false with everything: a plain maximum would keep or drop it by its place.
     return max(found, key=lambda way: (math.isnan(found[way]), found[way]))
@@ -84,7 +84,7 @@ class Stated(Keys):
 
     @abstractmethod
     def neighbours(self) -> str:
-        """Describes in words what two neighbours differ in."""
+        """Describes in words the difference between two neighbours."""
 
 
 class Curve(Stated):
@@ -92,14 +92,20 @@ class Curve(Stated):
 
     @abstractmethod
     def delta(self, epsilon: float) -> Answer:
-        """Computes the least δ for ε >= 0; where the two directions differ, the larger."""
+        """Computes the least δ for ε >= 0, in field `delta` of the answer.
+
+        Where the two directions differ, δ is the larger.
+        """
 
     @abstractmethod
     def epsilon(self, delta: float) -> Answer:
-        """Computes the least ε >= 0 for δ in (0, 1); ε = inf if there is none."""
+        """Computes the least ε >= 0 for δ in (0, 1), in field `epsilon`; inf if there is none."""
 
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """Computes log δ at each of `epsilons`, by direction where the two are known apart."""
+        """Computes log δ at each of `epsilons` >= 0, an array of the same shape for each direction.
+
+        The key is `both` where the directions are not known apart.
+        """
         return {"both": np.array([self.delta(float(each)).log_delta for each in epsilons])}
 
 
@@ -122,14 +128,14 @@ class ExactCurve(Curve):
 
     @abstractmethod
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """Computes log δ at each of `epsilons` >= 0, by direction."""
+        """Computes log δ at each of `epsilons` >= 0 for each direction, in their shape."""
 
     @abstractmethod
     def epsilons(self, delta: float) -> Mapping[Direction, float]:
         """Computes the least ε >= 0 for δ in (0, 1), by direction."""
 
     def details(self) -> Mapping[str, Any]:
-        """Names further fields of the answers, such as those of the noise."""
+        """Returns further fields of the answers by name, such as the noise's `sigma`."""
         return {}
 
     def delta(self, epsilon: float) -> Answer:
@@ -156,7 +162,13 @@ class Calibration(Stated):
 
     @abstractmethod
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Finds the least noise that makes the release (ε, δ)-private."""
+        """Finds the least noise that makes the release (ε, δ)-private.
+
+        The answer has the noise in a field such as `sigma`, and the ε and δ that the noise gives.
+
+        Raises:
+            FedsimError: no noise is enough, or none can be computed.
+        """
 
 
 class Experiment(Keys):
@@ -181,21 +193,22 @@ class Experiment(Keys):
         return self.claims.model_validate(self.model_dump(exclude={"sabotage"}))
 
     def claim(self, delta: float) -> float:
-        """Returns the ε that is claimed at δ; of an estimate it is the interval's upper end."""
+        """Returns the ε that is claimed at δ; for an estimate, the upper end of its interval."""
         found = self.curve().epsilon(delta)
         # An estimate is below the truth about half of the time;
         # only the interval's end may be claimed.
         return found.interval[1] if found.interval else found.epsilon
 
     def work(self) -> int:
-        """Returns about how many numbers it takes to draw one release and to score it."""
+        """Estimates how many numbers have to be computed to draw and score one release."""
         return 1
 
     @abstractmethod
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
         """Draws releases; returns (draws,) log likelihood ratios, or what increases with them.
 
-        The higher, the likelier that `present` is true.
+        `present` says which of the two neighbours is released. The higher a score, the likelier
+        that `present` is true.
         """
 
 

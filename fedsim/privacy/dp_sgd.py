@@ -67,7 +67,10 @@ class _DPSGDKeys(Stated):
         return of_steps(1.0, self._training).relation.replace("_", " ")
 
     def ledger(self, noise_multiplier: float, delta: float) -> tuple[float, str]:
-        """Returns (ε, accountant) that a run of this scenario states, or the paper's, if larger."""
+        """Returns (ε, accountant) that a run of this scenario states at δ.
+
+        Under `variant: paper` the paper's ε takes its place if that is larger.
+        """
         proven = epsilon_of_steps(
             of_steps(noise_multiplier, self._training),
             self._training,
@@ -86,7 +89,10 @@ class _DPSGDKeys(Stated):
         return max(proven, (claimed, baselines.KAN_INDEPENDENT_METHOD))
 
     def answer(self, noise: float, delta: float, epsilon: float | None = None) -> Answer:
-        """Returns what the ledger states of `noise` at δ, or the given ε, as an answer."""
+        """Returns as an answer the ε that the ledger states at δ for the multiplier `noise`.
+
+        A given `epsilon` is stated in place of the ledger's.
+        """
         stated, accountant = self.ledger(noise, delta)
         return Answer(
             epsilon=stated if epsilon is None else epsilon,
@@ -143,7 +149,7 @@ class DPSGDCalibration(_DPSGDKeys, Calibration):
         """Finds the least noise multiplier in five digits; the answer has the ε of that noise.
 
         Raises:
-            FedsimError: no noise is enough.
+            FedsimError: ε is 0, or no noise is enough.
         """
         # Searched by the ledger itself, so that a run with this
         # noise states no more than `epsilon`.

@@ -74,14 +74,14 @@ class ProbeReleases:
 class Entry:
     """The releases of one client, and the δ at which they are accounted.
 
-    With the most participations and the least data it is the worst client's.
+    An entry with the most participations and the least data is that of the worst client.
     """
 
     rounds: int
-    """Rounds in which it released once what it computed on a batch."""
+    """Rounds in which the client released the result of its batches once."""
     repeated_rounds: int = 0
-    """Rounds in which it released that `repeats` times: noise is drawn anew, batches are not, so
-    that sampling amplifies them together."""
+    """Rounds in which the client released the result of its batches `repeats` times. Noise is drawn
+    anew and batches are not, so that sampling amplifies these releases together."""
     repeats: int = 1
     num_examples: int
     """Number of examples that the client holds."""
@@ -94,26 +94,28 @@ class Entry:
     """Clients' participations in the rounds so far, for noise of the server that is correlated over
     rounds; by default one client took part in all."""
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
-    """Quantities that clients compute with and a unit's data influenced without noise, by unit.
-    A unit then moves more than its own contribution, and nothing is claimed."""
+    """By unit, quantities that clients compute with and its data influenced without noise. A unit
+    then moves more than its own contribution, and nothing is claimed."""
     probes: Collection[ProbeReleases] = ()
     unprotected: Collection[str] = ()
     """Tensors that clients release and no defense acts on."""
     drawn: bool = False
     """Whether the example is known to be in every batch, so that drawing batches hides nothing."""
     known: float = 0.0
-    """ε that another client spends anyway. A quick bound that is no larger than it is stated in
-    place of a slower and tighter one."""
+    """ε that another client spends anyway. A quick bound of at most `known` is stated in place of a
+    slower and tighter one."""
 
 
 def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
-    """Returns what `stack` guarantees to the client of `entry`.
+    """Returns the guarantee of `stack` to the client of `entry`.
+
+    Where nothing is guaranteed ε is inf, and the claim has a `reason`.
 
     `declared` is the local training before the stack's training defenses.
 
-    `unit` is `client` under `zero_out` (against a client that released noise alone) or `example`
-    under `replace_one` (against the same client with one example exchanged for any other) or
-    `add_or_remove` (with one example more or less).
+    The claim's `unit` is `client` or `example`. A client is hidden under `zero_out`: against a
+    client that released noise alone. An example is hidden under `replace_one` (the same client with
+    one example exchanged for any other) or `add_or_remove` (with one example more or less).
 
     Raises:
         FedsimError: the stack is contradictory, δ is not in (0, 1), or a sampled batch is larger
@@ -224,14 +226,14 @@ def of_steps(
     delta: float,
     known: float = 0.0,
 ) -> tuple[float, str]:
-    """Returns (ε, accountant) of so many rounds of `training` whose steps release by `mechanism`.
+    """Returns (ε, accountant) of `rounds` rounds of training whose steps release by `mechanism`.
 
     Args:
         mechanism: what one step releases.
         training: the local training after the stack's training defenses.
         rounds: rounds that the client takes part in.
         num_examples: examples that the client holds, at least a batch.
-        delta: δ that ε is stated at.
+        delta: δ in (0, 1) at which ε is stated.
         known: see `Entry`.
     """
     if mechanism.sampling not in _INDEPENDENT:
@@ -264,10 +266,10 @@ _REPEATED = (
 def worst_client_sizes(training: LocalTraining, held: Iterable[int]) -> list[int]:
     """Returns client sizes among which the largest ε is attained.
 
-    `held` has the number of examples of each client.
+    `held` has the number of examples of each client, and at least one client.
 
-    Without balls-in-bins that is the smallest size. With it, fewer bins are not proven to be worse:
-    it is the smallest size for each number of bins.
+    Without balls-in-bins the result is the smallest size. With balls-in-bins it is the smallest
+    size for each number of bins, since fewer bins are not proven to be worse.
     """
     if training.sampling != "balls_in_bins":
         return [min(held)]
@@ -298,7 +300,7 @@ class _Batches:
 
     @property
     def drawn(self) -> int:
-        """Batches over all local steps."""
+        """Number of batches over all local steps."""
         return self.batches * self.mechanism.releases
 
     @property

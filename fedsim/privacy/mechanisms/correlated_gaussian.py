@@ -94,7 +94,7 @@ class CorrelatedExperiment(_Steps, Experiment):
 
     @property
     def patterns(self) -> int:
-        """Number of patterns of participation."""
+        """Number of patterns in which the example can take part in the steps."""
         if self.sampling in ("full", "single_epoch"):
             return 1
         if self.sampling == "balls_in_bins":
@@ -106,13 +106,13 @@ class CorrelatedExperiment(_Steps, Experiment):
         return CorrelatedCurve.model_validate(self.model_dump(exclude={"sabotage"}))
 
     def work(self) -> int:
-        """Returns about how many numbers one release takes to draw and score."""
+        """Estimates how many numbers have to be computed to draw and score one release."""
         return 4 * self.steps + self.patterns  # a step is whitened with a stride
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Returns (draws,) log likelihood ratios, of whole sequences of releases.
+        """Draws sequences of releases, and returns their (draws,) log likelihood ratios.
 
-        `present` says which neighbour they are drawn under.
+        `present` says which of the two neighbours is released: true with the example.
         """
         sigma = self.sabotage * self.noise_multiplier
         masks, chances = self._participations()
@@ -266,7 +266,10 @@ class _CorrelatedKeys(_Steps):
         )[1]
 
     def log_delta_of_known_batches(self, noise: float, epsilon: float) -> float:
-        """Returns log of a bound on δ for an attacker who knows an example's batches."""
+        """Computes log of a bound on δ at ε for an attacker who knows an example's batches.
+
+        `noise` is the noise multiplier.
+        """
         if self.sampling == "balls_in_bins":
             return correlated.log_delta_known_bin(
                 noise, epsilon, steps=self.steps, bins=self._bins, correlation=self.correlation
@@ -304,7 +307,7 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     """σ: standard deviation of z_t over the clipping norm (not of the correlated noise)."""
 
     def delta(self, epsilon: float) -> Answer:
-        """Computes δ at ε >= 0; an estimate has an `interval`.
+        """Computes δ at ε >= 0; an answer by random draws is an estimate with an `interval`.
 
         Raises:
             FedsimError: Theorem F.12 does not apply, or the draws do not reach that far.
@@ -322,11 +325,13 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
         return self._estimate(epsilon, at.delta, (at.low, at.high), at.direction)
 
     def epsilon(self, delta: float, most: int = work.MOST) -> Answer:
-        """Computes ε at δ; draws may take `most` numbers, and an estimate has an `interval`.
+        """Computes ε at δ in (0, 1); an answer by random draws is an estimate with an `interval`.
+
+        `most` limits the work of the draws, in numbers computed.
 
         Raises:
             FedsimError: Theorem F.12 does not apply, or the draws do not reach that far.
-            TooMuchWork: they would take too long.
+            TooMuchWork: the draws take more than `most`.
         """
         if self.variant == "paper":
             found = baselines.kan_epsilon(self.noise_multiplier, delta, **self._shape)
@@ -345,9 +350,12 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
         return self._estimate(estimate, delta, (low, high), direction)
 
     def claim(self, delta: float, most: int = work.MOST) -> tuple[float, str]:
-        """Returns (ε that may be claimed, method); an estimate claims its interval's upper end.
+        """Returns (ε that may be claimed at δ, method); for an estimate, its interval's upper end.
 
         `most` is the largest amount of work, in numbers computed.
+
+        Raises:
+            FedsimError: as of `epsilon`.
         """
         if self.variant == "paper" or self._log_delta():
             found = self.epsilon(delta, most)
@@ -361,9 +369,9 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
         return _least(lambda eps: _holds_or_unseen(lambda: curve.upper(eps)[0], delta))
 
     def epsilon_of_known_batches(self, delta: float) -> Answer:
-        """Returns `epsilon` for an attacker who knows which batches an example was in.
+        """Computes ε at δ for an attacker who knows which batches an example was in.
 
-        It needs no draws, and sampling that hides the batches is never less private.
+        No random draws are needed. The result bounds ε of sampling that hides the batches, too.
         """
         target, noise = math.log(delta), self.noise_multiplier
         found = _least(lambda eps: self.log_delta_of_known_batches(noise, eps) <= target)
@@ -398,12 +406,14 @@ class CorrelatedCalibration(_CorrelatedKeys, Calibration):
     """The least noise of T correlated releases that are together (ε, δ)-private."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Finds the least noise; where draws are needed, δ's upper end is kept below `delta`.
+        """Finds the least noise multiplier.
 
-        That end is taken from draws that the search has not seen.
+        Where draws are needed, the upper end of δ's interval stays below `delta`. That end is taken
+        from draws that the search has not seen.
 
         Raises:
             FedsimError: no noise is enough, Theorem F.12 does not apply, or draws are too few.
+            TooMuchWork: the draws take too long.
         """
         if self.variant == "paper":
             noise = self._paper_noise(epsilon, delta)

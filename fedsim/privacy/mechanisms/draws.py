@@ -17,9 +17,9 @@ _CHUNK = 4096
 
 
 def square_root(gram: Tensor) -> Tensor:
-    """Returns (n, n) R with R R' = K, a kernel matrix `gram`.
+    """Returns an (n, n) root R of the kernel matrix `gram` K: R R' = K.
 
-    It is Cholesky's, or by eigenvectors where K is singular.
+    R is Cholesky's factor, or by eigenvectors where K is singular.
     """
     lower: Tensor
     lower, info = torch.linalg.cholesky_ex(gram)
@@ -31,9 +31,10 @@ def square_root(gram: Tensor) -> Tensor:
 
 
 def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draws (n, n) K̃ = (1/k) Σ g g' of k = `count` draws g of N(0, K), K = root root'.
+    """Draws (n, n) K̃ = (1/k) Σ g g' of k = `count` draws g of N(0, K), where K = root root'.
 
-    It is zeros for a `count` of 0. Source: Algorithm 1 of DP-NTK regression.
+    `root` is (n, n), as `square_root` returns. A `count` of 0 gives zeros. Source: Algorithm 1 of
+    DP-NTK regression.
     """
     inner = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype)
     for start in range(0, count, _CHUNK):
@@ -48,7 +49,10 @@ def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> 
 def truncated_laplace(
     value: Tensor, scale: float, bound: float, generator: torch.Generator
 ) -> Tensor:
-    """Adds noise of density ~ exp(-|x| / scale) within ± `bound` to every entry of `value`."""
+    """Returns `value`, of any shape, with noise added to every entry.
+
+    The noise has density proportional to exp(-|x| / scale) on [-bound, bound].
+    """
     shape = value.shape
     share = uniform(shape, generator)
     # The inverse distribution function of the truncated exponential, at a uniform share.

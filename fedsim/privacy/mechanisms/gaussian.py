@@ -43,7 +43,7 @@ class GaussianCurve(Sensitivity, ExactCurve):
         return {"both": float(gaussian.epsilon(self.sigma / self.sensitivity, delta))}
 
     def details(self) -> dict[str, float]:
-        """Returns the noise: its standard deviation, and that over the sensitivity."""
+        """Returns `sigma` of the noise, and `noise_multiplier`, sigma over the sensitivity."""
         return {"sigma": self.sigma, "noise_multiplier": self.sigma / self.sensitivity}
 
 
@@ -51,7 +51,7 @@ class GaussianCalibration(Sensitivity, Calibration):
     """The least noise of the Gaussian mechanism."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the least noise that is (ε, δ)-private, with the δ that it has at ε."""
+        """Computes the least `sigma` that is (ε, δ)-private, with the δ that it has at ε."""
         multiplier = float(gaussian.noise_multiplier(epsilon, delta))
         # What is found may lie beyond what may be asked.
         return GaussianCurve.model_construct(
@@ -73,7 +73,7 @@ class GaussianExperiment(Experiment):
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
         """Draws releases, and returns their (draws,) log likelihood ratios.
 
-        `present` says which neighbour they are drawn under.
+        `present` says which of the two neighbours is released: true with the row.
         """
         sigma = self.sabotage * self.sigma
         moved = self.sensitivity * present + sigma * rng.standard_normal(draws)

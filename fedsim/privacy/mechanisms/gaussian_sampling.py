@@ -47,7 +47,7 @@ class Neighbours(Keys):
     """The bound on a row's L2 norm; with beta."""
 
     def neighbours(self) -> str:
-        """Describes the neighbours: kernels, or rows, at most so far apart."""
+        """Describes the neighbours: the largest distance of their kernels, or of their rows."""
         if self.beta is None:
             return f"close, kernels at a distance ≤ {self.distance:g}"
         return f"close, a row moved by ≤ {self.beta:g}"
@@ -61,7 +61,7 @@ class Neighbours(Keys):
         return self
 
     def separation(self) -> float | Array:
-        """Returns what `wishart.log_delta_at` takes: eigenvalues, or the distance alone."""
+        """Returns `separation` of `wishart.log_delta_at`: (1, 2) eigenvalues, or the distance."""
         if self.beta is None or self.lift is None:
             return self.apart()
         return kernel_distance.eigenvalues_under_lift(
@@ -69,7 +69,7 @@ class Neighbours(Keys):
         )
 
     def apart(self) -> float:
-        """Returns the largest distance of neighbours' matrices."""
+        """Returns M, the largest distance |K^½ K'⁻¹ K^½ - I|_F of neighbours' kernel matrices."""
         if self.distance is not None:
             return self.distance
         assert self.beta is not None and self.lift is not None
@@ -122,10 +122,10 @@ class GaussianSamplingCalibration(Neighbours, Calibration):
     """The most draws of Gaussian sampling that are private: its noise falls with k."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the largest number of draws k that is (ε, δ)-private.
+        """Computes the largest number of draws k that is (ε, δ)-private, in field `draws`.
 
         Raises:
-            FedsimError: not even one draw is.
+            FedsimError: not even one draw is private.
         """
         draws = wishart.max_draws(self.separation(), epsilon, delta)
         if draws == 0:
@@ -154,7 +154,7 @@ class SamplingRelease(CurveMechanism):
     accountant: str = "exact Gaussian sampling"
 
     def log_delta(self, epsilons: Array) -> Array:
-        """Returns log δ; -∞ of no draw at all, which releases nothing."""
+        """Computes log δ at each of `epsilons` >= 0; -inf without draws, which releases nothing."""
         if self.samples == 0:
             return np.full_like(epsilons, -np.inf)
         return wishart.log_delta_of(self.samples, np.array(self.eigenvalues), epsilons)
@@ -190,7 +190,10 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
         return round(self.k / self.sabotage**2)
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns (draws,) log likelihood ratios; `present` is K'."""
+        """Draws releases, and returns their (draws,) log likelihood ratios.
+
+        `present` says which of the two neighbours is released: K' if it is true, else K.
+        """
         count, apart = self._drawn, self.separation()
         up, down = apart[0] if isinstance(apart, np.ndarray) else (0.0, apart)
         ratio = np.zeros(draws)

@@ -43,10 +43,14 @@ _PIECES = 128
 
 
 def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """Computes r = 2 sqrt(s) B β, the largest distance that φ moves.
+    """Computes r = 2 sqrt(s) B β, the largest L2 distance that φ moves.
 
-    `beta` is how far the row moves in L2 norm, `gain` s > 0 (σ² for the continuous kernel),
-    `row_norm` B > 0, the bound on the L2 norm of a row.
+    `beta` is β > 0, the largest L2 distance that the row moves. `gain` is s > 0, the largest
+    eigenvalue of S (σ² for the continuous kernel). `row_norm` is B > 0, the bound on a row's L2
+    norm.
+
+    Raises:
+        FedsimError: an argument is out of range.
     """
     for name, value in (("beta", beta), ("gain", gain), ("row_norm", row_norm)):
         _positive(name, value)
@@ -55,9 +59,9 @@ def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> f
 
 
 def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """Computes the largest M for K + γ I, γ being `lift`, whatever the rows are.
+    """Computes the largest distance M of neighbours for K + γ I, whatever the rows are.
 
-    The other arguments are those of `feature_shift`.
+    `lift` is γ > 0, and the other arguments are those of `feature_shift`.
 
     >>> round(lift_distance(0.01, 4.0), 6)
     0.014142
@@ -71,7 +75,8 @@ def eigenvalues_under_lift(
 ) -> Array:
     """Computes (1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I and any rows.
 
-    γ is `lift`, and the other arguments are those of `feature_shift`.
+    `lift` is γ > 0, and the other arguments are those of `feature_shift`. s is the module's
+    2 arsinh(a / 2) with a = r / sqrt(γ).
 
     >>> eigenvalues_under_lift(0.1, 4.0).round(5)  # a = 0.1
     array([[0.10512, 0.09512]])
@@ -87,9 +92,11 @@ def eigenvalues_above_floor(
 ) -> Array:
     """Computes (n, 2) bounds of (λ+, λ-) if the neighbour's matrix has no eigenvalue below `least`.
 
-    Both eigenvalues of any two neighbours are within those of one of the lines, which bound pieces
-    of a curve on which for each T D is the largest: a² - q² with q = u'w, and τ = 0 or a². The
-    other arguments are those of `feature_shift`.
+    `least` is η > 0, and the other arguments are those of `feature_shift`. Both eigenvalues of any
+    two neighbours are within the bounds of one of the n rows.
+
+    The rows bound pieces of a curve on which for each T the product D is the largest. There D is
+    a² - q² with q = u'w, and τ = 0 or a².
     """
     a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
     # With q = a sin(t), D = a² cos²(t): even steps of t are dense where D falls fast.

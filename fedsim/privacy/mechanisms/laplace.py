@@ -38,6 +38,8 @@ _MOST = np.finfo(float).max
 def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
     """Computes B, the noise's largest magnitude at scale sensitivity / ε, in the release's units.
 
+    The arguments broadcast.
+
     Raises:
         FedsimError: an argument is out of range, or ε = 0.
 
@@ -56,9 +58,19 @@ def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array
 def log_delta(
     sensitivity: ArrayLike, scale: ArrayLike, bound: ArrayLike, epsilon: ArrayLike
 ) -> Array:
-    """Computes log δ of a number of that sensitivity behind noise of that scale within ± `bound`.
+    """Computes log δ at ε of one number behind noise of a scale b within ± `bound`.
 
-    The same in both directions; 0 where the sensitivity is at least twice the bound.
+    Both directions are alike. The result is 0 where the sensitivity is at least twice the bound.
+    The arguments broadcast.
+
+    Args:
+        sensitivity: largest distance between the values of two neighbours, above 0.
+        scale: b of the noise's density exp(-|x| / b), in the units of the release.
+        bound: largest magnitude of the noise, in the units of the release.
+        epsilon: ε, finite and at least 0.
+
+    Raises:
+        FedsimError: an argument is out of range.
     """
     gap, b, most, eps = np.broadcast_arrays(
         _positive("sensitivity", sensitivity),
@@ -87,7 +99,11 @@ def log_delta(
 def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> float:
     """Computes the least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
 
-    From ε = sensitivity / scale on δ is that of the noise's ends and falls no further.
+    The other arguments are those of `log_delta`. From ε = sensitivity / scale on, δ falls no
+    further: there it is the probability at the noise's ends.
+
+    Raises:
+        FedsimError: an argument is out of range.
     """
     from scipy.optimize import brentq
 
@@ -138,7 +154,7 @@ class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
         return {"both": epsilon(self.sensitivity, self.scale, self.bound, delta)}
 
     def details(self) -> dict[str, float]:
-        """Returns the noise: standard deviation, that over the sensitivity, scale and bound."""
+        """Returns `sigma`, `noise_multiplier` (sigma over the sensitivity), `scale` and `bound`."""
         deviation = std(self.scale, self.bound)
         return {
             "sigma": deviation,
@@ -152,10 +168,10 @@ class TruncatedLaplaceCalibration(Sensitivity, Calibration):
     """Truncated Laplace noise on one number: its scale and bound."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the least bound of noise that is (ε, δ)-private.
+        """Computes the noise that is (ε, δ)-private: scale sensitivity / ε with the least bound.
 
         Raises:
-            FedsimError: it is beyond what can be computed.
+            FedsimError: ε is 0, or the bound is beyond what can be computed.
         """
         most = float(bound(self.sensitivity, epsilon, delta))
         if not math.isfinite(most):
@@ -182,9 +198,10 @@ class TruncatedLaplaceExperiment(Experiment):
     """The largest magnitude of the noise, in the units of the release."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws (draws,) log likelihood ratios; infinite where only one neighbour is possible.
+        """Draws releases, and returns their (draws,) log likelihood ratios.
 
-        `present` says which neighbour they are drawn under.
+        A ratio is infinite where only one neighbour is possible. `present` says which of the two
+        neighbours is released: true with the row.
         """
         scale, bound = self.sabotage * self.scale, self.sabotage * self.bound
         # The inverse distribution function of the truncated exponential, at a uniform share.

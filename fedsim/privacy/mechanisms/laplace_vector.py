@@ -47,7 +47,10 @@ _UP = 1 + 1e-12
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
     """Bounds δ∞, the probability that some entry's noise tells the neighbours apart for sure.
 
-    The vector has `dimension` entries, and neighbours' are `distance` apart.
+    The arguments are those of `log_delta`.
+
+    Raises:
+        FedsimError: an argument is out of range.
     """
     t, reach = _arguments(distance, scale, bound, dimension)
     with np.errstate(over="ignore"):
@@ -59,7 +62,15 @@ def log_delta(
 ) -> Array:
     """Computes log of the least δ proven at each ε >= 0, the same in both directions.
 
-    `distance` β in L2 norm, `scale` b and `bound` B of each of the `dimension` entries' noise.
+    Args:
+        distance: β > 0, the L2 distance of neighbours' vectors.
+        scale: b > 0 of each entry's noise, in the units of β.
+        bound: B > 0, the largest magnitude of each entry's noise, in the units of β.
+        dimension: d >= 1, the number of entries.
+        epsilon: ε of any shape, which the result has.
+
+    Raises:
+        FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(1.0, 10.0, 200.0, 100, 0.5)).round(6))
     1e-06
@@ -80,7 +91,10 @@ def log_delta(
 @final
 @dataclass(frozen=True, kw_only=True)
 class LaplaceRelease(CurveMechanism):
-    """Truncated Laplace noise on every one of `dimension` entries, which move by `beta`."""
+    """Truncated Laplace noise on every one of `dimension` entries, which move by `beta` in L2 norm.
+
+    `scale` and `bound` are those of each entry's noise.
+    """
 
     scale: float
     bound: float
@@ -101,13 +115,16 @@ def calibrate_noise(
 ) -> tuple[float, float]:
     """Finds (scale, bound) of the noise on each entry that makes the vector (ε, δ)-private.
 
-    The vector has `dimension` entries, and neighbours' are at most `distance` β apart.
-
-    `paper`: scale sqrt(d) β / ε and the bound of one number with that sensitivity. `tight`: the
-    least scale that is proven to be enough.
+    Args:
+        distance: β, the largest L2 distance of neighbours' vectors.
+        dimension: d, the number of entries.
+        epsilon: ε above 0.
+        delta: δ in (0, 1).
+        calibration: `tight` finds the least scale that is proven to be enough. `paper` takes the
+            scale sqrt(d) β / ε, and the bound of one number with that sensitivity.
 
     Raises:
-        FedsimError: an argument is out of range, or ε = 0.
+        FedsimError: an argument is out of range.
     """
     require_range("delta", delta, np.finfo(float).tiny, 1.0, "a probability in (0, 1)")
     wide = math.sqrt(dimension) * distance

@@ -66,7 +66,7 @@ def log_delta(
 ) -> Array:
     """Computes log δ of least squares for a row of given leverages; -inf for δ = 0.
 
-    It is right where δ underflows. The arguments broadcast.
+    The result is right where δ underflows. The arguments broadcast.
 
     Args:
         p: leverage of the row in B, in [0, 1].
@@ -74,7 +74,10 @@ def log_delta(
         r: rows of the sketch that the release stands for, at least 1.
         d: features, at least 1.
         epsilon: at least 0.
-        direction: `forward` is the removal of the row; `both` is the larger.
+        direction: `forward` is the row's removal, `reverse` its addition; `both` is the larger.
+
+    Raises:
+        FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(0.02, 0.05, 300, 12, 1.0)).round(6))
     0.003475
@@ -93,7 +96,10 @@ def epsilon(
 ) -> Array:
     """Computes the least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1.
 
-    Arguments are those of `log_delta`.
+    `delta` is in (0, 1), and the other arguments are those of `log_delta`.
+
+    Raises:
+        FedsimError: an argument is out of range.
     """
     return _largest(quadratic.epsilon, p, q, r, d, require_delta(delta), direction, math.inf)
 
@@ -120,7 +126,10 @@ def _largest(
 
 @dataclass(frozen=True, kw_only=True)
 class WorstRow:
-    """The most revealing row among those whose leverage in [B, b] is at most a bound."""
+    """The most revealing row among those whose leverage in [B, b] is at most a bound.
+
+    `p` is its leverage in B, `q` that in [B, b], and `log_delta` the larger of the directions'.
+    """
 
     p: float
     q: float
@@ -133,11 +142,15 @@ def worst(
 ) -> WorstRow:
     """Finds the maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
 
-    r is the number of columns of the sketch, d that of the features. `max_residual` bounds q - p, a
-    row's share of the squared residuals.
-
-    Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do), so the whole
+    Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do). So the whole
     set is searched: on a grid, and then around its best points.
+
+    Args:
+        max_leverage: largest leverage of a row in [B, b], in (0, 1].
+        r: rows of the sketch that the release stands for.
+        d: number of features.
+        epsilon: ε, at least 0.
+        max_residual: largest q - p, a row's share of the squared residuals.
     """
     return _search(max_leverage, r, d, epsilon, _ROUNDS, max_residual)
 
@@ -145,7 +158,11 @@ def worst(
 def is_private(
     leverage: float, residual: float, r: float, d: float, epsilon: float, delta: float
 ) -> bool:
-    """Whether rows of at most that leverage in [B, b] and share of residuals are (ε, δ)-private."""
+    """Whether every row within the bounds is (ε, δ)-private.
+
+    `leverage` bounds q, the leverage in [B, b], and `residual` bounds q - p, the share of the
+    squared residuals. The others are as of `worst`.
+    """
     return worst(leverage, r, d, epsilon, residual).log_delta <= math.log(delta)
 
 
@@ -195,7 +212,10 @@ def _search(
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
     """Finds the largest bound on leverages in [B, b] at which every row's δ is at most `delta`.
 
-    r is the number of columns of the sketch, d that of the features.
+    `r` is the number of rows of the sketch, and `d` that of the features.
+
+    Raises:
+        FedsimError: an argument is out of range, or the bound is below 1e-50.
     """
 
     def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
@@ -220,11 +240,20 @@ def sigma(
 ) -> float:
     """Finds σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
 
-    r is the number of columns of the sketch, d that of the features.
+    A row of norm up to l has leverages 0 <= p <= q <= l² / (l² + σ²). A database of that one row
+    attains all of these.
 
-    A row of norm up to `row_norm` = l then has leverages 0 <= p <= q <= l² / (l² + σ²), and all of
-    these are attained (by a database of that one row). `tight` bounds δ over all of them, `paper`
-    (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which no row can have.
+    Args:
+        row_norm: l, the largest L2 norm of a row of [B, b].
+        r: rows of the sketch that the release stands for.
+        d: number of features.
+        epsilon: ε, at least 0.
+        delta: δ in (0, 1).
+        variant: `tight` bounds δ over all leverages. `paper` (Figure 4) takes p = l² / σ² and
+            q = 2 l² / σ², which no row can have.
+
+    Raises:
+        FedsimError: an argument is out of range, or needs a leverage below 1e-50.
     """
     norm = float(require_range("row_norm", row_norm, 0.0, _MANY, "a norm of at least 0"))
     if variant == "tight":
@@ -267,12 +296,12 @@ def _crossing(
 
 
 def require_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
-    """Checks the keys of the release, and returns them broadcast together.
+    """Checks the keys of the release, and returns (p, q, r, d) broadcast together.
 
-    They are the leverages p and q, r columns of the sketch, and d features.
+    The keys are the leverages p and q, r rows of the sketch, and d features.
 
     Raises:
-        FedsimError: one is out of range, or p is above q.
+        FedsimError: a key is out of range, or p is above q.
     """
     p, q, r, d = np.broadcast_arrays(
         require_range("p", p, 0.0, 1.0, "a leverage in [0, 1]"),
@@ -370,7 +399,7 @@ class LeastSquaresCalibration(Calibration):
     needed, since rows σ I may enlarge it."""
 
     def neighbours(self) -> str:
-        """Describes the neighbours: a row of bounded norm, and among whom, is there or not."""
+        """Describes the neighbours: a row of bounded norm is there or not, and among whom."""
         among = ""
         if min(self.leverage, self.residual) < 1:
             among = (
@@ -420,7 +449,10 @@ class LeastSquaresCalibration(Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class RegressionRelease(ExactMechanism):
-    """A draw of N(x, |e|² (B'B)^-1 / r) where no row has more than `leverage` in [B, b]."""
+    """A draw of N(x, |e|² (B'B)^-1 / r) where no row has more than `leverage` in [B, b].
+
+    `columns` is r, the number of rows of the sketch that the release stands for.
+    """
 
     leverage: float
     columns: int
@@ -430,7 +462,7 @@ class RegressionRelease(ExactMechanism):
     accountant: str = "exact least squares, worst row"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns ε of the worst row, over all leverages in B; releases compose by adding up."""
+        """Computes ε of the worst row at δ, over all leverages in B; `releases` of them add up."""
         keys = (self.leverage, self.residual, self.columns, self.features)
         return releases * _epsilon(*keys, delta / releases)
 
@@ -468,7 +500,7 @@ class LeastSquaresExperiment(Leverages, Experiment):
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
         """Draws releases, and returns their (draws,) log likelihood ratios.
 
-        `present` says which neighbour they are drawn under.
+        `present` says which of the two neighbours is released: true with the row.
         """
         p, q = (
             regularize_leverage(self.p, self.sabotage),

@@ -13,11 +13,11 @@ _UP = 1 + 1e-12
 def bound(sigma: float, row_norm: float, leverage: float) -> float:
     """Computes the largest leverage of a row v of norm up to l in [D; σ I], given that in D.
 
-    l is `row_norm`, σ is `sigma`, and `leverage` p is that in D.
+    `sigma` is σ, `row_norm` is l, and `leverage` is p in (0, 1], the largest leverage of v in D.
 
-    v'(D'D)^-1 v <= p says that D'D - vv'/p is positive semidefinite, so that with σ² I added it is
-    at most 1 / (1/p + σ²/l²), which is attained by a database of rows along v. Without any
-    knowledge of D p is 1, since D holds the row itself.
+    v'(D'D)^-1 v <= p says that D'D - vv'/p is positive semidefinite. With σ² I added the leverage
+    is at most 1 / (1/p + σ²/l²), which a database of rows along v attains. Without any knowledge of
+    D p is 1, since D holds the row itself.
     """
     return 1 / (1 / leverage + (sigma / row_norm) ** 2)
 
@@ -25,7 +25,7 @@ def bound(sigma: float, row_norm: float, leverage: float) -> float:
 def lowering(allowed: float, row_norm: float, leverage: float) -> float:
     """Computes the least σ for which `bound` is at most `allowed`; 0 if `leverage` is no more.
 
-    Rows have at most the norm `row_norm`.
+    `row_norm` is the largest L2 norm of a row, and `leverage` the largest without the rows σ I.
 
     Raises:
         FedsimError: no finite σ is enough.
@@ -38,9 +38,9 @@ def lowering(allowed: float, row_norm: float, leverage: float) -> float:
 
 
 def regularize_leverage(leverage: float, sabotage: float) -> float:
-    """Computes a row's leverage once the noise σ is `sabotage` times what it was.
+    """Computes a row's leverage after the noise σ is multiplied by `sabotage`.
 
-    The row stands alone against σ: before, its `leverage` was |v|² / (|v|² + σ²).
+    The row stands alone against σ: its `leverage` before was |v|² / (|v|² + σ²).
 
     >>> regularize_leverage(0.5, 1.0), regularize_leverage(0.5, 0.5)
     (0.5, 0.8)

@@ -35,9 +35,9 @@ class PoissonGaussianExperiment(Experiment):
         return self.steps
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns (draws,) log likelihood ratios, summed over the steps.
+        """Draws releases, and returns their (draws,) log likelihood ratios, summed over the steps.
 
-        `present` says which neighbour they are drawn under.
+        `present` says which of the two neighbours is released: true with the example.
         """
         sigma = self.sabotage * self.noise_multiplier
         total = np.zeros(draws)

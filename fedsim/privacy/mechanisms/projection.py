@@ -57,13 +57,16 @@ def log_delta(
 ) -> Array:
     """Computes log δ of a Gaussian random projection for a row of given leverage; -inf for δ = 0.
 
-    It is right where δ underflows. The arguments broadcast.
+    The result is right where δ underflows. The arguments broadcast.
 
     Args:
-        leverage: of the row, in [0, 1]; one below 1e-300 counts as that.
+        leverage: of the row, in [0, 1]; a leverage below 1e-300 counts as 1e-300.
         r: columns of the projection, at least 1.
         epsilon: at least 0.
         direction: `forward` is the removal of the row; `both` is the larger, which is `forward`.
+
+    Raises:
+        FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(0.1, 20, 1.0)).round(8))
     0.00190344
@@ -84,7 +87,10 @@ def log_delta(
 def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
     """Computes the largest leverage s̄ at which the projection is (ε, δ)-private.
 
-    r is the number of columns of the random matrix.
+    `r` is the number of columns of the random matrix. The arguments broadcast.
+
+    Raises:
+        FedsimError: an argument is out of range.
 
     >>> float(max_leverage(1.0, 1e-5, 20).round(6))
     0.058119
@@ -112,7 +118,10 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
 def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
     """Computes the least ε >= 0 such that the projection is (ε, δ)-private; inf for leverage 1.
 
-    r is the number of columns of the random matrix.
+    `r` is the number of columns of the random matrix. The arguments broadcast.
+
+    Raises:
+        FedsimError: an argument is out of range.
     """
     p = require_range("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = require_range("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
@@ -142,13 +151,21 @@ def sigma(
     delta: ArrayLike,
     variant: ProjectionVariant = "tight",
 ) -> Array:
-    """Computes the noise's deviation that makes D'G + N (ε, δ)-private for rows up to `row_norm`.
-
-    r is the number of columns of G.
+    """Computes σ that makes D'G + σ N (ε, δ)-private for rows of norm up to `row_norm`.
 
     The noise acts as σ I appended to D, so a row v of D has leverage v'(D'D + σ² I)^-1 v. Since D
-    holds the row itself, that is at most l² / (l² + σ²), which is attained: `tight` sets it to the
-    largest leverage allowed, σ = l sqrt(1/s̄ - 1). `paper` (Figure 3) bounds it by l² / σ².
+    holds the row itself, that is at most l² / (l² + σ²), which is attained.
+
+    Args:
+        row_norm: l, the largest L2 norm of a row of D.
+        r: number of columns of G, at least 1.
+        epsilon: ε, at least 0.
+        delta: δ in (0, 1).
+        variant: `tight` takes σ = l sqrt(1/s̄ - 1), s̄ being `max_leverage`. `paper` (Figure 3)
+            bounds the leverage by l² / σ².
+
+    Raises:
+        FedsimError: an argument is out of range.
 
     >>> float(sigma(1.0, 20, 1.0, 1e-5).round(4))
     4.0257
@@ -299,7 +316,10 @@ class RandomProjectionCalibration(Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProjectionRelease(ExactMechanism):
-    """A Gaussian random projection in whose (regularized) database no row has more `leverage`."""
+    """A Gaussian random projection in whose (regularized) database no row has more `leverage`.
+
+    `columns` is the number of columns of one release.
+    """
 
     leverage: float
     columns: int
@@ -308,14 +328,17 @@ class ProjectionRelease(ExactMechanism):
     accountant: str = "exact random projection"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns ε at δ of so many `releases`.
+        """Computes ε at δ of `releases` projections of the same data.
 
-        Sketches of the same data by independent matrices are one of all columns.
+        Projections by independent matrices are one projection onto all their columns.
         """
         return float(epsilon(self.leverage, self.columns * releases, delta))
 
     def with_share(self, share: float) -> ProjectionRelease:
-        """Returns the release with that share of the noise; 1 / p grows by its variance over l²."""
+        """Returns the release with the noise's variance multiplied by `share`, in [0, 1].
+
+        1 / leverage grows in proportion to the noise's variance.
+        """
         bare = 1 / self.without_noise
         leverage = 1 / (bare + share * (1 / self.leverage - bare))
         return replace(self, leverage=leverage)
@@ -339,7 +362,7 @@ class RandomProjectionExperiment(Experiment):
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
         """Draws releases, and returns their (draws,) log likelihood ratios.
 
-        `present` says which neighbour they are drawn under.
+        `present` says which of the two neighbours is released: true with the row.
         """
         p = regularize_leverage(self.leverage, self.sabotage)
         variance = p if present else p * (1 - p)

@@ -42,11 +42,12 @@ _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5
 
 
 def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
-    """Returns log δ of `k` draws for covariances at that `distance`.
+    """Computes log δ of `k` draws for covariances at a `distance` M: the largest over eigenvalues.
 
-    It is the largest over eigenvalues.
+    `k` is at least 1, and `distance` and `epsilon` are at least 0. The arguments broadcast.
 
-    `k` at least 1, `distance` at least 0, `epsilon` at least 0; they broadcast.
+    Raises:
+        FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
     0.120146
@@ -70,13 +71,20 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
-    """Returns log δ of `k` draws where neighbours differ in two eigenvalues: the worst line's.
+    """Computes log δ of `k` draws where neighbours differ in two eigenvalues: the worst row's.
 
     Args:
-        k: draws, at least 1.
-        eigenvalues: (n, 2): K^(1/2) K'^-1 K^(1/2) has the eigenvalues 1 + λ+ and 1 - λ-, λ± >= 0
-            no larger than in one of the lines, for any neighbours in either order.
+        k: number of draws, at least 1.
+        eigenvalues: (n, 2) rows of (λ+, λ-), at least 0. For any neighbours in either order,
+            K^(1/2) K'^-1 K^(1/2) has the eigenvalues 1 + a and 1 - b. One of the rows has a <= λ+
+            and b <= λ-.
         epsilon: at least 0, of any shape.
+
+    Returns:
+        log δ in the shape of `epsilon`.
+
+    Raises:
+        FedsimError: an argument is out of range.
     """
     count, eps = require_range("k", k, 1.0, np.finfo(float).max, "draws"), require_epsilon(epsilon)
     up, down = require_range("eigenvalues", eigenvalues, 0.0, np.inf, "two of 0 or more").T
@@ -90,9 +98,12 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_at(k: float, separation: float | Array, epsilon: ArrayLike) -> Array:
-    """Returns `log_delta` of k draws at a distance, or `log_delta_of` of eigenvalues.
+    """Computes `log_delta` of `k` draws at a distance, or `log_delta_of` of eigenvalues.
 
-    `separation` is that distance, or the (n, 2) eigenvalues.
+    `separation` is that distance, a number, or the (n, 2) eigenvalues, an array.
+
+    Raises:
+        FedsimError: an argument is out of range.
     """
     if isinstance(separation, np.ndarray):
         return log_delta_of(k, separation, epsilon)
@@ -100,11 +111,13 @@ def log_delta_at(k: float, separation: float | Array, epsilon: ArrayLike) -> Arr
 
 
 def epsilon(k: float, separation: float | Array, delta: float) -> float:
-    """Returns the least ε >= 0 at which δ of k draws is at most `delta`.
+    """Computes the least ε >= 0 at which δ of `k` draws is at most `delta`.
 
-    `separation` is that of `log_delta_at`.
+    `separation` is as of `log_delta_at`. The result is inf where neighbours' covariances may be
+    told apart for sure, as at a distance of 1.
 
-    It is inf where neighbours' covariances may be told apart for sure, as at a distance of 1.
+    Raises:
+        FedsimError: an argument is out of range.
     """
     at_zero = float(log_delta_at(k, separation, 0.0))
     target = float(np.log(require_delta(delta)))
@@ -116,12 +129,12 @@ def epsilon(k: float, separation: float | Array, delta: float) -> float:
 
 
 def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
-    """Returns the largest number of draws k that is (ε, δ)-private; 0 if none is.
+    """Finds the largest number of draws k that is (ε, δ)-private; 0 if none is.
 
     More draws are a better kernel and less privacy. `separation` is as of `log_delta_at`.
 
     Raises:
-        FedsimError: an argument is out of range, or there is no such k below 10^12.
+        FedsimError: an argument is out of range, or more than 10^12 draws are private.
     """
     target = float(np.log(require_delta(delta)))
     low, high = 0, 1
@@ -138,9 +151,13 @@ def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
 
 
 def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
-    """Returns min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))} of DP-NTK regression, Lemma 5.4.
+    """Computes min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))} of DP-NTK regression, Lemma 5.4.
 
-    It is claimed for ε < 1 and Δ < 1 only.
+    That is the largest distance M that the lemma allows for k draws. The lemma claims it only for
+    ε < 1 and distances below 1.
+
+    Raises:
+        FedsimError: an argument is out of range.
     """
     count, _, eps = _arguments(k, 0.0, epsilon)
     log = -np.log(require_delta(delta))
@@ -148,7 +165,11 @@ def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Ar
 
 
 def paper_epsilon(k: float, distance: float, delta: float) -> float:
-    """Returns the ε that Lemma 5.4 states for k draws at that distance; inf from 1 on."""
+    """Computes the ε that Lemma 5.4 states for `k` draws at `distance`; inf if that is 1 or more.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
     stated = distance / float(paper_max_distance(k, 1.0, delta))
     return stated if stated < 1 else math.inf
 
