@@ -24,7 +24,7 @@ on kernels of 3x3x128x128 to 3x3x512x512 at 4 to 400 positions."""
 
 
 class Geometry(NamedTuple):
-    """The kernel's way over the zero-padded image: stride, padding, dilation and groups."""
+    """Where a kernel is placed on a zero-padded image: stride, padding, dilation and groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -33,7 +33,7 @@ class Geometry(NamedTuple):
 
     @staticmethod
     def read(module: nn.Conv2d) -> Geometry | None:
-        """Reads the geometry of `module`; None if its padding is not by a number of zeros."""
+        """Reads the geometry of `module`; None unless its padding is a number of zeros."""
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
             return None
         return Geometry(module.stride, module.padding, module.dilation, module.groups)
@@ -50,12 +50,16 @@ class Geometry(NamedTuple):
     def live_window(
         self, size: Sequence[int], kernel: Sequence[int]
     ) -> tuple[Geometry, slice, slice] | None:
-        """Finds the rows and columns of a kernel that ever meet an image of `size` (H, W).
+        """Finds the part of a kernel that ever meets an image, and not only padding.
 
-        `kernel` is the kernel's size (k, l).
+        Args:
+            size: (H, W), the size of the images.
+            kernel: (k, l), the size of the kernel.
 
-        Returns their geometry with them; None if all do, or if no padding that is the same on both
-        sides moves the rest as the whole kernel moves.
+        Returns:
+            The geometry of the part, and slices of its rows and of its columns. None if it is the
+            whole kernel, or if no padding that is the same on both sides gives the part the same
+            outputs.
         """
         windows, padding = [], []
         for count, n, k, s, p, d in zip(
@@ -110,35 +114,40 @@ class ConvolutionAlgorithm(ABC):
 
     @abstractmethod
     def images(self, x: Tensor) -> Tensor:
-        """Brings images `x` (N, C, H, W) into this algorithm's form."""
+        """Converts images `x` (N, C, H, W) to this algorithm's own layout."""
 
     @abstractmethod
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """Brings weights `w` (O, C, k, l) into this algorithm's form.
+        """Converts weights `w` (O, C, k, l) to this algorithm's own layout.
 
-        Without `keep` the next call overwrites the result.
+        If `keep` is False, the next call may overwrite the result.
         """
 
     @abstractmethod
     def gradients(self, gy: Tensor) -> Tensor:
-        """Brings output gradients `gy` (N, O, H', W') into this algorithm's form."""
+        """Converts output gradients `gy` (N, O, H', W') to this algorithm's own layout."""
 
     @abstractmethod
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes the convolution (N, O, H', W'), with `bias` (O,) added, in fresh memory."""
+        """Computes the convolution (N, O, H', W') of converted `images` and `weights`.
+
+        The `bias` (O,) is added if there is one. The result is a new tensor.
+        """
 
     @abstractmethod
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Differentiates <gy, output> in the images: (N, C, H, W).
+        """Computes the gradient (N, C, H, W) of <gy, output> in the images.
 
-        `gradients` is gy in this algorithm's form. The values of the images do not count.
+        All three arguments are in this algorithm's layout; `gradients` is gy. Of `images` only the
+        shape is used.
         """
 
     @abstractmethod
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Differentiates <gy, output> in the weights: (O, C, k, l).
+        """Computes the gradient (O, C, k, l) of <gy, output> in the weights.
 
-        `gradients` is gy in this algorithm's form. The values of the weights do not count.
+        All three arguments are in this algorithm's layout; `gradients` is gy. Of `weights` only the
+        shape is used.
         """
 
 
@@ -186,7 +195,7 @@ class Patches(ConvolutionAlgorithm):
 
     @staticmethod
     def pays(problem: ConvolutionShape) -> bool:
-        """Says whether weights are many and positions few; never for grouped convolutions."""
+        """Says whether there are enough weights for few enough positions; False for groups."""
         h, v = problem.outputs
         many = problem.images[0] * h * v * _WEIGHTS_PER_POSITION
         return problem.geometry.groups == 1 and many <= problem.weights.numel()

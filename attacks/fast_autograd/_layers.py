@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 
 
 def is_wanted_of_input(images: Tensor) -> bool:
-    """Says whether anything will read a layer's gradient in its input.
+    """Says whether anything will read a layer's gradient in its input `images`.
 
-    The first differentiation is in the parameters: of the images themselves it is not needed.
+    The first differentiation is in the parameters, and does not need the gradient in the images.
     """
     return images.requires_grad and not (images.is_leaf and torch.is_grad_enabled())
 
@@ -42,9 +42,9 @@ def is_wanted(parameter: Tensor | None) -> bool:
 
 
 def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
-    """Brings a tensor (N, C, H, W) into the memory order of `like`, if it is not in it.
+    """Returns `tensor` (N, C, H, W) in the memory order of `like`, copied only if that differs.
 
-    PyTorch's kernels up to 2.11 read both in one order, whether or not they have it.
+    PyTorch's kernels up to 2.11 assume that both have the same order.
     """
     last = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
     last = last and not like.is_contiguous()
@@ -55,10 +55,12 @@ _aten = torch.ops.aten
 
 
 def batch_norm(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Computes `module(x)` without updating its running statistics.
+    """Computes `module(x)` for x (N, C, H, W), without updating running statistics.
+
+    Its second derivative is in closed form.
 
     Raises:
-        ValueError: there is one value per channel to take statistics of.
+        ValueError: statistics are to be computed from a single value per channel.
     """
     fixed = None
     if not module.training and module.running_mean is not None and module.running_var is not None:
@@ -86,28 +88,28 @@ class _NormOptions(NamedTuple):
     """Mean and variance (C,) that do not depend on x."""
 
     def local(self, x: Tensor) -> Tensor:
-        """Sums over a channel (1, C, 1, 1) or, for group norm, over that of one image (N, C, 1, 1).
+        """Sums x (N, C, H, W) over each channel: (1, C, 1, 1), or (N, C, 1, 1) for group norm.
 
-        All that is broadcast has one of these shapes: memory is then walked once, in its order.
+        Group norm sums over each image by itself.
         """
         return x.sum((0, 2, 3) if self.groups is None else (2, 3), keepdim=True)
 
     def group(self, local: Tensor) -> Tensor:
-        """Sums over groups, at each of their channels, from local sums (..., C, 1, 1)."""
+        """Sums local sums (..., C, 1, 1) over each group, and repeats the sum at its channels."""
         if self.groups is None:
             return local
         parts = torch.unflatten(local, -3, (self.groups, -1))
         return parts.sum(-3, keepdim=True).expand_as(parts).flatten(-4, -3)
 
     def spread(self, statistic: Tensor, channels: int) -> Tensor:
-        """Repeats a group's statistic at each of its channels, in the shape that `local` has."""
+        """Repeats each group's statistic at its channels, in the shape that `local` returns."""
         if self.groups is None:
             return statistic.view(1, -1, 1, 1)
         each = statistic.view(-1, self.groups, 1).expand(-1, -1, channels // self.groups)
         return each.reshape(-1, channels, 1, 1)
 
     def channel(self, local: Tensor) -> Tensor:
-        """Sums over channels (C,), from local sums."""
+        """Sums local sums over the images: (C,)."""
         return (local if self.groups is None else local.sum(0)).flatten()
 
 

@@ -35,7 +35,7 @@ from fedsim_attacks.fast_autograd._layers import (
 
 
 def replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-    """Lets `module` compute `forward` of its input; its parameters and buffers stay."""
+    """Makes `module` compute `forward` of its input; its parameters and buffers stay."""
     module.forward = forward
 
 
@@ -45,13 +45,14 @@ between LeNet's 3,600, where they take 1.7 times as long, and ConvNet's 73,728 a
 
 
 def accelerate(model: nn.Module) -> None:
-    """Makes `model` fast for `gradient(..., create_graph=True)` differentiated once in the images.
+    """Speeds up `model`, in place, for gradients that are differentiated again in the images.
 
-    Its convolutions, batch norms and group norms get closed-form second derivatives, and ReLU and
-    max pooling none of their zeros. Names, parameters and buffers stay, but batch norm no longer
-    updates its running statistics. The model is fit for that use only: gradients of leaf parameters
-    are computed only while a graph is being created.
-    A model of small kernels is left alone: there, calling Python costs more than it saves.
+    These are gradients by `gradient(..., create_graph=True)`. Convolutions, batch norms and group
+    norms get second derivatives in closed form; ReLU and max pooling skip theirs, which are zero.
+    Names, parameters and buffers stay, but batch norm no longer updates its running statistics. Use
+    the model for nothing else: it computes gradients of leaf parameters only while a graph is
+    created. A model of small kernels stays as it is, since calls of Python would cost more time
+    than is saved.
     """
     kernels = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d)]
     if max(kernels, default=0) < _WORTHWHILE:
@@ -73,11 +74,18 @@ def accelerate(model: nn.Module) -> None:
 def drop_dead_weights(
     model: nn.Module, input_shape: tuple[int, ...]
 ) -> dict[str, tuple[slice, ...]]:
-    """Lets the accelerated convolutions of `model` do without weights that only ever meet padding.
+    """Frees the convolutions of an accelerated `model` from weights that only ever meet padding.
 
-    On a map of one pixel that are eight ninths of a 3x3 kernel; their gradient is zero whatever the
-    images. Returns the part that is left of each kernel that has any: for images (C, H, W) the
-    model is from here on to be called with those parts as its parameters.
+    A 3x3 kernel on a map of one pixel has eight such weights of nine; their gradient is always
+    zero.
+
+    Args:
+        model: an accelerated model, which is changed in place.
+        input_shape: (C, H, W) of its images.
+
+    Returns:
+        By name of a parameter, the slices that select the part to keep. The model must from then on
+        be called with these parts as parameters.
     """
     shapes: dict[nn.Conv2d, set[torch.Size]] = {}
     hooks = [

@@ -26,10 +26,10 @@ from fedsim_attacks.fast_autograd._second_order import replace_forward
 
 
 def smooth(model: nn.Module, width: float | Tensor) -> None:
-    """Gives the ReLUs and max pools of `model` smooth second derivatives of that `width`.
+    """Gives the ReLUs and max pools of `model`, in place, smooth second derivatives.
 
-    The width is in units of their inputs, which are about 1 behind norm layers. A tensor (0-d) may
-    be changed later.
+    `width` is the width of a smoothed jump, in units of the layers' inputs, which are about 1 after
+    norm layers. It may be a 0-d tensor whose value is changed later.
     """
     for module in model.modules():
         if isinstance(module, nn.ReLU):
@@ -39,15 +39,15 @@ def smooth(model: nn.Module, width: float | Tensor) -> None:
 
 
 def relu(x: Tensor, *, width: float | Tensor) -> Tensor:
-    """Computes max(x, 0), whose second derivative is smooth over `width` around 0."""
+    """Computes max(x, 0), with a second derivative smoothed over about `width` around 0."""
     y: Tensor = _SmoothRelu.apply(x, width)
     return y
 
 
 def max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float | Tensor) -> Tensor:
-    """Computes `module(x)` for x (N, C, H, W), whose second derivative is smooth.
+    """Computes `module(x)` for x (N, C, H, W), with a smoothed second derivative.
 
-    It is smooth over `width`, in units of x.
+    `width` is the difference between two inputs, in units of x, over which a jump is smoothed.
     """
     # Padding by -∞ never wins a maximum.
     windows, shape = _windows(module, x, -torch.inf)

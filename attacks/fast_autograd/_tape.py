@@ -35,7 +35,7 @@ _ALIKE = 1e-3
 
 
 def pays(calls: int, device: torch.device) -> bool:
-    """Says whether so many calls of a function on `device` are worth a recording."""
+    """Says whether a function that is called `calls` times on `device` is worth recording."""
     return calls >= (PAYS_ON_GPU if device.type == "cuda" else PAYS)
 
 

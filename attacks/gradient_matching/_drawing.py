@@ -49,7 +49,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, slopes: Sequence[Tensor], step_size: float) -> None:
-        """Takes a step against `slopes`, one for each variable."""
+        """Moves the variables against `slopes`, one gradient for each variable."""
         torch._foreach_add_(self._counts, 1)
         torch._fused_adam_(
             self._variables,
@@ -92,9 +92,9 @@ class Pyramid:
         self._optimizer = Adam([images, *self._coarse], betas)
 
     def step(self, slope: Tensor, step_size: float) -> None:
-        """Takes a step of Adam on every level.
+        """Takes a step of Adam at every resolution.
 
-        `slope` (N, C, H, W) is the objective's gradient in the images, `step_size` Adam's.
+        `slope` (N, C, H, W) is the objective's gradient in the images, and `step_size` is Adam's.
         """
         before = [level.clone() for level in self._coarse]
         slopes = [slope, *(self._shrink(slope, level) for level in self._coarse)]
@@ -121,16 +121,18 @@ _DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
 
 
 def half_cosine(done: float, final: float = 0.0) -> float:
-    """Falls from 1 at `done` = 0 to `final` at 1, flat at both ends; all three in [0, 1].
+    """Computes a factor that falls from 1 at `done` = 0 to `final` at `done` = 1, along a cosine.
 
-    Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017,
-    equation 5, without restarts.
+    `done` and `final` are in [0, 1]; the curve is flat at both ends.
+
+    Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, equation
+    5, without restarts.
     """
     return final + (1 - final) * (0.5 + 0.5 * math.cos(math.pi * done))
 
 
 def stepped(done: float) -> float:
-    """Falls from 1 to a tenth at 3/8, to a hundredth at 5/8 and to a thousandth at 7/8.
+    """Computes a factor that is 1 at first and falls to a tenth at 3/8, 5/8 and 7/8 each.
 
     `done` in [0, 1] is the share of the iterations that are done.
     """
@@ -138,7 +140,10 @@ def stepped(done: float) -> float:
 
 
 def decayed_step(step_size: float, done: int, iterations: int) -> float:
-    """Divides `step_size` by 10 at 3/8, 5/8 and 7/8 of `iterations`, of which so many are done."""
+    """Divides `step_size` by 10 at 3/8, again at 5/8 and again at 7/8 of all `iterations`.
+
+    `done` is the number of iterations made so far.
+    """
     for share in _DECAY_AT:
         if done >= int(iterations * share):
             step_size *= 0.1
@@ -146,7 +151,10 @@ def decayed_step(step_size: float, done: int, iterations: int) -> float:
 
 
 def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_scheduler.MultiStepLR:
-    """Divides the step size of `optimizer` by 10 at 3/8, 5/8 and 7/8 of `iterations`."""
+    """Makes a schedule that divides the step size of `optimizer` by 10, three times.
+
+    That happens at 3/8, 5/8 and 7/8 of `iterations`.
+    """
     milestones = [int(iterations * fraction) for fraction in _DECAY_AT]
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)
 
@@ -353,7 +361,7 @@ class Drawing:
         self._settings, self._done = settings, 0
 
     def draw(self) -> Tensor:
-        """Draws normalized images (N, C, H, W), differentiable in what is optimized."""
+        """Draws normalized images (N, C, H, W), differentiable in the pixels or weights."""
         if self._network is None:
             assert self._pixels is not None
             return self._pixels
@@ -374,7 +382,7 @@ class Drawing:
         return torch.optim.Adam(self._variables, lr=rate, fused=True)
 
     def step(self, drawn: Tensor, slope: Tensor) -> None:
-        """Takes a step of Adam; pixels stay valid.
+        """Takes a step of Adam in the pixels or weights; pixels stay in their valid range.
 
         `slope` is the objective's gradient in the images `drawn`, both (N, C, H, W).
         """

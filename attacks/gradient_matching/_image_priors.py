@@ -40,7 +40,10 @@ _COLOR = 3.0
 
 
 def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the mean absolute difference of neighbours, down plus across, and its gradient."""
+    """Computes the mean absolute difference of neighbouring pixels (0-d), down plus across.
+
+    Returns also its gradient in `images` (N, C, H, W).
+    """
     slope = torch.zeros_like(images)
     for difference, later, earlier in (
         (images[:, :, 1:] - images[:, :, :-1], slope[:, :, 1:], slope[:, :, :-1]),
@@ -54,10 +57,10 @@ def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the mean absolute difference of neighbours, three times as much in color.
+    """Computes the mean absolute difference of neighbours (0-d), with color counted three times.
 
-    Returns its gradient in `images` (N, 3, H, W), too. Images of other numbers of channels have
-    their `total_variation`.
+    Returns also its gradient in `images` (N, 3, H, W). Images of other numbers of channels get
+    `total_variation`.
     """
     if images.shape[1] != len(_OPPONENTS):
         return total_variation(images)
@@ -120,9 +123,9 @@ factor of 1 gains 0.1 dB on batches of 4 and 8, and costs on batches of 2, which
 
 
 def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalizes the ends of [0, 1]: (C, 1, 1) each of images, (D,) of rows of a table.
+    """Returns the normalized values of 0 and of 1, each (C, 1, 1) for images, (D,) for table rows.
 
-    They are of the type and device of `like`.
+    They have the dtype and device of `like`.
     """
     first, *inner = spec.input_shape
     single = [1] * len(inner)
@@ -132,9 +135,9 @@ def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """Computes factors (N, 1, 1, 1) that make normalized `images` (N, C, H, W) fill the `box`.
+    """Computes factors (N, 1, 1, 1) that stretch `images` (N, C, H, W) until they fill `box`.
 
-    `box` has the normalized images of the pixels 0 and 1, of opposite signs. The factors are
+    `box` holds the normalized values of the pixels 0 and 1 (`valid_range`). The factors are
     multiplied by `contrast`, in [0, 1].
     """
     low, high = box
@@ -152,9 +155,10 @@ def expose(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) ->
 
 
 def trusted_contrast(noise: float) -> float:
-    """Computes the contrast to show, in [0, 1], at a share of noise in the first stage's gradient.
+    """Computes the contrast, in [0, 1], at which images are expected to be nearest to the truth.
 
-    An estimate whose correlation with the truth is c is nearest to it at a contrast of c.
+    `noise` is the share of noise in the first stage's gradient, in [0, 1]. An estimate whose
+    correlation with the truth is c is nearest to it at contrast c.
     """
     clear = _INFORMED * max(0.0, 1 - noise)
     return math.sqrt(clear / (noise + clear))
@@ -171,7 +175,11 @@ class KnownFeatures(NamedTuple):
     """(N,): weight of each image's misfit."""
 
     def misfit(self, features: Tensor) -> Tensor:
-        """Computes the mean over the images of 1 - cos², or of |x - f|² / |f|²."""
+        """Computes the mean over images (0-d) of 1 - cos² or |x - f|² / |f|², as `measure` says.
+
+        x is an image's row of `features` (N, d), and f its known features. `trust` weights the
+        images.
+        """
         if self.measure == "squared_cosine":
             away = 1 - F.cosine_similarity(features, self.values).square()
         else:
@@ -181,7 +189,11 @@ class KnownFeatures(NamedTuple):
 
 @final
 class ForwardPrior:
-    """α_f R_feature + α_BN R_BN of candidates, by one pass through the body."""
+    """α_f R_feature + α_BN R_BN of candidate images, by one pass through the body.
+
+    R_feature is the misfit of known features. R_BN is the distance of each batch norm's input
+    statistics from granted ones.
+    """
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ def cosine_distance(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Computes 1 - <u, t> / (|u| |t|) of `update` u and `target` t over all parameters.
 
-    Geiping et al. 2020, equation 4. `Distance` describes what is returned.
+    It is equation 4 of Geiping et al. 2020. `Distance` describes the three values returned.
     """
     product, square = inner_product(update, target.tensors), inner_product(update, update)
     # An update of 0 has no direction: its distance is 1, and not undefined.
@@ -98,19 +98,23 @@ def cosine_distance(
 def squared_distance(
     update: Sequence[Tensor], target: MatchedUpdate
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Computes |u - t|² / |t|²: equation 4 of Zhu et al. 2019 in units of the observed update."""
+    """Computes |u - t|² / |t|² of `update` u and `target` t over all parameters.
+
+    It is equation 4 of Zhu et al. 2019 in units of |t|². `Distance` describes the three values
+    returned.
+    """
     direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
     distance = (inner_product(direction, direction) + target.outside) / target.square
     return distance, direction, 2 / target.square
 
 
 def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Distance:
-    """Makes Σ_i w_i (1 - cos(u_i, t_i)) over the tensors of the update, over Σ_i w_i if not summed.
+    """Makes a distance that averages 1 - cos(u_i, t_i) over the update's tensors u_i, weighted.
 
-    Liu et al., Appendix D, sum and weigh each tensor by its number of non-zero parameters; where
-    all that count have none, as a classifier that starts at zero, entries weigh alike. A tensor
-    whose observed gradient is nothing but rounding (a bias before batch norm) has no direction, and
-    does not count.
+    The distance is Σ_i w_i (1 - cos(u_i, t_i)), divided by Σ_i w_i unless `summed`. Liu et al.,
+    Appendix D, sum, and take as w_i a tensor's number of non-zero parameters. Where all such
+    `weights` are 0, numbers of entries take their place. A tensor whose observed gradient is only
+    rounding, as of a bias before batch norm, is left out.
     """
 
     def distance(
@@ -227,7 +231,7 @@ class Matching:
 
     @property
     def counts(self) -> list[float]:
-        """Number of non-zero parameters in each compared tensor, by which it is weighted."""
+        """Number of non-zero parameters in each compared tensor, for `reweighted_cosine`."""
         return [float((self._observation.parameters[n] != 0).sum()) for n in self.names]
 
     @property
@@ -261,9 +265,9 @@ class Matching:
         )
 
     def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
-        """Makes a candidate of normalized `images` (N, C, H, W) with labels, or with logits.
+        """Makes a candidate of normalized `images` (N, C, H, W) with hard or soft labels.
 
-        One of `labels` (N,) and `logits` (N, K) of soft labels is None.
+        Pass either `labels` (N,) or the `logits` (N, K) of soft labels, and None for the other.
         """
         return Candidate(
             images.detach().to(self._dtype, copy=True).requires_grad_(),
@@ -274,7 +278,10 @@ class Matching:
     def random_candidate(
         self, labels: Tensor | None, rng: torch.Generator, std: float = 1.0
     ) -> Candidate:
-        """Draws images from N(0, std²) and, without labels, logits of soft ones from N(0, 1)."""
+        """Makes a candidate of normalized images drawn from N(0, `std`²).
+
+        If `labels` is None, logits of soft labels are drawn from N(0, 1).
+        """
         count, model = self._observation.num_images, self._observation.model
         images = std * torch.randn(count, *model.input_shape, generator=rng).to(self.device)
         logits = None
@@ -283,11 +290,15 @@ class Matching:
         return self.candidate(images, labels, logits)
 
     def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
-        """Computes what clients with these `images` would have sent of the compared tensors.
+        """Computes the update that clients with these `images` would have sent.
 
-        If `create_graph`, the result is differentiable in the normalized images and, if they are
-        probabilities, in the labels. Images are those of the first client's first step, then of its
-        second, and so on.
+        It holds the compared tensors, in the order of `names`.
+
+        Args:
+            images: normalized images: those of the first client's first step, then of its second
+                step, and so on, client by client.
+            labels: (N,) int64, or probabilities (N, K).
+            create_graph: whether the result is differentiable in `images` and in probabilities.
         """
         direction = self._direction if create_graph else self._detach
         updates = [
@@ -304,9 +315,9 @@ class Matching:
     def differentiate(
         self, candidate: Candidate, distance: Distance
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Computes the distance from the observed update (0-d), and its gradients in variables.
+        """Computes the `distance` of a candidate's update from the observed one, and its gradients.
 
-        The variables are those of `candidate`, and `distance` compares its update.
+        Returns the distance (0-d), and its gradient in each of the candidate's `variables`.
         """
         labels = candidate.labels
         # A recording holds for one distance and one tensor of labels.
@@ -361,7 +372,7 @@ class Matching:
 
 
 def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | None:
-    """Returns labels (N,) int64, true or inferred as `knowledge` grants; None if it grants none."""
+    """Returns labels (N,) int64, true or inferred as `knowledge` grants; None without a grant."""
     if knowledge.grant.labels == "known":
         assert knowledge.true_labels is not None
         return knowledge.true_labels
@@ -375,7 +386,7 @@ def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Te
 
 
 def layout(tensor: Tensor) -> torch.memory_format:
-    """Chooses the order of memory that is fastest on the tensor's device."""
+    """Chooses the memory format that is fastest on the tensor's device."""
     # CPU kernels take channels-last images and weights as they are, and reorder all others.
     last = tensor.ndim == 4 and tensor.device.type == "cpu"
     return torch.channels_last if last else torch.contiguous_format

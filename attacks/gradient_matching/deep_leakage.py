@@ -55,7 +55,7 @@ class GradientDistance(IterativeAttack[Descent]):
 
     @abstractmethod
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
-        """Chooses labels (N,) int64; None to optimize soft labels with the images."""
+        """Returns labels (N,) int64, or None if soft labels are to be optimized with the images."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
         """Draws images from N(0, `initial_std`²), and logits of soft labels from N(0, 1)."""
@@ -98,7 +98,7 @@ class GradientDistance(IterativeAttack[Descent]):
         return state
 
     def terminate(self, state: Descent) -> bool:
-        """Says whether `iterations` are over, or no step improves the objective."""
+        """Says whether `iterations` steps are made, or no step improves the objective any more."""
         return state.converged or state.iteration >= self.iterations
 
     def postprocess(self, state: Descent) -> Reconstruction:

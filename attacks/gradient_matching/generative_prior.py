@@ -81,7 +81,7 @@ class Generator(nn.Module):
 
 
 def over_parameterized(count: int, shape: tuple[int, ...]) -> Generator:
-    """Makes a generator of more than four weights for each position of `count` images.
+    """Makes a generator with more than four weights for each pixel of `count` images.
 
     `shape` is (C, H, W).
     """
@@ -106,7 +106,10 @@ class _Header(BaseModel):
 
 
 def pack_generator(generator: Generator, public: str) -> bytes:
-    """Packs `generator` into a safetensors file that says that it was trained on `public`."""
+    """Packs `generator` into the bytes of a safetensors file.
+
+    The file names `public`, the public data that the generator was trained on.
+    """
     header = _Header(
         shape=generator.shape, latent=generator.latent, width=generator.width, public=public
     )
@@ -115,12 +118,13 @@ def pack_generator(generator: Generator, public: str) -> bytes:
 
 
 def read_generator(path: Path, shape: tuple[int, ...], public: str) -> Generator:
-    """Reads the generator in `path`, which has to draw images of `shape` (C, H, W).
+    """Reads the generator in the file `path`, which has to draw images of `shape` (C, H, W).
 
-    It must have been trained on the data that `public` names, and on no others.
+    It must have been trained on the public data named `public`.
 
     Raises:
-        FedsimError: it is missing, damaged, no generator, or another one.
+        FedsimError: the file is missing or damaged, holds no generator, or one of another shape or
+            other training data.
     """
     try:
         with safe_open(regular(path, GIB), framework="pt") as file:
@@ -174,7 +178,7 @@ class GeneratorSearch(AttackState):
     best_loss: Tensor
 
     def draw(self) -> Tensor:
-        """Draws normalized images (N, C, H, W), differentiable in what is optimized."""
+        """Draws normalized images (N, C, H, W), differentiable in the codes and weights."""
         shares = self.codes.chunk(len(self.generators))
         drawn = [draw(codes) for draw, codes in zip(self.generators, shares, strict=True)]
         return normalize(torch.cat(drawn), self.spec)
@@ -227,7 +231,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         return self
 
     def brings(self) -> tuple[str, ...]:
-        """Returns the public data of the generator, if it is a trained one."""
+        """Returns the name of the public data of a trained generator; else nothing."""
         return () if self.public is None else (f"public={self.public}",)
 
     def init(
@@ -271,7 +275,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         )
 
     def step(self, state: GeneratorSearch) -> GeneratorSearch:
-        """Takes a step of Adam, in the codes or in the weights."""
+        """Takes a step of Adam, in the codes first and in the weights later."""
         if state.iteration == self._searching_codes():
             self._start_weights(state)
         with torch.enable_grad():
@@ -298,7 +302,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         return state
 
     def postprocess(self, state: GeneratorSearch) -> Reconstruction:
-        """Returns the iterate of least own loss."""
+        """Returns the images of the iteration with the least loss."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,

@@ -32,7 +32,7 @@ from fedsim_attacks.gradient_matching._matching import (
 
 @dataclass(kw_only=True)
 class Group(AttackState):
-    """The seeds, what they share, and their optimizer."""
+    """The images of all seeds, the labels that they share, and their optimizer."""
 
     matching: Matching
     prior: ForwardPrior
@@ -134,9 +134,9 @@ class GradInversion(IterativeAttack[Group]):
         return state
 
     def postprocess(self, state: Group) -> Reconstruction:
-        """Returns the images of the seed of least own loss.
+        """Returns the images of the seed with the least loss.
 
-        They are the registered mean of all seeds if its loss is less.
+        The registered mean of all seeds is returned instead if its loss is less.
         """
         # The registered mean may be better than any seed, and is judged by the same loss.
         answers = torch.cat([state.images, consensus(state.images, self.reach)[None]])
@@ -171,18 +171,20 @@ class GradInversion(IterativeAttack[Group]):
 
 
 def consensus(images: Tensor, reach: int) -> Tensor:
-    """Averages `images` (S, N, C, H, W) over seeds, registered to their mean: (N, C, H, W).
+    """Averages `images` (S, N, C, H, W) over S seeds, after registration to their mean.
 
-    Images are moved by at most `reach` pixels in each direction.
-
-    Equation 12 of the paper.
+    Returns (N, C, H, W), equation 12 of the paper. An image is shifted by at most `reach` pixels in
+    each direction.
     """
     target = images.mean(0).expand_as(images).flatten(0, 1)
     return register(images.flatten(0, 1), target, reach).view_as(images).mean(0)
 
 
 def consensus_slope(images: Tensor, mean: Tensor) -> Tensor:
-    """Computes the slope of Σ_s rms(x_s - `mean`) in `images` (S, N, C, H, W) (equation 11)."""
+    """Computes the gradient of Σ_s rms(x_s - `mean`) in the images x_s (equation 11).
+
+    `images` and the result are (S, N, C, H, W); `mean` is (N, C, H, W).
+    """
     deviation = images - mean
     return torch.stack([each / (_root_mean_square(each) * each.numel()) for each in deviation])
 
@@ -190,8 +192,8 @@ def consensus_slope(images: Tensor, mean: Tensor) -> Tensor:
 def register(images: Tensor, target: Tensor, reach: int) -> Tensor:
     """Shifts each of `images` (N, C, H, W) to where it is closest to its `target` (N, C, H, W).
 
-    All whole shifts of up to `reach` pixels down and across are tried, and the one of least squared
-    distance is taken. What a shift uncovers repeats the border. No value is read back.
+    All whole shifts of up to `reach` pixels down and across are tried, and that of least squared
+    distance is taken. Pixels that a shift uncovers repeat the border.
     """
     height, width = images.shape[2:]
     padded = F.pad(images, (reach,) * 4, mode="replicate") if reach else images

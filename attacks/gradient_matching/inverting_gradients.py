@@ -149,7 +149,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
         return state
 
     def postprocess(self, state: Inversion) -> Reconstruction:
-        """Returns the iterate of least own loss, `stretched` if asked for."""
+        """Returns the images of the iteration with the least loss, `stretched` if asked for."""
         images, box = state.best_images, state.matching.box
         entries = state.matching.pixels(expose(images, box) if self.stretched else images)
         return Reconstruction(
@@ -169,13 +169,13 @@ class InvertingGradients(IterativeAttack[Inversion]):
 def soft_sign(slope: Tensor, softness: float) -> Tensor:
     """Computes tanh(`softness` g) / `softness` of each entry g of `slope`.
 
-    It is nearly g where that is small.
+    The result is nearly g for small g, and at most 1 / `softness` in magnitude.
     """
     return (softness * slope).tanh_().div_(softness)
 
 
 def tile(images: Tensor, side: int) -> Tensor:
-    """Tiles images (N, C, H, W) with the first `side` by `side` pixels of each."""
+    """Fills each of `images` (N, C, H, W) with copies of its first `side` by `side` pixels."""
     height, width = images.shape[-2:]
     rows, columns = torch.arange(height) % side, torch.arange(width) % side
     return images[:, :, rows][..., columns].contiguous()
@@ -191,11 +191,11 @@ def regularized(
     """Computes distance + `weight` times the variation (0-d), and its gradients in the variables.
 
     Args:
-        matching: The observed update.
-        candidate: Images and labels whose update is compared with it.
-        distance: Distance of the two updates.
-        weight: Weight of the variation.
-        variation: Variation of images, with its gradient in them.
+        matching: the observed update.
+        candidate: images and labels whose update is compared with the observed one.
+        distance: function that compares the two updates.
+        weight: factor of the variation.
+        variation: function from images to their variation and its gradient.
     """
     value, (slope, *rest) = matching.differentiate(candidate, distance)
     if candidate.images.ndim != 4:  # entries of a row that are neighbours are not alike

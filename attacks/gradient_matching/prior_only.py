@@ -107,7 +107,7 @@ class PriorOnly(IterativeAttack[Drawn]):
         return state
 
     def postprocess(self, state: Drawn) -> Reconstruction:
-        """Returns the images of least total variation, `stretched` if asked for."""
+        """Returns the images of least total variation over all steps, `stretched` if asked for."""
         images = expose(state.best, state.drawing.box) if self.stretched else state.best
         return Reconstruction(
             images=denormalize(images, state.spec).clamp(0, 1).float().contiguous(),

@@ -88,8 +88,8 @@ class HeadGradient:
     def read(observation: Observation) -> HeadGradient:
         """Reads the gradient off an observation.
 
-        A fedavg update is taken as the mean gradient of its steps, which is exact for one step and
-        near for a small learning rate; an aggregate, as the gradient of all clients' images.
+        A fedavg update is read as the mean gradient of its steps, which is exact for one step and
+        near for a small learning rate. An aggregate is read as the gradient of all clients' images.
 
         Raises:
             AttackFailed: the model has no two-layer head, or nothing of its update is left.
@@ -142,13 +142,12 @@ class HeadGradient:
 
     @property
     def rows(self) -> Tensor:
-        """Rows (v, d) of ∂L/∂W, weighted to show the features' span; none if nothing is left.
+        """Rows (v, d) of ∂L/∂W, weighted to show the span of the features; v = 0 if none are left.
 
-        Without noise a short row is as exact as a long one, and an image whose loss is nearly zero
-        shows only in short rows, those of the neurons that no other image activates: then they are
-        brought to unit length. Under noise their length is their evidence, and so is how long they
-        can be expected to be: s_ij varies over the neurons as the columns of A do (D sums to 0 over
-        the classes), and rows weighted by that stand out best from noise that is alike in all.
+        Without noise, rows are brought to unit length: images whose loss is nearly zero show in
+        short rows only. With noise, the longer a row, the more it tells, so that lengths stay. A
+        row is then also weighted by the length to expect, the deviation of its neuron's column of
+        A.
         """
         if self.noisy:
             return self.grad_hidden * self.output.std(0, correction=0)[:, None]
@@ -157,7 +156,7 @@ class HeadGradient:
         return self.grad_hidden[kept] / length[kept].to(self.grad_hidden.dtype)
 
     def restrict(self, basis: Tensor) -> HeadGradient:
-        """Restricts features to n coordinates in an orthonormal `basis` (n, d)."""
+        """Returns this gradient with features as n coordinates in an orthonormal `basis` (n, d)."""
         return replace(
             self,
             hidden=self.hidden @ basis.T,
@@ -166,14 +165,15 @@ class HeadGradient:
         )
 
     def lift(self, features: Tensor) -> Tensor:
-        """Turns coordinates (N, n) in `basis` into features (N, d), if there is a basis."""
+        """Turns coordinates (N, n) in `basis` into features (N, d); changes nothing without one."""
         return features if self.basis is None else features @ self.basis
 
     def subset(self, equations: int, fewest: int = 1) -> HeadGradient:
-        """Selects enough neurons for so many equations, `fewest` at least; all if it takes most.
+        """Selects enough neurons for a number of `equations`, and at least `fewest` of them.
 
-        A neuron makes one for each entry of ∂L/∂A that is left, up to one for each image: the
-        others follow from D. Those with most are taken, or every so many.
+        A neuron gives an equation for each entry of ∂L/∂A that is left, up to one for each image.
+        Neurons that give most are selected if entries are removed, else evenly spaced ones. Returns
+        this gradient itself if more than half of the neurons would be selected.
         """
         m = self.hidden.shape[0]
         entries = (
@@ -201,12 +201,11 @@ class HeadGradient:
 
     @property
     def noise(self) -> float:
-        """Variance of the noise in an entry of `grad_output`; that of stochastic rounding at most.
+        """Variance of the noise or stochastic rounding in an entry of `grad_output`; 0 if neither.
 
-        Added noise is the same in all entries, and ∂L/∂W shows it outside its images' span: in all
-        directions but those, N at most, that noise alone could not be as long in (Marchenko and
-        Pastur's edge). Rounding to a grid shows its spacing in the smallest entry. 0 where neither
-        is declared.
+        Added noise is the same in all entries. It is measured in ∂L/∂W, in the directions outside
+        the images' span, which are told by Marchenko and Pastur's edge. The spacing of a grid is
+        read off the smallest entry, so that the variance of rounding is an upper bound.
         """
         m, d = self.grad_hidden.shape
         outside = d - self.rank
@@ -229,10 +228,10 @@ class HeadGradient:
 
 
 def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """Infers labels (N,) int64 from `errors` D (K, N) and `features` (N, d) at their norms.
+    """Infers labels (N,) int64 from `features` (N, d) in their true lengths and `errors` D (K, N).
 
-    N D_i - softmax(f(x_i)) is -1 at the label and 0 else, which noise hides less than where D_i,
-    which is small for a confident model, is least.
+    An image's label is the class k with the least N D_ki - softmax(f(x_i))_k, which is -1 at the
+    label and 0 elsewhere.
     """
     hidden = head.activation(features @ head.hidden.T + head.bias)
     probabilities = (hidden @ head.output.T).softmax(1)
@@ -246,10 +245,11 @@ def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
 
 
 def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds factors (n,) of `features` (n, d) at which they imply `errors` D (K, n).
+    """Finds factors (n,) that bring `features` (n, d) to their true lengths.
 
-    Returns the relative squared residuals (n,) as well. Under ReLU ∂L/∂A determines D_i |x_i| only;
-    but N D_i = softmax(f(x_i)) - y_i, so each norm is where that holds best.
+    Returns the factors, and the relative squared residuals (n,) that remain. Under ReLU the
+    gradient determines `errors` D (K, n) only up to these lengths. They are chosen so that N D_i =
+    softmax(f(x_i)) - y_i holds best.
     """
     preactivation = features @ head.hidden.T
     label = errors.argmin(0)
@@ -330,11 +330,11 @@ class Objective:
         return Value(loss, slope @ head.hidden, errors, residual)
 
     def scale(self, value: Value, features: Tensor) -> Tensor:
-        """Computes R (n, n) such that the objective in R⁻¹ `features` curves alike everywhere.
+        """Computes R (n, n) such that the objective curves alike in all directions of R⁻¹ X.
 
-        Away from the span of the features its Gauss-Newton matrix is, for Gaussian W,
-        (D'D ∘ P) ⊗ I with P_ik the share of neurons that both features activate. Images of one
-        label have nearly the same column of D and make it ill-conditioned.
+        X are the `features` (n, d), and `value` is the objective at them. Outside their span the
+        Gauss-Newton matrix is, for Gaussian W, (D'D ∘ P) ⊗ I, with P_ik the share of neurons that
+        both features activate. Images of one label make it ill-conditioned.
         """
         head = self.head
         with torch.enable_grad():
@@ -351,9 +351,10 @@ class Objective:
         return scale
 
     def noise_floor(self, variance: float, unknowns: int = 0) -> float:
-        """Computes the loss that noise of this `variance` in each entry leaves at the truth.
+        """Computes the objective that noise of this `variance` in each entry leaves at the truth.
 
-        With `unknowns` it is that of the best fit, which explains some of the noise itself.
+        If `unknowns` is given, it is the objective of the best fit of as many unknowns, which
+        explains some noise itself.
         """
         return variance * (self._observed.numel() - unknowns) / float(self._energy)
 
@@ -404,7 +405,7 @@ def _solve(gram: Tensor, right: Tensor) -> Tensor:
 
 @final
 class WholeHead:
-    """Computes the mean squared residual of the head's whole gradient over the noise's variance.
+    """Computes the mean squared residual of the head's whole gradient, over the noise's variance.
 
     |p - o|² is computed as |p|² - 2 <p, o> + |o|². For ∂L/∂W that takes products with N vectors,
     and no tensor of its size is ever written.
@@ -454,6 +455,9 @@ class WholeHead:
 
 
 def residual_over_noise(head: HeadGradient, features: Tensor) -> float:
-    """Computes `WholeHead` at `features` of the labels that they imply: about 1 at the truth."""
+    """Computes `WholeHead` at `features` (N, d) with the labels they imply.
+
+    The value is about 1 at the true features.
+    """
     labels = labels_of(head, features, Objective(head)(features).errors)
     return float(WholeHead(head, labels)(features.detach()).detach())

@@ -67,7 +67,14 @@ class JointSolver(FeatureSolver):
     def start(
         cls, head: HeadGradient, starts: int, budget: int, rng: torch.Generator
     ) -> JointSolver:
-        """Prepares all attempts, each with twice `starts` random ones and `budget` iterations."""
+        """Prepares all attempts to fit the gradient.
+
+        Args:
+            head: the observed gradient.
+            starts: number of random starts of each attempt, and of those for its second try.
+            budget: number of iterations of each attempt's fit of ∂L/∂A, at most.
+            rng: draws the starts.
+        """
         inside = head.restrict(span(head.rows, head.rank)[0].to(head.hidden.dtype))
         attempts: list[OutputSolver] = []
         while len(attempts) <= len(_EXPLAINED):  # by turns, since the span may lead astray
@@ -80,7 +87,7 @@ class JointSolver(FeatureSolver):
         return cls(head=head, output=output, attempts=attempts, loss=output.loss)
 
     def improve(self) -> None:
-        """Takes a step of the fit of ∂L/∂A, or of that of the whole gradient."""
+        """Takes a step of the fit of ∂L/∂A, or of the fit of the whole gradient that follows."""
         if not self.output.finished:
             before = self.output.iteration
             self.output.improve()
@@ -109,7 +116,10 @@ class JointSolver(FeatureSolver):
 
 
 def joint_fit_applies(head: HeadGradient) -> bool:
-    """Says whether noise has left most of the features' span to be read off ∂L/∂W."""
+    """Says whether most directions of the features' span stand out of the noise in ∂L/∂W.
+
+    False without noise, after pruning, or for several steps.
+    """
     if not head.noisy or head.pruned or head.steps > 1 or not head.noise:
         return False
     rows, weights = head.rows.double(), head.output.double().var(0, correction=0)
@@ -123,7 +133,7 @@ def joint_fit_applies(head: HeadGradient) -> bool:
 
 
 def fit_whole_gradient(head: HeadGradient, features: Tensor) -> Tensor:
-    """Fits all of the head's gradient from near `features` (N, d); returns the fitted ones."""
+    """Fits the head's whole gradient from near `features` (N, d); returns features (N, d)."""
     descent = _JointDescent(head, features)
     while not descent.settled:
         descent.run()

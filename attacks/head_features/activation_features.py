@@ -62,7 +62,7 @@ class Peeling(FeatureSolver):
     def start(cls, head: HeadGradient, tolerance: float, consistency: float) -> Peeling:
         """Prepares the first round, in which no feature is known.
 
-        `tolerance` and `consistency` are those of `ActivationFeatures`.
+        `tolerance` and `consistency` are the parameters of `ActivationFeatures`.
 
         Raises:
             AttackFailed: none of the head's neurons are planted, its activation is not ReLU, or
@@ -174,7 +174,7 @@ class Peeling(FeatureSolver):
         return [neurons[group == g] for g in largest.tolist() if size[g] >= least]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the known features, then the rest of the span of all.
+        """Returns the known features, followed by a basis of the rest of the features' span.
 
         The loss is the relative residual of ∂L/∂A that the known ones leave.
         """

@@ -65,7 +65,7 @@ class Best(FeatureSolver):
         self.loss, self.iteration = self.solver.misfit, self.solver.iteration
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the features, of the solver or of the peeling, that leave less unexplained."""
+        """Returns the solver's features or the peeling's, whichever leave less unexplained."""
         best, loss = self.solver, float(self.loss)
         if self.peeling is not None and float(self.peeling.loss) <= loss:
             best, loss = self.peeling, float(self.peeling.loss)
@@ -90,7 +90,7 @@ class BestFeatures(FeatureAttack[Best]):
     """Trials of the unrolling."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
-        """Peels where rows can be exact, and chooses the solver of what is left open."""
+        """Peels features where rows can be exact, and chooses the solver for the remaining ones."""
         head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss

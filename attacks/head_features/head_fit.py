@@ -41,7 +41,7 @@ _MEMORY = 30
 
 
 def lbfgs(variable: Tensor) -> torch.optim.LBFGS:
-    """Makes an optimizer of `variable` each of whose steps runs `ITERATIONS` iterations."""
+    """Makes an L-BFGS optimizer of `variable`, of which one step runs `ITERATIONS` iterations."""
     return torch.optim.LBFGS(
         [variable],
         max_iter=ITERATIONS,
@@ -58,10 +58,10 @@ _SPREAD = 0.5
 
 
 def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Draws `count` starts (N, d): the common direction plus a random one in the likely span.
+    """Yields `count` starts (N, d): a common direction plus a random one in the likely span.
 
-    By Stein's lemma the mean of ∂L/∂A_kj w_j over the planted neurons is in proportion to
-    Σ_i D_ki x_i, a sum with one sign for a class that is not in the batch.
+    By Stein's lemma the mean of ∂L/∂A_kj w_j over the planted neurons is in proportion to Σ_i D_ki
+    x_i. The common direction is the sum of these over the classes k, all turned to one sign.
     """
     weights, outer = head.hidden[head.planted], head.grad_output[:, head.planted]
     # Σ_j ∂L/∂A_kj has the sign of Σ_i D_ki: multiplied by it, all classes' sums have one sign.
@@ -93,15 +93,15 @@ _ROW_RIDGE = 1e-5
 
 
 def rows_suffice(head: HeadGradient) -> bool:
-    """Says whether pruning has left enough of ∂L/∂W."""
+    """Says whether pruning has left enough entries of ∂L/∂W to fit them; False without pruning."""
     unknowns = head.num_images * head.hidden.shape[1]
     return head.pruned and int((head.grad_hidden != 0).sum()) >= _ENTRIES * unknowns
 
 
 def rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
-    """Computes the share of kept ∂L/∂W that features and error signals miss, in [0, 1].
+    """Computes the share, in [0, 1], of the kept entries of ∂L/∂W that is not explained.
 
-    `features` are (N, d), at their norms, and `errors` D (K, N).
+    They are explained by `features` (N, d), in their true lengths, and `errors` D (K, N).
     """
     kept = head.grad_hidden != 0
     missed = (_row_signals(head, features, errors)[0] @ features - head.grad_hidden) * kept
@@ -109,9 +109,9 @@ def rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> fl
 
 
 def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """Fits the rows of ∂L/∂W by features (N, d), from near ones at their norms.
+    """Fits the rows of ∂L/∂W, from near `features` (N, d) in their true lengths.
 
-    `errors` is D (K, N).
+    `errors` is D (K, N). Returns the fitted features (N, d).
     """
     signals, sure = _row_signals(head, features, errors)
     n = len(features)
@@ -166,9 +166,9 @@ _ANGLES = (0.15, 0.3, 0.5)
 
 
 def propose_splits(objective: Objective, features: Tensor) -> Iterator[Tensor]:
-    """Yields features (n, d) with one removed and another one split, likeliest first.
+    """Yields versions of `features` (n, d) with one feature removed and another split in two.
 
-    The loss of `objective` decides which features are removed and split.
+    The likeliest come first, by the loss of `objective`.
     """
     for rest in _list_reductions(objective, features):
         bends = sorted(_bends(objective, rest), key=lambda bend: bend[0], reverse=True)
@@ -302,7 +302,7 @@ class OutputFit:
         all_neurons: bool = False,
         weights: int = _WEIGHTS,
     ) -> OutputFit:
-        """Prepares a fit from the best of `starts` (N, d).
+        """Prepares a fit that begins at the best of `starts`, each (N, d).
 
         Args:
             head: the observed gradient.
@@ -338,7 +338,7 @@ class OutputFit:
 
     @property
     def noise_floor(self) -> float:
-        """Loss that noise leaves the best fit of ∂L/∂A."""
+        """The loss that the best fit of ∂L/∂A has by noise alone."""
         unknowns = self.features.numel() + len(self.features) * len(self.head.output)
         return self.objective.noise_floor(self.noise, unknowns)
 
@@ -349,18 +349,19 @@ class OutputFit:
 
     @property
     def stuck(self) -> bool:
-        """Whether a split may find what is left unexplained."""
+        """Whether the fit is in a local minimum that a split of features may leave."""
         return self.splitting and not self.splits_failed and self.incomplete
 
     @property
     def converged(self) -> bool:
-        """Whether neither iterations nor splits nor rows gain anything."""
+        """Whether iterations, splits and fits of the rows no longer improve the fit."""
         return self.all_neurons and self.settled and not self.stuck and not self.fits_rows
 
     def improve(self, budget: int) -> int:
-        """Runs the next start or the best, or tries splits; returns how many iterations it took.
+        """Fits from the next start, goes on from the best one, or tries splits.
 
-        `budget` bounds those of splits and of a fit of the rows.
+        `budget` limits the iterations of splits and of a fit of the rows. Returns the number of
+        iterations made.
         """
         if self.untried:
             self._run(_ScaledDescent(self.objective, self.untried.pop(0)))
@@ -524,21 +525,21 @@ class OutputSolver(FeatureSolver):
 
     @property
     def misfit(self) -> Tensor:
-        """Relative residual of ∂L/∂A (0-d)."""
+        """Relative residual of ∂L/∂A at the best features (0-d)."""
         return self.best[0].sqrt()
 
     @property
     def errors(self) -> Tensor:
-        """D (K, N) that fits the features best."""
+        """The error signals D (K, N) with which the best features explain ∂L/∂A best."""
         return Objective(self.attempt.head)(self.best[1]).errors
 
     def scale_features(self) -> Tensor:
-        """Returns the features (N, d) at the norms that explain their own error signals."""
+        """Returns the best features (N, d) in the lengths that explain their own error signals."""
         features = self.best[1]
         return features * find_norms(self.attempt.head, features, self.errors)[0][:, None]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the features (N, d) at their norms.
+        """Returns the features (N, d) in their estimated lengths.
 
         The loss is the share of ∂L/∂A that they do not explain.
         """
@@ -550,7 +551,7 @@ class OutputSolver(FeatureSolver):
 
 
 def fit_output(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
-    """Fits ∂L/∂A from `features` (N, d), within `budget` iterations; returns the fitted ones."""
+    """Fits ∂L/∂A from `features` (N, d) in at most `budget` iterations; returns features (N, d)."""
     fit = OutputFit.start(head, [features], splitting=False, all_neurons=True)
     solver = OutputSolver(attempt=fit, budget=budget)
     while not solver.finished:
@@ -560,7 +561,7 @@ def fit_output(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
 
 @dataclass(kw_only=True)
 class CoarseToFine(FeatureSolver):
-    """Fits ∂L/∂A in a few directions first, and from there in all."""
+    """Fits ∂L/∂A within a few directions first, then, from there, in all directions."""
 
     head: HeadGradient
     """The gradient in all d directions."""
@@ -585,7 +586,7 @@ class CoarseToFine(FeatureSolver):
         return self.fine and self.fit.finished
 
     def improve(self) -> None:
-        """Takes a step of the coarse fit, or of the fine one once that gains little."""
+        """Takes a step of the coarse fit, or of the fine fit once the coarse one gains little."""
         if not self.fine and (self.fit.nearly_finished or self.fit.finished):
             self._refine()
         self.fit.improve()
@@ -630,7 +631,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> OutputSolver:
-        """Draws random features around the direction that all have in common."""
+        """Draws random features around the direction that all of them have in common."""
         head = HeadGradient.read(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]
@@ -638,5 +639,5 @@ class HeadFit(FeatureAttack[OutputSolver]):
         return OutputSolver(attempt=fit, budget=self.total(), second_starts=second)
 
     def total(self) -> int:
-        """Returns `iterations`, and those of the starts that are not the best, for progress."""
+        """Returns `iterations` plus those of the starts that are given up, for progress."""
         return self.iterations + ITERATIONS * (self.starts - 1)

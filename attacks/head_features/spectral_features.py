@@ -52,11 +52,11 @@ class SpectralFeatures(DirectAttack):
 
 
 def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Computes the `rank` leading right-singular vectors of (m, d) `rows`: (rank, d) float64.
+    """Computes the `rank` leading right-singular vectors (rank, d) float64 of `rows` (m, d).
 
-    Also returns the share of energy outside their span (0-d). They are eigenvectors of rows' rows
-    in float64. That costs m d² and is exact for directions down to 1e-8 of the strongest, beyond
-    the float32 of the rows. Without any rows the directions are arbitrary.
+    Returns also the share of energy outside their span (0-d). The vectors are eigenvectors of rows'
+    rows, which costs m d² and is exact for directions down to 1e-8 of the strongest. If all rows
+    are zero, the directions are arbitrary.
     """
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
     for chunk in torch.split(rows, _CHUNK):

@@ -39,14 +39,20 @@ _CHUNK = 4096
 
 
 def second_moment(g: Tensor, w: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_2(w_j): (d, d), from values (m,) and points (m, d). O(m d²)."""
+    """Computes (1/m) Σ_j g_j H_2(w_j), (d, d), from values `g` (m,) and points `w` (m, d).
+
+    The cost is O(m d²).
+    """
     moment = w.T @ (g[:, None] * w) / len(w)
     # H_2(w) = w w' - I.
     return moment - g.mean() * torch.eye(w.shape[1]).to(w)
 
 
 def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_3(w_j)(I, I, a): (d, d), a (d,) of length 1. O(m d²)."""
+    """Computes (1/m) Σ_j g_j H_3(w_j)(I, I, a), (d, d), for `a` (d,) of length 1.
+
+    `g` are values (m,) and `w` points (m, d). The cost is O(m d²).
+    """
     along = w @ a
     moment = w.T @ ((g * along)[:, None] * w) / len(w)
     mean = (g[:, None] * w).mean(0)
@@ -56,9 +62,10 @@ def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
 
 
 def third_moment(g: Tensor, y: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_3(V'w_j): (r, r, r), from y = V'w (m, r), V orthonormal.
+    """Computes (1/m) Σ_j g_j H_3(y_j), (r, r, r), from values `g` (m,) and `y` (m, r).
 
-    This is T̂(V, V, V) = (1/m) Σ_j g_j H_3(w_j)(V, V, V), without d³ entries. O(m r³), in chunks.
+    With y_j = V'w_j, V orthonormal, it is T̂(V, V, V), without its d³ entries. The cost is O(m r³),
+    in chunks.
     """
     mean = (g[:, None] * y).mean(0)
     eye = torch.eye(y.shape[1]).to(y)
@@ -66,7 +73,10 @@ def third_moment(g: Tensor, y: Tensor) -> Tensor:
 
 
 def fourth_along(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_4(V'w_j)(I, I, I, a): (r, r, r), a (r,) of length 1."""
+    """Computes (1/m) Σ_j g_j H_4(y_j)(I, I, I, a), (r, r, r), for `a` (r,) of length 1.
+
+    `g` are values (m,) and `y` points (m, r).
+    """
     along = g * (y @ a)
     mean = (along[:, None] * y).mean(0)
     square = y.T @ (g[:, None] * y) / len(y)
@@ -213,7 +223,7 @@ class TensorFeatures(DirectAttack):
     best, and the order says nothing."""
 
     def required(self) -> Grant:
-        """Asks for the true features, for the oracle."""
+        """Returns the grant that is needed: the true features if `oracle` is set."""
         return Grant.least(features="known") if self.oracle else self.needs
 
     def reconstruct(
@@ -316,10 +326,12 @@ def decompose(
 def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     """Descends from unit `directions` (N, d) to features that explain the head's gradient.
 
-    It begins in the strongest directions of the rows of ∂L/∂W: in as many as there are images where
-    those are exact or stand out of noise, else in some more. Where a defense has blurred them, it
-    goes on in all. Returns features (N, d), and the share of ∂L/∂A that they leave unexplained
-    (0-d).
+    The descent begins within the strongest directions of the rows of ∂L/∂W: as many as images if
+    rows are exact or stand out of noise, else somewhat more. Where a defense has blurred the rows,
+    it goes on in all directions.
+
+    Returns:
+        Features (N, d), and the share of ∂L/∂A that they leave unexplained (0-d).
     """
     objective, joint = Objective(head), _joint_fit.joint_fit_applies(head)
     start = objective(directions)
@@ -379,10 +391,7 @@ def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
 
 
 def inverse_root(covariance: Tensor) -> Tensor:
-    """Computes C^(-1/2) of a symmetric `covariance` C (d, d).
-
-    It is that on its range, if there are fewer neurons than d.
-    """
+    """Computes C^(-1/2) of a symmetric `covariance` C (d, d), on the range of C."""
     values: Tensor
     vectors: Tensor
     values, vectors = torch.linalg.eigh(covariance)
@@ -423,9 +432,9 @@ def combine_rows(head: HeadGradient) -> Tensor:
 
 
 def derivative_moments(name: Activation) -> dict[int, float]:
-    """Computes p -> E[σ^(p)(z)] = E[σ(z) He_p(z)], z standard normal, for p = 2, 3, 4.
+    """Computes {p: E[σ^(p)(z)]} for p = 2, 3, 4 and standard normal z.
 
-    σ is the activation of that `name`.
+    σ is the activation called `name`. The moments are computed as E[σ(z) He_p(z)].
     """
     # Quadrature: beyond 12 standard deviations the density is below 1e-31.
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
@@ -438,12 +447,11 @@ def derivative_moments(name: Activation) -> dict[int, float]:
 def power_method(
     matrices: Sequence[Tensor], rank: int, iterations: int, rng: torch.Generator
 ) -> Tensor:
-    """Computes the leading eigenvectors of Σ P², P symmetric (d, d): (d, rank), orthonormal.
+    """Computes the `rank` leading eigenvectors of Σ P² over `matrices` P: (d, rank), orthonormal.
 
-    `matrices` are the P, and so many `iterations` are made.
-
-    For one matrix they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3;
-    squared, so that eigenvalues of both signs count).
+    Each P (d, d) is symmetric, and `iterations` are made. For one matrix they are its eigenvectors
+    of largest magnitude (Zhong et al. 2017, Algorithm 3; squared, so that eigenvalues of both signs
+    count).
     """
     square = torch.stack([matrix @ matrix for matrix in matrices]).sum(0)
     start = torch.randn(len(square), rank, generator=rng, dtype=torch.float64).to(square)

@@ -138,10 +138,11 @@ class UnrolledSolver(FeatureSolver):
             self._end_trial()
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the features of the first step. The loss is how little the first head explains.
+        """Returns the features of the first step.
 
-        Where features nearly stay, the steps may not be told apart, and need not be: if no trial
-        was consistent, but one feature an image nearly fits all steps, that is returned.
+        The loss is the largest share of a feature's error signal that the first head does not
+        imply. If no trial was consistent, but one feature for each image nearly fits all steps,
+        that fit is returned.
         """
         apart = self.common is None or self.loss < _EXPLAINED
         features = self.first_step if self.common is None or apart else self.common
@@ -193,9 +194,9 @@ class UnrolledSolver(FeatureSolver):
 
 
 def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Selects the N of `features` (n, d) whose error signals (K, n) the head explains best.
+    """Selects the N of `features` (n, d) whose `errors` D (K, n) the head explains best.
 
-    Returns them at their norms, and the relative residual of the worst of their signals (0-d).
+    Returns the features (N, d) in their true lengths, and the worst one's relative residual (0-d).
     """
     factors, misfit = find_norms(head, features, errors)
     length = factors * torch.linalg.vector_norm(features, dim=1)
@@ -207,10 +208,10 @@ def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tu
 
 
 def mark_implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
-    """Marks by 1 the features whose lengths (n,) are unlike the others', by 0 the rest: (n,).
+    """Returns 1 for features of implausible length, and 0 for the others: (n,).
 
-    The others are the `count` features of least `misfit` (n,) whose lengths are alike. A misfit of
-    1 is that of no feature at all.
+    The `count` features of least misfit whose lengths are alike set the standard. `length` and
+    `misfit` are (n,), with a misfit of 1 for no feature at all.
     """
     apart = (length[:, None] / length).log().abs() > math.log(_PLAUSIBLE)
     worst = (misfit + apart.to(misfit)).sort(dim=1).values[:, min(count, len(misfit)) - 1]
