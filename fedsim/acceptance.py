@@ -46,7 +46,7 @@ class Accepted:
     """Stack -> privacy claim after all rounds, by the ledger."""
 
     def lines(self) -> list[str]:
-        """Returns what privacy depends on, and what each stack claims, one line each, as text."""
+        """Returns lines of text: what privacy depends on, and what each defended stack claims."""
         scenario = self.scenario
         first = next(iter(self.servers.values()))
         held, schedule = first.census.held, first.schedule
@@ -84,7 +84,7 @@ class Accepted:
 
 
 def describe_left_out(described: Dataset | Table) -> list[str]:
-    """Returns one line on files or columns that the source found and did not use, or none.
+    """Returns at most one line, on files or columns that the data source found and did not use.
 
     `described` is the data without its training split.
     """
@@ -97,9 +97,9 @@ def describe_left_out(described: Dataset | Table) -> list[str]:
 
 
 def describe_near_copies(server: Server) -> list[str]:
-    """Returns one line on observed images of which public ones are near copies, or none.
+    """Returns at most one line, on images of observed clients that nearly copy public images.
 
-    Images of clients elsewhere are not known here; their rows say it once the truth is there.
+    There is none for tables, nor for clients elsewhere: their rows say it once the truth is there.
     """
     if not isinstance(server, Workload) or not isinstance(server.dataset, Dataset):
         return []
@@ -117,7 +117,7 @@ def describe_near_copies(server: Server) -> list[str]:
 def describe_claim(server: Server, claim: PrivacyClaim) -> str:
     """Returns one line on a stack's ε, and on the noise that was found for a requested ε.
 
-    `claim` is what the stack claims.
+    `claim` is the privacy claim of the stack of `server`.
     """
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
@@ -137,16 +137,19 @@ def validate(
 ) -> list[Accepted]:
     """Checks everything that a run checks before its work, and writes nothing.
 
-    Its data are loaded, and two local steps are tried behind each stack. Of a federation over a
-    network the nodes are not asked: clients hold what the scenario's own source deals to them.
+    The data are loaded, and two local steps are tried behind each stack. Nodes of a federation over
+    a network are not asked: clients hold what the scenario's own source deals to them.
 
     Args:
         scenario: A file, the same as plain values, or a `Scenario`.
         overrides: `a.b=value` assignments to a file's keys.
         quiet: Whether accountants keep their progress to themselves.
 
+    Returns:
+        One entry for each variant of the sweep; a single one without a sweep.
+
     Raises:
-        FedsimError: a run would refuse it.
+        FedsimError: a run would refuse the scenario.
     """
     document = open_scenario(scenario, overrides)
     variants = expand(document)
@@ -160,10 +163,10 @@ def validate(
 def open_scenario(
     scenario: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str]
 ) -> Document | Mapping[str, Any] | Scenario:
-    """Opens a scenario as `expand` takes it, with `overrides` of a file's keys.
+    """Returns the document of a file with `overrides` of its keys; other scenarios as they are.
 
     Raises:
-        FedsimError: the file cannot be read, or something is overridden that is no file.
+        FedsimError: the file cannot be read, or there are overrides and no file.
     """
     if isinstance(scenario, str | Path):
         return open_document(scenario, overrides)
@@ -174,7 +177,7 @@ def open_scenario(
 
 @contextmanager
 def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
-    """Adds the file and line of the key that an error from inside begins with."""
+    """Adds file and line to each FedsimError from inside that begins with a key of `document`."""
     try:
         yield
     except FedsimError as error:
@@ -182,7 +185,10 @@ def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator
 
 
 def place_of(index: int, variants: Sequence[Variant]) -> str:
-    """Returns the place of the variant at `index`, as `2/4 `; empty where there is no sweep."""
+    """Returns the variant's place in its sweep, such as `2/4 `; empty where there is no sweep.
+
+    `index` counts from 0.
+    """
     return f"{index + 1}/{len(variants)} " if variants[index].label else ""
 
 
@@ -194,18 +200,18 @@ def accept(
     out: Path | None = None,
     link: Link | None = None,
 ) -> Accepted:
-    """Loads the data of a scenario and checks everything about it (`federation.refusals`).
+    """Loads a variant's data, checks everything about it (`federation.refusals`), and returns both.
 
     Args:
         variant: The scenario, with every default written out.
-        place: See `Accepted`.
+        place: Prefix of stages' names (`Accepted.place`).
         quiet: Whether accountants keep their progress to themselves.
         out: The folder of the run, of an engine whose clients are elsewhere; without it, they hold
             what the scenario's own source deals to them.
-        link: To the nodes of such an engine.
+        link: Link to the nodes of such an engine.
 
     Raises:
-        FedsimError: it is refused.
+        FedsimError: the scenario is refused.
     """
     scenario = variant.scenario
     # A device that is not there is refused before any data are loaded.

@@ -31,19 +31,19 @@ def up(
     """Runs a scenario over a SuperLink, a gate and nodes that are started on this machine for it.
 
     Args:
-        scenario: A file.
+        scenario: Path of the scenario file.
         out: The folder to fill; the nodes' own folders are below it.
         nodes: Number of clients; default: as the scenario says.
         overrides: `a.b=value` assignments to the file's keys.
-        shared_seed: Whether nodes draw all from the scenario's seed, and the truth is collected at
+        shared_seed: Whether all nodes draw from the scenario's seed, and the truth is collected at
             the end.
         resume: See `run`.
         workers: See `run`.
         quiet: See `run`.
 
     Raises:
-        FedsimError: see `run`; or a part of the federation does not start.
-        RunFailed: see `run`.
+        FedsimError: `run` raises it, or a part of the federation does not start.
+        RunFailed: `run` raises it.
     """
     count = [] if nodes is None else [f"data.clients={nodes}"]
     # Put last, since later overrides win.

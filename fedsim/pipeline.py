@@ -215,7 +215,7 @@ class _Execution:
         return f"run:{run_name(self.out)}"
 
     def execute(self, display: progress.Display) -> None:
-        """Federate every stack, attack every recording, write the record.
+        """Federates every stack, attacks every recording, and writes the record.
 
         Raises:
             FedsimError: the folder holds another run, or the work failed.
@@ -245,7 +245,9 @@ class _Execution:
         self.attack(display, started)
 
     def attack(self, display: progress.Display, started: float | None = None) -> None:
-        """Attack and score what is recorded, and whose truth is there; then report.
+        """Attacks and scores every recording whose truth is there, then reports.
+
+        `started` is when the work began, by `time.perf_counter`; None: now.
 
         Raises:
             FedsimError: the work failed.
@@ -440,8 +442,8 @@ class _Execution:
         """Refuses a folder with results that this run could not go on from.
 
         Raises:
-            FedsimError: it holds a run and is not to be resumed, one of another scenario, or rows
-                that are not this scenario's.
+            FedsimError: the folder holds a run that is not to be resumed, a run of another
+                scenario, or rows of another scenario.
         """
         earlier.refuse_other_run(self.out, self.resolved, self.resume)
         keys = {job.key for job, _ in self._planned}

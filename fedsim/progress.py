@@ -136,9 +136,7 @@ def display(quiet: bool) -> Iterator[Display]:
 def report_work(title: str, of: str = "a curve") -> Iterator[None]:
     """Prints an accountant's or a forecast's progress on standard error, after a second.
 
-    Lines begin with `title`.
-
-    `of` names the whole that a share is of.
+    A line says which share of the work is done: `title: 40% of a curve`; `of` names the work.
     """
     from fedsim.privacy.numerics import work
 

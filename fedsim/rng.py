@@ -98,7 +98,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
     Middles are rounded to float64.
 
-    A `Stream` gives them from its cryptographic stream; a third party's generator draws its own.
+    A `Stream` draws from its cryptographic stream; any other generator draws by `torch.rand`.
     """
     if not isinstance(generator, Stream):
         drawn = torch.rand(
@@ -119,9 +119,9 @@ def normal(
 ) -> Tensor:
     """Draws standard normal values of `shape`, by the inverse distribution function in float64.
 
-    They are returned as `dtype`.
+    The values are returned as `dtype`.
 
-    A `Stream` gives them from its cryptographic stream; a third party's generator draws its own.
+    A `Stream` draws from its cryptographic stream; any other generator draws by `torch.randn`.
     """
     if not isinstance(generator, Stream):
         return torch.randn(tuple(shape), generator=generator, dtype=dtype, device=generator.device)
@@ -132,13 +132,13 @@ def normal(
 
 
 def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Draws float64 values -1 and +1 of `shape` with even odds, from the stream of `uniform`."""
+    """Draws float64 values -1 and +1 of `shape` with even odds, from what `uniform` draws."""
     return torch.where(uniform(shape, generator) < 0.5, -1.0, 1.0).double()
 
 
 @contextmanager
 def global_stream(seed: int) -> Iterator[None]:
-    """Seeds torch's global stream inside the block, and restores it.
+    """Seeds torch's global stream inside the block, and restores it afterwards.
 
     It serves code that takes no generator: module initialization and `F.dropout` draw from the
     global stream only. CUDA streams are seeded but not restored.

@@ -25,7 +25,10 @@ Finished = Callable[[Job, Result], None]
 
 
 def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Display) -> Finished:
-    """Returns a callback that appends the row of a finished attack to `path` and shows progress."""
+    """Returns a callback that appends the row of a finished attack to `path` and shows progress.
+
+    `row` makes that row from the job and its result.
+    """
 
     def on_result(job: Job, result: Result) -> None:
         # On the disk before the display says that it is done: a kill loses no finished attack.
@@ -43,7 +46,9 @@ def attack(
     *,
     workers: Workers,
 ) -> None:
-    """Makes and scores every attack, and reports the progress and the result of each.
+    """Runs and scores every attack, and shows its progress on `display`.
+
+    `on_result` is called with each job and its result.
 
     Raises:
         RunFailed: an attacking process died.

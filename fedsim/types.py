@@ -126,9 +126,7 @@ class LocalTraining:
         return self.batch_size * (self.steps if self.batches == "different" else 1)
 
     def bins(self, num_examples: int) -> int:
-        """Returns the number of batches that a client divides its examples into (balls_in_bins).
-
-        It has `num_examples` of them.
+        """Returns the number of bins that a client deals `num_examples` into (`balls_in_bins`).
 
         Their mean size is as near to `batch_size` as possible.
         """
@@ -198,11 +196,11 @@ class ModelSpec(InputSpec):
         return server_of(self.parameters)
 
     def as_model(self, id: str) -> ModelSpec:
-        """Returns the description itself; `id` is the observation's."""
+        """Returns the description itself; `id` is the observation's, and is not used."""
         return self
 
     def as_release(self, id: str) -> ReleaseSpec:
-        """Refuses to be a release.
+        """Refuses the observation `id`, which is the update of a model and no release of rows.
 
         Raises:
             FedsimError: always.
@@ -214,15 +212,15 @@ class ModelSpec(InputSpec):
 
 
 def watcher_of(vantage: str) -> str:
-    """Returns the watcher at a `vantage`; the `aggregate` is seen by a server, too."""
+    """Returns the watcher at a `vantage`: `server` at the `aggregate`, else the same name."""
     return "server" if vantage == "aggregate" else vantage
 
 
 def server_of(parameters: Mapping[str, Any]) -> Manipulation:
     """Returns the server's manipulation of a model, by the model's `parameters`.
 
-    A model that is both planted and modified counts as `modified`. A third party's model that knows
-    neither `head` nor `imprint` is `honest`.
+    `planted`: the model's head has planted neurons. `modified`: the model has an imprint module,
+    whether or not neurons are planted. `honest`: neither.
     """
     if parameters.get("imprint"):
         return "modified"
@@ -269,7 +267,7 @@ class ReleaseSpec:
         return self.kind
 
     def as_model(self, id: str) -> ModelSpec:
-        """Refuses to be a model.
+        """Refuses the observation `id`, which is a release of rows and no update of a model.
 
         Raises:
             FedsimError: always.
@@ -280,7 +278,7 @@ class ReleaseSpec:
         )
 
     def as_release(self, id: str) -> ReleaseSpec:
-        """Returns the description itself; `id` is the observation's."""
+        """Returns the description itself; `id` is the observation's, and is not used."""
         return self
 
 
@@ -438,7 +436,7 @@ class Observation:
         """Description of the model that was trained.
 
         Raises:
-            FedsimError: none was.
+            FedsimError: no model was trained.
         """
         return self.spec.as_model(self.id)
 
@@ -447,13 +445,13 @@ class Observation:
         """Description of how the release comes from rows.
 
         Raises:
-            FedsimError: it is the update of a model.
+            FedsimError: the observation is the update of a model.
         """
         return self.spec.as_release(self.id)
 
     @property
     def payload(self) -> Payload:
-        """Kind of what was sent, which an attack has to be able to read."""
+        """Kind of message that was observed; an attack has to be able to read it."""
         return self.spec.payload
 
     @property
@@ -475,7 +473,7 @@ class Truth:
     defenses; the mean over clients. None for a single gradient, and where nothing is trained."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors of the truth by name."""
+        """Returns all recorded tensors of the truth by name."""
         import torch
 
         # Files hold tensors alone, so that `classes` of rows travels as one; `of` makes it an int
@@ -500,7 +498,7 @@ class Truth:
         return kind(**own, more=more)
 
     def victims(self) -> Tensor:
-        """Returns the examples that were attacked, one after the other."""
+        """Returns the examples that were attacked, stacked along the first axis."""
         raise NotImplementedError
 
 
@@ -542,7 +540,7 @@ class RowTruth(Truth):
     """Number of classes, each with an entry at the end of a row; 0 if the last entries are data."""
 
     def victims(self) -> Tensor:
-        """Returns the rows that took part, (n, columns)."""
+        """Returns the n rows that took part, (n, d + 1)."""
         return self.rows[self.members]
 
 
@@ -580,12 +578,12 @@ class Reconstruction:
     iterations: int
 
     def parts(self) -> dict[str, Tensor]:
-        """Returns all that was answered, by the part of a target that it answers."""
+        """Returns part -> answer (`images`, `labels`, ...), without parts that have no answer."""
         own = {name: getattr(self, name) for name in _PARTS}
         return {name: part for name, part in {**own, **self.more}.items() if part is not None}
 
     def with_parts(self, parts: Tensors) -> Reconstruction:
-        """Returns the reconstruction with the answers of `parts` in place of its own."""
+        """Returns a copy in which `parts` replace the answers of the same names."""
         own: dict[str, Any] = {name: part for name, part in parts.items() if name in _PARTS}
         more = {name: part for name, part in parts.items() if name not in _PARTS}
         return replace(self, **own, more={**self.more, **more})
@@ -670,7 +668,10 @@ class Dataset:
         return self
 
     def without_training(self) -> Dataset:
-        """Returns the description and the test split, which may leave the clients."""
+        """Returns a copy without training examples: the description and the test split.
+
+        The copy may leave the clients.
+        """
         return replace(
             self,
             # An empty slice keeps shape and dtype, from which `input_spec` is read.
@@ -802,7 +803,10 @@ class Table:
         )
 
     def without_training(self) -> Table:
-        """Returns the description and the test split, which may leave the clients."""
+        """Returns a copy without training rows: the description and the test split.
+
+        The copy may leave the clients.
+        """
         return replace(
             self,
             train_rows=self.train_rows.new_empty((0, self.train_rows.shape[1])),

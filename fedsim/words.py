@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 
 def join(values: Iterable[object]) -> str:
-    """Joins values.
+    """Joins at least one value by commas, and the last one by `and`.
 
     >>> join("a"), join("ab"), join("abc")
     ('a', 'a and b', 'a, b and c')

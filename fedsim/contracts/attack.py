@@ -68,14 +68,15 @@ class Attack(Plugin, Generic[S]):
     are slower on an accelerator; `solve` moves what they read, and what they answer back."""
 
     def required(self) -> Grant:
-        """Returns the grant that it needs with these parameters, by default `needs`."""
+        """Returns the grant that the attack needs with these parameters, by default `needs`."""
         return self.needs
 
     def brings(self) -> tuple[str, ...]:
-        """Returns knowledge that no grant names, as `public=photos`; rows state it and rank apart.
+        """Returns the attack's own knowledge, such as `public=photos`, which no grant names.
 
-        By default these are the files and folders that its parameters name, also within lists and
-        mappings. A value that the parameter's type lists as a choice names none.
+        Rows state this knowledge, and are ranked apart. By default it is the files and folders that
+        parameters name, also within lists and mappings. A value that the parameter's type lists as
+        a choice names none.
         """
         fields = type(self).model_fields
         return tuple(
@@ -100,14 +101,14 @@ class Attack(Plugin, Generic[S]):
 
     @abstractmethod
     def terminate(self, state: S) -> bool:
-        """Returns whether the attack is done."""
+        """Returns whether the attack is done at `state`."""
 
     @abstractmethod
     def postprocess(self, state: S) -> Reconstruction:
         """Returns what was recovered; images are in pixels on [0, 1]."""
 
     def total(self) -> int | None:
-        """Returns the number of iterations until `terminate`, for progress; None if unknown."""
+        """Returns the number of iterations of a whole run, for progress; None if unknown."""
         return None
 
 
@@ -183,9 +184,18 @@ def solve(
     progress: Callable[[Progress], None] | None = None,
     every: float = 0.25,
 ) -> Solution:
-    """Runs `attack` from `restarts` starting points and keeps that of least own loss.
+    """Runs `attack` from several starting points, and returns the answer of least own loss.
 
-    `progress` is called at most once per `every` seconds. Same arguments, same result.
+    Same arguments, same result.
+
+    Args:
+        attack: The attack with its parameters.
+        observation: What the attacker saw.
+        knowledge: What the attacker is granted beside the observation.
+        seed: Seed of all that the attack draws.
+        restarts: Number of starting points.
+        progress: Function that is called with the progress of the attack.
+        every: Least number of seconds between two calls of `progress`.
 
     Raises:
         AttackFailed: the observation is empty or not finite, or no restart ended at a finite loss
@@ -251,9 +261,10 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
 
 
 def unreadable(attack: str, reads: Sequence[Payload], released: Payload | None) -> str | None:
-    """Returns why an attack that `reads` these kinds cannot read `released`; None if it can.
+    """Returns why an attack cannot read messages of kind `released`; None if it can.
 
-    `attack` is its name, for the message.
+    `attack` is the attack's name, and `reads` are the kinds that it reads. A `released` of None
+    stands for messages that no attack reads.
     """
     if released in reads:
         return None
@@ -284,7 +295,7 @@ def _device(observation: Observation) -> torch.device:
 
 
 def images_alone(attack: str) -> str:
-    """Returns the message that `attack` answers no rows of a table."""
+    """Returns the error message that `attack` works on images, and not on rows of a table."""
     return (
         f"{attack} takes a model's inputs for images, and these are rows of a table; use "
         "inverting_gradients or label_inference"

@@ -16,14 +16,16 @@ class DataSource(Plugin):
         """Returns the whole set in memory, train and test split, in an order that never varies.
 
         Raises:
-            FedsimError: it is not there or cannot be read, with where it was sought and the remedy.
+            FedsimError: the data are missing or cannot be read. The message says where they were
+                sought, and the remedy.
         """
 
     @property
     def place(self) -> str | None:
-        """File or folder that it reads; None if the data come with a package, or are drawn.
+        """File or folder that the source reads; None if data come with a package, or are drawn.
 
-        A node asks its owner's policy about it. By default the field `path` or `root`.
+        By default it is the field `path` or `root`. A node asks its owner's policy about this
+        place.
         """
         # These are the names that data sources give to where their data lie.
         named = getattr(self, "path", None) or getattr(self, "root", None)

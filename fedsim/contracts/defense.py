@@ -56,7 +56,7 @@ class DataDefense(Plugin):
 
     @abstractmethod
     def sigma(self, release: Release) -> float:
-        """Returns σ >= 0 of one client, in the units of the rows.
+        """Returns the σ >= 0 of the σ I below one client's rows, in the units of the rows.
 
         Raises:
             FedsimError: the defense does not fit what is released, or no σ is enough.
@@ -67,12 +67,12 @@ class DataDefense(Plugin):
         """Returns what is proven of a client's release from the regularized rows.
 
         Raises:
-            FedsimError: as `sigma`.
+            FedsimError: `sigma` raises it.
         """
 
     @property
     def least_clients(self) -> int:
-        """Least number of clients whose releases have to be combined for the claim of `pooled`."""
+        """Least number of clients whose combined releases have the claim of `Guarantee.pooled`."""
         return 1
 
     @property
@@ -81,14 +81,17 @@ class DataDefense(Plugin):
         return False
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuses data that contradict what the claim assumes of them; by default none do.
+        """Refuses data that contradict what the claim assumes; by default none are refused.
 
-        `clients` has the rows (n, d + 1) of each client that takes part in one release, by its
-        number, before σ I is appended. The refusal is itself a function of the data, and nothing
-        hides it.
+        The refusal is itself a function of the data, and nothing hides it.
+
+        Args:
+            clients: Client number -> its rows (n, d + 1) before σ I is appended, for all clients of
+                one release.
 
         Raises:
-            FedsimError: they do, with the parameter, its value and that of the data.
+            FedsimError: the data contradict it; the message has the parameter, its value and the
+                data's.
         """
 
 
@@ -96,7 +99,7 @@ class StatisticDefense(Plugin):
     """Privatizes a statistic from which a closed-form learner computes its release.
 
     The release is then post-processing: it is private if every statistic that it is computed from
-    is. Shape and type are kept, and of a kernel matrix that it is positive semidefinite.
+    is. Shape and type of the statistic stay, and a kernel matrix stays positive semidefinite.
     """
 
     statistic: ClassVar[Statistic]
@@ -104,7 +107,12 @@ class StatisticDefense(Plugin):
 
     @abstractmethod
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Returns the private version of a client's `value`, which is not mutated.
+        """Returns the private version of a client's statistic `value`, which is not changed.
+
+        Args:
+            value: Features (n, d) or a kernel matrix (n, n), by `statistic`.
+            release: Public bounds of what the client releases.
+            rng: Only source of randomness.
 
         Raises:
             FedsimError: the defense cannot do what it is asked for.
@@ -112,10 +120,10 @@ class StatisticDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, release: Release) -> CurveMechanism:
-        """Returns what is proven of the private statistic, of rows within `release`'s bounds.
+        """Returns what is proven of the private statistic, for rows within the bounds of `release`.
 
         Raises:
-            FedsimError: as `apply`.
+            FedsimError: `apply` raises it.
         """
 
     @property
@@ -129,19 +137,20 @@ class StatisticDefense(Plugin):
         The refusal is itself a function of the data, and nothing hides it.
 
         Raises:
-            FedsimError: it does, with the parameter, its value and that of the data.
+            FedsimError: the value contradicts it; the message has the parameter, its value and the
+                data's.
         """
 
     @abstractmethod
     def public_parameters(self, release: Release) -> Mapping[str, float]:
         """Returns the parameters of the private statistic's distribution, which are public.
 
-        An attack that knows the defense reads them; one that finds other names does not know it.
-        Known are, of features, `scale` b and `bound` B of truncated Laplace noise on each entry;
-        of a kernel matrix `samples` k and `lift` γ of the covariance of k draws of N(0, K + γ I).
+        Attacks know these names, and treat a defense with others as unknown. Truncated Laplace
+        noise on each entry of features has `scale` b and `bound` B. A kernel matrix K that becomes
+        the covariance of k draws of N(0, K + γ I) has `samples` k and `lift` γ.
 
         Raises:
-            FedsimError: as `apply`.
+            FedsimError: `apply` raises it.
         """
 
 
@@ -153,7 +162,7 @@ class UpdateDefense(Plugin):
 
     @property
     def claimed_epsilon(self) -> float | None:
-        """ε that its configuration states as its budget, proven or not; by default it states none.
+        """ε that the configuration states as its budget, proven or not; by default None.
 
         Rows show it beside the ε that is proven.
         """
@@ -162,8 +171,8 @@ class UpdateDefense(Plugin):
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
         """Returns the state before the first round, for updates shaped like `update`.
 
-        By default none: nothing is remembered. `sensitivity` is the L2 bound that the defenses
-        before this one guarantee (inf if none).
+        By default the state is empty: nothing is remembered. `sensitivity` is the L2 bound that the
+        defenses before this one guarantee (inf if none).
         """
         return {}
 
@@ -171,7 +180,11 @@ class UpdateDefense(Plugin):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns (defended update, next state), of the same names and shapes. Mutates nothing."""
+        """Returns (defended update, next state), with unchanged names, shapes and types.
+
+        Arguments are not changed. `state` is what `init` or the previous round returned; `rng` is
+        the only source of randomness.
+        """
 
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
@@ -184,17 +197,16 @@ class UpdateDefense(Plugin):
     def effect(self, before: Guarantee) -> Effect:
         """Returns what the defense does to an update, for attacks to allow for.
 
-        `before` is what was proven before it.
-
-        A defense that does not say is attacked as if it added noise of a size that nobody knows:
-        it looks safer than it is.
+        `before` is what was proven before this defense. The default is UNKNOWN: attacks then assume
+        noise of unknown size, so that the defense looks safer than it is.
         """
         return UNKNOWN
 
     def public_parameters(self, before: Guarantee) -> Mapping[str, float]:
-        """Returns the parameters that follow from the declared ones and what held `before`.
+        """Returns derived parameters, which follow from declared ones and what held `before`.
 
-        They are as public as the declared ones, and observations hold them in their place.
+        They are as public as the declared ones, and replace them in observations. By default there
+        are none.
         """
         return {}
 
@@ -221,7 +233,11 @@ class TrainingDefense(Plugin):
         return None
 
     def with_noise(self, multiplier: float) -> TrainingDefense:
-        """Returns the defense with noise of `multiplier` times the bound; it keeps its target."""
+        """Returns a copy with the same target and noise of `multiplier` times the clipping bound.
+
+        Raises:
+            NotImplementedError: the defense takes no noise, the default.
+        """
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 
     def training(self, declared: LocalTraining) -> LocalTraining:
@@ -229,7 +245,10 @@ class TrainingDefense(Plugin):
         return declared
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the direction of a local `step`; by default the direction so far."""
+        """Returns the function that gives the direction of a local `step`.
+
+        By default it is `step.gradient`, the direction so far.
+        """
         return step.gradient
 
     @abstractmethod
@@ -242,9 +261,7 @@ class TrainingDefense(Plugin):
     def effect(self, training: LocalTraining) -> Effect:
         """Returns what the defense does to the update beyond what its own `training` says.
 
-        It is UNKNOWN, if the defense does not say.
-
-        UNKNOWN, if the defense does not say.
+        The default is UNKNOWN.
         """
         return UNKNOWN
 
@@ -254,13 +271,14 @@ class StatefulTrainingDefense(TrainingDefense):
 
     @abstractmethod
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
-        """Returns what `gradient` does, for steps that read and replace the client's `memory`.
+        """Returns the function that gives the direction of a local `step`, given the `memory`.
 
-        It is empty before a client's first step, and is kept between rounds as it was left.
+        The function may read and replace entries of the client's `memory`. This is empty before the
+        client's first step, and is kept between rounds.
         """
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the direction of the first step and of those that follow it."""
+        """Returns the function that gives directions from a client's first step on."""
         # An empty memory is that of a client that has taken no step.
         return self.gradient_with_memory(step, {})
 
@@ -272,8 +290,8 @@ class LossTerm(nn.Module, ABC):
     def loss_term(self) -> Tensor:
         """Returns the term, 0-d, for the batch of the last call of `forward`.
 
-        It is a mean over the examples of what each of them adds. So the loss of one example has
-        the example's own term, as defenses need that clip each example's gradient.
+        The term is the mean of the examples' own terms. Defenses that clip each example's gradient
+        can then take it from the loss of that example.
         """
 
 
@@ -293,15 +311,14 @@ class ModelDefense(Plugin):
 
         Args:
             body: Computes the features of (B, C, H, W), which are then flattened.
-            head: Computes logits (B, K) of features (B, d).
+            head: Computes logits (B, K) of K classes from features (B, d).
             features: Number d of features that `body` computes.
         """
 
     def effect(self, training: LocalTraining) -> Effect:
         """Returns what the defense does to an update besides altering the model.
 
-        The stack declares that the model is altered. The effect is UNKNOWN, if the defense does not
-        say.
+        The stack declares that the model is altered. The default is UNKNOWN.
         """
         return UNKNOWN
 
@@ -315,23 +332,27 @@ class AggregationDefense(Plugin):
 
     @abstractmethod
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the only update the server gets to see. Consumes `updates` one by one."""
+        """Returns the one update that the server sees, and takes `updates` one by one.
+
+        Raises:
+            FedsimError: there are no updates.
+        """
 
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
-        """Returns the aggregation as seen by one of so many `participants`.
+        """Returns the aggregation as one client sees it among so many `participants`.
 
-        That one takes off what it added itself. By default the others are hidden as well as before.
+        That client takes off its own update. By default all others stay as hidden as before.
         """
         return self
 
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what is proven of the combined update, `before` being that of each client's."""
+        """Returns what is proven of the combined update; `before` is proven of each update."""
 
     def effect(self, before: Guarantee) -> Effect:
         """Returns what is added to the plain sum or mean of the clients' updates.
 
-        `before` is what is proven of each. UNKNOWN, if the defense does not say.
+        `before` is proven of each client's update. The default is UNKNOWN.
         """
         return UNKNOWN
 
@@ -355,7 +376,10 @@ class NoisyAggregation(AggregationDefense):
 
     @abstractmethod
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Returns what `combine` returned, with the server's noise. Does not mutate `combined`."""
+        """Returns `combined`, which `combine` returned and which stays, with the server's noise.
+
+        `round` has what the noise depends on.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +402,7 @@ class SumTerms:
     """Standard deviation of the noise on a sum over as few honest clients as may be in one."""
 
     def client_noise(self, participants: int) -> float:
-        """Returns the noise's standard deviation on an entry that each of `participants` adds."""
+        """Returns the noise's standard deviation on an entry, as each of `participants` adds it."""
         # At least so many honest clients are in a sum, and their variances add up to `noise`².
         return self.noise / math.sqrt(participants * (self.threshold - self.colluding))
 
@@ -393,9 +417,10 @@ class MaskedAggregation(NoisyAggregation):
 
     @abstractmethod
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns what a sum is made of; `before` is proven of each client's update.
+        """Returns the terms of a secure sum of clients' updates.
 
-        `most_examples` is how many a client can report.
+        `before` is proven of each update. `most_examples` is the largest number of examples that a
+        client can report.
 
         Raises:
             FedsimError: nothing bounds what a client adds.
@@ -424,12 +449,12 @@ def global_norm(update: Tensors) -> Tensor:
 
 
 def all_finite(update: Tensors) -> bool:
-    """Returns whether no entry is infinite or NaN."""
+    """Returns whether every entry of `update` is finite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in update.values())
 
 
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
-    """Adds independent N(0, std^2) to every entry; `std` 0 is the identity, bit for bit.
+    """Returns `update` with independent N(0, std^2) on every entry; `std` 0 changes no bit.
 
     Noise is drawn from the cryptographic stream of `rng` (`fedsim.rng.normal`).
     """
@@ -439,7 +464,7 @@ def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
 
 
 def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Draws independent N(0, 1) in float64, in the shapes of `like`."""
+    """Returns independent draws of N(0, 1) in float64, with the names and shapes of `like`."""
     return {
         # Drawn on the CPU and moved, so that every device adds the same noise.
         name: normal(tensor.shape, rng, torch.float64).to(tensor.device)
@@ -448,13 +473,13 @@ def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
 
 
 def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
-    """Adds `std` > 0 times `noise`, which is in float64, and rounds what is shown.
+    """Returns `update` plus `std` > 0 times the float64 `noise`, without its low bits.
 
     The low bits of a float tell which values it can be a noisy version of (Mironov, On Significance
     of the Least Significant Bits for Differential Privacy, CCS 2012). So the sum is taken in
     float64 and rounded to a multiple of at most `std` / 2^18, and then to the type of the update.
-    In such a step lie 10^9 of the values that noise can have near 0, and few or none beyond 6.8
-    deviations, where one entry in 10^11 is.
+    Near 0, noise can have 10^9 values within one such step. Beyond 6.8 deviations, where one entry
+    in 10^11 lies, it has few or none.
     """
     return {
         name: without_low_bits(tensor.double() + std * noise[name], std).to(tensor.dtype)
@@ -463,9 +488,9 @@ def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
 
 
 def without_low_bits(noisy: Tensor, scale: float) -> Tensor:
-    """Rounds float64 values with noise of that `scale` to a multiple of at most scale / 2^18.
+    """Rounds float64 values `noisy` to a multiple of at most `scale` / 2^18.
 
-    `add_noise` says why.
+    `scale` is the noise's standard deviation. `add_noise` says why this is done.
     """
     # A power of two, so that dividing and multiplying by it are exact.
     return _rounded_to(2.0 ** (math.floor(math.log2(scale)) - _STEP_BITS), noisy)

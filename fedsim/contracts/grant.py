@@ -100,19 +100,24 @@ class Grant(BaseModel):
 
     @classmethod
     def values(cls) -> dict[str, tuple[str, ...]]:
-        """Returns the values of each field, from least to most."""
+        """Returns field -> its values, from least to most."""
         return {name: get_args(info.annotation) for name, info in Grant.model_fields.items()}
 
     @classmethod
     def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
-        """Returns the meaning of each field, or of those for attacks on `of` (images, rows)."""
+        """Returns field -> its meaning, of all fields or of those for attacks on `of`.
+
+        `of` is `images` or `rows`.
+        """
         # Pydantic keeps what `Annotated` adds to a type, here a `Meaning`, as metadata.
         own = {name: info.metadata[0] for name, info in Grant.model_fields.items()}
         return {name: meaning for name, meaning in own.items() if of in (None, meaning.of)}
 
     @classmethod
     def least(cls, **more: str) -> Grant:
-        """Returns the least of everything but what is named, by which an attack says what it needs.
+        """Returns the grant with the fields of `more`, and the least value of all others.
+
+        An attack says by it what it needs.
 
         Raises:
             ValidationError: there is no such field or value.
@@ -126,7 +131,7 @@ class Grant(BaseModel):
         return Grant.model_validate({name: values[-1] for name, values in cls.values().items()})
 
     def lacks(self, needs: Grant) -> str | None:
-        """Returns advice on what is missing for an attack with such `needs`; None if nothing is."""
+        """Returns advice on what this grant lacks of an attack's `needs`; None if nothing."""
         for name, values in self.values().items():
             granted, needed = getattr(self, name), getattr(needs, name)
             # Values are listed from least to most, so that more than what is needed is enough, too.
@@ -148,7 +153,7 @@ class Grant(BaseModel):
     def beyond_honest(self) -> list[str]:
         """Returns the granted fields that no honest server has by itself, as `public=test`.
 
-        A field that does not say otherwise is beyond from its second value on.
+        Unless its `Meaning` says otherwise, a field counts from its second value on.
         """
         values = self.values()
         return [

@@ -43,7 +43,7 @@ class Mechanism:
 
     @property
     def reach(self) -> int:
-        """Largest distance between neighbours' contributions, in units of C."""
+        """Largest distance between neighbours' contributions, in units of the L2 bound C."""
         # The other contribution may be the opposite one: both have length C, and are 2C apart.
         return 2 if self.relation == "replace_one" else 1
 
@@ -53,8 +53,9 @@ def of_steps(
 ) -> Mechanism:
     """Returns the mechanism of Gaussian noise on the sum of clipped gradients of every step.
 
-    Where examples are drawn independently of each other, one is exchanged for zero (it is there or
-    not); in a batch of fixed size, for any other.
+    Neighbours differ in one example. Where examples are drawn independently of each other, it is
+    there or not; in a batch of fixed size, another one is in its place. `noise_multiplier` is the
+    standard deviation over the clipping bound, and `correlation` is λ of `Mechanism`.
     """
     steps = 1 if training.algorithm == "fedsgd" else training.steps
     # One batch for all steps is not drawn anew: the example may be in each, and nothing is
@@ -85,13 +86,16 @@ class ExactMechanism(ABC):
 
     @abstractmethod
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns the least proven ε of so many independent `releases` of the same data.
+        """Returns the least proven ε at `delta` of this many `releases` of the same data.
 
-        It is inf if there is none.
+        The releases are independent. The result is inf if no ε is proven.
         """
 
     def with_share(self, share: float) -> ExactMechanism | None:
-        """Returns the release with only that share of its noise's variance; by default unknown."""
+        """Returns the release with the fraction `share` of its noise's variance.
+
+        By default it is None: nothing is known of that release.
+        """
         return None
 
 
@@ -110,7 +114,10 @@ class CurveMechanism(ABC):
 
     @abstractmethod
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns log δ at each ε >= 0: the largest over neighbours, in both directions."""
+        """Returns log δ at each of `epsilons` >= 0.
+
+        It is the largest over neighbours, in both directions.
+        """
 
 
 @final
@@ -118,7 +125,7 @@ class CurveMechanism(ABC):
 class Composed:
     """Composes independent releases of the same data, each by a mechanism of known curve.
 
-    There is at least one. If they do not hide the same, a FedsimError is raised.
+    There is at least one part. A FedsimError is raised if units or β of parts differ.
     """
 
     parts: tuple[CurveMechanism, ...]
@@ -205,14 +212,17 @@ class Guarantee:
         return None if self.shapes is None else sum(map(math.prod, self.shapes))
 
     def bounded(self, norm: float) -> Guarantee:
-        """Returns the guarantee after a step that makes no update longer, and none than `norm`."""
+        """Returns the guarantee after a step that lengthens no update and leaves none over `norm`.
+
+        `norm` is an L2 norm.
+        """
         # What was proven before still holds, as the step lengthens nothing.
         return replace(self, sensitivity=min(self.sensitivity, norm))
 
     def unproven(self, reason: str) -> Guarantee:
         """Returns the guarantee after a step that may enlarge the update; a mechanism is kept.
 
-        `reason` says which step, for whoever asks why ε is infinite.
+        `reason` says which step, and is stated where ε is infinite.
         """
         # Behind the noise all is post-processing, which no later step can undo.
         reason = self.reason if self.mechanism else reason

@@ -119,21 +119,21 @@ class Computation(ABC):
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
         """Returns the rows that a client's release may be computed from, one for each of `inputs`.
 
-        All of them are members. It is None for a learner whose releases are never observed.
+        All rows are members. The result is None for a learner whose releases are never observed.
         """
         return None
 
     def most_examples(self, training: LocalTraining) -> int:
-        """Returns how many examples a client counts at most in the mean over clients."""
+        """Returns the largest weight of a client in the mean over clients, in examples."""
         return training.num_images
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Refuses data that contradict what a defense's claim assumes; by default none do.
+        """Refuses data that contradict what a defense's claim assumes; by default none are refused.
 
         `clients` has (inputs, labels) of each client that takes part in one release.
 
         Raises:
-            FedsimError: they do (`DataDefense.check`, `StatisticDefense.check`).
+            FedsimError: the data contradict it (`DataDefense.check`, `StatisticDefense.check`).
         """
         return
 
@@ -147,18 +147,17 @@ class Computation(ABC):
 
     @abstractmethod
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Returns the global parameter `before` after a client's `update` is applied to it."""
+        """Returns a global parameter after a client's `update` of it; `before` is its value."""
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
-        """Returns the clients' mean update, float64, as one parameter of two global models tells.
+        """Returns the clients' mean update of one parameter, float64, as two global models tell it.
 
-        `before` and `after` are its values in both.
-
-        It undoes `apply_update` and `finalize` of a mean to which every client contributes the same
-        weight. Only a learner of which that is so overrides it.
+        `before` and `after` are the parameter's values in both models. The method undoes
+        `apply_update` and `finalize` of a mean in which all clients weigh the same. Only learners
+        for which that is possible override it.
 
         Raises:
-            FedsimError: the models do not tell it.
+            FedsimError: the models do not tell the mean update.
         """
         raise FedsimError(
             "two global models do not tell the mean update of this learner's clients; remove "
@@ -167,7 +166,7 @@ class Computation(ABC):
 
     @abstractmethod
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, from the strategy's `mean` over so many clients."""
+        """Returns the new global parameters, from the strategy's `mean` over so many `clients`."""
 
     @abstractmethod
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
@@ -175,7 +174,10 @@ class Computation(ABC):
 
     @abstractmethod
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns the weights that the server sends with probes, with the neurons it plants."""
+        """Returns the weights that the server sends with probes: `parameters` with planted neurons.
+
+        `seed` decides what is drawn for them.
+        """
 
 
 def model_spec(problem: Problem) -> ModelSpec:
@@ -228,7 +230,7 @@ class Learner(Plugin):
         """Binds the learner to one stack's federation, which `problem` describes.
 
         Raises:
-            FedsimError: it does not fit the data or the model.
+            FedsimError: the learner does not fit the data or the model.
         """
 
 

@@ -60,10 +60,10 @@ def _block(row: Row, width: int) -> list[str]:
 
 
 def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
-    """Renders parameters as lines of at most `width` characters.
+    """Renders `parameters` of a row of `rows` as lines of at most `width` characters.
 
-    Each has a line of name, default, type and range, aligned with the others', and below it its
-    description.
+    Each parameter has a line of name, default, type and range, aligned with the others', and below
+    it its description.
     """
     table = [_parameter(parameter) for parameter in parameters]
     names, defaults = (max((len(cells[i]) for cells in table), default=0) for i in (0, 1))

@@ -37,7 +37,10 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 
 
 def assign(cost: Tensor) -> list[int]:
-    """Returns the assignment of least total `cost` (N, M); a row has its column, or `MISSING`."""
+    """Returns the column of each row of `cost` (N, M) under the assignment of least total cost.
+
+    A row without a column has `MISSING` (-1).
+    """
     from scipy.optimize import linear_sum_assignment
 
     # Of an (N, M) cost with M < N, only M rows get a column: the others stay `MISSING`.
@@ -49,9 +52,10 @@ def assign(cost: Tensor) -> list[int]:
 
 
 def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
-    """Orders `values` (M, ...) as the truths (N, ...), with `fill` (...) where one is missing.
+    """Returns `values` (M, ...) in the order of the truths, (N, ...) on the CPU.
 
-    `assignment` has the number of each truth's answer, -1 for none.
+    `assignment` has the index into `values` of each truth. Where it is `MISSING`, `fill` (...)
+    stands.
     """
     values = values.detach().cpu()
     fill = fill.detach().cpu().to(values.dtype)

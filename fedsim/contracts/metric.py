@@ -95,7 +95,10 @@ class Metric:
         return Term(key=key, name=self.heading or self.name, meaning=f"{meaning}.")
 
     def gain(self, value: float, over: float) -> float:
-        """Returns by how much more `value` leaks than `over`; negative if it leaks less."""
+        """Returns by how much `value` leaks more than `over`, in the metric's unit.
+
+        A negative gain means that it leaks less.
+        """
         return value - over if self.larger_leaks else over - value
 
 

@@ -114,8 +114,8 @@ def load(group: str, name: str) -> type[Plugin]:
     """Loads the class registered as `name` in `group`.
 
     Raises:
-        PluginError: no such name (with the nearest one), two packages claim it, or importing it
-            failed (with the cause).
+        PluginError: there is no such name (with the nearest one), two packages claim it, or
+            importing it failed (with the cause).
     """
     kind = group.removeprefix("fedsim.")
     points = _entry_points()[group].get(name, ())
@@ -175,7 +175,7 @@ def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
     """Loads the class `name` of `group`, which has to derive from one of `roles`.
 
     Raises:
-        PluginError: as of `load`; or the class derives from none.
+        PluginError: `load` raises it, or the class derives from none of `roles`.
     """
     cls = load(group, name)
     if not issubclass(cls, roles):

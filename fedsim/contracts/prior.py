@@ -29,10 +29,10 @@ class GuessChances:
 def bound_chances(
     distances: Tensor, radii: Sequence[float], groups: Tensor | None = None
 ) -> tuple[float, ...]:
-    """Bounds the chance that one answer is within each radius of a candidate drawn at random.
+    """Returns for each radius a bound on the chance that one answer is so near to the candidate.
 
-    Candidates within r of one answer are within 2 r of each other, so that no answer has more of
-    them near than some candidate has within 2 r.
+    The candidate is drawn uniformly. Candidates within r of one answer are within 2 r of each
+    other, so that no answer has more of them near than some candidate has within 2 r.
 
     Args:
         distances: (N, N) distances of a metric between candidates.

@@ -56,9 +56,9 @@ class Stack:
     """Indices of training defenses that were asked for a direction."""
 
     def note_shapes(self, parameters: Iterable[Tensor]) -> None:
-        """Note the shapes of an update of `parameters`, on which some guarantees depend.
+        """Notes the shapes of an update of `parameters`, on which some guarantees depend.
 
-        The model is built for the stack, so that they are known only after the stack is made.
+        They are known only after the stack is made, since the model is built for the stack.
         """
         shapes = tuple(tuple(p.shape) for p in parameters if p.is_floating_point())
         object.__setattr__(self, "shapes", shapes)
@@ -86,7 +86,14 @@ class Stack:
     def private(
         self, statistic: Statistic, value: Tensor, release: Release, rng: torch.Generator
     ) -> Tensor:
-        """Returns a client's `statistic` made private; `value` itself without a defense."""
+        """Returns a client's `statistic` made private; `value` itself if no defense acts on it.
+
+        Args:
+            statistic: Name of the statistic.
+            value: Value of the statistic.
+            release: What the client releases.
+            rng: Stream of the defense.
+        """
         for defense in self.statistic_defenses:
             if defense.statistic == statistic:
                 return defense.apply(value, release, rng)
@@ -111,7 +118,7 @@ class Stack:
         `declared` is the local training before any defense.
 
         Raises:
-            FedsimError: as `guarantees`.
+            FedsimError: `guarantees` raises it.
         """
         proven = self.guarantees(declared, release)
         return [
@@ -126,7 +133,7 @@ class Stack:
         Data and statistic defenses have no part in it: `ReleaseSpec` describes what they do.
 
         Raises:
-            FedsimError: as `guarantees`.
+            FedsimError: `guarantees` raises it.
         """
         proven = self.guarantees(declared, release)
         training = self.training(declared)
@@ -157,7 +164,10 @@ class Stack:
         return declared
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the direction of a local `step` after every training defense."""
+        """Returns the function that gives the direction of a local `step`.
+
+        Every training defense has its part in the direction.
+        """
         for index, defense in enumerate(self.training_defenses):
             # Noted, so that a learner that trains around its defenses is found out
             # (`federation.refusals`).
@@ -178,11 +188,11 @@ class Stack:
 
     @contextmanager
     def memory_of(self, state: Tensors) -> Iterator[dict[str, Tensor]]:
-        """Lets the steps of `gradient` inside go on from the client's `state`.
+        """Lets the steps of `gradient` inside the block go on from the client's `state`.
 
         `state` is the one after the client's previous round (empty before its first). The mapping
         that is yielded is filled on exit with what the steps leave, and is kept with the state of
-        the update defenses. Outside, every direction begins as in a client's first round.
+        the update defenses. Outside the block, every direction begins as in a client's first round.
         """
         self._memories.update({index: {} for index in range(len(self.training_defenses))})
         for name, tensor in state.items():
@@ -201,9 +211,10 @@ class Stack:
     def guarantees(
         self, declared: LocalTraining, release: Release | None = None
     ) -> list[Guarantee]:
-        """Returns what is proven before the first update defense, and after each stage behind it.
+        """Returns what is proven before the first update defense, and after each later stage.
 
-        `release` is that of a closed-form learner; None for a learner that trains as `declared`.
+        Later stages are the update defenses in order, and the aggregation. `release` is that of a
+        closed-form learner; None for a learner that trains as `declared`.
 
         Raises:
             FedsimError: a defense does not fit the learner, or cannot follow what comes before it.
@@ -260,10 +271,10 @@ class Stack:
         return Guarantee(mechanism=Composed(tuple(parts.values())), reason="")
 
     def shows_losses(self, declared: LocalTraining) -> bool:
-        """Whether clients that train may report their loss.
+        """Returns whether clients that train may report their loss.
 
-        Not if their update is hidden or privatized. `declared` is the training before the stack's
-        own training defenses.
+        They may not if their update is hidden or privatized. `declared` is the training before the
+        stack's own training defenses.
         """
         proven = self.guarantees(declared)
         # A loss is a function of the data that none of the noise hides.

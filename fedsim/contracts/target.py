@@ -148,11 +148,17 @@ class Target(Plugin):
         return self.metrics[0]
 
     def is_alike(self, values: Mapping[str, float | None], by: Iterable[str]) -> bool:
-        """Returns whether an answer of these `values` is recognizable by any metric in `by`."""
+        """Returns whether an answer is recognizable by any of the metrics of `likeness` in `by`.
+
+        `values` has the value of each metric of the answer; None where it was not measured.
+        """
         return any(self._reaches(values.get(name), name, self.likeness[name]) for name in by)
 
     def agrees(self, values: Mapping[str, float | None]) -> bool:
-        """Returns whether no metric of `agreement` that was measured denies a likeness."""
+        """Returns whether all metrics of `agreement` that have a value reach what they must.
+
+        `values` has the value of each metric of the answer; None where it was not measured.
+        """
         return all(
             values.get(name) is None or self._reaches(values[name], name, least)
             for name, least in self.agreement.items()
@@ -165,8 +171,8 @@ class Target(Plugin):
     def is_recognizable(self, values: Mapping[str, float | None]) -> bool:
         """Returns whether an answer that leaks is recognizable, by the `values` of its metrics.
 
-        Its likeness decides or, where that was not measured, the ranking metric. What `agreement`
-        measured must not deny it.
+        The first metric of `likeness` decides or, where it was not measured, the ranking metric.
+        Metrics of `agreement` that were measured have to agree.
         """
         if not self.agrees(values):
             return False
@@ -179,9 +185,9 @@ class Target(Plugin):
         return value is not None and least is not None and self.ranking.gain(value, least) >= 0
 
     def leave(self, batch: Truth, held: Callable[[], tuple[Tensor, Tensor]]) -> Tensor | None:
-        """Returns what a client leaves for the score beside its batch; None if that is enough.
+        """Returns a tensor that a client leaves for the score; None if its batch is enough.
 
-        It becomes part of the client's own truth, which no attack gets to read.
+        The tensor becomes part of the client's own truth, which no attack gets to read.
 
         Args:
             batch: Batch that the update was computed from.
@@ -200,13 +206,13 @@ class Target(Plugin):
         return truth.tensors().get(self.truth_name)
 
     def answer_of(self, found: Reconstruction) -> Tensor | None:
-        """Returns the part of an attack's answer that is about this target, or None."""
+        """Returns an attack's answer to this target; None if it gave none."""
         return found.parts().get(self.part)
 
     def prepare(self, resources: Resources) -> Any:
         """Returns aids for scores that take long to make; it is called once in a process.
 
-        `resources` is what they can be made of.
+        They are made of `resources`. By default there are none.
         """
         return None
 
@@ -214,7 +220,7 @@ class Target(Plugin):
         """Refuses an answer that cannot be scored.
 
         Raises:
-            ScoringError: it is of another shape than the truth, or not finite.
+            ScoringError: the answer has another shape than the truth, or is not finite.
         """
         true = self.truth_of(truth)
         if true is not None and answer.shape != true.shape:
@@ -236,7 +242,7 @@ class Target(Plugin):
         return TargetScores(values=self.compute_metrics(pair))
 
     def check_each(self, answer: Tensor, true: Tensor) -> None:
-        """Refuses parts of an answer that are shaped otherwise than the true ones.
+        """Refuses an `answer` (M, ...) with parts of another shape than those of `true` (N, ...).
 
         Raises:
             ScoringError: a part has another shape than the true one.
@@ -248,11 +254,11 @@ class Target(Plugin):
             )
 
     def compute_metrics(self, pair: ScoredPair) -> dict[str, MetricValue]:
-        """Returns the value of each metric, by name, of an answer paired with the truth."""
+        """Returns metric -> its value, for an answer paired with the truth."""
         return {metric.name: metric.compute(pair) for metric in self.metrics}
 
     def unavailable(self, reason: str) -> dict[str, MetricValue]:
-        """Returns metrics without values, by name: `reason` says why none has one."""
+        """Returns metric -> `Unavailable`, for all metrics of the target and one `reason`."""
         return {metric.name: Unavailable(reason) for metric in self.metrics}
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
@@ -260,24 +266,25 @@ class Target(Plugin):
 
         `aids` has what `prepare` returned.
 
-        By default each metric has its value of an answer without any knowledge, beside an attack
-        that answers this target.
+        By default every metric has its `uninformed` value. There is no guess where the attack did
+        not answer this target.
         """
         if request.found is None or self.answer_of(request.found) is None:
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns how likely a guess of this truth reaches each level of a metric, by the metric.
+        """Returns metric -> how likely a guess of this truth reaches each level of the metric.
 
-        It is the prior of the limits on any attack (`fedsim.privacy.recovery`). By default none.
+        It is the prior of the limits on any attack (`fedsim.privacy.recovery`). By default it is
+        empty.
         """
         return {}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
         """Returns what is saved in the place of a missing part of an answer; zeros by default.
 
-        `true` is the true part, and `aids` has what `prepare` returned.
+        `true` (N, ...) has the true parts, and `aids` has what `prepare` returned.
         """
         return torch.zeros_like(true[0])
 
@@ -288,9 +295,9 @@ class Target(Plugin):
         assignments: Mapping[str, list[int]],
         aids: Aids,
     ) -> dict[str, Tensor]:
-        """Returns what is written of an answer and its truth, in the order of the truth.
+        """Returns name -> tensor to save of an answer and its truth, in the order of the truth.
 
-        What was never matched itself is in the order of what it came with.
+        An `itemwise` answer that was not matched itself follows the first of `assignments`.
 
         Args:
             found: All that the attack answered.
@@ -314,18 +321,21 @@ class Target(Plugin):
         return {truth_name: true, answer_name: answer}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the answer and the tensors of the truth that `tensors_to_save` gave."""
+        """Returns the answer (None if there is none) and the truth, by name, from saved `tensors`.
+
+        These are named as `tensors_to_save` names them.
+        """
         answer_name, truth_name = self.saved_as or (self.part, f"truth_{self.part}")
         true = tensors.get(truth_name)
         return tensors.get(answer_name), {} if true is None else {self.truth_name: true}
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns what was answered of another update, as an answer for this one: the control.
+        """Returns the answer to another update as an answer for this one, which is the control.
 
         Args:
-            answer: Answer of the other update, as it was saved.
-            pairs: Index of the other update's row that takes each one's place, of rows that are
-                asked for singly.
+            answer: Answer to the other update, as it was saved.
+            pairs: Index of the row of the other update that stands for each row of this one. Only
+                targets that are `asked_singly` need it.
             truth: Truth of this update.
         """
         return answer
@@ -336,9 +346,9 @@ GROUP = "fedsim.targets"
 
 @cache
 def targets() -> Mapping[str, Target]:
-    """Returns the installed targets by their parts, those first that rank attacks first.
+    """Returns part -> installed target, in the order in which targets rank attacks.
 
-    One that cannot be loaded is left out: `fedsim list targets` says why.
+    A target that cannot be loaded is left out: `fedsim list targets` says why.
 
     Raises:
         PluginError: two targets score the same part, or are the main target of one payload.
@@ -401,7 +411,7 @@ METRICS: Mapping[str, Metric] = _Metrics()
 
 
 def ranking_targets() -> Mapping[str, Target]:
-    """Returns the targets by the metric that ranks attacks on them, the first one for each."""
+    """Returns ranking metric -> the first target whose attacks it ranks."""
     ranked: dict[str, Target] = {}
     for target in targets().values():
         ranked.setdefault(target.ranking.name, target)
@@ -409,12 +419,12 @@ def ranking_targets() -> Mapping[str, Target]:
 
 
 def main_target(payload: Payload) -> Target:
-    """Returns the target that attacks on what clients send are after, if they answer nothing else.
+    """Returns the main target of a kind of client message.
 
-    `payload` is the kind of what clients send.
+    An attack on such messages that answers no target counts for this one.
 
     Raises:
-        PluginError: no installed target is of that kind.
+        PluginError: no installed target is the main one of `payload`.
     """
     for target in targets().values():
         if payload in target.payloads:

@@ -157,11 +157,11 @@ def problem_of(
     """Describes what the scenario's learner works on.
 
     Args:
-        scenario: with every default written out.
-        stack: the defense stack.
-        described: the description of the data and its test split (`without_training`).
-        examples: number of training examples of all clients together.
-        device: device that the learner computes on.
+        scenario: Scenario with every default written out.
+        stack: The defense stack.
+        described: The description of the data and its test split (`without_training`).
+        examples: Number of training examples of all clients together.
+        device: Device that the learner computes on.
     """
     return Problem(
         learner=_name_plugin(scenario.learner),

@@ -41,7 +41,7 @@ _EXAMPLES = {"alpha": "0.5", "shards_per_client": "2", "path": "clients.csv"}
 def check(
     sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]
 ) -> Iterator[SectionProblem]:
-    """Yields every problem between the `sections`, of which only valid ones are given.
+    """Yields every problem between `sections`, which has the valid ones alone, by name.
 
     `sound(path)` says whether everything at `path` is known to be right so far.
     """
@@ -104,7 +104,7 @@ def _engine(name: str, *, audited: bool) -> Iterator[SectionProblem]:
 
 
 def cautions(scenario: Scenario) -> list[str]:
-    """Warns of what is allowed, but leaves the results of `scenario` without a comparison."""
+    """Returns warnings of what is allowed, but leaves results without a comparison."""
     if not scenario.attacks or any(not stack for stack in scenario.defenses.values()):
         return []
     return [

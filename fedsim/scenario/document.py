@@ -151,7 +151,7 @@ class Document:
     """Place where each path is written; empty for a scenario that was not read from a file."""
 
     def mark(self, path: KeyPath) -> Mark:
-        """Returns where `path` is written; where it is absent, where its nearest parent is."""
+        """Returns where `path` is written or, if it is absent, where its nearest parent is."""
         # What is missing has no mark; errors then point at the section where it should be.
         for end in range(len(path), -1, -1):
             if path[:end] in self.marks:
@@ -159,7 +159,7 @@ class Document:
         return Mark("")
 
     def problem(self, path: KeyPath, message: str) -> ScenarioProblem:
-        """Returns a problem with the value at `path`, with its place."""
+        """Returns a problem with the value at `path`, and where that value is written."""
         return self.mark(path).problem(path, message)
 
     def error(self, path: str, message: str) -> ScenarioError:

@@ -72,7 +72,7 @@ def explain(
 ) -> list[tuple[KeyPath, str]]:
     """Returns (key path, message) of each thing that `error` says about `value`.
 
-    `keys_at(path)` are the keys that the mapping at `path` may have, for the nearest right key.
+    `keys_at(path)` returns the keys that the mapping at `path` may have; messages name the nearest.
     """
     findings = [_finding(detail, value, keys_at) for detail in error.errors(include_url=False)]
     # Of a union's alternatives, the one that matched further in says what is wrong.
@@ -97,7 +97,7 @@ def look_up(value: Any, path: KeyPath) -> Any:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the choice that resembles `word`, or an empty text."""
+    """Returns `; did you mean 'x'?` for the choice nearest to `word`, or an empty text."""
     choices = list(choices)
     # Reversed, so that of choices that differ in case alone the first one stays.
     lowered = {choice.lower(): choice for choice in reversed(choices)}

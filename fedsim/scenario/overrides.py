@@ -39,10 +39,12 @@ class Override:
 
 
 def parse_override(text: str, option: str = "--set") -> Override:
-    """Reads `attacks[0].iterations=50`; the value is YAML. Errors name the `option`.
+    """Reads an override such as `attacks[0].iterations=50`, whose value is YAML.
+
+    Errors name the `option` of the command line that `text` is from.
 
     Raises:
-        ScenarioError: it has no `=`, its key is no key path, or its value is no YAML.
+        ScenarioError: `text` has no `=`, its key is no key path, or its value is no YAML.
     """
     origin = f"{option} {text if len(text) <= 80 else text[:77] + '...'}"
     key, equals, value = _split(text)
@@ -86,11 +88,11 @@ def parameters_of(
     Args:
         group: The plugin's group, such as `fedsim.attacks`.
         name: The plugin's name.
-        settings: Parameters, as on the command line.
+        settings: Parameters as `name=value`, as on the command line.
         origin: Source of the name, such as `--attack idlg`, with which errors begin.
 
     Raises:
-        ScenarioError: it is not installed, or a setting is wrong.
+        ScenarioError: the plugin is not installed, or a setting is wrong.
     """
     written = apply(Document({"name": name}), parse_overrides(settings))
     try:
@@ -119,9 +121,12 @@ def grant_of(words: Sequence[str]) -> Grant:
 
 
 def parse_overrides(texts: Sequence[str], option: str = "--set") -> list[Override]:
-    """Reads several overrides as `parse_override` does; lists all that are wrong.
+    """Reads several overrides, each as `parse_override` does.
 
-    Errors name the `option`.
+    Errors name the `option` of the command line.
+
+    Raises:
+        ScenarioError: some are wrong; all of them are listed.
     """
     parsed: list[Override] = []
     problems: list[ScenarioProblem] = []

@@ -44,7 +44,7 @@ def read(path: str | Path) -> Document:
     """Reads the scenario file at `path`, without validating it.
 
     Raises:
-        ScenarioError: it cannot be read, is not UTF-8 or not YAML, or is beyond the limits.
+        ScenarioError: the file cannot be read, is not UTF-8 or not YAML, or is beyond the limits.
     """
     origin = str(path)
     try:
@@ -66,10 +66,10 @@ def read(path: str | Path) -> Document:
 def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
     """Reads `text` as a document.
 
-    Errors call it `origin`, and give line numbers only if `lines` is true.
+    Errors call the text `origin`, and give line numbers only if `lines` is true.
 
     Raises:
-        ScenarioError: it is not YAML, or is beyond the limits.
+        ScenarioError: the text is not YAML, or is beyond the limits.
     """
     builder = _Builder(origin, lines)
     try:

@@ -36,10 +36,10 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
 def resolve_plugin(group: str, written: Document) -> PluginRef:
     """Resolves a plugin that is written outside of a scenario as `{name: ..., parameter: value}`.
 
-    `group` is that of its entry point.
+    `group` is that of its entry point, such as `fedsim.attacks`.
 
     Raises:
-        ScenarioError: it is not installed, or its parameters are wrong.
+        ScenarioError: the plugin is not installed, or its parameters are wrong.
     """
     resolver = _Resolver(written)
     entry = resolver.plugin(Slot((), group, written.value), ("name",))
@@ -49,10 +49,10 @@ def resolve_plugin(group: str, written: Document) -> PluginRef:
 
 
 def resolve_section(name: str, written: Document) -> Any:
-    """Resolves the top-level section `name` of a scenario of which nothing else is written.
+    """Returns the top-level section `name` of a scenario of which nothing else is written.
 
     Raises:
-        ScenarioError: something in it is wrong.
+        ScenarioError: something in the section is wrong.
     """
     resolver = _Resolver(written)
     section = resolver.section(name, written.value)
@@ -62,10 +62,10 @@ def resolve_section(name: str, written: Document) -> Any:
 
 
 def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
-    """Turns anything but a document into one whose values have no place.
+    """Returns `written` as a document; values that are from no file have no place in it.
 
     Raises:
-        ScenarioError: it holds a value that YAML cannot write.
+        ScenarioError: `written` holds a value that YAML cannot write.
     """
     if isinstance(written, Document):
         return written
@@ -111,7 +111,7 @@ def plugin_slots(value: Any) -> Iterator[Slot]:
 
 
 def put(value: Any, path: KeyPath, new: Any) -> None:
-    """Replaces what stands at `path` in `value` by `new`, in place; it has to exist."""
+    """Replaces what stands at `path` in `value` by `new`, in place; `path` has to exist."""
     for part in path[:-1]:
         value = value[part]
     value[path[-1]] = new

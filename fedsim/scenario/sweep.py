@@ -84,7 +84,7 @@ def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
     """Returns every scenario that `document` stands for; the last list of the sweep varies fastest.
 
-    Without a `sweep:` section there is one, with an empty assignment.
+    Without a `sweep:` section there is a single one, with an empty assignment.
 
     Raises:
         ScenarioError: the sweep, or one of its scenarios, is wrong. All problems are listed.
@@ -112,7 +112,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """Loads and resolves the scenario in the file at `path`, with `overrides` (`key=value`).
 
     Raises:
-        ScenarioError: something is wrong with it, or it sweeps: `expand` is for those.
+        ScenarioError: something is wrong with the scenario, or the file has a sweep, which takes
+            `expand`.
     """
     document = open_document(path, overrides)
     variants = expand(document)
@@ -131,9 +132,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
 
 
 def locate(document: Document, error: FedsimError) -> ScenarioError:
-    """Returns `error` with its place in `document`, if its message begins with a key path.
+    """Returns `error` as a ScenarioError that says where in `document` the fault is written.
 
-    A key path is `data.clients: `, say.
+    The place is known if the message begins with a key path, such as `data.clients: `.
     """
     if isinstance(error, ScenarioError):
         return error

@@ -36,7 +36,10 @@ def spent(
 
 
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
-    """Returns what the stack guarantees for the recorded release `seen` and its repetitions."""
+    """Returns what the stack guarantees for the recorded release `seen` and its repetitions.
+
+    The claim is that of the client that is worst off among those whose data `seen` comes from.
+    """
     scenario, probing = server.scenario, bool(server.scenario.observe.batch_sizes)
     declared = server.declared
     if probing:
@@ -84,10 +87,10 @@ noise are bounded best at a large δ."""
 
 
 def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
-    """Returns what is guaranteed to an example that was drawn, against who saw `seen`, by δ.
+    """Returns claims at several δ for an example that was drawn, against who saw `seen`.
 
-    Whoever is attacked took part, so that no amplification by sampling protects it. Earlier rounds
-    count as well: the weights that the update starts from tell of them.
+    The example took part, so that no amplification by sampling protects it. Earlier rounds count as
+    well: the weights that the update starts from tell of them.
     """
     account, stack = account_of(server), accounted_stack(server, seen.vantage)
     entries = [
@@ -104,7 +107,10 @@ def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
 
 
 def spent_by(server: Server, round: int) -> PrivacyClaim:
-    """Returns the claim after `round` rounds, or where it takes long, after a few more."""
+    """Returns a valid claim after `round` rounds.
+
+    Where accounting takes long, it is that of a few more rounds.
+    """
     sampled = server.training.sampling != "without_replacement"
     # The ε after a later round is no smaller, so it is valid here. Powers of two keep slow
     # accounting rare.
@@ -113,7 +119,10 @@ def spent_by(server: Server, round: int) -> PrivacyClaim:
 
 
 def participations(server: Server, round: int) -> set[tuple[int, ...]]:
-    """Returns each set of rounds, of the first `round`, that some client takes part in."""
+    """Returns each set of rounds that some client takes part in, up to the round `round`.
+
+    A set is a tuple of round numbers, counted from 1.
+    """
     return account_of(server).participations(round)
 
 
@@ -121,7 +130,7 @@ def check_promise(server: Server) -> None:
     """Refuses a stack that asks for an ε if the ledger states a larger one.
 
     Raises:
-        FedsimError: it does, with δ, the unit and the ledger's reason.
+        FedsimError: the ledger states a larger ε; the message has δ, the unit and the reason.
     """
     if not (asked := asked_epsilons(server.stack)):
         return
@@ -142,8 +151,8 @@ def check_promise(server: Server) -> None:
 def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
     """Returns the defenses between a client's data and whoever looks from `seen_from`.
 
-    In a deployment nobody but the server itself computes an ideal combination, so that it has what
-    each client releases. A participant knows what it added itself.
+    A participant knows what it added itself. In a deployment, an aggregation without noise is left
+    out: the server computes it itself, and so has what each client releases.
     """
     aggregation = server.stack.aggregation
     if seen_from == "client" and aggregation:
@@ -157,7 +166,7 @@ def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
 
 
 def account_of(server: Server) -> Account:
-    """Returns what the server asks of its clients over the rounds."""
+    """Returns the account of what clients of `server` are asked for over the rounds."""
     return Account(server.scenario, server.schedule, server.declared, server.census.held)
 
 

@@ -73,7 +73,7 @@ class Client:
         probe: Probe | None = None,
         most_steps: int | None = None,
     ) -> ClientResult:
-        """Train on the global model in `round` and apply the stack, without side effects.
+        """Trains on the global model in `round` and applies the stack, without side effects.
 
         Args:
             server: What the client knows of the federation.
@@ -81,7 +81,7 @@ class Client:
             parameters: Parameters of the global model.
             buffers: Buffers of the global model.
             state: The client's defense state after its previous round (empty before the first).
-            probe: The probe that it answers instead of training.
+            probe: The probe that it answers instead of training; None: it trains.
             most_steps: Maximum number of local steps, for a trial run; by default as declared.
 
         Raises:
@@ -155,7 +155,7 @@ class Client:
 
         Args:
             round: Number of the round, from 1.
-            probe: The probe that it answers instead of training.
+            probe: The probe that it answers instead of training; None: it trains.
             parameters: Global parameters from which its update was computed.
             buffers: Global buffers from which its update was computed.
         """
@@ -164,19 +164,24 @@ class Client:
         return rng.generator(secret, "secure sum", *self._path(round, probe), *again, *at)
 
     def there(self, examples: Tensor) -> Tensor:
-        """Returns the `examples` (indices) that are not absent (`absent`)."""
+        """Returns `examples`, which are indices, without those that are `absent`."""
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Returns all that the client holds, rows or pixels, and the labels."""
+        """Returns (inputs, labels) of all examples of the client; inputs are pixels or rows."""
         return self.dataset.examples_at(self.own)
 
     def rows(
         self, computation: Computation, round: int, probe: Probe | None
     ) -> tuple[tuple[Tensor, Tensor], RowTruth | None]:
-        """Returns (inputs, labels) of a closed-form release, and which of its rows they are.
+        """Returns (inputs, labels) of a closed-form release, and the truth of which rows it uses.
 
-        For a release in training, these are all that the client holds, and None.
+        A release in training (`probe` is None) uses all that the client holds, and has no truth.
+
+        Args:
+            computation: The learner's computation.
+            round: Number of the round, from 1.
+            probe: The probe that it answers; None in training.
         """
         held = self.held()
         if probe is None:
@@ -189,10 +194,12 @@ class Client:
         return (held[0][members], held[1][members]), replace(truth, members=members)
 
     def check_victims(self, training: LocalTraining, trials: int) -> None:
-        """Refuses more `trials` of a probe than the client has images for.
+        """Refuses a probe of more `trials` than the client has different examples for.
+
+        `training` is the local training of one trial.
 
         Raises:
-            FedsimError: there are too few, with how many trials there can be.
+            FedsimError: there are too few; the message says how many trials there can be.
         """
         if trials == 1:
             return

@@ -10,7 +10,7 @@ from fedsim.types import Tensors
 
 
 def digest(*parts: Tensors) -> str:
-    """Returns a digest that is the same only for the same names, shapes, types and values."""
+    """Returns a digest that only equal `parts` share: same names, shapes, types and values."""
     found = hashlib.sha256()
     for part in parts:
         # Lengths, names, types and shapes are hashed too, so that different inputs never hash as

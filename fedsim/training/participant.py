@@ -19,7 +19,10 @@ _PARTS = ("update", "own_buffer", "parameter", "buffer")
 
 
 def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
-    """Returns what a participant keeps of a round: its `update`, and the global model it is of."""
+    """Returns what a participant keeps of a round, by name: its `update`, and the global model.
+
+    `parameters` and `buffers` are those of the global model that the update started from.
+    """
     parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
     return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
 

@@ -59,7 +59,7 @@ class RoundPlan:
     """How often each probe is asked for."""
 
     def asks(self, probe: Probe | None) -> bool:
-        """Whether the scenario asks for `probe` in this round."""
+        """Whether the scenario asks for `probe` in this round; false of None, which is no probe."""
         return (
             probe is not None
             and replace(probe, release=0) in self.probes

@@ -137,7 +137,7 @@ class Server:
 
     @cached_property
     def computation(self) -> Computation:
-        """Part of the learner: what a client computes, and what the server makes of it."""
+        """What a client computes, and what the server makes of it."""
         problem = problem_of(
             self.scenario, self.stack, self.described, self.census.examples, self.device
         )
@@ -157,7 +157,7 @@ class Server:
 
     @cached_property
     def claims(self) -> bool:
-        """Whether anything is proven of what clients release, or of what is made of it."""
+        """Whether anything is proven of what clients release, or of their combination."""
         return any(held.mechanism for held in self.stack.guarantees(self.declared, self.release))
 
     @cached_property
@@ -168,6 +168,8 @@ class Server:
 
     def sum_terms(self, probe: Probe | None) -> SumTerms:
         """Returns the terms of a secure sum of answers to `probe`, or (None) of training updates.
+
+        The stack needs secure aggregation (`protocol`).
 
         Raises:
             FedsimError: nothing bounds what a client adds.
@@ -235,7 +237,10 @@ class Server:
         return self.release is None and self.stack.shows_losses(self.declared)
 
     def plant_probe(self, parameters: Tensors, round: int) -> Tensors:
-        """Returns the weights at which the probes of `round` are computed."""
+        """Returns the weights at which the probes of `round` are computed, given the global ones.
+
+        They are `parameters`, with planted neurons if the scenario asks for it (`observe.plant`).
+        """
         if not self.scenario.observe.plant:
             return parameters
         seed = rng.derive(self.scenario.seed, "plant", round)
@@ -295,9 +300,15 @@ class Server:
         *,
         seed: int | None = None,
     ) -> Update:
-        """Returns what the server sees of all `updates` of `round`, if the stack combines them.
+        """Returns what the server sees of all `updates` of `round`, as the stack's aggregation.
 
-        Its noise is drawn from `seed`, by default the server's own.
+        The stack needs an aggregation defense.
+
+        Args:
+            updates: Updates of the clients, which are taken one by one.
+            round: Number of the round, from 1.
+            probe: The probe that they answer; None in training.
+            seed: Seed of the server's noise; by default its own.
         """
         aggregation = self.stack.aggregation
         assert aggregation is not None
@@ -329,11 +340,11 @@ class Server:
         return replace(shown, tensors=tensors)
 
     def apply_update(self, before: Tensor, update: Tensor) -> Tensor:
-        """Returns the global parameter `before` after a client's `update`."""
+        """Returns a global parameter after a client's `update` of it; `before` is its value."""
         return self.computation.apply_update(before, update, self.training)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, given the strategy's `mean` over so many clients."""
+        """Returns the new global parameters, given the strategy's `mean` over so many `clients`."""
         return self.computation.finalize(mean, clients)
 
     def observation(
@@ -349,12 +360,21 @@ class Server:
         releases: int = 1,
         watcher: Watcher = "server",
     ) -> Observation:
-        """Returns what `watcher` saw of `update`; client -1: the aggregate.
+        """Returns what `watcher` saw of `update`, for a learner that attacks can observe.
 
-        The update combines those of `num_clients`.
+        One client's part of a secure sum is masked: only who has all of the sum's secrets knows how
+        it was altered.
 
-        Of several `releases` it is their mean. One client's part of a secure sum is masked:
-        only who has all of the sum's secrets knows how it was altered.
+        Args:
+            round: Number of the round, from 1.
+            client: Number of the client; -1 for the aggregate.
+            update: What the watcher saw.
+            parameters: Global parameters that clients started from.
+            buffers: Global buffers that clients started from.
+            probe: The probe that was answered; None in training.
+            num_clients: Number of clients whose updates `update` combines.
+            releases: Number of releases whose mean `update` is.
+            watcher: Who saw it.
         """
         spec = self.computation.describe()
         assert spec is not None
@@ -408,15 +428,18 @@ class Server:
     def observation_id(
         self, round: int, client: int, probe: Probe | None, watcher: Watcher = "server"
     ) -> str:
-        """Returns the id under which an update is recorded; client -1 is the aggregate.
+        """Returns the id under which the view of `watcher` is recorded; client -1 is the aggregate.
 
-        It is that of what `watcher` saw.
+        `probe` is the probe that was answered; None in training.
         """
         suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
         return observation_id(self.stack_name, round, client, suffix, watcher)
 
     def recorded_as(self, round: int, client: int, probe: Probe | None) -> list[str]:
-        """Returns the ids of all recordings that `client`'s answer is a part of."""
+        """Returns the ids of all recordings that `client`'s answer is a part of.
+
+        The answer is that to `probe`, or (None) the update of training.
+        """
         ids, plan = [], self.plan(round)
         if client in plan.observed and (probe or not plan.probes):
             seen_as = [-1] if self.stack.aggregation else [client]
@@ -437,7 +460,10 @@ class Server:
         return ids
 
     def test_set(self) -> tuple[int, float | None]:
-        """Returns (number of test examples, share of the most frequent class or None)."""
+        """Returns (number of test examples, share of the most frequent class).
+
+        The share is None for data without classes.
+        """
         count, labels = len(self.described.test_inputs), self.described.test_classes
         return count, None if labels is None else float(labels.bincount().max()) / count
 
@@ -448,12 +474,12 @@ class Server:
     def declared_for(self, probe: Probe | None) -> LocalTraining:
         """Returns the local training that answers `probe`, or (None) an order to train.
 
-        It is the one before the stack's training defenses.
+        The stack's training defenses are not yet applied to it.
         """
         return self.declared if probe is None else self.declared_of(probe.batch_size)
 
     def declared_of(self, batch_size: int) -> LocalTraining:
-        """Returns the local training of a probe of so many images (`spending.as_probed`)."""
+        """Returns the local training of a probe of `batch_size` images (`spending.as_probed`)."""
         return spending.as_probed(self.declared, batch_size)
 
 

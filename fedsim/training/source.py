@@ -55,7 +55,7 @@ def build_source(chosen: PluginRef) -> DataSource:
     """Builds the data source that `chosen` names.
 
     Raises:
-        FedsimError: it is not installed.
+        FedsimError: the source is not installed.
         ValidationError: its parameters do not fit.
     """
     source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
@@ -66,8 +66,8 @@ def build_source(chosen: PluginRef) -> DataSource:
 def digest_of_inputs(scenario: Scenario, dataset: Dataset | Table) -> str:
     """Returns a digest of the data, weights and partition file that a scenario only names.
 
-    Two runs of one text are of one population only if it is the same. `dataset` is all that the
-    scenario's source loads.
+    Two runs of the same scenario have the same data only if their digests are equal. `dataset` is
+    all that the scenario's source loads.
     """
     digest = hashlib.sha256()
     for field in fields(dataset):
@@ -91,10 +91,10 @@ _TOLD = ("name", "left_out")
 def private_statistics(
     scenario: Scenario, dataset: Dataset | Table, owns: Iterable[Tensor], *, dealt: bool = True
 ) -> Mapping[Unit, tuple[str, ...]]:
-    """Lists what a federation's set-up took from training data without noise, by unit.
+    """Returns unit -> what a federation's set-up took from training data without noise, in words.
 
     Weights to start from may be a model of the same clients, trained without noise. They count as
-    one unless the scenario declares them public.
+    such a statistic unless the scenario declares them public.
 
     Where a partition deals by labels, one example also influences who holds the others. Where a
     client holds equal images, one of them influences how often counted probes draw the others.

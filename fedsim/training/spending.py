@@ -22,12 +22,15 @@ from fedsim.words import number_of
 
 
 def asked_epsilons(stack: Stack) -> list[AskedEpsilon]:
-    """Returns the ε that each defense of `stack` declares in place of a noise."""
+    """Returns the ε of each defense of `stack` that declares an ε in place of a noise."""
     return [one.target for one in stack.training_defenses if one.target]
 
 
 def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
-    """Returns the asked ε and the noise multiplier of each such defense of a calibrated `stack`."""
+    """Returns (asked ε, noise multiplier) of each defense that asks for an ε.
+
+    `stack` has to be calibrated (`calibrate_noise`).
+    """
     return [
         (one.target, float(one.model_dump()["noise_multiplier"]))
         for one in stack.training_defenses
@@ -123,9 +126,9 @@ class Account:
     held: Sequence[int]
 
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
-        """Returns what the clients that may be worst off spend over so many rounds.
+        """Returns ledger entries after `rounds` rounds, one for each client that may be worst off.
 
-        Without `probes` it is what training alone spends.
+        Without `probes`, only what training releases is counted.
         """
         scenario = self.scenario
         counts = self.worst_client_sizes(stack.training(self.declared))
@@ -144,11 +147,17 @@ class Account:
         ]
 
     def worst_client_sizes(self, training: LocalTraining) -> list[int]:
-        """Returns the client sizes of which one has the largest ε; unknown sizes are left out."""
+        """Returns the numbers of examples of clients among which the largest ε is.
+
+        Unknown sizes are left out.
+        """
         return worst_client_sizes(training, [count for count in self.held if count] or self.held)
 
     def participations(self, round: int) -> set[tuple[int, ...]]:
-        """Returns each set of rounds, of the first `round`, that some client takes part in."""
+        """Returns each set of rounds that some client takes part in, up to the round `round`.
+
+        A set is a tuple of round numbers, counted from 1.
+        """
         rounds: dict[int, list[int]] = {}
         for past in range(1, round + 1):
             for client in self.schedule.round(past).participants:
@@ -156,7 +165,10 @@ class Account:
         return set(map(tuple, rounds.values()))
 
     def public(self, round: int, stack: Stack) -> set[tuple[bool, ...]]:
-        """Returns each client's participations by round, if a trusted server's noise needs them."""
+        """Returns whether a client takes part, round by round, for all clients.
+
+        It is empty unless the stack's server adds noise, whose accounting needs this.
+        """
         if not isinstance(stack.aggregation, NoisyAggregation):
             return set()
         return {
@@ -165,9 +177,10 @@ class Account:
         }
 
     def most(self, round: int) -> list[Most]:
-        """Returns the counts that no client exceeds in all three after `round` rounds, see `Most`.
+        """Returns the largest counts after `round` rounds.
 
-        Every client counts as observed, and as probed even where it does not take part.
+        No other client's counts equal or exceed one of them in all three (`Most`). Every client
+        counts as observed, and as probed even where it does not take part.
         """
         observed = self.schedule.is_observed
         sizes, again = self._sizes, self.scenario.observe.releases > 1
@@ -191,9 +204,9 @@ class Account:
         ] or [Most(0, 0, 0)]
 
     def list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
-        """Returns what a client released as probes, if it was asked for them in `rounds` rounds.
+        """Returns what a client releases as probes that is asked for them in `rounds` rounds.
 
-        It is empty where the scenario declares them no part of the deployment.
+        It is empty where the scenario declares probes no part of the deployment.
         """
         observe = self.scenario.observe
         if self.scenario.privacy.probes != "included" or not rounds:
@@ -226,11 +239,10 @@ class Account:
 
 
 def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
-    """Returns the local training of a probe of so many images, before the training defenses.
+    """Returns the local training of a probe of `batch_size` images, before training defenses.
 
-    `declared` is that of the scenario.
-
-    The attacker knows their number, so they are drawn without replacement.
+    `declared` is that of the scenario. Images are drawn without replacement, since the attacker
+    knows their number.
     """
     return replace(declared, batch_size=batch_size, sampling="without_replacement")
 

@@ -82,7 +82,10 @@ class Steps:
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> bool:
-        """Adds a step on `batches` of (images, labels); says whether an image is twice in one."""
+        """Adds a step on `batches` of (images, labels).
+
+        Returns whether one of the batches holds an example twice.
+        """
         self.sizes.append(sum(len(images) for images, _ in batches))
         is_repeated = False
         for images, labels in batches:
@@ -162,12 +165,12 @@ class _Watch:
         """Weights before the first step."""
 
     def hear(self, event: Callable[..., None], *arguments: Any) -> None:
-        """Handles an `event` of this watch's thread, unless the watch has given up."""
+        """Calls `event` with `arguments` if it is of this watch's thread and the watch goes on."""
         if threading.get_ident() == self._thread and self.steps.failure is None:
             self.attempt(event, self, *arguments)
 
     def attempt(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Calls `act`; if that fails, the watch gives up, and the training goes on."""
+        """Calls `act` with `arguments`; if that fails, the watch ends and the training goes on."""
         try:
             act(*arguments)
         except Exception as error:

@@ -82,10 +82,10 @@ class Workload(Server):
         return [client.own for client in self.clients]
 
     def client(self, number: int) -> Client:
-        """Returns the client of that number.
+        """Returns the client of that `number`.
 
         Raises:
-            FedsimError: it does not compute here.
+            FedsimError: the client does not compute here.
         """
         for one in self.clients:
             if one.number == number:
@@ -110,7 +110,7 @@ class Workload(Server):
         *,
         probe: Probe | None = None,
     ) -> ClientResult:
-        """Returns what `client` computes in `round` (`Client.update`)."""
+        """Returns what client number `client` computes in `round` (arguments: `Client.update`)."""
         own = self.client(client)
         return own.update(self, round, parameters, buffers, state, probe=probe)
 
@@ -120,7 +120,7 @@ class Workload(Server):
         Every release of a closed-form learner is checked; training assumes nothing.
 
         Raises:
-            FedsimError: they do (`Computation.check`).
+            FedsimError: the data contradict it (`Computation.check`).
         """
         if self.release is None:
             return
