@@ -20,34 +20,35 @@ from fedsim.types import FedsimError, Tensors
 
 
 def release_key(round: int, probe: Probe | None) -> tuple[int, ...]:
-    """Returns what decides the noise of a release.
+    """Returns the key of a release, which decides its noise: (round,) for training.
 
-    That is its round and, of a probe, size, trial and number of the release.
+    For a probe, the key is (round, batch size, trial, number of the release).
     """
     return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
 
 
 def notes(out: Path, stack: str, who: str) -> Path:
-    """Returns the file that notes what the noise of `who` (a client or the server) was used for."""
+    """Returns the path of the file that notes how the noise of `who` was used.
+
+    `who` is the name of a client's folder, or of the server's.
+    """
     return out / "client_state" / stack / who / "answered.jsonl"
 
 
 def use_once(
     path: Path, own: tuple[int, ...], values: Sequence[Tensors], who: str, what: str = "noise"
 ) -> None:
-    """Notes in `path` that the noise of one release is used for `values`.
-
-    Any other values are refused later.
+    """Notes in `path` that the noise of one release is used for `values`, and for no others.
 
     Args:
         path: A file of JSON lines, made if it is not there.
         own: Key of the release, as `release_key` returns it.
         values: All that decides the release, or the release itself.
         who: Owner of the noise, for the error.
-        what: What is used once, for the error.
+        what: Words for what is used once, for the error.
 
     Raises:
-        FedsimError: it was used for other values.
+        FedsimError: The noise was used for other values, or the file is damaged.
     """
     at, noted = digest(*values), _read(path)
     before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
@@ -62,17 +63,23 @@ def use_once(
 
 
 def noted_rounds(path: Path) -> list[int]:
-    """Returns the rounds in which noise was used, in the order of use."""
+    """Returns the round of each noted release, in the order of use; empty without a file.
+
+    Raises:
+        FedsimError: The file is damaged.
+    """
     return [entry["asked"][0] for entry in _read(path)]
 
 
 def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
-    """Refuses a release that was not made in its turn, once a later round has been answered.
+    """Refuses a new release of a round before one that was answered already.
 
-    `own` is the key of the release (`release_key`), and `who` owns the noise.
+    `own` is the key of the release (`release_key`), and `who` names the owner of the noise for the
+    error.
 
     Raises:
-        FedsimError: a later round is noted, and this release was never made.
+        FedsimError: A later round is noted, and this release was never made. Or the file is
+            damaged.
     """
     noted = _read(path)
     # What was released before may be said again, since it is the same bytes.
@@ -95,7 +102,7 @@ def note_release(path: Path, own: tuple[int, ...], release: Sequence[Tensors], w
         who: Owner of the noise, for the error.
 
     Raises:
-        FedsimError: something else was released before.
+        FedsimError: Something else was released under this key before, or the file is damaged.
     """
     at, noted = digest(*release), _read(path)
     for entry in noted:

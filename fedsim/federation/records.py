@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 REASONS = ("client_error", "late", "malformed", "non_finite", "too_few")
-"""Why an update is left out of a round: the client raised an error; it did not answer in time; its
-answer had wrong names, shapes, types or counts; its answer held NaN or infinity; it is one of too
-few for what the clients share, so that nothing was combined."""
+"""Why an update is left out of a round, in this order: the client raised an error; the client did
+not answer in time; the answer had wrong names, shapes, types or counts; the answer held NaN or
+infinity; too few clients were left for their common noise or sum, so that nothing was combined."""
 SILENT = ("client_error", "late")
 """Those of `REASONS` behind which no answer came."""
 

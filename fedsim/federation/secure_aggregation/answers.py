@@ -33,18 +33,18 @@ from fedsim.types import FedsimError, Tensors
 
 @dataclass(frozen=True, kw_only=True)
 class SumIdentity:
-    """Identity of a client in secure sums."""
+    """A client's signing key for secure sums, and how the client draws its secrets."""
 
     identity: Identity
     fresh: bool
     """Whether keys and masks are drawn anew each time; otherwise they follow from the scenario's
     seed."""
     run: str = ""
-    """Name of the run among nodes with secrets of their own; else empty."""
+    """Name of the run if nodes draw secrets of their own; else empty."""
 
 
 class Computes(Protocol):
-    """Interface of the client whose updates are added up."""
+    """Interface of the object that computes a client's updates for a secure sum."""
 
     @property
     def workload(self) -> Workload:
@@ -52,20 +52,23 @@ class Computes(Protocol):
 
     @property
     def out(self) -> Path:
-        """Folder below which the client keeps what it remembers."""
+        """Folder below which the client keeps its state."""
 
     def client(self, context: Context) -> int:
-        """Returns the client's number, as its node is configured."""
+        """Returns the client's number, as the configuration of its node says."""
 
     def read_order(self, message: Message) -> wire.Order:
-        """Reads what a message asks, with a model of the scenario's names, shapes and types."""
+        """Reads the order in `message`; its tensors must be like the scenario's model."""
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
-        """Computes the update that answers `order`, with its noise noted as used."""
+        """Computes the result that answers `order`, and notes its noise as used."""
 
 
 class Answers:
-    """Answers the five stages of a secure sum for a client."""
+    """Answers the five stages of a secure sum for a client.
+
+    The methods are called in the order in which they stand, once per round each.
+    """
 
     def __init__(self, own: Computes, sum_identity: SumIdentity | None) -> None:
         """Answers with the updates that `own` computes.
@@ -75,20 +78,39 @@ class Answers:
         self._own, self._given = own, sum_identity
 
     def keys(self, message: Message, context: Context) -> Message:
-        """Answers with the public keys of this round's sum, and forgets those of any other."""
+        """Answers with the client's public keys for this round's sum, and forgets any earlier sum.
+
+        Raises:
+            FedsimError: The stack has no secure sums, or the round is past the scenario's last.
+            AbortedError: The client takes no part in this sum.
+            MalformedError: The message names no round.
+        """
         sum, _ = self._sum(message, context, begins=True)
         published = sum.client.keys(sum.secret)
         return _reply(message, messages.table(sum.round, {sum.number: published.to_bytes()}))
 
     def shares(self, message: Message, context: Context) -> Message:
-        """Answers with shares of both secrets, sealed for each neighbour."""
+        """Answers with shares of the client's two secrets, sealed for each neighbour.
+
+        Raises:
+            AbortedError: The stage is out of its turn, or the keys that the message holds break the
+                protocol.
+            MalformedError: The message is of another form.
+        """
         sum, record = self._sum(message, context)
         listed = messages.read_table(record)
         boxes = sum.client.shares({c: Published.from_bytes(one) for c, one in listed.items()})
         return _reply(message, messages.table(sum.round, boxes))
 
     def mask(self, message: Message, context: Context) -> Message:
-        """Answers with the round's updates, masked in one vector."""
+        """Answers with the round's updates, masked in one vector, and a signature.
+
+        Raises:
+            AbortedError: The stage is out of its turn, or the boxes that the message holds break
+                the protocol.
+            FedsimError: The client may not release one of the updates.
+            MalformedError: The message is of another form.
+        """
         sum, record = self._sum(message, context)
         content, workload = message.content, self._own.workload
         order = self._own.read_order(message)
@@ -129,7 +151,14 @@ class Answers:
         return Message(messages.masked_answer(vector, signature), reply_to=message)
 
     def agree(self, message: Message, context: Context) -> Message:
-        """Answers with a signature of who is in the sum: one set of clients in each round."""
+        """Answers with a signature of the clients in the sum; a round has one such set.
+
+        Raises:
+            AbortedError: The stage is out of its turn, or the clients or signatures break the
+                protocol.
+            FedsimError: The client has agreed to other clients in this round.
+            MalformedError: The message is of another form.
+        """
         sum, record = self._sum(message, context)
         signatures, lost = messages.read_agree(record)
         state = ClientState(self._own.out, self._own.workload.stack_name, sum.number)
@@ -140,7 +169,12 @@ class Answers:
         return _reply(message, messages.table(sum.round, {sum.number: signature}))
 
     def unmask(self, message: Message, context: Context) -> Message:
-        """Answers with shares, so that the sum can be opened."""
+        """Answers with the client's shares of others' secrets, so that the sum can be opened.
+
+        Raises:
+            AbortedError: The stage is out of its turn, or too few clients signed the sum.
+            MalformedError: The message is of another form.
+        """
         sum, record = self._sum(message, context)
         shares = sum.client.unmask(messages.read_table(record))
         return _reply(message, messages.table(sum.round, shares))

@@ -40,15 +40,15 @@ class Memory:
     done: int = 0
     """Number of stages that the client has answered."""
     secrets: dict[str, str] = field(default_factory=dict)
-    """Secret `sealing` and `masking` keys and the `seed` of the client's own mask; forgotten once
-    it has masked."""
+    """Two secret keys, `sealing` and `masking`, and the `seed` of the client's own mask. They are
+    forgotten once the client has masked its vector."""
     directory: dict[str, str] = field(default_factory=dict)
-    """Published keys of each client, by client."""
+    """Public keys of each client, joined as `Published.to_bytes` does, by client."""
     held: dict[str, str] = field(default_factory=dict)
-    """Shares of the neighbours' secrets and of the client's own, by their owner; forgotten at the
-    end."""
+    """Shares of the neighbours' secrets and of the client's own, by the client whose secrets they
+    are; forgotten at the end."""
     statement: str = ""
-    """Digest that the client has signed last, and whose signatures it accepts from others."""
+    """Digest that the client has signed last, and for which it accepts the signatures of others."""
     survivors: list[int] = field(default_factory=list)
     """Clients in the sum to which this one has agreed, ascending."""
 
@@ -58,7 +58,11 @@ class Memory:
 
 
 class SumClient:
-    """One client of one sum. It knows nothing of how messages travel."""
+    """One client of one sum, apart from how messages travel.
+
+    Its five methods are called in order, once each. Each raises an `AbortedError` out of its turn,
+    and after a failure the client has forgotten its secrets.
+    """
 
     def __init__(
         self,
@@ -86,7 +90,10 @@ class SumClient:
         self.memory = memory or Memory()
 
     def keys(self, secret: Callable[[str], bytes]) -> Published:
-        """Publishes keys; `secret` returns 32 bytes that nobody else knows, for each purpose."""
+        """Draws the client's secrets, and returns the public keys for them.
+
+        `secret` is called with a purpose, and returns 32 bytes that nobody else knows.
+        """
         with self._stage("keys"):
             own = {purpose: secret(purpose) for purpose in ("sealing", "masking", "seed")}
             self.memory.secrets = {purpose: value.hex() for purpose, value in own.items()}
@@ -101,11 +108,13 @@ class SumClient:
             return Published(**{**vars(unsigned), "signature": signature})
 
     def shares(self, directory: Directory) -> dict[int, bytes]:
-        """Splits both secrets among the neighbours.
+        """Splits the client's two secrets among its neighbours; returns a sealed box by neighbour.
 
         `directory` has what each client published.
 
-        It returns a sealed box for each, by neighbour.
+        Raises:
+            AbortedError: The directory is invalid, has too few clients, or lacks this client's own
+                keys.
         """
         with self._stage("shares"):
             self._check(directory)
@@ -137,15 +146,16 @@ class SumClient:
     def mask(
         self, boxes: Mapping[int, bytes], compute: Callable[[], Ring], model: bytes
     ) -> tuple[Ring, bytes]:
-        """Masks a vector.
-
-        It returns the vector with a signature of the keys and the model that this client was shown.
+        """Returns (masked vector, signature of the keys and the model that this client was shown).
 
         Args:
-            boxes: Sealed box of each neighbour that has shared its secrets.
+            boxes: Sealed box of each neighbour that has shared its secrets, by neighbour.
             compute: Returns the vector to be added up; masks are added to it in place.
             model: Digest of what the vector is computed from, which has to be the same for all
                 clients.
+
+        Raises:
+            AbortedError: A box is no neighbour's or cannot be opened, or there are too few boxes.
         """
         with self._stage("masked"):
             directory = self._directory()
@@ -187,13 +197,17 @@ class SumClient:
         signatures: Mapping[int, bytes],
         note: Callable[[], None] = lambda: None,
     ) -> bytes:
-        """Signs who is in the sum, if it may be opened for them.
+        """Returns this client's signature of the clients in the sum, if it may be opened for them.
 
         Args:
             survivors: Clients whose masked vectors are in the sum.
             lost: Clients that shared secrets and sent no vector.
-            signatures: Signatures of directory and model by all survivors, by client.
-            note: Called before it signs; may refuse by raising.
+            signatures: Signature of keys and model by each survivor, by client.
+            note: Called before this client signs; may refuse by raising.
+
+        Raises:
+            AbortedError: The lists are inconsistent or too short, or a signature is missing or
+                wrong.
         """
         with self._stage("agree"):
             in_sum, out = set(survivors), set(lost)
@@ -228,13 +242,19 @@ class SumClient:
             return self._sign(digest(b"agree", bytes.fromhex(self.memory.statement), *members))
 
     def unmask(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Gives up shares: of the survivors' seeds, and of the lost clients' masking keys.
+        """Returns this client's shares of other clients' secrets and of its own, by client.
 
-        It never gives both of one client, nor anything a second time. Two quorums have an honest
-        client in common, who signs once: so only one pair of lists can have a quorum's signatures.
+        Of a client in the sum the share is of its seed, of a lost client of its masking key. The
+        client never gives both of one client, nor any share a second time. Two quorums have an
+        honest client in common, which signs once. So only one pair of lists can have a quorum's
+        signatures.
 
         Args:
-            signatures: Signatures of the lists by those who agreed, by client.
+            signatures: Signature of the two lists by each client that agreed, by client.
+
+        Raises:
+            AbortedError: Fewer clients signed the lists that this client was shown than a sum
+                needs.
         """
         with self._stage("unmask"):
             in_sum = set(self.memory.survivors)

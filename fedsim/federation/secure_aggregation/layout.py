@@ -36,8 +36,9 @@ Ring = NDArray[np.unsignedinteger[Any]]
 """Numbers modulo 2^32 or 2^64: shape (n,), of uint32 or uint64."""
 
 LEAST_NOISE = 16.0
-"""Steps that one client's noise is wide at least. The sum of h such discretized normals differs
-from a discrete one by a factor within 1 ± 10 h exp(-π² 16²), which no float64 tells from 1."""
+"""Least standard deviation of one client's noise, in steps of `FixedPoint.step`. The sum of h such
+discretized normals differs from a discrete Gaussian by a factor within 1 ± 10 h exp(-π² 16²), which
+no float64 tells from 1."""
 # Standard deviations of its noise that a client's number has room for.
 _TAIL = 12.0
 # Most bits of one client's number: a float64 holds it with bits of its fraction to spare.
@@ -50,18 +51,18 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPoint:
-    """How the entries of one kind of value become integers of a ring."""
+    """Converts real entries of one kind (an update's, or the buffers') to integers and back."""
 
     clients: int
     """Maximum number of clients in a sum."""
     ring_bits: int
-    """32 or 64."""
+    """Bits of a ring element: 32 or 64."""
     range: float
     """Entries are clipped to [-range, range]."""
     std: float = 0.0
     """Standard deviation of the noise that each client adds to an entry."""
     norm: float = math.inf
-    """L2 bound of a client's vector; finite if noise is made for it."""
+    """Bound on the L2 norm of a client's vector of such entries; finite if noise is made for it."""
 
     def __post_init__(self) -> None:
         """Refuses noise that rounding would eat."""
@@ -74,7 +75,7 @@ class FixedPoint:
 
     @property
     def bits(self) -> int:
-        """Bits of one client's number, with its sign."""
+        """Number of bits of the integer that one client adds to an entry, with its sign."""
         # The sum over all clients must not wrap around the ring.
         return min(self.ring_bits - math.ceil(math.log2(self.clients)), _MOST_BITS)
 
@@ -88,15 +89,15 @@ class FixedPoint:
     def encode(
         self, values: NDArray[np.float64], share: float, stream: rng.Stream
     ) -> NDArray[np.int64]:
-        """Returns `share` of the values as integers, rounded, with the client's noise; (n,).
+        """Returns `share` times the values as integers (n,), rounded, with the client's noise.
 
         Args:
             values: (n,) finite numbers.
-            share: Weight of the client, in (0, 1]: its examples over the most that count.
+            share: Weight of the client in (0, 1]: its examples divided by the most that count.
             stream: The client's randomness for rounding and noise.
 
         Raises:
-            FedsimError: a value is NaN or infinite.
+            FedsimError: A value is NaN or infinite.
         """
         if not np.isfinite(values).all():
             raise FedsimError("the update holds NaN or infinity, which cannot be added under masks")
@@ -113,7 +114,7 @@ class FixedPoint:
         return rounded
 
     def decode(self, total: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns the real values (n,) that the integers `total` (n,) of a sum stand for."""
+        """Returns the real values (n,) for which the integers `total` (n,) of a sum stand."""
         return total.astype(np.float64) * self.step
 
 
@@ -124,7 +125,7 @@ def to_ring(numbers: NDArray[np.int64], bits: int) -> Ring:
 
 
 def from_ring(ring: Ring) -> NDArray[np.int64]:
-    """Returns each ring element's representative nearest to 0, as int64."""
+    """Returns the integer nearest to 0 that each element of `ring` stands for, (n,) int64."""
     # Two's complement reads the upper half of the ring as the negative numbers.
     signed = np.int32 if ring.dtype == np.uint32 else np.int64
     return ring.view(signed).astype(np.int64)
@@ -160,7 +161,7 @@ class Layout:
     """Layout of the vectors of one round."""
 
     sums: tuple[SumTerms, ...]
-    """Terms of each part."""
+    """Terms of each part, in the order of `plan.parts`."""
     clients: int
     """Number of clients that are asked."""
     ring_bits: int
@@ -173,16 +174,16 @@ class Layout:
 
     @cached_property
     def length(self) -> int:
-        """Count of the numbers in one part of a vector."""
+        """Number of entries of one part of a vector."""
         # The last number is how many examples the client counts.
         return sum(t.numel() for t in (*self.update.values(), *self.buffers.values())) + 1
 
     def vector(self, updates: Iterable[Update], streams: Callable[[int], rng.Stream]) -> Ring:
-        """Returns a client's vector of all parts, before masks.
+        """Returns a client's vector of all parts, without masks: `length` numbers for each part.
 
         Args:
             updates: One update for each part, in order; they may be computed as they are read.
-            streams: Returns the client's randomness for the part of a given index.
+            streams: Called with the index of a part; returns the client's randomness for that part.
         """
         found = to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
         # Updates come one at a time from a generator, so that no two are in memory together.
@@ -197,15 +198,14 @@ class Layout:
         return found
 
     def sum_of(self, total: Ring, part: int, clients: int) -> Update:
-        """Returns the mean update that `part` of an opened sum over `clients` clients stands for.
+        """Returns the mean update in one part of the opened vector `total`.
 
-        `total` is the sum's vector, and `part` a position in `plan.parts`.
-
-        With noise, the sum is divided by the number of clients that were asked, otherwise by the
-        examples.
+        `part` is a position in `plan.parts`, and `clients` the number of clients in the sum. The
+        sum is divided by the number of examples or, with noise, by the number of clients that were
+        asked.
 
         Raises:
-            AbortedError: the counted examples cannot be those of so many clients.
+            AbortedError: The counted examples cannot be those of this number of clients.
         """
         numbers = from_ring(total[part * self.length :][: self.length])
         terms, count = self.sums[part], int(numbers[-1])
@@ -221,14 +221,15 @@ class Layout:
         return self._decode(part, numbers[:-1], terms.most_examples / weight, count)
 
     def read_masked(self, vector: Ring, part: int) -> Update:
-        """Reads `part` of a masked vector as if it were an update.
-
-        So an attacker on the server sees it.
-        """
+        """Decodes `part` of a masked `vector` like an update, as an attacker would see it."""
         return self._decode(part, from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1)
 
     def fixed_point(self, part: int) -> FixedPoint:
-        """Returns how the entries of a part's update become integers."""
+        """Returns how the entries of the update in `part` become integers.
+
+        Raises:
+            FedsimError: Rounding would lose the noise.
+        """
         terms = self.sums[part]
         return FixedPoint(
             clients=self.clients,

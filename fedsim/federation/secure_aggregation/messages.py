@@ -36,7 +36,7 @@ _MOST = 1_000_000
 
 
 def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) -> ConfigRecord:
-    """Returns a record of bytes for each client, by `entries`, and further lists of clients."""
+    """Returns a record of `round`, of bytes for each client (`entries`), and of `lists` of clients."""
     record = ConfigRecord({wire.ROUND: round})
     ordered = sorted(entries)
     record[_CLIENTS] = ordered
@@ -47,7 +47,11 @@ def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) ->
 
 
 def read_table(record: ConfigRecord) -> dict[int, bytes]:
-    """Reads the bytes of each client from a record that `table` made."""
+    """Reads the bytes of each client, by client, from a record that `table` made.
+
+    Raises:
+        MalformedError: The record holds no such bytes, or a client twice.
+    """
     clients, contents = read_list(record, _CLIENTS), record.get(_CONTENTS)
     if (
         not isinstance(contents, list)
@@ -63,7 +67,11 @@ def read_table(record: ConfigRecord) -> dict[int, bytes]:
 
 
 def read_list(record: ConfigRecord, name: str) -> list[int]:
-    """Reads the list of clients called `name`, in the order in which it was written."""
+    """Reads the list of clients called `name`, in the order in which it was written.
+
+    Raises:
+        MalformedError: The record holds no such list.
+    """
     members = record.get(name)
     if (
         not isinstance(members, list)
@@ -75,7 +83,11 @@ def read_list(record: ConfigRecord, name: str) -> list[int]:
 
 
 def read_round(record: ConfigRecord) -> int:
-    """Reads the round of an order, from 1."""
+    """Reads the round of an order, from 1.
+
+    Raises:
+        MalformedError: The record holds no such number.
+    """
     return wire.integer(record, wire.ROUND, 1)
 
 
@@ -92,7 +104,7 @@ def model_order(
     Args:
         record: Table of the boxes for the client.
         parameters: Weights of the global model.
-        buffers: Its float buffers.
+        buffers: Float buffers of the global model.
         planted: Weights at which probes are computed; None if they are `parameters`.
     """
     content = RecordDict({wire.ARRAYS: parameters, wire.BUFFERS: buffers, wire.CONFIG: record})
@@ -102,7 +114,11 @@ def model_order(
 
 
 def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | None:
-    """Reads the weights at which probes are computed; None if they are the model's `parameters`."""
+    """Reads the weights at which probes are computed; None if they are the model's `parameters`.
+
+    Raises:
+        MalformedError: These weights differ from `parameters` in name, shape or type.
+    """
     if PLANTED not in content:
         return None
     return wire.decode_like(wire.arrays_of(content, PLANTED), parameters)
@@ -111,7 +127,7 @@ def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | N
 def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
     """Returns the content of an answer with a masked vector, written as signed integers.
 
-    `signature` is the client's, of the keys and the model that it was shown.
+    `signature` is the client's signature of the keys and the model that it was shown.
     """
     signed = vector.view(np.int32 if vector.itemsize == 4 else np.int64)
     return RecordDict(
@@ -123,9 +139,12 @@ def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
 
 
 def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
-    """Reads a masked vector of `length` numbers, and its sender's signature.
+    """Returns the masked vector of `length` numbers in an answer, and its sender's signature.
 
     Each number has `ring_bits` bits, 32 or 64.
+
+    Raises:
+        MalformedError: The answer holds anything else.
     """
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")
@@ -141,15 +160,18 @@ def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring,
 
 
 def agree_order(round: int, signatures: Mapping[int, bytes], lost: Collection[int]) -> RecordDict:
-    """Returns the content of an order that asks for consent to a sum.
+    """Returns the content of an order that asks a client to agree to the sum of `round`.
 
-    `signatures` has those of the clients in the sum, by client; it is without the `lost`.
-
-    The sum is of those who signed, without `lost`.
+    `signatures` has the signature of each client in the sum, by client. `lost` are the clients that
+    shared secrets and are not in the sum.
     """
     return order(table(round, signatures, **{_LOST: lost}))
 
 
 def read_agree(record: ConfigRecord) -> tuple[dict[int, bytes], list[int]]:
-    """Reads the signatures of those in the sum, by client, and the lost clients."""
+    """Reads the signatures of the clients in the sum, by client, and the lost clients.
+
+    Raises:
+        MalformedError: The record holds anything else.
+    """
     return read_table(record), read_list(record, _LOST)

@@ -20,9 +20,9 @@ _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
 
 
 def parts(server: Server, round: int) -> list[Probe | None]:
-    """Returns what each part of a vector of `round` holds.
+    """Returns the content of each part of a vector of `round`, in order.
 
-    First comes training (None), then each release of each probe.
+    The first part is training (None). Each other one is one release of one probe.
     """
     asked = server.plan(round).probes
     again = range(server.scenario.observe.releases)
@@ -32,7 +32,10 @@ def parts(server: Server, round: int) -> list[Probe | None]:
 def terms(server: Server, round: int, run: str = "") -> Terms:
     """Returns the terms of the sum of `round`.
 
-    `run` is the run's name among nodes, if it has one.
+    `run` is the run's name if nodes draw secrets of their own; else empty.
+
+    Raises:
+        FedsimError: Fewer than two clients take part in the round.
     """
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
@@ -52,7 +55,8 @@ def check(server: Server) -> None:
     """Refuses secure sums that cannot work; a stack without secure sums passes.
 
     Raises:
-        FedsimError: too few clients, noise that rounding would lose, or buffers without a bound.
+        FedsimError: There are too few clients, rounding would lose the noise, or nothing bounds the
+            buffers.
     """
     if server.protocol is None:
         return

@@ -27,7 +27,7 @@ from fedsim.training.server import Server
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What clients compute from in one round: weights and buffers, as they are sent."""
+    """Weights and buffers from which clients compute in one round, as they are sent."""
 
     parameters: ArrayRecord
     buffers: ArrayRecord
@@ -37,13 +37,13 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A sum whose masks are taken off."""
+    """A sum without masks."""
 
     total: Ring
     clients: list[int]
     """Clients whose vectors are in the sum, ascending."""
     reply: Message
-    """One of the clients' replies, into which the result is put for the strategy."""
+    """Reply of one of the clients; its content is replaced by the result for the strategy."""
 
 
 class SecureSum:
@@ -88,8 +88,9 @@ class SecureSum:
 
         Args:
             clients: Clients that are asked.
-            model: What they compute from.
-            on_masked: Called with client and masked vector, which is then added up and forgotten.
+            model: Weights and buffers that the clients are sent.
+            on_masked: Called with each client and its masked vector, which is then added up and
+                forgotten.
         """
         try:
             self._keys(clients)

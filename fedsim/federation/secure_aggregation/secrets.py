@@ -34,7 +34,7 @@ KEY = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A client's signing key, and the other clients' public ones as it knows them."""
+    """A client's signing key, and the public keys of the other clients."""
 
     key: Ed25519PrivateKey
     peers: Mapping[int, bytes]
@@ -51,7 +51,7 @@ class Identity:
         return self.key.public_key().public_bytes_raw()
 
     def vouches(self, client: int, statement: bytes, signature: bytes) -> bool:
-        """Returns whether `signature` is `client`'s of `statement`."""
+        """Returns whether `client` signed `statement` with `signature`; False if it is no peer."""
         return client in self.peers and is_signed(self.peers[client], statement, signature)
 
 
@@ -96,18 +96,18 @@ def digest(*parts: bytes) -> bytes:
 
 
 def public_of(secret: bytes) -> bytes:
-    """Returns the X25519 public key that belongs to a secret one; 32 bytes."""
+    """Returns the X25519 public key (32 bytes) that belongs to a `secret` key of 32 bytes."""
     return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
 def check_public(key: bytes) -> None:
-    """Refuses bytes that are no X25519 public key, or not the canonical spelling of one.
+    """Refuses bytes that are not the canonical encoding of an X25519 public key.
 
     X25519 ignores the highest bit and reduces modulo 2^255 - 19, so that one point has several
-    spellings. A few points make every shared secret the same.
+    encodings. Points of low order make every shared secret the same.
 
     Raises:
-        AbortedError: the key is of another length, not canonical, or of low order.
+        AbortedError: The key is of another length, not canonical, or of low order.
     """
     number = int.from_bytes(key, "little")
     if len(key) != SECRET or number >= _PRIME or number in _LOW_ORDER:
@@ -119,18 +119,18 @@ def agree_key(
 ) -> bytes:
     """Returns 32 bytes that only two clients can compute, for one `purpose` of one `session`.
 
-    They depend on both clients' numbers and public keys as written. Keys that differ by a point of
-    low order give the same shared secret, and a client could publish another's key.
+    The result depends on both clients' numbers and on the bytes of their public keys. Without that,
+    a client could publish another's key, or one that gives the same shared secret.
 
     Args:
         secret: Secret key of one of the two clients.
         other: Number of the other client.
         keys: Public keys of both, by client.
         purpose: Use of the agreed bytes; another purpose gives unrelated bytes.
-        session: Session of the sum.
+        session: `Terms.session` of the sum.
 
     Raises:
-        AbortedError: the other's public key is none.
+        AbortedError: The other client's public key is invalid.
     """
     try:
         shared = X25519PrivateKey.from_private_bytes(secret).exchange(
@@ -145,25 +145,25 @@ def agree_key(
 
 
 def own_mask(seed: bytes, session: bytes) -> bytes:
-    """Returns the key of the mask that a client adds for itself, derived from its `seed`.
+    """Returns the key (32 bytes) of the mask that a client adds for itself, made of its `seed`.
 
-    `session` is the name of the sum, so that no two sums share a mask.
+    `session` is `Terms.session` of the sum, so that no two sums share a mask.
     """
     return digest(b"own mask", session, seed)
 
 
 def commit(seed: bytes, session: bytes) -> bytes:
-    """Returns a commitment to the seed of a client's own mask in the sum named `session`.
+    """Returns a commitment (32 bytes) to the seed of a client's own mask.
 
-    No other seed passes for it later.
+    `session` is `Terms.session` of the sum. No other seed has the same commitment.
     """
     return digest(b"commitment", session, seed)
 
 
 def add_mask(vector: Ring, key: bytes, sign: int) -> None:
-    """Adds (`sign` 1) or subtracts (-1) the key stream of `key`, in place.
+    """Adds the key stream of `key` to `vector` in place, or subtracts it if `sign` is -1.
 
-    A key must mask one vector only.
+    `key` has 32 bytes and must mask one vector only.
     """
     # A counter that begins at 0 is safe, as no key masks a second vector.
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
@@ -181,9 +181,9 @@ def add_mask(vector: Ring, key: bytes, sign: int) -> None:
 
 
 def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
-    """Splits a secret of 32 bytes into `holders` shares.
+    """Splits a secret of 32 bytes into `holders` shares, of which any `needed` reveal it.
 
-    Any `needed` of them reveal it, and fewer tell nothing.
+    Fewer shares tell nothing of the secret.
     """
     # Shamir's field has 128 bits: each half of the secret is shared by itself.
     halves = [
@@ -196,10 +196,10 @@ def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
 
 
 def join_shares(shares: Sequence[bytes]) -> bytes:
-    """Returns the secret of 32 bytes that shares reveal; with too few, some other bytes.
+    """Returns the secret of 32 bytes that `shares` reveal; too few shares give wrong bytes.
 
     Raises:
-        AbortedError: a share is repeated or malformed.
+        AbortedError: A share is repeated or malformed.
     """
     numbered = {int.from_bytes(share[:_INDEX], "big"): share for share in shares}
     if len(numbered) < len(shares) or any(len(share) != SHARE for share in shares):
@@ -213,19 +213,20 @@ def join_shares(shares: Sequence[bytes]) -> bytes:
 
 
 def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
-    """Encrypts shares under a key for one message.
+    """Encrypts `shares` under `key`; returns the box, which `open_box` decrypts.
 
-    `way` names sender and receiver, and is authenticated.
+    A key of 32 bytes must encrypt one message only. `way` names sender and receiver, and is
+    authenticated.
     """
     # One nonce for all is safe for the same reason: the key is of this message alone.
     return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)
 
 
 def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
-    """Decrypts what `seal` returned.
+    """Returns the shares that `seal` encrypted into `box`.
 
     Raises:
-        AbortedError: the box, its key or its way is another.
+        AbortedError: The box was changed, or was sealed with another key or way.
     """
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), box, way)
@@ -234,7 +235,7 @@ def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
 
 
 def list_entries(entries: Mapping[int, bytes]) -> bytes:
-    """Encodes `entries`, bytes by client, for a digest, independently of their order."""
+    """Returns an encoding of `entries`, bytes by client, to digest; their order does not matter."""
     return b"".join(digest(str(client).encode(), entries[client]) for client in sorted(entries))
 
 
@@ -256,7 +257,7 @@ class Published:
     """Ed25519 signature of both keys, the commitment and the sum's session; 64 bytes."""
 
     def statement(self, client: int, session: bytes) -> bytes:
-        """Returns the digest that `client` signs in the sum named `session`."""
+        """Returns the digest (32 bytes) that `client` signs; `session` is the sum's (`Terms`)."""
         who = str(client).encode()
         # The session is signed, too, so that keys of an earlier sum cannot be shown again.
         return digest(b"keys", session, who, self.sealing, self.masking, self.commitment)
@@ -267,10 +268,10 @@ class Published:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Published:
-        """Reads what `to_bytes` returned.
+        """Reads the bytes that `to_bytes` returned.
 
         Raises:
-            AbortedError: the length is another, or a public key is none.
+            AbortedError: The length is not 160 bytes, or a public key is invalid.
         """
         if len(content) != _LENGTH:
             raise AbortedError(f"published keys are {len(content)} bytes, expected {_LENGTH}")
@@ -289,15 +290,15 @@ Directory = Mapping[int, Published]
 
 
 def directory_digest(directory: Directory) -> bytes:
-    """Digests a directory: two clients compare it to know that they were shown the same."""
+    """Returns a digest (32 bytes) of a directory, by which clients know that they saw the same."""
     return digest(b"directory", list_entries({c: one.to_bytes() for c, one in directory.items()}))
 
 
 def check_keys(directory: Directory) -> None:
-    """Refuses a directory in which a key is invalid or stands twice: one client would be two.
+    """Refuses a directory in which a key is invalid, or stands twice as if one client were two.
 
     Raises:
-        AbortedError: there is such a key.
+        AbortedError: There is such a key.
     """
     keys = [key for one in directory.values() for key in (one.sealing, one.masking)]
     for key in keys:

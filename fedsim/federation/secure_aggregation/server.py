@@ -25,7 +25,11 @@ from fedsim.words import number_of
 
 
 class SumServer:
-    """The server of one sum, apart from how messages travel."""
+    """The server of one sum, apart from how messages travel.
+
+    The calls follow the stages: `publish`, `share`, `add`, `agree`, `reveal`. Whatever needs a
+    quorum of clients raises an `AbortedError` while there are fewer.
+    """
 
     def __init__(self, terms: Terms) -> None:
         """Begins a sum for which no client has published anything."""
@@ -37,10 +41,10 @@ class SumServer:
         self._total: Ring | None = None
 
     def publish(self, directory: Directory) -> None:
-        """Takes the keys that clients published, `directory`, by client.
+        """Takes the public keys of all clients, by client.
 
         Raises:
-            AbortedError: too few clients published keys, or a key is invalid or stands twice.
+            AbortedError: Too few clients published keys, or a key is invalid or stands twice.
         """
         self._enough(len(directory), "published keys")
         check_keys(directory)
@@ -51,14 +55,22 @@ class SumServer:
         return self._terms.neighbours(client, self._directory, directory_digest(self._directory))
 
     def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
-        """Takes the boxes that `client` has sealed, one for each of its neighbours."""
+        """Takes the boxes that `client` has sealed, one for each of its neighbours, by neighbour.
+
+        Raises:
+            AbortedError: A box is missing, too many, or of another size.
+        """
         sizes = {len(box) for box in boxes.values()}
         if set(boxes) != set(self.neighbours(client)) or sizes != {BOX}:
             raise AbortedError("expected a sealed box for each of its neighbours")
         self._boxes[client] = boxes
 
     def boxes_for(self, client: int) -> dict[int, bytes]:
-        """Returns the boxes that its neighbours have sealed for `client`, by sender."""
+        """Returns the boxes that its neighbours have sealed for `client`, by sender.
+
+        Raises:
+            AbortedError: Too few clients shared their secrets.
+        """
         self._enough(len(self._boxes), "shared their secrets")
         return {
             sender: self._boxes[sender][client]
@@ -72,7 +84,12 @@ class SumServer:
         return sorted(self._boxes)
 
     def add(self, client: int, vector: Ring, signature: bytes) -> None:
-        """Adds a masked vector to the sum without keeping it, and keeps the client's signature."""
+        """Adds a masked vector to the sum without keeping it, and keeps the client's signature.
+
+        Raises:
+            AbortedError: The client shared no secrets or was added before, or its vector has
+                another type or length.
+        """
         if client not in self._boxes or client in self._signatures:
             raise AbortedError(f"client {client} has no vector to add, or has added it")
         if self._total is None:
@@ -86,12 +103,12 @@ class SumServer:
 
     @property
     def signatures(self) -> Mapping[int, bytes]:
-        """Signatures of directory and model by clients whose vectors are in the sum."""
+        """Signatures of keys and model, by client whose vector is in the sum."""
         return self._signatures
 
     @property
     def survivors(self) -> list[int]:
-        """Clients whose vectors are in the sum, ascending."""
+        """Clients whose vectors are in the sum, ascending; raises an `AbortedError` if too few."""
         self._enough(len(self._signatures), "sent a masked vector")
         return sorted(self._signatures)
 
@@ -101,22 +118,27 @@ class SumServer:
         return [client for client in self.sharers if client not in self._signatures]
 
     def agree(self, client: int, signature: bytes) -> None:
-        """Takes a survivor's signature of the lists of clients in the sum and lost."""
+        """Takes `client`'s signature of the lists of clients in the sum and lost."""
         self._agreed[client] = signature
 
     @property
     def agreed(self) -> Mapping[int, bytes]:
-        """Signatures of the lists of clients in the sum and lost, by client."""
+        """Signatures of the lists of clients in the sum and lost, by client.
+
+        Raises:
+            AbortedError: Too few clients signed the lists.
+        """
         self._enough(len(self._agreed), "agreed to who is in the sum")
         return self._agreed
 
     def reveal(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
-        """Takes all masks off the sum and returns it; it can be opened once.
+        """Takes all masks off the sum and returns it; a sum can be opened once.
 
-        `answers` holds, for each client that gave shares, its share of each other client's secret.
+        `answers` holds shares, by the client that gave them and then by the client whose secret
+        they are of.
 
         Raises:
-            AbortedError: too few clients gave shares, or the shares of a secret are wrong.
+            AbortedError: Too few clients gave shares, or the shares of a secret are wrong.
         """
         self._enough(len(answers), "gave shares")
         survivors = self.survivors

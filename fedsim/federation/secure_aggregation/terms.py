@@ -40,13 +40,16 @@ _ROUNDING = 1e-9
 
 
 def least(members: int, threshold: float) -> int:
-    """Returns the least number of `members` that is a majority and at least a `threshold` share."""
+    """Returns the least number of `members` that is a majority and at least a share of `threshold`.
+
+    `threshold` is in (0, 1].
+    """
     # A majority, so that any two such sets share a member, who consents to one sum only.
     return max(members // 2 + 1, math.ceil(threshold * members - _ROUNDING))
 
 
 COMPLETE_BELOW = 100
-"""Number of clients below which all are neighbours."""
+"""Number of clients below which every client is a neighbour of every other."""
 # Largest chances over all clients that too many neighbours collude, and that a sum cannot be
 # opened.
 _SECRECY, _COMPLETION = 2.0**-80, 2.0**-20
@@ -60,8 +63,8 @@ def degree(clients: int, threshold: float, colluding: float) -> int:
 
     Args:
         clients: Number of clients that take part.
-        threshold: Share of a neighbourhood that reveals a secret.
-        colluding: Share of the clients that may tell the server all they know.
+        threshold: Share of a neighbourhood that reveals a secret, in (0, 1].
+        colluding: Share of the clients that may tell the server all they know, in [0, 1].
     """
     if clients < COMPLETE_BELOW:
         return clients - 1
@@ -86,9 +89,9 @@ def degree(clients: int, threshold: float, colluding: float) -> int:
 
 
 class AbortedError(FedsimError):
-    """Raised when a side does not go on.
+    """Raised when the server or a client ends a sum.
 
-    What it was told breaks the protocol, or too few are left.
+    The other side broke the protocol, or too few clients are left.
     """
 
 
@@ -97,7 +100,7 @@ class Terms:
     """Terms of one round's secure sum."""
 
     session: bytes
-    """Tells this sum from every other; public."""
+    """Public bytes that name this sum and no other."""
     participants: tuple[int, ...]
     """The clients that are asked, ascending."""
     threshold: float
@@ -118,15 +121,15 @@ class Terms:
 
     @property
     def quorum(self) -> int:
-        """Least number of masked vectors in a sum that is opened."""
+        """Least number of clients whose masked vectors make a sum that may be opened."""
         return max(self.fewest, least(len(self.participants), self.threshold))
 
     def neighbours(self, client: int, directory: Collection[int], digest: bytes) -> list[int]:
         """Returns the clients with whom `client` shares masks and secrets, ascending; symmetric.
 
-        These are all others below 100 clients, or where no smaller number would do. Otherwise they
-        are k of them: those within k / 2 places on a ring whose order `digest` decides (a Harary
-        graph: Bell et al., CCS 2020, Section 3).
+        These are all others below 100 clients, or where no smaller number is safe. Otherwise they
+        are the k clients within k / 2 places on a ring, where k is their `degree`. `digest` decides
+        the order on the ring (a Harary graph: Bell et al., CCS 2020, Section 3).
 
         Args:
             client: The client whose neighbours are asked for.
@@ -149,8 +152,8 @@ class Terms:
     def shares(self) -> int:
         """Number of shares that reveal a secret.
 
-        It does not depend on who has published keys: otherwise a server that leaves clients out
-        would lower it.
+        The number does not depend on who has published keys. Otherwise a server could lower it by
+        leaving clients out.
         """
         return self.quorum if self.complete else least(self._degree + 1, self.threshold)
 
