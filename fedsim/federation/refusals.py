@@ -32,20 +32,21 @@ Claims = Mapping[str, PrivacyClaim]
 
 
 def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) -> None:
-    """Runs the checks that need the scenario alone, on all its `stacks` or some.
+    """Runs the checks that need the scenario alone, for all its stacks or for `stacks`.
 
     Raises:
-        FedsimError: no engine, strategy or defense stack can do it; with the scenario's key.
+        FedsimError: No engine, strategy or defense stack can do it; the text names the scenario's
+            key.
     """
     for ask in OF_SCENARIO:
         ask(scenario, scenario.defenses if stacks is None else stacks)
 
 
 def check(server: Server) -> None:
-    """Runs the checks of one stack, with the data of the clients that compute here.
+    """Runs the checks of one stack; a `Workload` is checked with the data of its clients, too.
 
     Raises:
-        FedsimError: it cannot work; the message starts with the scenario's key.
+        FedsimError: The stack cannot work; the text names the scenario's key.
     """
     for ask in OF_STACK:
         ask(server)
@@ -55,12 +56,12 @@ def check(server: Server) -> None:
 
 
 def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
-    """Runs the checks of all stacks together, once it is known what they claim.
+    """Runs the checks of all stacks together, once their privacy claims are known.
 
     `servers` and `claims` are by name of the stack.
 
     Raises:
-        FedsimError: an audit would show nothing, or weights for scoring are missing.
+        FedsimError: An audit would show nothing, or weights for scoring are missing.
     """
     for ask in OF_RUN:
         ask(scenario, servers, claims)
@@ -70,17 +71,21 @@ def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims)
 
 
 def engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
-    """Refuses a machine that lacks what the engine needs.
+    """Refuses a machine that lacks what the engine needs, such as a package or a version of Flower.
 
-    That is a package, or a known version of Flower.
+    Raises:
+        FedsimError: The engine cannot run here.
     """
     build_engine(scenario.federation.engine).check()
 
 
 def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
-    """Refuses a strategy with wrong parameters, or that needs what a stack hides.
+    """Refuses a strategy with wrong parameters, or one that needs what a stack hides.
 
     A stack may hide single updates or losses.
+
+    Raises:
+        FedsimError: The strategy does not fit.
     """
     federation, trains = scenario.federation, build_learner(scenario.learner).trains
     # Building it checks its parameters.
@@ -112,7 +117,11 @@ OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [
 
 
 def neurons_to_plant(server: Server) -> None:
-    """Refuses to plant neurons where no probe uses them, or in a model that has none to plant."""
+    """Refuses to plant neurons (`observe.plant`) without probes, or in a model that has none.
+
+    Raises:
+        FedsimError: There is nothing to plant, or no probe that would use it.
+    """
     observe = server.scenario.observe
     if observe.plant and not observe.batch_sizes:
         raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
@@ -124,7 +133,11 @@ def neurons_to_plant(server: Server) -> None:
 
 
 def somebody_is_observed(server: Server) -> None:
-    """Refuses an observed round in which no observed client takes part."""
+    """Refuses a scenario with an observed round in which no observed client takes part.
+
+    Raises:
+        FedsimError: There is such a round.
+    """
     scenario = server.scenario
     if not server.schedule.records or scenario.observe.vantages == ["client"]:
         return
@@ -138,9 +151,10 @@ def somebody_is_observed(server: Server) -> None:
 
 
 def somebody_looks(server: Server) -> None:
-    """Refuses the vantage `client` where it would show nothing.
+    """Refuses the vantage `client` if no client sees others, or if global models tell no update.
 
-    Either no client can look at others, or global models tell nothing.
+    Raises:
+        FedsimError: The vantage would show nothing.
     """
     scenario = server.scenario
     if "client" not in scenario.observe.vantages:
@@ -166,9 +180,11 @@ def somebody_looks(server: Server) -> None:
 
 
 def enough_share_the_noise(server: Server) -> None:
-    """Refuses shared noise that its clients may have too little of.
+    """Refuses noise shared among clients where the honest ones may add too little of it.
 
-    A round has fewer clients than the noise needs, or clients may collude.
+    Raises:
+        FedsimError: A round has fewer clients than the noise needs, or clients that add it may
+            collude.
     """
     least, sampled = server.stack.least_clients, len(server.plan(1).participants)
     if sampled < least:
@@ -200,9 +216,10 @@ OF_STACK: list[Callable[[Server], None]] = [
 
 
 def classes_to_tell_apart(workload: Workload) -> None:
-    """Refuses images of one class.
+    """Refuses images that are all of one class, since a classifier has no loss on them.
 
-    A classifier has no loss on them: there is no gradient and nothing to attack.
+    Raises:
+        FedsimError: All images are of one class.
     """
     dataset = workload.dataset
     if dataset.noun == "image" and len(dataset.classes or ()) < 2:
@@ -214,7 +231,11 @@ def classes_to_tell_apart(workload: Workload) -> None:
 
 
 def attacks_answer(workload: Workload) -> None:
-    """Refuses attacks that reconstruct images alone where the data are rows of a table."""
+    """Refuses attacks that reconstruct images alone, if the data are rows of a table.
+
+    Raises:
+        FedsimError: The scenario names such an attack.
+    """
     if workload.spec is None or not workload.spec.columns:
         return
     for index, entry in enumerate(workload.scenario.attacks):
@@ -224,9 +245,10 @@ def attacks_answer(workload: Workload) -> None:
 
 
 def batches_are_full(workload: Workload) -> None:
-    """Refuses batches larger than a client's data.
+    """Refuses batches larger than a client's data, and trials that would repeat images.
 
-    It also refuses trials that would repeat each other's images.
+    Raises:
+        FedsimError: A client has too few examples.
     """
     observe, parts = workload.scenario.observe, {one.number: one.own for one in workload.clients}
     everyone = list(parts)
@@ -253,7 +275,11 @@ def batches_are_full(workload: Workload) -> None:
 
 
 def data_keep_to_the_claim(workload: Workload) -> None:
-    """Refuses data that break what the stack's claim assumes of each client's rows."""
+    """Refuses data that break what the stack's claim assumes of each client's rows.
+
+    Raises:
+        FedsimError: The data break an assumption.
+    """
     with blaming(f"defenses.{workload.stack_name}"):
         workload.check_assumptions()
 
@@ -263,9 +289,10 @@ _STEP_BYTES = 4
 
 
 def batches_fit_memory(workload: Workload) -> None:
-    """Refuses batches that do not fit into memory with their gradients.
+    """Refuses batches, of training or of probes, that do not fit into memory with their gradients.
 
-    These are batches of training or of probes.
+    Raises:
+        FedsimError: A batch does not fit.
     """
     spec, observe = workload.spec, workload.scenario.observe
     if spec is None:
@@ -286,9 +313,12 @@ def batches_fit_memory(workload: Workload) -> None:
 
 
 def a_client_can_train(workload: Workload) -> None:
-    """Trains one client for two steps, which show what many would, and refuses what fails.
+    """Trains one client for at most two steps, and refuses a scenario in which that fails.
 
-    A learner that takes no step through the stack is not protected by defenses that act on steps.
+    It also refuses a learner whose steps bypass the stack's defenses of training.
+
+    Raises:
+        FedsimError: The steps failed, or the learner bypasses the defenses.
     """
     stack = workload.stack
     parameters, buffers = workload.initial()
@@ -319,7 +349,11 @@ OF_CLIENTS: list[Callable[[Workload], None]] = [
 def audit_shows_something(
     scenario: Scenario, servers: Mapping[str, Server], claims: Claims
 ) -> None:
-    """Refuses an audit without a claim that canaries can refute."""
+    """Refuses an audit without a claim that canaries can refute.
+
+    Raises:
+        FedsimError: There is no such claim.
+    """
     from fedsim import audit
 
     if scenario.audit:
@@ -327,7 +361,11 @@ def audit_shows_something(
 
 
 def scorer_is_there(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
-    """Refuses missing or damaged weights for LPIPS before hours of work, not after."""
+    """Refuses missing or damaged weights for LPIPS before any training.
+
+    Raises:
+        FedsimError: The weights cannot be loaded.
+    """
     from fedsim import scoring
 
     wanted, described = scenario.scoring, next(iter(servers.values())).described

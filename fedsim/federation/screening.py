@@ -22,10 +22,11 @@ _GLANCE = 64
 
 @dataclass(frozen=True)
 class Screening:
-    """Verdict on one answer: what could be read of it, and why it is left out, if it is."""
+    """Verdict on one answer: what could be read of it, and why the round leaves it out, if so."""
 
     answer: wire.WireAnswer | None = None
-    """The answer, also if it is left out for not being finite; None if it could not be read."""
+    """The answer, also if it is left out for holding NaN or infinity; None if it could not be
+    read."""
     reason: str | None = None
     """One of `REASONS`; None if the answer is accepted."""
     text: str = ""
@@ -33,12 +34,10 @@ class Screening:
 
 
 def judge(reply: Message | None, expected: wire.Shape) -> Screening:
-    """Decodes and screens one reply; None is a reply that did not come in time.
+    """Decodes one reply and decides whether its update counts; None is a reply that did not come.
 
-    `expected` has the names and shapes of a good update.
-
-    An update of zeros is accepted. One that is not finite is left out, and returned all the same:
-    the server did see it.
+    `expected` has the names, shapes and types of a good update. An update of zeros is accepted. An
+    update with NaN or infinity is left out, but its `Screening` still holds it.
     """
     if reply is None or reply.has_error():
         return explain_missing(reply)
@@ -55,7 +54,7 @@ def judge(reply: Message | None, expected: wire.Shape) -> Screening:
 
 
 def explain_missing(reply: Message | None) -> Screening:
-    """Returns why a reply without content is left out, or none at all (None)."""
+    """Returns the verdict on a reply without content, or on a missing reply (None)."""
     if reply is None:
         return Screening(reason="late", text="no answer in time")
     if reply.has_error():
@@ -104,7 +103,10 @@ class Tally:
         return sum(self.failures.values())
 
     def fail(self, verdict: Screening, client: int, probe: Probe | None) -> None:
-        """Counts an answer of `client` that is left out, of training (probe None) or of a probe."""
+        """Counts an answer of `client` that is left out, of training (`probe` None) or of a probe.
+
+        `verdict` must have a reason.
+        """
         if probe:
             self.probe_failures += 1
         elif verdict.reason:
@@ -113,7 +115,7 @@ class Tally:
         self.say(f"client {client}{asked}: {verdict.reason}: {verdict.text}")
 
     def say(self, line: str) -> None:
-        """Keeps a line for the record. Clients' words are cut and made printable."""
+        """Keeps `line` for the record, cut and made printable; lines after the 20th are dropped."""
         if len(self.details) < _DETAILS:
             self.details.append(printable(line[:_DETAIL_LENGTH]))
 

@@ -34,12 +34,16 @@ _ONE_MACHINE = Delivery()
 def build(
     server: Server, out: Path, on_round: OnRound, delivery: Delivery = _ONE_MACHINE
 ) -> ServerApp:
-    """Returns the ServerApp that trains what `server` knows.
+    """Returns the ServerApp that trains the stack of `server`.
 
-    `delivery` says how messages get to clients.
+    The app continues from its last checkpoint below `out`, if there is one. It calls `on_round`
+    after every round, and then writes the checkpoint if one is due.
 
-    It goes on from its last checkpoint below `out`, if there is one. It calls `on_round` after
-    every round, then writes the checkpoint if one is due.
+    Args:
+        server: The stack as the server knows it.
+        out: The run's folder.
+        on_round: Called after each round with its record.
+        delivery: How messages travel to clients.
     """
     app = ServerApp()
 
@@ -85,7 +89,7 @@ class _StackTraining:
             strategy_state.restore(self._strategy, saved.strategy, saved.strategy_tensors)
 
     def run(self, on_round: OnRound) -> None:
-        """Trains every round that is left."""
+        """Trains the rounds that are left, and calls `on_round` after each with its record."""
         scenario = self._server.scenario
         last = scenario.training.rounds
         self._nodes.gather(self._done)

@@ -73,10 +73,10 @@ class Simulation(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains what is left of `job` in a child process; `server` cannot be handed to it.
+        """Trains the remaining rounds of `job` in a child process, which builds its own workload.
 
         Raises:
-            FedsimError: the child failed, with its own error, or with the end of what it printed.
+            FedsimError: The child failed; the text is its own error, or the end of what it printed.
         """
         scratch = Path(tempfile.mkdtemp(prefix="fedsim-"))  # Ray's sockets need a short path
         try:
@@ -154,7 +154,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Runs as the child process.
+    """Runs as the child process of `Simulation.train`.
 
     It reads the job from stdin, trains it, and writes its rounds to stdout as JSON lines.
     """

@@ -35,9 +35,9 @@ _BUFFER = "buffer."
 
 
 def scratch(out: Path, stack: str) -> Path:
-    """Returns the folder below `out` where a round of `stack` is spooled.
+    """Returns the folder below `out` that holds answers of `stack` during a round.
 
-    The folder is gone when the round ends.
+    The folder is removed when the round ends.
     """
     return out / f".spool-{stack}"
 
@@ -45,7 +45,7 @@ def scratch(out: Path, stack: str) -> Path:
 class Spool:
     """Holds the accepted answers of one round, by client.
 
-    As a context manager it forgets them at its end.
+    As a context manager, a spool forgets all answers at its end.
     """
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
@@ -96,7 +96,7 @@ class Spool:
         self._answers[client] = (answer.update.num_examples, answer.loss)
 
     def clients(self) -> list[int]:
-        """Returns the clients whose answers are here, ascending."""
+        """Returns the clients whose answers are held, ascending."""
         return sorted(self._answers)
 
     def num_examples(self, client: int) -> int:
@@ -112,16 +112,13 @@ class Spool:
         return self._read(client, _UPDATE + name)
 
     def updates(self, names: Iterable[str], buffers: Iterable[str]) -> Iterator[Update]:
-        """Yields every update, by ascending client, one at a time.
-
-        It has the tensors called `names`, and the `buffers`.
-        """
+        """Yields the update of each client, by ascending client, as `get` returns it."""
         names, buffers = list(names), list(buffers)
         for client in self.clients():
             yield self.get(client, names, buffers)
 
     def get(self, client: int, names: Iterable[str], buffers: Iterable[str]) -> Update:
-        """Returns `client`'s update, with the tensors called `names` and the `buffers`."""
+        """Returns `client`'s update, with the tensors called `names` and these `buffers`."""
         return Update(
             tensors={name: self.update(client, name) for name in names},
             num_examples=self.num_examples(client),
@@ -129,7 +126,7 @@ class Spool:
         )
 
     def mean_loss(self) -> float | None:
-        """Returns the mean of the reported losses, weighted by examples; None without any."""
+        """Returns the mean of the reported losses, weighted by examples; None if there are none."""
         reported = [(loss, examples) for examples, loss in self._by_client() if loss is not None]
         total = sum(examples for _, examples in reported)
         return sum(loss * examples for loss, examples in reported) / total if reported else None
@@ -171,7 +168,7 @@ class MeanRelease:
 class Averages:
     """Keeps the mean of each client's releases so far.
 
-    As a context manager it forgets them at its end.
+    As a context manager, it forgets all means at its end.
     """
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
@@ -188,9 +185,9 @@ class Averages:
         self._forget()
 
     def add(self, release: MeanRelease) -> None:
-        """Adds one more release to the client's mean.
+        """Adds one more release to the mean of `release.client`.
 
-        A release that combines another number of clients than the first is left out.
+        A release that combines another number of clients than the first one is ignored.
         """
         client, update = release.client, release.update
         count, clients = self._counts.get(client, (0, release.num_clients))
@@ -250,14 +247,14 @@ class LazyArray(Array):
         return Array.from_numpy_ndarray(self.numpy()).data
 
     def numpy(self) -> NDArray[np.generic]:
-        """Returns the array, writable and in memory of its own."""
+        """Returns a writable copy of the array's values."""
         return cast("NDArray[np.generic]", self.__dict__["_load"]().numpy())
 
 
 def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
-    """Returns arrays with the names, order and shapes of `like`.
+    """Returns a record of arrays with the names, order, types and shapes of `like`.
 
-    `load(name)` reads each of them when it is needed.
+    `load(name)` is called each time that an array is read, and returns its tensor.
     """
     record = ArrayRecord()
     for name, tensor in like.items():

@@ -48,7 +48,7 @@ REFUSED = {
     "FedXgbBagging": _TREES,
     "FedXgbCyclic": _TREES,
 }
-"""Strategies that would run and not do what their name says, with the reason."""
+"""Strategies that would run without doing what their names say, with the reason."""
 
 # Strategies that use nothing but the mean of the updates, and those that weigh by losses.
 _FROM_MEAN = ("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi")
@@ -64,11 +64,12 @@ def names() -> list[str]:
 def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
     """Builds a fresh strategy of class `name` with `parameters`.
 
-    A wrapper's `strategy` is written `{name: FedAvg, <parameter>: ...}` or as just the name.
+    The parameter `strategy` of a wrapper is written `{name: FedAvg, <parameter>: ...}` or as a
+    name.
 
     Raises:
-        FedsimError: no such strategy or parameter (with the nearest one), a wrong value, or one of
-            `REFUSED`.
+        FedsimError: There is no such strategy or parameter (the text names the nearest one), a
+            value is wrong or missing, or the strategy is one of `REFUSED`.
     """
     if name in REFUSED:
         raise FedsimError(f"federation.strategy: {name} is not supported: {REFUSED[name]}")
@@ -102,12 +103,12 @@ def check_fit(name: str, parameters: Mapping[str, Any], *, sees_each: bool, loss
 
     Args:
         name: The strategy's class name.
-        parameters: Its parameters.
+        parameters: The strategy's parameters.
         sees_each: Whether the server sees each client's update, or only their combination.
         losses: Whether clients report their loss.
 
     Raises:
-        FedsimError: it needs single updates, or losses, that the defense stack withholds.
+        FedsimError: The strategy needs single updates, or losses, that the defense stack withholds.
     """
     if not sees_each and name not in _FROM_MEAN:
         raise FedsimError(
@@ -169,7 +170,10 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def quiet_flower() -> Iterator[None]:
-    """Holds Flower's log to FLWR_LOG_LEVEL also where somebody imported it before fedsim."""
+    """Keeps Flower's log at the level FLWR_LOG_LEVEL inside the block.
+
+    Flower may have been imported before fedsim, and then has another level.
+    """
     logger = logging.getLogger("flwr")
     before = logger.level
     logger.setLevel(os.environ["FLWR_LOG_LEVEL"].upper())

@@ -23,15 +23,19 @@ Plain = Any
 
 
 def save(strategy: Strategy) -> tuple[Plain, dict[str, Tensor]]:
-    """Returns the strategy's memory as (JSON, tensors that the JSON refers to by name)."""
+    """Returns the strategy's memory as (JSON, tensors that the JSON refers to by name).
+
+    Raises:
+        FedsimError: An attribute is of a type that is not saved.
+    """
     tensors: dict[str, Tensor] = {}
     return _save_attributes(strategy, type(strategy).__name__, tensors), tensors
 
 
 def restore(strategy: Strategy, plain: Plain, tensors: Tensors) -> None:
-    """Gives a fresh strategy, built with the same parameters, the memory that `save` returned.
+    """Gives a fresh strategy the memory that `save` returned as (`plain`, `tensors`).
 
-    That is `plain` values and `tensors`.
+    The strategy must be built with the parameters of the saved one.
     """
     for name, value in plain.items():
         if isinstance(value, dict) and value["kind"] == "strategy":

@@ -54,7 +54,10 @@ class _Ordered:
 
 
 class TapGrid(WrappedGrid):
-    """Wraps `grid`; a strategy trains through it. `begin` and `end` enclose a round."""
+    """Wraps a grid for one stack: its strategy trains through it, and what the server sees is recorded.
+
+    Each round is enclosed by `begin` and `end`.
+    """
 
     def __init__(
         self,
@@ -99,9 +102,9 @@ class TapGrid(WrappedGrid):
         self.tally = Tally()
 
     def begin(self, round: int, buffers: Tensors) -> None:
-        """Starts `round` and samples its participants.
+        """Starts `round`, and looks up its participants.
 
-        Its global model has the float `buffers`.
+        `buffers` are the float buffers of the round's global model.
         """
         self._round = round
         self._buffers = self._new_buffers = buffers
@@ -113,18 +116,15 @@ class TapGrid(WrappedGrid):
     def end(self) -> Tensors:
         """Forgets the round's replies; returns the new global float buffers.
 
-        They are the mean over the accepted answers whatever the strategy: they are statistics and
-        not weights, and a server optimizer would drive a variance below zero.
+        These are the mean over the accepted answers, whatever the strategy. Buffers are statistics,
+        and a server optimizer could make a variance negative.
         """
         self._spool.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)
         return self._new_buffers
 
     def get_node_ids(self) -> Iterable[int]:
-        """Returns the nodes of this round's participants.
-
-        A strategy can sample from these alone.
-        """
+        """Returns the node ids of this round's participants: a strategy can sample no others."""
         return [self._nodes[client] for client in self._plan.participants]
 
     def send_and_receive(
@@ -132,9 +132,10 @@ class TapGrid(WrappedGrid):
     ) -> list[Message]:
         """Sends the strategy's training messages, then the round's probes; records all answers.
 
-        Returns what the strategy is to aggregate: one reply per accepted update, by ascending
-        client. Its arrays are that client's new weights, which are computed when they are read. If
-        the stack combines updates, there is one reply with the combination. All hold until `end`.
+        It returns the replies that the strategy is to aggregate: one for each accepted update, by
+        ascending client. A reply's arrays are that client's new weights, which are computed when
+        they are read. If the stack combines updates, there is one reply with the combination. The
+        replies are valid until `end`.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.

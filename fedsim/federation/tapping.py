@@ -36,7 +36,7 @@ Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Messag
 T = TypeVar("T", bound=Grid | Strategy)
 
 SECAGG = "secaggplus_configs"
-"""Record of the stages of Flower's SecAgg+, whose masked answers have an empty record of arrays."""
+"""Name of the record that marks messages of Flower's SecAgg+, whose answers a tap cannot read."""
 TRAIN = "train"
 """Type of the messages that ask for training, alone or before a dot and an action."""
 _log = logging.getLogger("fedsim.tap")
@@ -65,11 +65,11 @@ def tap(
         target: The grid or the strategy of a ServerApp.
         out: The folder; each run of the app gets its own in it, `run-<id>`.
         rounds: Rounds that are recorded, counted from 1; default all.
-        clients: Most clients that are recorded, those that are asked first; default all.
-        max_gib: GiB that a run may take on the disk; what has no room is left out and counted.
+        clients: Maximum number of clients recorded, those that are asked first; default all.
+        max_gib: Maximum size of a run on disk, in GiB; what does not fit is left out and counted.
 
     Raises:
-        FedsimError: `target` is neither, or a value is out of range.
+        FedsimError: `target` is neither a grid nor a strategy, or a value is out of range.
     """
     recorder_of = _recorders(out, rounds, clients, max_gib)
     if isinstance(target, Strategy):
@@ -95,15 +95,15 @@ def client_tap(
 ) -> Mod:
     """Returns a mod of a ClientApp that records what this client receives and answers.
 
-    It stands first among the app's mods, so that it records what leaves the machine.
+    The mod must be the first of the app's mods, so that it records what leaves the machine.
 
     Args:
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
         rounds: Rounds that are recorded, counted from 1; default all.
-        max_gib: GiB that a run may take on the disk; what has no room is left out and counted.
+        max_gib: Maximum size of a run on disk, in GiB; what does not fit is left out and counted.
 
     Raises:
-        FedsimError: a value is out of range.
+        FedsimError: A value is out of range.
     """
     recorder_of = _recorders(out, rounds, None, max_gib)
 
@@ -157,9 +157,10 @@ def _recorders(
 
 
 def folder_with_room(out: str | Path, max_gib: float) -> tuple[Path, int]:
-    """Returns the folder of a tap or a witness, and the bytes that a run may take in it.
+    """Returns `out` as an absolute path, and `max_gib` GiB as a number of bytes.
 
-    A run may take `max_gib` GiB.
+    Raises:
+        FedsimError: `max_gib` is not a finite number above 0, or the folder cannot be written to.
     """
     if not 0 < max_gib < math.inf:
         raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
@@ -190,7 +191,7 @@ class _Sent:
 
 
 class _Tape:
-    """Feeds one run's recorder from messages; it raises nothing, and writes behind its caller."""
+    """Feeds one run's recorder from messages; failures are counted and never raised."""
 
     def __init__(self, recorder: Recorder, counted: int = 0) -> None:
         self._recorder = recorder
@@ -200,7 +201,7 @@ class _Tape:
         since some are never answered."""
 
     def begin(self, messages: Iterable[Message]) -> None:
-        """Counts one round for a batch of training messages that do not say their round."""
+        """Counts a new round for a batch of training messages, if these do not say their round."""
         for message in messages:
             if trains(message) and message.has_content():
                 # Once for all messages of a batch, which are of one round.
@@ -208,7 +209,10 @@ class _Tape:
                 return
 
     def note(self, message: Message, node_id: int) -> _Sent | None:
-        """Records what a message to a node carries; returns None if it is not to be recorded."""
+        """Records the model in a message to a node; returns the order, to hand to `record`.
+
+        The result is None if the message is not to be recorded.
+        """
         if not trains(message) or not message.has_content():
             return None
         try:
@@ -316,11 +320,11 @@ class _TappedGrid(WrappedGrid):
         return getattr(self._grid, name)
 
     def get_nodes(self) -> Any:
-        """See Grid."""
+        """Passes the call on, see `flwr.server.Grid`."""
         return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """See Grid."""
+        """Notes the orders to train, and passes the call on, see `flwr.server.Grid`."""
         sending = list(messages)
         noted = self._note(sending)
         ids = list(self._grid.push_messages(sending))
@@ -333,13 +337,13 @@ class _TappedGrid(WrappedGrid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """See Grid."""
+        """Passes the call on, and records the answers, see `flwr.server.Grid`."""
         return self._record_replies(self._grid.pull_messages(message_ids), self._pending)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """See Grid."""
+        """Passes the call on, and records orders and answers, see `flwr.server.Grid`."""
         sending = list(messages)
         noted = self._note(sending)
         replies = self._grid.send_and_receive(sending, timeout=timeout)
@@ -395,7 +399,7 @@ def trains(message: Message) -> bool:
 
 
 def round_of(content: RecordDict) -> int | None:
-    """Returns the round that a message says it is of, as Flower's strategies do; else None."""
+    """Returns the round that `content` names as Flower's strategies do; None if it names none."""
     for record in content.values():
         if isinstance(record, ConfigRecord):
             value = record.get(wire.ROUND)

@@ -27,7 +27,7 @@ from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors, Update
 
 VERSION = "2"
-"""Version of a run's messages and settings; server and nodes have to have the same. Since 2,
+"""Version of a run's messages and settings; server and nodes must have the same. In version 2,
 answers are given once, and the keys of a secure sum's masks name both clients and their keys."""
 
 PROBE = "probe"
@@ -35,7 +35,7 @@ PROBE = "probe"
 IDENTIFY = "identify"
 """Action of the query that asks which client is behind a node."""
 LEFT_OUT = "left_out"
-"""Action of the query that tells a client that its answer to an order is in no recording."""
+"""Action of the query that tells a client that its answer was left out of the recordings."""
 
 KEYS, SHARES, MASKED, AGREE, UNMASK = "keys", "shares", "masked", "agree", "unmask"
 """Actions of training messages: the stages of a secure sum."""
@@ -56,7 +56,7 @@ _MAX_EXAMPLES = 2**40
 
 
 class MalformedError(FedsimError):
-    """Raised for a message that does not hold what it should; its text says what is wrong."""
+    """Raised for a message with missing or wrong content; its text says what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +79,23 @@ class WireAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What an answer has to look like: a tensor of the right dtype and shape for each name."""
+    """Required form of an answer: a tensor of the right type and shape for each name."""
 
     update: Tensors
     buffers: Tensors
     loss: bool
     most_examples: int = 2**40
-    """Most examples that an answer may claim to be of; strategies weigh by them."""
+    """Maximum number of examples that an answer may claim; strategies weigh updates by this
+    number."""
 
 
 def floating(tensors: Tensors) -> dict[str, Tensor]:
-    """Returns those of `tensors` that are floating-point."""
+    """Returns the floating-point tensors among `tensors`."""
     return {name: value for name, value in tensors.items() if value.is_floating_point()}
 
 
 def form_of(tensors: Tensors) -> dict[str, Tensor]:
-    """Returns tensors without values, of the names, shapes and types of `tensors`.
-
-    They are on the meta device.
-    """
+    """Returns empty tensors on the meta device, with the names, shapes and types of `tensors`."""
     return {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
 
 
@@ -110,14 +108,19 @@ def encode(tensors: Tensors) -> ArrayRecord:
 
 
 def decode(record: ArrayRecord) -> dict[str, Tensor]:
-    """Converts Flower arrays to tensors in memory of their own, on the CPU."""
+    """Converts Flower arrays to tensors in memory of their own, on the CPU.
+
+    Raises:
+        MalformedError: An array is no NumPy file of numbers.
+    """
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
 def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
-    """Converts Flower arrays to contiguous NumPy arrays.
+    """Converts Flower arrays to contiguous NumPy arrays, which share the message's bytes if possible.
 
-    These share the message's bytes if they can.
+    Raises:
+        MalformedError: An array is no NumPy file of numbers.
     """
     return {name: np.asarray(_values(name, array), order="C") for name, array in record.items()}
 
@@ -125,10 +128,7 @@ def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
 def order(
     round: int, parameters: ArrayRecord, buffers: ArrayRecord, probe: Probe | None
 ) -> RecordDict:
-    """Returns the message content that asks for an update.
-
-    It is of training (probe None) or of a probe.
-    """
+    """Returns the message content that asks for training (`probe` None) or for a probe."""
     asked = ConfigRecord({ROUND: round})
     if probe:
         asked[PROBE_SIZE], asked[PROBE_TRIAL] = probe.batch_size, probe.trial
@@ -137,12 +137,15 @@ def order(
 
 
 def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None) -> Order:
-    """Reads what a client is asked.
+    """Reads a server's order from the content of a message.
 
     Args:
         content: Content of the message.
-        form: Parameters and buffers whose names, shapes and types those of the order must have, and
-            in whose order they are returned: noise is drawn in it.
+        form: Parameters and buffers whose names, shapes and types those of the order must have. The
+            tensors are returned in their order, in which noise is drawn.
+
+    Raises:
+        MalformedError: A part is missing or of another form.
     """
     parameters, buffers = arrays_of(content, ARRAYS), arrays_of(content, BUFFERS)
     config = config_of(content)
@@ -162,7 +165,7 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
 
 
 def answer(update: Update, loss: float | None) -> RecordDict:
-    """Returns the message content that carries an update; `loss` only if it is to be reported."""
+    """Returns the message content that carries an update, and `loss` unless it is None."""
     metrics = MetricRecord({EXAMPLES: update.num_examples})
     if loss is not None:
         metrics[LOSS] = loss
@@ -172,7 +175,11 @@ def answer(update: Update, loss: float | None) -> RecordDict:
 
 
 def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
-    """Reads a client's answer and checks its form against `expected`. Values are not judged."""
+    """Reads a client's answer, whose form must be `expected`; values may be NaN or infinite.
+
+    Raises:
+        MalformedError: A part is missing or of another form.
+    """
     if set(content) != {ARRAYS, BUFFERS, METRICS}:
         raise MalformedError(f"the answer holds {_list_names(content)}")
     metrics = content[METRICS]
@@ -200,27 +207,42 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
 
 
 def greeting(done: int) -> RecordDict:
-    """Returns the message content that asks a node which client it is, after `done` rounds."""
+    """Returns the message content that asks a node for its client, and names the rounds `done`.
+
+    `done` is the number of the last round that is finished, or 0.
+    """
     return RecordDict({CONFIG: ConfigRecord({ROUND: done})})
 
 
 def read_done(content: RecordDict) -> int:
-    """Reads the number of rounds that are done from a greeting."""
+    """Reads the number of rounds that are done from a greeting.
+
+    Raises:
+        MalformedError: There is no such number.
+    """
     return integer(config_of(content), ROUND, 0)
 
 
 def identity(client: int) -> RecordDict:
-    """Returns the message content that says which client a node is."""
+    """Returns the message content by which a node says that it is `client`."""
     return RecordDict({CONFIG: ConfigRecord({CLIENT: client})})
 
 
 def read_client(content: RecordDict) -> int:
-    """Reads the client that a node says it is."""
+    """Reads the number of the client that a node says it is.
+
+    Raises:
+        MalformedError: There is no such number.
+    """
     return integer(config_of(content), CLIENT, 0)
 
 
 def decode_like(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
-    """Decodes arrays that must have the names, types and shapes of `like`, in its order."""
+    """Decodes arrays that must have the names, types and shapes of `like`, in the order of `like`.
+
+    Raises:
+        MalformedError: A name, type or shape is another.
+    """
     if set(record) != set(like):
         odd = sorted(set(record) ^ set(like))
         raise MalformedError(f"wrong names: {_list_names(odd)} (missing, or not of the model)")
@@ -287,7 +309,11 @@ def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
-    """Returns the arrays of a message under `key`."""
+    """Returns the arrays of a message under `key`.
+
+    Raises:
+        MalformedError: There are none.
+    """
     record = content.get(key)
     if not isinstance(record, ArrayRecord):
         raise MalformedError(f"{key!r} is not an array record")
@@ -295,7 +321,11 @@ def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
 
 
 def config_of(content: RecordDict) -> ConfigRecord:
-    """Returns the record of a message that holds its numbers and texts."""
+    """Returns the record of a message that holds its numbers and texts.
+
+    Raises:
+        MalformedError: There is none.
+    """
     record = content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise MalformedError(f"the message has no {CONFIG!r}")
@@ -303,7 +333,11 @@ def config_of(content: RecordDict) -> ConfigRecord:
 
 
 def integer(record: Mapping[str, object], key: str, least: int) -> int:
-    """Returns the integer under `key` of a record, which must be at least `least`."""
+    """Returns the integer under `key` of a record.
+
+    Raises:
+        MalformedError: There is none, or it is less than `least` or not below 2^40.
+    """
     value = record.get(key)
     # Python counts booleans among its integers.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MAX_EXAMPLES:

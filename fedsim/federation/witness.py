@@ -31,17 +31,18 @@ def witness(
 ) -> Mod:
     """Returns a mod of a ClientApp that keeps the images and labels that the client trains on.
 
-    They are what the model is called with: after transforms, and normalized. See
-    `watch_training` for what it cannot see.
+    Images are kept as the model is called with them: transformed and normalized. `watch_training`
+    says what it cannot see.
 
     Args:
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
         rounds: Rounds that are kept, counted from 1; default all.
-        max_images: Most different images that are kept of one order to train; others are counted.
-        max_gib: GiB that a run may take on this disk; what has no room is not kept.
+        max_images: Maximum number of distinct images kept of one order to train; others are
+            counted.
+        max_gib: Maximum size of a run on this disk, in GiB; what does not fit is not kept.
 
     Raises:
-        FedsimError: a value is out of range.
+        FedsimError: A value is out of range.
     """
     if max_images < 1:
         raise FedsimError(f"max_images: expected at least 1, got {max_images}")

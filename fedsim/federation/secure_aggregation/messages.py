@@ -36,7 +36,7 @@ _MOST = 1_000_000
 
 
 def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) -> ConfigRecord:
-    """Returns a record of `round`, of bytes for each client (`entries`), and of `lists` of clients."""
+    """Returns a record of `round`, of bytes by client (`entries`), and of `lists` of clients."""
     record = ConfigRecord({wire.ROUND: round})
     ordered = sorted(entries)
     record[_CLIENTS] = ordered
