@@ -54,7 +54,7 @@ class _Ordered:
 
 
 class TapGrid(WrappedGrid):
-    """Wraps a grid for one stack: its strategy trains through it, and what the server sees is recorded.
+    """Wraps a grid, through which a stack's strategy trains, and records what the server sees.
 
     Each round is enclosed by `begin` and `end`.
     """

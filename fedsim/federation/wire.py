@@ -117,7 +117,9 @@ def decode(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
-    """Converts Flower arrays to contiguous NumPy arrays, which share the message's bytes if possible.
+    """Converts Flower arrays to contiguous NumPy arrays.
+
+    The results share the message's bytes if possible.
 
     Raises:
         MalformedError: An array is no NumPy file of numbers.
