@@ -57,12 +57,12 @@ def run(
         scenario: A file, the same as plain values, or a `Scenario`.
         out: The folder to fill; default `runs/<name>`. A sweep gives each variant a folder in it.
         overrides: `a.b=value` assignments to a file's keys, as with `--set`.
-        resume: Continue what an interrupted run of the same scenario left in `out`.
+        resume: Whether to continue what an interrupted run of the same scenario left in `out`.
         workers: Processes of the attack stage; default: cores / threads of the scenario (one on a
             GPU). Results do not depend on it.
         log: Tools with a local store that figures and pictures are copied to at the end, such as
             `mlflow` or `tensorboard=DIR`. A copy that fails is a warning on the standard error.
-        quiet: Show no progress.
+        quiet: Whether to show no progress.
         link: Where the SuperLink is, of an engine whose nodes are elsewhere.
 
     Raises:
@@ -126,7 +126,8 @@ def collect(
         quiet: Whether to show no progress.
 
     Raises:
-        FedsimError: it is no deployed run, another run is at work in it, or a home cannot be read.
+        FedsimError: `folder` is no deployed run, another run is at work in it, or a home cannot be
+            read.
         RunFailed: the work failed; continue by collecting again.
     """
     root = Path(folder)

@@ -45,7 +45,7 @@ class Setting:
 
     @property
     def aids(self) -> Aids:
-        """What each target needs for its scores, built anew at every access, which is slow."""
+        """What targets prepare for scores, built anew at every access, which is slow."""
         return scoring.prepare(
             Resources(
                 guesser=self.guesser,
@@ -123,7 +123,7 @@ class Result:
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
     """Returns the path of a reconstruction below the run's folder `root`.
 
-    It is that of the observation of this id by the attack called `label`.
+    `label` names the attack, and `observation_id` the observation.
     """
     stack, _, rest = checked_id(observation_id).partition("/")
     return root / "reconstructions" / stack / label / f"{rest}.safetensors"
@@ -141,7 +141,7 @@ def seed_of(observation: Observation, label: str) -> int:
 
 
 def hide_defenses(observation: Observation) -> Observation:
-    """Returns what an attack sees that is not told of the defenses: an update like any other.
+    """Returns what an attack sees that is not told of the defenses: an undefended update.
 
     A model that a defense altered stays as it is, since the attacker has its code and weights. So
     do the local steps. Dropout is hidden, and so is noise on the rows or statistics of a release.
@@ -161,7 +161,7 @@ def hide_defenses(observation: Observation) -> Observation:
 def score_answer(
     job: Job, answer: AttackAnswer, bound: TensorBound | None, setting: Setting, aids: Aids
 ) -> Result:
-    """Scores an attack's answer and writes the reconstruction.
+    """Scores an attack's answer, writes the reconstruction, and returns the result.
 
     A failure is returned as a result with its reason and cost. No attack is loaded here: a process
     that scores need not have its package, and the attack could look for the truth.

@@ -89,8 +89,9 @@ _AT_BOUND = 1 - 1e-6
 def remove_truncated(observation: Observation) -> Observation:
     """Returns the observation with zeros for truncated entries, declared as removed by a rule.
 
-    Behind noise nothing tells which entries were truncated, and all stay. Where the update was
-    scaled afterwards, the bound was too: truncated entries are then the largest, and alike.
+    An update with noise is returned as it is: nothing tells which entries were truncated. Where the
+    update was scaled afterwards, the bound was too: truncated entries are then the largest, and
+    alike.
     """
     effect = observation.effect
     if effect.truncated is None or effect.noisy:
@@ -114,9 +115,10 @@ def hand_over_row(
 ) -> Knowledge:
     """Returns the knowledge for a question about the row `target`.
 
-    It holds the other rows that took part, if granted, and the row itself if the attack is `asked`
-    whether it took part. If it did not and `exchanged` is given, one of its client's rows that did
-    is drawn and withheld, as the row in whose place the target stands.
+    The knowledge holds the other rows that took part, if granted. It holds the row itself if the
+    attack is `asked` whether that took part. Where it did not, and `exchanged` is given, the target
+    stands in another row's place. That row is drawn among the client's rows that took part, and is
+    withheld.
 
     Args:
         truth: All rows that may have taken part.

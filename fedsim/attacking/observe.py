@@ -328,12 +328,17 @@ def own_names(
 ) -> dict[str, Tensor]:
     """Returns tensors by the model's own names; theirs may have a prefix more or less.
 
-    `what` names the tensors in messages.
+    Names that are the model's own once `prefix` stands before them, or as they are, are taken so.
+    Otherwise a prefix that all names share (`module.`, `base_model.model.`) is taken off, or that
+    of a part of the model is put before them. The one result whose names and shapes are the model's
+    is returned. Where none fits, `tensors` are returned as they are. Names may lack the `default`
+    that PEFT gives to its adapters.
 
-    `prefix` is put before each name, if that makes names of the model. Otherwise what all names
-    begin with (`module.`, `base_model.model.`) is taken off, or what one part of the model begins
-    with is put before them, if one way alone gives names and shapes of the model. Names may lack
-    the `default` that PEFT gives to its adapters.
+    Args:
+        tensors: Tensors by the names that an app gives them.
+        model: The model.
+        what: Name of the tensors in messages.
+        prefix: Text that stands before the app's names in the model's own.
 
     Raises:
         FedsimError: several prefixes fit, with different results.

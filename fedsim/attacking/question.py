@@ -38,6 +38,8 @@ class Question:
     def answer(self, progress: Callable[[Progress], None] | None = None) -> Solution:
         """Runs the attack, with torch's global stream seeded by the question's seed.
 
+        `progress` is called as by `solve`.
+
         Raises:
             AttackFailed: `solve` raises it.
         """
@@ -76,7 +78,7 @@ class Surroundings:
 
 
 def pack_questions(questions: Sequence[Question]) -> bytes:
-    """Pickles questions about one observation, which is written once for all of them.
+    """Pickles questions about one observation object, which is written once for all of them.
 
     Public images are left out, since a worker has them from its start.
     """
@@ -90,15 +92,19 @@ def pack_questions(questions: Sequence[Question]) -> bytes:
 
 
 def unpack_answers(answers: bytes) -> list[AttackAnswer]:
-    """Returns the answers that `answer_packed` gave."""
+    """Returns the answers that `answer_packed` gave, in the order of the questions.
+
+    After a failure there are no more.
+    """
     found: list[AttackAnswer] = pickle.loads(answers)  # noqa: S301 - a process that this one started
     return found
 
 
 def answer_packed(index: int, questions: bytes) -> bytes:
-    """Answers packed questions in a worker process, up to the first failure, which is a value.
+    """Returns the packed answers to `pack_questions`, given in a worker process.
 
-    Each question is unpacked once the one before it is answered. Progress is told under `index`.
+    A failure is an answer, too, and is the last one. Each question is unpacked once the one before
+    it is answered. Progress is reported under the number `index`.
     """
     around = _surroundings()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it

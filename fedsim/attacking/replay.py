@@ -158,10 +158,10 @@ def _refuse_unfit(
 def simulation_error(observation: Observation, truth: Truth | None) -> float | None:
     """Returns how far the update that attacks simulate at the truth is from the recorded one.
 
-    It is the distance over the recorded update's length: 0 to rounding where attacks know all of
-    the client's training and defense. Something that they do not model makes it larger, and so do
-    noise and, of several steps, images that are not in the order of the steps. None where there is
-    no truth, the truth is of several clients, or batches vary in size.
+    It is the L2 distance over the recorded update's length. It is 0 to rounding where attacks know
+    all of the client's training and defense. Something that they do not model makes it larger, and
+    so do noise and, of several steps, images that are not in the order of the steps. None where
+    there is no truth, the truth is of several clients, or batches vary in size.
     """
     training = observation.training
     parts = training.steps if training.batches == "different" else 1

@@ -91,7 +91,11 @@ class Workers:
             self._aids = setting.aids
 
     def attack(self, index: int, questions: bytes) -> Future[bytes]:
-        """Asks packed questions about the job of that `index`."""
+        """Sends packed `questions` (`pack_questions`) to a process; the future has packed answers.
+
+        Progress is reported under `index`, the job's index in `report_news`. The processes must
+        have started.
+        """
         assert self._attackers is not None
         with delay_interrupts():
             return self._attackers.submit(answer_packed, index, questions)
@@ -99,7 +103,11 @@ class Workers:
     def score(
         self, setting: Setting, job: Job, answer: AttackAnswer, bound: TensorBound | None
     ) -> Future[Result]:
-        """Scores the answer to a job, and writes the reconstruction below the setting's root."""
+        """Scores the answer to a job, and writes the reconstruction below the setting's root.
+
+        `bound` is what theory predicts of the error. With few workers, this process scores before
+        the call returns.
+        """
         if self._scorers is None:
             done: Future[Result] = Future()
             done.set_result(score_answer(job, answer, bound, setting, self._aids))
@@ -112,7 +120,10 @@ class Workers:
     def report_news(
         self, jobs: Sequence[Job], on_progress: Callable[[Job, Progress], None]
     ) -> None:
-        """Reports what attacks have told of their progress since the last call."""
+        """Calls `on_progress` with each job and progress that attacks told since the last call.
+
+        The indices that were given to `attack` are those of `jobs`.
+        """
         while True:
             try:
                 index, progress = self._news.get_nowait()
@@ -135,7 +146,12 @@ def run_jobs(
 ) -> None:
     """Runs `jobs` in the processes of `workers`, and reports each as it goes on.
 
-    `on_progress` is called with the progress of an attack, `on_result` with each scored result.
+    Args:
+        jobs: What to attack, and by what.
+        setting: What all jobs share.
+        workers: The processes, within their block.
+        on_progress: Called with a job and the progress of its attack.
+        on_result: Called with a job and its scored result.
 
     Raises:
         RunFailed: a worker died (most likely for want of memory). Finished jobs were reported.
@@ -243,7 +259,7 @@ class _AskedJob:
         """Number of loads of questions sent so far."""
 
     def next(self) -> bytes | None:
-        """Returns the next load of questions; None if there is none, or one has failed."""
+        """Returns the next packed questions; None if none are left, or if the job has failed."""
         questions: list[Question] = []
         try:
             if not self._failed:
@@ -257,7 +273,7 @@ class _AskedJob:
         return pack_questions(questions)
 
     def take(self, number: int, answers: list[AttackAnswer]) -> None:
-        """Notes the answers to load `number`."""
+        """Notes the `answers` to the packed questions of that `number`, counted from 1."""
         self._answers[number] = answers
         self._failed |= answers[-1].solution is None
 
@@ -267,7 +283,7 @@ class _AskedJob:
         return not self._asking and len(self._answers) == self.sent
 
     def answer(self) -> AttackAnswer:
-        """Returns all answers as one; the first failure is that of the whole."""
+        """Returns all answers as one; the first failure is that of the whole job."""
         # Loads come back in any order; rows of a table are joined in the order of the questions.
         answers = [one for number in sorted(self._answers) for one in self._answers[number]]
         solution, reason = None, self._reason

@@ -63,9 +63,9 @@ class TappedTraining:
     def training(self) -> LocalTraining:
         """Returns the local training that attacks simulate in place of the app's.
 
-        Attacks know equal batches of different images, or one batch over and over. Several epochs
-        of several batches become one epoch whose learning rate carries the same total weight;
-        batches that differ in size become equal ones.
+        Attacks can simulate equal batches of different images, or one batch over and over. Several
+        epochs of several batches become one epoch whose learning rate carries the same total
+        weight. Batches that differ in size become equal ones.
         """
         again = LocalTraining(
             algorithm="fedavg",
@@ -97,7 +97,7 @@ class TappedTraining:
 def gradient_of(examples: int, mode: Mode) -> LocalTraining:
     """Returns the training of a client that answers the gradient of all its `examples`.
 
-    `mode` is that of its layers, `train` or `eval`.
+    `examples` is their number, and `mode` that of the model's layers.
     """
     return LocalTraining(algorithm="fedsgd", steps=1, batch_size=examples, lr=1.0, mode=mode)
 
@@ -105,10 +105,10 @@ def gradient_of(examples: int, mode: Mode) -> LocalTraining:
 def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
     """Freezes the parameters of `model` that clients are not sent: they keep its public values.
 
-    `prefix` stands before each name that the app sends in the model's own.
+    `prefix` stands before the app's names in the model's own names.
 
     Raises:
-        FedsimError: the app sends names that the model has not.
+        FedsimError: the app sends names that the model does not have.
     """
     sent = _own_names(exchange.read_broadcast(), model, prefix)
     for name, parameter in model.named_parameters():
@@ -132,8 +132,8 @@ def observe_exchange(
         victim: The model, taken apart.
         model: The model itself, for its parameters' names.
         training: The client's local training.
-        answer: What the client answered.
-        prefix: Text before each name that the app sends in the model's own.
+        answer: What the client answered: `weights`, their `delta`, or a `gradient`.
+        prefix: Text that stands before the app's names in the model's own names.
 
     Raises:
         FedsimError: the exchange is not of this model.

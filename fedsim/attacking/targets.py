@@ -38,9 +38,9 @@ def question(
     restarts: int = 1,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Asks all `questions` in this process, and joins the answers.
+    """Asks all `questions` in this process, and joins the answers into one solution.
 
-    Arguments are those of `questions`; `progress` is called with the progress of each.
+    Other arguments are those of `questions`; `progress` is called with the progress of each.
 
     Raises:
         AttackFailed: `questions` or `Question.answer` raises it, or there is nothing to ask.
@@ -61,14 +61,20 @@ def questions(
 ) -> Iterator[Question]:
     """Yields the questions to `attack` about `observation`, with the knowledge that is granted.
 
-    Each is to be asked from `restarts` starting points, drawn from `seed`.
-
     Images are one question. Rows are a question each, in order: every row that took part or, for an
     attack that is asked of candidates, every row that could have.
 
+    Args:
+        attack: The attack.
+        observation: The recording.
+        truth: What clients really used; None if it is not known, which rows do not allow.
+        granted: What the threat model grants.
+        seed: Seed of the attack.
+        public: Public data of the observation's run.
+        restarts: Number of starting points of each question.
+
     Raises:
-        AttackFailed: it cannot read such an observation; of rows also if there is no truth to ask
-            about.
+        AttackFailed: the attack cannot read such an observation, or rows come without a truth.
     """
     if reason := unanswerable(attack, observation, truth):
         raise AttackFailed(reason)
@@ -85,7 +91,7 @@ def join_solutions(found: Sequence[Solution]) -> Solution:
     """Joins the answers to all `questions`, in their order, into one.
 
     Raises:
-        AttackFailed: there is none.
+        AttackFailed: there are no answers.
     """
     if not found:
         raise AttackFailed("no row took part in this release, so that there is none to recover")

@@ -11,13 +11,14 @@ from fedsim.types import Observation
 
 
 def observed_rate(observation: Observation) -> float | None:
-    """Returns `tensor_rate` of an observation; None if theory says nothing.
+    """Returns theory's error rate of attacks on an observation (`tensor_rate`); None if unknown.
 
     Theory says nothing without a two-layer head, if noise is all of the update, and where entries
     were removed, rounded or mixed.
 
-    The noise is the one that defenses announce. One image's part of an entry of ∂L/∂A is estimated
-    from the entries' mean square less the noise's variance. Clipping is in both already.
+    The noise is the one that defenses announce. One image's part of an entry of ∂L/∂A, the gradient
+    in the output weights A of the head, is estimated. It is the entries' mean square less the
+    noise's variance. Clipping is in both already.
     """
     head = observation.model.parameters.get("head")
     seen = observation.update.get("head.output.weight")
@@ -46,7 +47,10 @@ def observed_rate(observation: Observation) -> float | None:
 
 
 def observed_bound(observation: Observation) -> TensorBound:
-    """Returns the paper's bound of an observation, with the condition of its theorem that fails."""
+    """Returns the paper's bound of the error of attacks on an observation.
+
+    Its `reason` names the condition of the theorem that fails, if any.
+    """
     head, effect = observation.model.parameters.get("head"), observation.effect
     if not head or "head.output.weight" not in observation.update:
         return TensorBound(reason="the model has no two-layer head")

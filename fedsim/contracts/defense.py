@@ -395,11 +395,11 @@ class SumTerms:
     buffer_range: float
     """Bound on the entries of buffers, which are clipped to [-buffer_range, buffer_range]."""
     most_examples: int
-    """Maximum number of examples of a client, whose weight in a sum is its share of that."""
+    """Maximum number of examples of a client. Its weight in a sum is its own number over this one."""
     norm: float
     """L2 bound on an update that noise is made for; inf without noise."""
     noise: float
-    """Standard deviation of the noise on a sum over as few honest clients as may be in one."""
+    """Standard deviation of the noise on a sum with the fewest honest clients that it may have."""
 
     def client_noise(self, participants: int) -> float:
         """Returns the noise's standard deviation on an entry, as each of `participants` adds it."""

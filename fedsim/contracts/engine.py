@@ -20,8 +20,8 @@ class Engine(Plugin):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuses a machine on which it cannot run.
+        """Refuses a machine on which the engine cannot run.
 
         Raises:
-            FedsimError: it cannot run here, with the remedy.
+            FedsimError: the engine cannot run here; the message says the remedy.
         """

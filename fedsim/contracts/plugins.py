@@ -86,7 +86,7 @@ class Installed:
 
     @property
     def summary(self) -> str:
-        """First line of the class's docstring."""
+        """First line of the class's docstring; empty if the class cannot be loaded."""
         return (inspect.getdoc(self.cls) or "").partition("\n")[0] if self.cls else ""
 
 

@@ -14,7 +14,10 @@ MOST_CANDIDATES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class GuessChances:
-    """How likely a guess that saw no update reaches each level of a score, at most."""
+    """Bounds how likely a guess that saw no update reaches each level of a score.
+
+    `candidates` is the number of public images that the truth may be.
+    """
 
     levels: tuple[float, ...]
     """Values of the score from least to most, both ends of its range included."""

@@ -14,7 +14,7 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
     """Draws `batch_size` of `indices` uniformly without replacement.
 
     Raises:
-        FedsimError: there are fewer indices than that.
+        FedsimError: there are fewer than `batch_size` indices.
     """
     if batch_size > len(indices):
         raise FedsimError(
@@ -26,7 +26,7 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws each of `indices` with probability `batch_size` over their number, independently."""
+    """Draws each of `indices` independently with probability `batch_size` / len(`indices`)."""
     # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
     # rate that the accountant takes.
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)
@@ -37,10 +37,10 @@ def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -
     """Returns the `indices` that were dealt to bin `step` modulo `bins`; there may be none.
 
     Args:
-        indices: the examples to draw from.
-        bins: number of bins that examples are assigned to.
-        step: number of the client's step, counted from 0 over all rounds.
-        rng: a fresh generator with the same seed in each step, so that the assignment stays.
+        indices: The examples to draw from.
+        bins: Number of bins that examples are assigned to.
+        step: Number of the client's step, counted from 0 over all rounds.
+        rng: A fresh generator with the same seed in each step, so that the assignment stays.
     """
     # The same bins are drawn in each step, so an example takes part in exactly one of any `bins`
     # successive steps.
@@ -52,7 +52,7 @@ def of_trial(
 ) -> Tensor | None:
     """Returns `batch_size` of `indices` for one step of a trial; None if too few are left.
 
-    No other trial and no other step draws the same ones. What the first step of a trial draws
+    No other trial and no other step draws the same examples. What the first step of a trial draws
     depends neither on the number of `trials` nor on how many steps there are.
 
     Args:
@@ -73,7 +73,7 @@ def of_trial(
 
 
 def distinct(indices: Tensor, images: Tensor) -> Tensor:
-    """Keeps the first of those `indices` that have the same image in `images` (N, C, H, W)."""
+    """Returns the first of `indices` for each different image in `images` (N, C, H, W)."""
     first: dict[int, int] = {}
     for index in indices.tolist():
         # A digest stands for the image, so that memory does not grow with the pixels.

@@ -74,10 +74,10 @@ def split_by_content(
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns mean and deviation of each channel of (N, C, H, W) uint8, in [0, 1] pixels.
+    """Returns (means, deviations) of the channels of (N, C, H, W) uint8, as pixels in [0, 1].
 
-    They are exact, from the histogram of the 256 values. The deviation of a constant channel is
-    given as one grey level, so that normalizing never divides by zero.
+    They are exact, from the histogram of the 256 values. No deviation is below one grey level
+    (1/255), so that normalizing never divides by zero.
     """
     levels = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []

@@ -46,7 +46,10 @@ class RangeColumn(BaseModel):
         return ((values - middle) / half).clamp(-1, 1)
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns the one entry (n,) of `values` (n,) that the column gives each row, by name."""
+        """Returns name -> entry (n,) in [-1, 1]: the only one that the column gives each row.
+
+        `values` (n,) are the rows' raw values.
+        """
         return {self.name: self.scale(values)}
 
     def describe(self) -> InputColumn:
@@ -69,7 +72,10 @@ class CategoryColumn(BaseModel):
         return self
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns an entry (n,) per category, by name; `values` (n,) are the rows' categories."""
+        """Returns name -> entry (n,) of -1 and +1, one per category.
+
+        `values` (n,) are the numbers of the rows' categories, from 0.
+        """
         return {
             f"{self.name}={category}": 2.0 * (values == number) - 1
             for number, category in enumerate(self.categories)
@@ -84,7 +90,7 @@ def require_distinct(column: str, texts: tuple[str, ...]) -> None:
     """Refuses a class or category of `column` that is declared twice among `texts`.
 
     Raises:
-        ValueError: one is; it names the first.
+        ValueError: one is declared twice; the message names the first.
     """
     twice = [text for text, count in Counter(texts).items() if count > 1]
     if twice:
@@ -180,7 +186,7 @@ class TableSource(DataSource):
 
 
 def bound_rows(rows: Tensor, norm: float) -> Tensor:
-    """Scales rows (n, d) that are longer than `norm` down to it."""
+    """Returns `rows` (n, d), those of a longer L2 norm scaled down to `norm`."""
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     # A row of zeros divides by zero in the branch that is not taken for it.
     return torch.where(lengths > norm, rows * (norm / lengths * _ROUNDING), rows)

@@ -76,7 +76,7 @@ class Tree(ABC):
 
     @final
     def name(self, path: Parts) -> str:
-        """Returns how messages call the file at `path`."""
+        """Returns the name of the file at `path` in messages."""
         return f"{self.root}:{'/'.join(path)}"
 
     @final
@@ -108,7 +108,7 @@ class Tree(ABC):
 
     @final
     def reads(self, path: Parts) -> bool:
-        """Whether the name of `path` is that of an image."""
+        """Whether the name of the file at `path` is that of an image."""
         return bool(path) and _format(path) is not None
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Tree(ABC):
         """Reads a text file in UTF-8.
 
         Raises:
-            FedsimError: it is not there, too large, or no text.
+            FedsimError: the file is missing, too large, or no text.
         """
         name = self.name(path)
         if not self.has(path):
@@ -140,13 +140,13 @@ class Tree(ABC):
     def image(self, path: Parts, mode: str, bits: int | None = None) -> Image:
         """Decodes an image, upright, converted to Pillow mode `L` or `RGB`.
 
-        It is turned as its EXIF orientation says, and transparent pixels are laid over white.
-        `bits` is the number of bits that a 16-bit picture uses per channel. Without it, 16-bit
-        pictures are refused if they are grey, or if they would be nearly black.
+        The image is turned as its EXIF orientation says, and transparent pixels are laid over
+        white. `bits` is the number of bits that a 16-bit picture uses per channel. Without it,
+        16-bit pictures are refused if they are grey, or if they would be nearly black.
 
         Raises:
-            UnreadableError: it is empty, too large, damaged, or its number of bits is not known.
-                The message names the file.
+            UnreadableError: the file is empty, too large, damaged, or its number of bits is not
+                known. The message names the file.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -314,7 +314,8 @@ def open_tree(root: Path) -> Iterator[Tree]:
     """Opens the tree at `root`, a directory or a zip archive.
 
     Raises:
-        FedsimError: there is neither, or the archive cannot be read.
+        FedsimError: there is neither a directory nor a file at `root`, or the archive cannot be
+            read.
     """
     if root.is_dir():
         yield DirectoryTree(root)

@@ -57,7 +57,11 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
 
     @abstractmethod
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns an honest observation of that size, with least or most knowledge."""
+        """Returns an honest observation of that `size`, and knowledge.
+
+        `size` is one of `batch_sizes`. The knowledge is the least that the attack needs or, with
+        `most`, all there is.
+        """
 
     @abstractmethod
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:

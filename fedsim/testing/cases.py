@@ -86,7 +86,7 @@ BOUND = 2.0
 
 
 def example_training(**changes: object) -> LocalTraining:
-    """Returns a declared training of one step on three images, with `changes`."""
+    """Returns a declared training of one step on three images, with `changes` of its fields."""
     fields: dict[str, object] = {"algorithm": "fedsgd", "steps": 1, "batch_size": 3, "lr": 0.1}
     return LocalTraining(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -102,7 +102,7 @@ def local_step(
 
     Args:
         loss: Loss of a batch, which need not be that of the model.
-        gradient: Direction so far.
+        gradient: Direction so far (`LocalStep.gradient`).
         batch_size: Divisor of sums over a batch.
         shape: (C, H, W) of an image.
         classes: Number of classes.
@@ -136,7 +136,10 @@ def stream(seed: int = 1) -> torch.Generator:
 
 
 def mixed_update(scale: float = 1.0) -> dict[str, Tensor]:
-    """Returns an update with every floating-point type, a 0-d, an empty and a repeated entry."""
+    """Returns an update with every floating-point type, a 0-d, an empty and a repeated entry.
+
+    `scale` multiplies all entries.
+    """
     draw = stream(0)
     return {
         "single": scale * torch.randn(4, 3, generator=draw),
@@ -150,7 +153,7 @@ def mixed_update(scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def near(vectors: Tensor, by: float) -> Tensor:
-    """Returns each of the `vectors` (N, d) moved in a random direction, `by` times its length."""
+    """Returns `vectors` (N, d), each moved in a random direction by `by` times its own length."""
     directions = torch.randn(vectors.shape, generator=stream())
     lengths = vectors.norm(dim=1, keepdim=True) / directions.norm(dim=1, keepdim=True)
     perturbed: Tensor = vectors + by * lengths * directions
@@ -158,12 +161,12 @@ def near(vectors: Tensor, by: float) -> Tensor:
 
 
 def zeros() -> dict[str, Tensor]:
-    """Returns the update of a client that has learned nothing."""
+    """Returns the update of a client that has learned nothing, shaped like `mixed_update`."""
     return {name: torch.zeros_like(tensor) for name, tensor in mixed_update().items()}
 
 
 def non_finite(value: float) -> dict[str, Tensor]:
-    """Returns an update with one entry of `value`."""
+    """Returns `mixed_update` with one entry replaced by `value`."""
     update = mixed_update()
     update["single"][1, 1] = value
     return update

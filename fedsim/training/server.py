@@ -247,7 +247,10 @@ class Server:
         return self.computation.plant_probe(parameters, seed)
 
     def recordings(self) -> Iterator[Observation]:
-        """Yields what a run without failures records, without tensors, in canonical order."""
+        """Yields what a run without failures records, without tensors, round by round.
+
+        Recordings of a round are ordered by watcher, probe and client.
+        """
         for round in range(1, self.scenario.training.rounds + 1):
             plan = self.plan(round)
             # None stands for the training update.

@@ -118,7 +118,11 @@ def _with_noise(stack: Stack, multiplier: float) -> Stack:
 
 @dataclass(frozen=True)
 class Account:
-    """Counts what clients are asked for over the rounds, whatever the noise."""
+    """Counts what clients are asked for over the rounds, whatever the noise.
+
+    `declared` is the local training before the stack's training defenses. `held` has the number of
+    examples of each client, 0 where it is not known.
+    """
 
     scenario: Scenario
     schedule: Schedule
@@ -249,7 +253,10 @@ def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
 
 @dataclass(frozen=True, order=True)
 class Most:
-    """Counts what one client released."""
+    """Counts what one client released.
+
+    `trained` is the number of rounds in which its training was released once.
+    """
 
     trained: int
     repeated: int
