@@ -150,9 +150,9 @@ def hand_over_row(
 def batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
     """Returns per-channel mean and (biased) variance of the input of each batch-norm layer.
 
-    They are taken under the global weights, in train mode, over all of the victim's images. No
-    attacker has them, though some attack papers assume it (EVALUATION rule 3). Keys:
-    `<module>.mean`, `<module>.var`.
+    The names are `<module>.mean` and `<module>.var`. Both are taken under the global weights, in
+    train mode, over all of the victim's images. No attacker has these statistics, though some
+    attack papers assume it.
     """
     model = rebuild(observation).train()
     found: dict[str, Tensor] = {}

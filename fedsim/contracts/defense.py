@@ -395,7 +395,7 @@ class SumTerms:
     buffer_range: float
     """Bound on the entries of buffers, which are clipped to [-buffer_range, buffer_range]."""
     most_examples: int
-    """Maximum number of examples of a client. Its weight in a sum is its own number over this one."""
+    """Maximum number of examples of a client, whose weight in a sum is its number over this one."""
     norm: float
     """L2 bound on an update that noise is made for; inf without noise."""
     noise: float

@@ -211,7 +211,7 @@ class ImageFolder(DataSource):
         return self._normalize(declared)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """Returns `dataset` normalized by its training images, if the folder is to be."""
+        """Returns `dataset`, normalized by its training images if `normalization` says so."""
         assert isinstance(dataset, Dataset)
         return self._normalize(dataset)
 

@@ -59,8 +59,8 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Returns an honest observation of that `size`, and knowledge.
 
-        `size` is one of `batch_sizes`. The knowledge is the least that the attack needs or, with
-        `most`, all there is.
+        `size` is one of `batch_sizes`: a number of images or, for rows, of clients. The knowledge
+        is the least that the attack needs or, with `most`, all there is.
         """
 
     @abstractmethod
@@ -174,7 +174,10 @@ class AttackContract(AnyAttackContract):
         return hand_over(observation, truth, grant, Public(images=public))
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
-        """Asserts one part for each image, images in [0, 1], and labels among the classes."""
+        """Asserts that each answered part has an entry for each image, in range and on the device.
+
+        Pixels have to be in [0, 1], labels among the classes, and features finite.
+        """
         count, model = observation.num_images, observation.model
         assert _tensors(reconstruction), "nothing is recovered"
         assert math.isfinite(reconstruction.loss)
@@ -227,7 +230,7 @@ class RowAttackContract(AnyAttackContract):
         return observation, hand_over_row(truth, target, grant, attack.asked_of_candidates)
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
-        """Asserts one row in [-1, 1], or one score."""
+        """Asserts one row in [-1, 1], or one score of membership, which is no NaN."""
         assert reconstruction.rows is not None or reconstruction.membership is not None, (
             "nothing is recovered"
         )
