@@ -31,7 +31,9 @@ class Aggregate(AggregationDefense):
     )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the mean of tensors and of buffers; `num_examples` is the total.
+        """Returns the weighted mean of the updates' tensors and of their buffers.
+
+        The result's `num_examples` is the total.
 
         Raises:
             FedsimError: there is no update, one counts less than one example, or their tensors
@@ -70,9 +72,9 @@ class Aggregate(AggregationDefense):
 
 
 def sum_updates(updates: Iterable[Update], who: str) -> Update:
-    """Returns the sum of tensors, added up in float64, and the mean of buffers.
+    """Returns the sum of the updates' tensors, added up in float64, and the mean of their buffers.
 
-    `num_examples` is the total. `who` is the name of the caller, for the message.
+    The result's `num_examples` is the total. `who` names the caller in error messages.
 
     Raises:
         FedsimError: there is no update, or their tensors differ in name or shape.
@@ -100,7 +102,13 @@ class RunningMean:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def move_towards(self, update: Tensors, weight: float) -> None:
-        """Takes in `update`, whose share of the weight so far is `weight` (1 for the first)."""
+        """Moves the mean towards `update` by the share `weight`, in (0, 1].
+
+        `weight` is the update's own weight over that of all updates so far, hence 1 for the first.
+
+        Raises:
+            FedsimError: the update's tensors differ from the first one's in name or shape.
+        """
         if self._mean is None:
             self._dtypes = {name: tensor.dtype for name, tensor in update.items()}
             # A copy, since the mean changes in place and a client's update must not.
@@ -117,9 +125,10 @@ class RunningMean:
                 self._mean[name].lerp_(tensor.to(self._mean[name].dtype), weight)
 
     def read(self, times: int = 1) -> dict[str, Tensor]:
-        """Returns the mean in the types of the first update; `times` as much in float32 or wider.
+        """Returns `times` the mean, in the types of the first update.
 
-        A sum in half precision ends at 65,504, and is rounded by more than a client may move it.
+        If `times` exceeds 1, floats are at least float32: a sum in half precision would overflow at
+        65,504, and round by more than a client may move it.
         """
         found: dict[str, Tensor] = {}
         for name, mean in (self._mean or {}).items():

@@ -34,7 +34,7 @@ class Clip(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update scaled to the bound; where it is within the bound, bit for bit."""
+        """Returns the update scaled down to the bound, unchanged if it is within; and `state`."""
         norm = float(global_norm(update))
         if norm <= self.norm:
             return update, state
@@ -47,7 +47,7 @@ class Clip(UpdateDefense):
         return before.bounded(self.norm)
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns a scaling by a factor of the client's own."""
+        """Returns the effect of a scaling by a factor that differs by client."""
         return Effect(scaled=True, bound=self.norm)
 
     def _shorten(self, update: Tensors, norm: float) -> Tensors:

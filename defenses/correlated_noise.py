@@ -50,7 +50,9 @@ class CorrelatedNoise(StatefulTrainingDefense):
     """λ: share of the last step's noise that is taken back."""
 
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
-        """Returns the noisy mean of clipped gradients; `memory` holds z_(t-1) / z.
+        """Returns a function that computes the noisy mean of clipped gradients.
+
+        `memory` maps names of parameters to z_(t-1) / z, and each call of the function updates it.
 
         Raises:
             FedsimError: (when called) the loss cannot be taken one example at a time.
@@ -79,6 +81,6 @@ class CorrelatedNoise(StatefulTrainingDefense):
         return noisy_steps("correlated_noise", self.noise_multiplier, training, self.correlation)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns noise on each step, behind a factor of each example's own."""
+        """Returns the effect of noise on each step, and of a clipping factor for each example."""
         std = self.noise_multiplier * self.norm / training.batch_size
         return noise_on_steps(std, self.correlation)

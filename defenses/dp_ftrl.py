@@ -50,7 +50,13 @@ class DPFTRL(NoisyAggregation):
     """λ: share of the last round's noise that is taken back."""
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the sum of tensors and the mean of buffers; `num_examples` is the total."""
+        """Returns the sum of the updates' tensors and the mean of their buffers.
+
+        The result's `num_examples` is the total.
+
+        Raises:
+            FedsimError: there is no update, or their tensors differ in name or shape.
+        """
         return sum_updates(updates, "dp_ftrl")
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
@@ -68,7 +74,9 @@ class DPFTRL(NoisyAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in tensors.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the server's Gaussian mechanism on bounded updates, or the claim before it.
+        """Returns the server's Gaussian mechanism, or an earlier mechanism if there is one.
+
+        Without noise, the server proves nothing.
 
         Raises:
             FedsimError: there is no bound on a client's update.

@@ -72,19 +72,19 @@ class DPSGD(TrainingDefense):
 
     @property
     def target(self) -> AskedEpsilon | None:
-        """The ε that the noise is to be found for; None where the noise is given."""
+        """The ε that noise has to be found for; None where the noise is given."""
         return AskedEpsilon(epsilon=self.epsilon, delta=self.delta) if self.epsilon else None
 
     def with_noise(self, multiplier: float) -> DPSGD:
-        """Returns the same defense with that noise multiplier."""
+        """Returns a copy of this defense with `multiplier` as its noise multiplier."""
         return self.model_copy(update={"noise_multiplier": multiplier})
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the noisy mean of clipped gradients of the examples' own losses.
+        """Returns a function that computes the noisy mean of the examples' clipped gradients.
 
         Raises:
-            FedsimError: its noise is not found yet; or (when called) the loss cannot be taken one
-                example at a time.
+            FedsimError: the noise has not been found yet; or (when called) the loss cannot be taken
+                one example at a time.
         """
         multiplier = self.noise_multiplier
         if multiplier is None:
@@ -103,11 +103,11 @@ class DPSGD(TrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns a Gaussian mechanism per local step, whatever the step does with its gradient."""
+        """Returns a Gaussian mechanism for each local step, however a step uses its gradient."""
         return noisy_steps("dp_sgd", self._noise, training)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns noise on each step, behind a factor of each example's own."""
+        """Returns the effect of noise on each step, and of a clipping factor for each example."""
         std = self._noise * self.norm / training.batch_size
         return noise_on_steps(std)
 

@@ -25,7 +25,7 @@ class Dropout(TrainingDefense):
     """Probability that a neuron is dropped; the others are scaled by 1 / (1 - rate)."""
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """Returns the same training, with dropout."""
+        """Returns `declared` with this defense's dropout rate."""
         return replace(declared, dropout=self.rate)
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
@@ -33,5 +33,5 @@ class Dropout(TrainingDefense):
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns no effect beside the dropout that `training` declares."""
+        """Returns an empty effect: `training` already declares the dropout."""
         return Effect()

@@ -40,7 +40,7 @@ class ExcludeVars(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with zeros in the excluded tensors."""
+        """Returns the update with zeros in the excluded tensors, and `state` unchanged."""
         return {
             n: torch.zeros_like(t) if self._excludes(n) else t for n, t in update.items()
         }, state
@@ -50,7 +50,7 @@ class ExcludeVars(UpdateDefense):
         return before
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns that entries are zero by a rule of the names alone."""
+        """Returns the effect of entries that are set to zero by their tensors' names alone."""
         return Effect(removed="others")
 
     def _excludes(self, name: str) -> bool:

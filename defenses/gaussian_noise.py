@@ -53,17 +53,22 @@ class GaussianNoise(UpdateDefense):
         return self
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Returns `std`, a 0-d float64, which may depend on the sensitivity.
+        """Returns {`std`}, the deviation of the noise as a 0-d float64.
+
+        `sensitivity` is the bound on the update's L2 norm, infinite if there is none.
 
         Raises:
-            FedsimError: there is a multiplier and no bound that it could multiply.
+            FedsimError: there is a multiplier and no bound for it to multiply.
         """
         return {"std": torch.tensor(self._std(sensitivity), dtype=torch.float64)}
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the noisy update; with no deviation it is the same, bit for bit."""
+        """Returns the update with noise of the deviation in `state`, and that state.
+
+        With a deviation of 0 the update stays as it is, bit for bit.
+        """
         return add_gaussian(update, float(state["std"]), rng), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
@@ -88,7 +93,7 @@ class GaussianNoise(UpdateDefense):
         return Effect(noise=(Noise(variance=std**2, on="update"),) if std else ())
 
     def public_parameters(self, before: Guarantee) -> dict[str, float]:
-        """Returns `std`, whether it was declared or follows from a multiplier or an ε."""
+        """Returns `std`, either as declared or as computed from a multiplier or an ε."""
         return {"std": self._std(before.sensitivity, before.reason)}
 
     def _std(self, sensitivity: float, reason: str = "") -> float:

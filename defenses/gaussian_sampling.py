@@ -74,10 +74,13 @@ class GaussianSampling(StatisticDefense):
         return self.least_eigenvalue is not None
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses a kernel matrix `value` (n, n) with an eigenvalue below the one assumed.
+        """Refuses a kernel matrix `value` (n, n) with an eigenvalue below the assumed least one.
+
+        `client` is the client's number, for the error message.
 
         Raises:
-            FedsimError: it has one, or its least is lost in the rounding of its largest.
+            FedsimError: an eigenvalue is too small, or the least is lost in the rounding of the
+                largest.
         """
         if self.least_eigenvalue is None or not len(value):
             return
@@ -95,13 +98,13 @@ class GaussianSampling(StatisticDefense):
             )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Draws K̃ for the kernel matrix `value` K (n, n), positive semidefinite."""
+        """Returns K̃ (n, n) drawn for the kernel matrix `value` K (n, n), positive semidefinite."""
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
         return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
 
     def guarantee(self, release: Release) -> SamplingRelease:
-        """Returns what is proven of the draws, for the largest change that a neighbour makes to K.
+        """Returns what is proven of the draws, for the largest change to K by a neighbour.
 
         Raises:
             FedsimError: not a single draw is private enough.

@@ -47,7 +47,7 @@ class GradientPruning(UpdateDefense):
         return before
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns an effect that says that the smallest entries are zero."""
+        """Returns the effect of setting the smallest entries to zero."""
         return Effect(removed="smallest" if self.scope == "global" else "smallest_of_tensor")
 
     def _prune(self, update: Tensors) -> Tensors:

@@ -59,7 +59,13 @@ class LeastSquaresMechanism(DataDefense):
         return min(self.leverage, self.residual) < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuses rows of more leverage or residual among a client's own than is declared."""
+        """Refuses `clients` with a row of more leverage or residual than is declared.
+
+        `clients` maps each client's number to its rows [B, b] (n, d + 1).
+
+        Raises:
+            FedsimError: a row has more.
+        """
         for client, rows in clients.items():
             require(self.leverage, rows, f"client {client}", "least_squares")
             if self.residual < 1:
@@ -69,8 +75,8 @@ class LeastSquaresMechanism(DataDefense):
         """Returns σ, in the units of the rows.
 
         Raises:
-            FedsimError: what is released are no coefficients with randomness of their own, or no σ
-                is enough.
+            FedsimError: the release is not of coefficients with randomness of their own, or no σ is
+                enough.
         """
         kind, r, d = release.kind, release.columns, release.features
         if kind not in ("normal_coefficients", "sketched_coefficients"):
@@ -91,7 +97,7 @@ class LeastSquaresMechanism(DataDefense):
         return release.row_norm * _paper_sigma(self.epsilon, self.delta, r, d)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns the mechanism of the release, at the largest leverage that σ leaves to a row."""
+        """Returns the release's mechanism, at the largest leverage that a row has beside σ."""
         # The claim follows from the σ in use, so that `paper` noise is stated for what it gives.
         sigma = self.sigma(release)
         leverage = bound(sigma, release.row_norm, self.leverage)

@@ -18,7 +18,8 @@ _ROUNDING = 1e-9
 def largest(rows: Tensor) -> float:
     """Returns the largest leverage v'(D'D)^+ v of a row v of D (n, d), in [0, 1]; 0 without rows.
 
-    Directions of D that are lost in the rounding of its largest singular value do not count.
+    `rows` is D. Directions of D that are lost in the rounding of its largest singular value do not
+    count.
     """
     if not len(rows):
         return 0.0
@@ -29,9 +30,10 @@ def largest(rows: Tensor) -> float:
 
 
 def largest_residual(rows: Tensor) -> float:
-    """Returns the largest share e_i² / |e|² of a row of [B, b] (n, d + 1), in [0, 1].
+    """Returns the largest share e_i² / |e|² that a row has of the squared residuals, in [0, 1].
 
-    Of residuals e that are all lost in rounding, a row may have any share: 1.
+    `rows` is [B, b] (n, d + 1), and e the residual of the least-squares fit of b by B. The share is
+    0 without rows, and 1 if all residuals are lost in rounding.
     """
     if not len(rows):
         return 0.0
@@ -44,21 +46,23 @@ def largest_residual(rows: Tensor) -> float:
 
 
 def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
-    """Refuses rows (n, d) `of` somebody if one has more than the `declared` leverage.
+    """Refuses `rows` (n, d) if one has more than the `declared` leverage.
 
-    `defense` is the name that the message gives.
+    `of` says whose rows they are, and `defense` names the defense, both for the error message.
 
     Raises:
-        FedsimError: one has.
+        FedsimError: a row has more.
     """
     _refuse_more("leverage", declared, largest(rows), rows, of, defense)
 
 
 def require_residual(declared: float, rows: Tensor, of: str, defense: str) -> None:
-    """Refuses rows (n, d + 1) `of` somebody if one has more than the `declared` residual.
+    """Refuses `rows` (n, d + 1) if one has more than the `declared` share of squared residuals.
+
+    `of` says whose rows they are, and `defense` names the defense, both for the error message.
 
     Raises:
-        FedsimError: one has.
+        FedsimError: a row has more.
     """
     _refuse_more("residual", declared, largest_residual(rows), rows, of, defense)
 
@@ -77,9 +81,10 @@ def _refuse_more(
 
 @cache
 def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
-    """Returns the largest private leverage: for M_LS with d features, or a sketch if d is None.
+    """Returns the largest leverage at which a release is (`epsilon`, `delta`)-private.
 
-    r is the number of columns of the random matrix.
+    `r` is the number of columns of the random matrix. The release is of coefficients of `d`
+    features by M_LS, or a sketch if `d` is None.
     """
     if d is None:
         return float(projection.max_leverage(epsilon, delta, r))

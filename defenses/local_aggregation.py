@@ -27,7 +27,7 @@ class LocalAggregation(TrainingDefense):
     """`same`: every step sees the same batch; `different`: each draws its own."""
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """Returns the same training with the steps of this defense, as fedavg."""
+        """Returns `declared` with the steps and batches of this defense, as fedavg."""
         return replace(declared, algorithm="fedavg", steps=self.steps, batches=self.batches)
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
@@ -35,5 +35,5 @@ class LocalAggregation(TrainingDefense):
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns no effect beside the steps that `training` declares."""
+        """Returns an empty effect: `training` already declares the steps."""
         return Effect()

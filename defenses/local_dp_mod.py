@@ -41,7 +41,7 @@ class LocalDpMod(UpdateDefense):
 
     @property
     def claimed_epsilon(self) -> float:
-        """ε by its parameter of that name, in a round."""
+        """The parameter ε, which Flower claims for one round."""
         return self.epsilon
 
     @property
@@ -52,12 +52,12 @@ class LocalDpMod(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the clipped update with noise."""
+        """Returns the clipped update with noise, and `state` unchanged."""
         clipped, _ = self._clip.apply(update, {}, rng)
         return {**add_gaussian(clipped, self.std, rng), **_single_numbers(update)}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the Gaussian mechanism that clipping and noise are, if none came before."""
+        """Returns the Gaussian mechanism of clipping and noise, unless a mechanism came before."""
         if before.shapes is None or not all(before.shapes):
             return before.unproven("local_dp_mod passes a tensor that is a single number as it is")
         return self._noise.guarantee(self._clip.guarantee(before))
@@ -68,7 +68,7 @@ class LocalDpMod(UpdateDefense):
         return self._clip.effect(before).then(self._noise.effect(clipped))
 
     def public_parameters(self, before: Guarantee) -> dict[str, float]:
-        """Returns `std`, which attacks read of Gaussian noise."""
+        """Returns `std`, the deviation of the noise, which attacks may know."""
         return {"std": self.std}
 
     @property

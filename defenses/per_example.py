@@ -26,11 +26,19 @@ def clipped_mean(
     norm: float,
     batch_size: int,
 ) -> dict[str, Tensor]:
-    """Computes the sum of the examples' gradients, clipped to an L2 norm `norm`, over `batch_size`.
+    """Computes the sum of the examples' clipped gradients, divided by `batch_size`.
 
-    The norm is over all tensors together. An example whose gradient is not finite counts as zero.
-    The mean is in float64: one in float32 is rounded by more than an example of very many may move
-    it. What is made of it may be rounded after noise is on it.
+    Each gradient is clipped to the L2 norm `norm`, over all tensors together; one that is not
+    finite counts as zero. The result is in float64, as float32 would round it by more than one
+    example may move it. Rounding is safe after noise has been added.
+
+    Args:
+        loss: function that computes the loss of a batch.
+        parameters: tensors to differentiate in, by name.
+        images: (N, ...), the batch's inputs; N may be 0.
+        labels: (N,), their labels.
+        norm: bound on the norm of one example's gradient.
+        batch_size: divisor of the sum, which may differ from N.
 
     Raises:
         FedsimError: the loss cannot be taken one example at a time.
@@ -47,7 +55,7 @@ def clipped_mean(
 
 
 def in_types_of(parameters: Tensors, noisy: Tensors) -> dict[str, Tensor]:
-    """Rounds a `noisy` mean to the types of the parameters that it is a direction of."""
+    """Converts each tensor of `noisy` to the type of the parameter of the same name."""
     return {name: value.to(parameters[name].dtype) for name, value in noisy.items()}
 
 
@@ -56,7 +64,11 @@ def noisy_steps(
 ) -> Guarantee:
     """Returns what Gaussian noise on every step's sum of clipped gradients proves.
 
-    `defense` is the name in the reason where there is no noise.
+    Args:
+        defense: name of the defense, for the reason that is given where there is no noise.
+        noise_multiplier: deviation of the noise over the clipping norm.
+        training: the local training whose steps are released.
+        correlation: λ, the share of the last step's noise that is subtracted, in [0, 1).
     """
     if noise_multiplier == 0:
         return Guarantee(reason=f"{defense} adds no noise: its noise_multiplier is 0")
@@ -64,7 +76,10 @@ def noisy_steps(
 
 
 def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:
-    """Returns noise of deviation `std` on each step, behind a factor of each example's own."""
+    """Returns the effect of noise on each step, and of a clipping factor for each example.
+
+    The noise has deviation `std`, and λ = `correlation` of the last step's is subtracted.
+    """
     noise = Noise(variance=std**2, on="step", correlation=correlation)
     return Effect(scaled_examples=True, noise=(noise,) if noise.variance else ())
 

@@ -57,7 +57,7 @@ class PercentilePrivacy(UpdateDefense):
         return before.bounded(longest * (1 + 1e-6))
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns that the smallest entries are zero and the largest ones truncated."""
+        """Returns the effect of zeroing the smallest entries and truncating the largest ones."""
         removed = Effect(removed="smallest" if self.percentile else None)
         return replace(removed, truncated=self.gamma * self.steps)
 

@@ -44,7 +44,7 @@ class Quantization(UpdateDefense):
         return before.unproven("quantization may round the update up beyond its bound")
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns an effect that says that entries are rounded to a grid in each tensor."""
+        """Returns the effect of rounding entries to a grid in each tensor."""
         return Effect(rounded=True)
 
     def _quantize(self, tensor: Tensor, rng: torch.Generator) -> Tensor:

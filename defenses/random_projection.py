@@ -53,7 +53,7 @@ class RandomProjection(DataDefense):
 
     @property
     def least_clients(self) -> int:
-        """Fewest clients that a combination needs: all that share the noise."""
+        """The fewest clients whose sketches may be combined: all that share the noise."""
         return self.shared_among
 
     @property
@@ -62,10 +62,13 @@ class RandomProjection(DataDefense):
         return self.leverage < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuses rows of more leverage than is declared.
+        """Refuses `clients` with a row of more leverage than is declared.
 
-        Leverages are those in the union of the clients, if they share the noise, or else in each
-        one's own rows.
+        `clients` maps each client's number to its rows. If clients share the noise, a row's
+        leverage is that among the rows of all of them, else among its client's own.
+
+        Raises:
+            FedsimError: a row has more.
         """
         if self.shared_among > 1:
             clients = {-1: torch.cat(list(clients.values()))}
@@ -74,15 +77,19 @@ class RandomProjection(DataDefense):
             require(self.leverage, rows, of, "random_projection")
 
     def sigma(self, release: Release) -> float:
-        """Returns σ of one client, in the units of the rows.
+        """Returns σ of one client's noise, in the units of the rows.
 
         Raises:
-            FedsimError: what is released is no sketch.
+            FedsimError: the release is not a sketch.
         """
         return self._whole(release) / math.sqrt(self.shared_among)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns the mechanism with one client's noise, and with that of all who share it."""
+        """Returns the mechanism with one client's noise, and the pooled one of all who share it.
+
+        Raises:
+            FedsimError: the release is not a sketch.
+        """
         # Of a single client's rows nothing is known if the leverage is that in the union.
         own = 1.0 if self.shared_among > 1 else self.leverage
         alone = self._make_mechanism(release, self.sigma(release), own)

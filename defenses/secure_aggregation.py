@@ -68,9 +68,13 @@ class SecureAggregation(MaskedAggregation):
         return self
 
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns the terms of a sum; without a bound on the update, `range` is needed.
+        """Returns the terms of a sum of updates.
 
-        `before` is proven of each update, of at most `most_examples`.
+        `before` is what is proven of each update, and `most_examples` bounds each one's number of
+        examples.
+
+        Raises:
+            FedsimError: nothing bounds an update, and there is no `range` or there is noise.
         """
         if self.range is None and math.isinf(before.sensitivity):
             raise FedsimError(
@@ -98,16 +102,23 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the mean of clipped tensors and buffers by examples; with noise, their sum."""
+        """Returns the mean of the clipped updates, weighted by their numbers of examples.
+
+        With noise, tensors are summed instead, and every client counts the same.
+
+        Raises:
+            FedsimError: there is no update, or their tensors differ in name or shape.
+        """
         clipped = self._clip_updates(updates)
         if self.noise_multiplier:
             return sum_updates(clipped, "secure_aggregation")
         return Aggregate().combine(clipped)
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Returns the mean itself; with noise, the sum with all clients' noise over their number.
+        """Returns `combined` itself; with noise, the noisy sum over the number of clients asked.
 
-        Their number is how many are asked, whoever answers.
+        The noise is that of all clients together. Every client that was asked counts, also without
+        an answer.
         """
         if not self.noise_multiplier:
             return combined
@@ -137,11 +148,9 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def seen_by_one_of(self, participants: int) -> SecureAggregation:
-        """Returns the defense with the noise that is left where one client knows its own share.
+        """Returns the defense with the noise that hides the others from one of the `participants`.
 
-        It is one of so many `participants`.
-
-        It may be one of those that collude, of whom all shares are known already.
+        That client knows its own share of the noise, and may be one of those that collude.
         """
         # The fewest clients in a sum that opens, less those whose
         # shares are known: who colludes, or the one.
@@ -151,7 +160,7 @@ class SecureAggregation(MaskedAggregation):
         return self.model_copy(update={"noise_multiplier": self.noise_multiplier * left**0.5})
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns noise on the sum, if clients add any."""
+        """Returns the effect of noise on the sum; an empty one if clients add none."""
         if not self.noise_multiplier:
             return Effect()
         return Effect(

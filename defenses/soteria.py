@@ -39,7 +39,10 @@ class Soteria(TrainingDefense):
     that."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the direction so far, without the pruned columns of the classifier's weights."""
+        """Returns a function that computes the step's direction with the pruned columns at zero.
+
+        They are columns of the classifier's weights.
+        """
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
@@ -60,7 +63,7 @@ class Soteria(TrainingDefense):
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns that entries are zero by a rule other than their magnitude."""
+        """Returns the effect of entries that are zero by a rule other than their magnitude."""
         # Over several steps other columns are pruned in each, so that what is left is no gradient.
         return Effect(removed="others", mixed=training.steps > 1)
 

@@ -30,9 +30,10 @@ class SparseVectorRelease(ExactMechanism):
     count: int
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns ε at δ of so many `releases`: the lesser of two sums.
+        """Returns ε at `delta` of this number of `releases` together.
 
-        One is of all pure ε, the other of Rényi divergences of the noise.
+        It is the lesser of two bounds: the sum of all pure ε, and one by Rényi divergences of the
+        noise.
         """
         from dp_accounting import LaplaceDpEvent
         from dp_accounting.rdp import RdpAccountant
@@ -89,13 +90,16 @@ class SvtPrivacy(UpdateDefense):
 
     @property
     def claimed_epsilon(self) -> float:
-        """ε of a round by its parameter of that name."""
+        """The parameter ε, which NVFlare claims for one round."""
         return self.epsilon
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns an update of as many noisy entries at most as `fraction` says."""
+        """Returns at most the share `fraction` of the entries, with noise, and zeros elsewhere.
+
+        The `state` is returned unchanged.
+        """
         if not update:
             return update, state
         # In the order of the names, as NVFlare draws.
@@ -116,7 +120,7 @@ class SvtPrivacy(UpdateDefense):
         }, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what the comparisons and the noise spend together; a mechanism is kept."""
+        """Returns what comparisons and noise spend together, unless a mechanism came before."""
         if before.mechanism or before.shapes is None or not all(before.shapes):
             return before.unproven(
                 "svt_privacy releases a tensor that is a single number without noise"
@@ -140,7 +144,7 @@ class SvtPrivacy(UpdateDefense):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the noise on released entries; the others are zero by a rule that hides them."""
+        """Returns the effect of noise on the released entries, and of zeros in all others."""
         if before.entries is None and self.epsilon_release is not None:
             return UNKNOWN  # the noise hangs on the number of entries that share the total ε
         scale = 2 * self.gamma / self._each(self._count(before.entries or 1))

@@ -37,7 +37,7 @@ class TopK(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns (what is sent, the new memory); together they are update + memory."""
+        """Returns the update that is sent, and the new memory; their sum is update + memory."""
         if not all_finite(update):
             return update, state
         # Sent and kept are the two parts of this very sum, so that nothing is lost to rounding.
@@ -52,5 +52,5 @@ class TopK(UpdateDefense):
         return before.unproven("top_k adds what earlier rounds left over to the update")
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns an effect that says that the smallest entries of all are not sent."""
+        """Returns the effect of not sending the smallest entries."""
         return Effect(removed="smallest")

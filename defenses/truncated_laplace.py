@@ -38,7 +38,7 @@ class TruncatedLaplace(StatisticDefense):
     the least b that is proven to be enough, smaller by up to sqrt(d) / 1.25."""
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Adds noise to every entry of the features `value` (n, d)."""
+        """Returns the features `value` (n, d) with noise on every entry."""
         made = self.guarantee(release)
         return draws.truncated_laplace(value, made.scale, made.bound, rng)
 
@@ -57,6 +57,6 @@ class TruncatedLaplace(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Returns scale and bound of the noise on each entry."""
+        """Returns the scale b and the bound B of the noise on each entry."""
         made = self.guarantee(release)
         return {"scale": made.scale, "bound": made.bound}

@@ -75,20 +75,20 @@ class Body:
         }
 
     def without_padding(self, name: str, tensor: Tensor) -> Tensor:
-        """Selects the entries of a parameter, or of its update, that meet anything but padding.
+        """Selects the entries of a parameter that ever meet anything but padding.
 
-        `name` is the parameter's, and `tensor` has its shape.
+        `name` is the parameter's, and `tensor` the parameter itself or its update.
         """
         window = self._windows.get(name)
         return tensor if window is None else tensor[window]
 
     def parameters(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """Lists the parameters of one of the body's modules that were trained, with their names."""
+        """Lists names and values of the trained parameters of `module`, a part of the body."""
         return [(self._names[id(p)], p) for p in module.parameters() if id(p) in self._names]
 
 
 def lay_out(tensor: Tensor) -> Tensor:
-    """Copies a tensor to the memory order that the accelerated layers take."""
+    """Copies `tensor`, detached, to the memory format that the accelerated layers take."""
     return tensor.detach().clone(memory_format=layout(tensor))
 
 
@@ -142,9 +142,9 @@ class PartUpdate:
         """|update|² (0-d), of the entries that meet anything but padding."""
 
     def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
-        """Sets what the update is from now on compared with: `share` times the gradient + `added`.
+        """Makes later comparisons use `share` times a recomputed gradient plus `added`.
 
-        Both are those of `LaterSteps`.
+        `added` is by name of the parameter; `LaterSteps` makes both.
         """
         # From here on the share is known: only clipping still asks for a fitted factor.
         rest = [lay_out(added[name]) for name in self._names]
@@ -153,9 +153,10 @@ class PartUpdate:
     def compare(self, update: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | float]:
         """Subtracts the observed update from a recomputed one, tensor by tensor.
 
-        For a removed entry the difference is what exceeds its bound.
+        For an entry that was removed, the difference is what exceeds the bound on such entries.
 
-        Also returns the derivative of the difference in the recomputed update: 1 for a single step.
+        Returns:
+            The differences, and their derivative in `update`, a factor that is 1 for a single step.
         """
         expected = self._expected
         growth: Tensor | float = expected.share
@@ -203,7 +204,7 @@ def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor]
 
 
 def nonzero_energy(energy: Tensor) -> Tensor:
-    """Returns `energy` (0-d); 1 if nothing is left of an update, whose misfit then is 0."""
+    """Returns `energy` (0-d) to divide by, or 1 if it is 0."""
     return torch.where(energy > 0, energy, 1.0)
 
 
@@ -246,15 +247,19 @@ class LaterSteps:
         }
 
     def correct(self, updates: Iterable[PartUpdate], images: Tensor, done: int, calls: int) -> bool:
-        """Corrects `updates` by what later steps add at these `images`, if it is time to.
+        """Corrects `updates` by what later steps add at `images`, at some of the calls.
 
-        Returns whether it has: the training that is simulated of poor candidates may diverge.
+        Early candidates are too far off, and each correction costs an iteration. Nothing is
+        corrected where the simulated training diverges.
 
         Args:
             updates: the updates that are compared with one gradient.
             images: normalized candidates (N, C, H, W).
             done: number of calls of this method before.
             calls: number of calls that there will be in all.
+
+        Returns:
+            Whether the updates were corrected.
         """
         # Far candidates tell nothing of later steps, and each simulation costs an iteration.
         if done < _FROM * calls or done % max(1, calls // _TIMES):
@@ -343,7 +348,10 @@ class PartGradient:
         return Misfit(update, outputs, slope, target_changed=corrected)
 
     def pull_back(self, inputs: Tensor) -> StageTarget:
-        """Computes the error signals at `inputs` (N, ...): the target of the part before."""
+        """Computes the error signals at `inputs` (N, ...), and returns both as a target.
+
+        It is the target for the outputs of the part before this one.
+        """
         with torch.enable_grad():
             variable = inputs.detach().clone().requires_grad_()
             outputs = self._function(variable).flatten(1)
@@ -420,12 +428,11 @@ class BodyGradient(PartGradient):
 
 
 def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
-    """Makes a distance: the sum over body and head of |u - t|² / |t|².
+    """Makes a distance: |u - t|² / |t|² of the body plus that of the head, of updates u and t.
 
-    `names` are the parameters', in the order of the compared tensors.
-
-    In a single distance the head's planted neurons would outweigh all else. If `clipped`, the
-    client has scaled its update t, and c u takes the place of u, for the c that fits best.
+    `names` are those of the parameters, in the order of the compared tensors. In a single distance
+    the head's planted neurons would outweigh all else. If `clipped`, the client has scaled t, and u
+    is multiplied by the factor that fits best.
     """
     body = [name.startswith("body.") for name in names]
 

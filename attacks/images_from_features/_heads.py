@@ -37,7 +37,9 @@ SUITED, NONE = "suited", "none"
 
 
 def resolved(source: FeatureSource) -> FeatureSource:
-    """Writes out all parameters of `source`, an attack that is to recover features.
+    """Completes `source`, an attack that recovers features, by its default parameters.
+
+    `suited` and `none` stay as they are.
 
     Raises:
         ValueError: there is no such attack, a parameter is wrong, or it reads no updates.
@@ -61,19 +63,20 @@ def resolved(source: FeatureSource) -> FeatureSource:
 
 
 def source_attack(source: FeatureSource) -> Attack[Any] | None:
-    """Makes the attack that a `resolved` source names; None if it names none."""
+    """Makes the attack of a `resolved` source; None for `suited` and `none`."""
     if isinstance(source, str):
         return None
     return create(source["name"], {key: source[key] for key in source if key != "name"})
 
 
 def head_of(observation: Observation) -> Head:
-    """Reads the gradient of the head off an observation, into the memory of the processor.
+    """Reads the gradient of the head off an observation, into the CPU's memory.
 
-    What is solved there are many small problems, which an accelerator makes slower.
+    The many small problems that follow are slower on an accelerator.
 
     Raises:
-        AttackFailed: the head is of neither kind, or nothing is left of a two-layer head's update.
+        AttackFailed: the head is neither two-layer nor one linear layer, or nothing is left of its
+            update.
     """
     observation = move_tensors(observation, "cpu")
     if isinstance(rebuild(observation).head, TwoLayerHead):
@@ -84,18 +87,19 @@ def head_of(observation: Observation) -> Head:
 def recover(
     observation: Observation, knowledge: Knowledge, seed: int, source: FeatureSource = SUITED
 ) -> Reconstruction:
-    """Recovers features (and the labels of an ordinary classifier) by the attack that suits.
+    """Recovers features, and labels behind an ordinary classifier, by a suitable attack.
 
-    The answer names that attack (`features_by`).
+    The answer's `features_by` is that attack's name.
 
     Args:
         observation: what the server saw.
-        knowledge: what is granted.
-        seed: seed of the attack that is asked.
-        source: the attack to ask; `suited` chooses by the head.
+        knowledge: what the attacker is granted.
+        seed: seed of the attack that recovers features.
+        source: that attack, or `suited` to choose one by the head.
 
     Raises:
-        AttackFailed: the head is of neither kind, or no gradient holds the features of all images.
+        AttackFailed: the head is neither two-layer nor one linear layer, or no gradient tells the
+            features of all images.
     """
     if not isinstance(source, str):
         attack = source_attack(source)
@@ -112,10 +116,13 @@ def recover(
 def try_recovery(
     observation: Observation, knowledge: Knowledge, seed: int
 ) -> Reconstruction | None:
-    """Recovers features; None where nothing tells them behind an ordinary classifier.
+    """Recovers features by `recover`; None where an ordinary classifier does not tell them.
+
+    `seed` is that of the attack that recovers them.
 
     Raises:
-        AttackFailed: the head is of neither kind, or nothing is left of a two-layer head's update.
+        AttackFailed: the head is neither two-layer nor one linear layer, or nothing is left of its
+            update.
     """
     if not isinstance(head_of(observation), ClassifierGradient):
         return recover(observation, knowledge, seed)
@@ -165,10 +172,10 @@ def _ask(
 
 
 def relative_noise_variance(observation: Observation, head: Head) -> float:
-    """Estimates the noise's variance in an entry of the body's update, over |body's update|².
+    """Estimates the noise's variance in an entry of the body's update u, divided by |u|².
 
-    Added noise is the same in all entries. Stochastic rounding has a spacing of its own in each
-    tensor, and its variance is bounded. `head` is the head's share of the same update.
+    Added noise is the same in all entries. The variance of stochastic rounding is an upper bound,
+    averaged over tensors with a spacing each. `head` is the head's part of the same update.
     """
     body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
     energy = float(sum(tensor.double().square().sum() for tensor in body))
@@ -185,7 +192,7 @@ def relative_noise_variance(observation: Observation, head: Head) -> float:
 def noise_share(observation: Observation, head: Head, names: Collection[str] = ()) -> float:
     """Estimates the share of |update|² that is noise, in the body's tensors `names` or in all.
 
-    `head` as for `relative_noise_variance`; the share is an estimate and may exceed 1.
+    `head` is the head's part of the same update. The estimate may exceed 1.
     """
     body = {name: t for name, t in observation.update.items() if name.startswith("body.")}
     part = [body[name] for name in names or body]
@@ -211,12 +218,11 @@ class Signals(NamedTuple):
 
 
 def signals(observation: Observation, features: Tensor) -> Signals:
-    """Derives labels and error signals from `features` (N, d) with their norms.
+    """Derives labels and error signals from `features` (N, d) in their true lengths.
 
-    The label is the class in which ∂L/∂A pulls a feature up; the scale, ∂L/∂A's against what
-    the head itself computes of them. Under dropout the head computes something else for each image,
-    and error signals are read off instead: with ∂L/∂W = S X, e_i = Σ_j s_ji w_j, whatever the
-    neurons that were dropped, and scaled as the update is.
+    A label is the class in which ∂L/∂A pulls a feature up. The scale is that of ∂L/∂A, over what
+    the head itself computes. Under dropout the head differs for each image. Error signals are then
+    read off ∂L/∂W = S X as e_i = Σ_j s_ji w_j, and are scaled as the update is.
     """
     device = features.device
     found = _signals(move_tensors(observation, "cpu"), features.cpu())

@@ -95,7 +95,7 @@ _CHANCE = 4.0
 
 
 def are_explained(head: Head, features: Tensor) -> bool:
-    """Says whether `features` (N, d) explain the head's gradient but for noise."""
+    """Says whether `features` (N, d) explain the head's gradient up to its noise."""
     features = features.cpu()
     if isinstance(head, ClassifierGradient):
         return _is_explained_by(head, features)
@@ -104,10 +104,10 @@ def are_explained(head: Head, features: Tensor) -> bool:
 
 
 def are_determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bool:
-    """Says whether the head's gradient determines the features.
+    """Says whether the head's gradient determines the `features` (N, d).
 
-    It does if features of which two have `exchanged` a part of their difference explain it worse,
-    by more than what the given ones leave unexplained.
+    Two of them are moved towards each other, by the share `exchanged` of their difference. The
+    features are determined if every such change explains the gradient clearly worse.
     """
     features = features.cpu()
     if isinstance(head, ClassifierGradient):
@@ -123,11 +123,11 @@ def are_determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -
 
 
 def doubts(head: Head, features: Tensor) -> Tensor:
-    """Estimates how far off features (N, d) are: (N,) in [0, 1], about the square of an angle.
+    """Estimates the squared sine, (N,) in [0, 1], by which each of the `features` (N, d) is off.
 
-    Behind a two-layer head that is the share of ∂L/∂A which they leave unexplained beyond noise,
-    the same for all images; it cannot be told under dropout. Behind an ordinary classifier it is
-    the square of each image's bound of the relative error.
+    Behind a two-layer head it is the share of ∂L/∂A that they leave unexplained beyond noise, the
+    same for all images, and 0 under dropout. Behind an ordinary classifier it is the square of each
+    image's bound on the relative error.
     """
     on_processor = features.cpu()
     if isinstance(head, ClassifierGradient):
@@ -142,10 +142,10 @@ def doubts(head: Head, features: Tensor) -> Tensor:
 
 
 def refit_features(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
-    """Fits the head's gradient from images' `features` (N, d); returns `other` if that is better.
+    """Fits the head's gradient from images' `features` (N, d).
 
-    Returns features in the images' order; None where `features` explain the gradient but for noise,
-    which a fit would fit.
+    Returns the fit or, if they explain more, the features `other` (N, d), in the images' order.
+    Returns None where `features` explain the gradient up to its noise, which a fit would fit.
     """
     found = _fit(head, features.cpu(), other.cpu())
     return None if found is None else found.to(features.device)

@@ -92,7 +92,7 @@ class ImagePrior:
         self._regression: tuple[Tensor, Tensor] | None = None
 
     def given_features(self, features: Tensor) -> ImageDistribution:
-        """Conditions the distribution on `features` (N, d)."""
+        """Returns the distribution of N images whose features are `features` (N, d)."""
         if self._regression is None:
             # What the regression leaves of public images is the covariance given features.
             weights, residuals = _ridge(self._inputs, self._targets)
@@ -103,7 +103,7 @@ class ImagePrior:
         return self._distribution(means, precision)
 
     def unconditional(self, count: int) -> ImageDistribution:
-        """Returns the distribution of `count` images of which nothing is known."""
+        """Returns the distribution of `count` images whose features are not known."""
         return self._distribution(self._mean.expand(count, -1), _precision(self._targets))
 
     def _distribution(self, means: Tensor, precision: Tensor) -> ImageDistribution:

@@ -80,20 +80,24 @@ class StagePeeling:
 
     @property
     def unexplained(self) -> float:
-        """The least loss of the stage that was peeled last, in shares of its energies."""
+        """The least loss of the stage peeled last, relative to its update and outputs."""
         return float(self._best_loss)
 
     def step(self) -> Tensor:
-        """Takes as many steps of Adam as there are stages to peel; returns the last loss (0-d)."""
+        """Takes as many steps of Adam as there are stages to peel.
+
+        Returns the loss (0-d) of the last step.
+        """
         for _ in self._staged.stages[1:]:
             if self._remaining:
                 self._descend()
         return self._loss
 
     def images(self, *, weight: float, calls: int) -> PartGradient:
-        """Poses the problem of the first stage, to be evaluated so many `calls`.
+        """Returns the problem of the first stage, whose inputs are the images.
 
-        All other stages have to be peeled before. `weight` is that of the update.
+        All other stages have to be peeled before. `weight` is the weight of the outputs' misfit,
+        and `calls` the number of evaluations to come.
         """
         self._staged.narrow(0)
         return self._problem(self._staged.stages[0], weight, calls)

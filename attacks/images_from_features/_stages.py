@@ -77,10 +77,11 @@ class BodyCalls:
             self._calls = self._note(images)[0]
 
     def cuts(self, weights: set[int]) -> list[int]:
-        """Lists the calls on whose answer alone all that follows depends, in order of their ends.
+        """Lists the calls at which the body can be cut in two, in the order in which they end.
 
-        Some of the parameters with the ids `weights` are used before such an answer, some behind
-        it, and none on both sides. Among answers between the same two parameters it is the last.
+        All that follows such a call depends on images through its answer alone. `weights` are ids
+        of parameters: some are used before the cut, some behind it, and none on both sides. Of
+        several cuts between the same parameters, the last is listed.
         """
         found: dict[int, int] = {}
         for number in sorted(self._maps, key=lambda each: (self._calls[each].after, -each)):
@@ -93,22 +94,22 @@ class BodyCalls:
         return list(found.values())
 
     def leaves(self, begin: int | None, end: int | None) -> set[int]:
-        """Returns the ids of the parameters that the stretch from `begin` to `end` uses.
+        """Returns the ids of the parameters used between the calls `begin` and `end`.
 
-        Both are numbers of calls; None is the beginning, or the end, of the body.
+        None stands for the beginning, or the end, of the body.
         """
         # What was computed before the stretch begins is no part of it.
         stop = None if begin is None else self._maps[begin][0]
         return _leaves(self._output if end is None else self._maps[end][0], stop)
 
     def size(self, end: int | None) -> int:
-        """Returns how many numbers the call of number `end` answers, or for None the body."""
+        """Returns the number of entries in the answer of call `end`; None stands for the body."""
         return self._output_size if end is None else int(self._maps[end][1])
 
     def stretch(self, begin: int | None, end: int | None) -> Callable[[Tensor], Tensor]:
-        """Returns the function from one call's answer to another's.
+        """Returns the function from the answer of call `begin` to that of call `end`.
 
-        As `begin`, None stands for the images; as `end`, for the body's answer.
+        None stands for the images as `begin`, and for the body's output as `end`.
         """
         calls = self._calls
 
@@ -227,19 +228,20 @@ class StagedBody:
         self.stages = cut_into_stages(self.body, num_images, rng)
 
     def narrow(self, done: float) -> None:
-        """Narrows the jumps to their width after a share `done` of a descent, in [0, 1].
+        """Sets the width of the smoothed jumps, which shrinks over a descent.
 
-        Wide jumps lead near the answer, where few neurons are on the wrong side of theirs.
+        `done` in [0, 1] is the share of the descent that is over. Wide jumps lead near the answer,
+        where few neurons are on the wrong side of theirs.
         """
         self._width.fill_(self._full * _NARROWEST**done)
 
     @property
     def contrast_seen(self) -> float:
-        """Relative change of the first stage's outputs at 2 to 3 times the images' contrast.
+        """Relative change of the first stage's outputs if images get 2 to 3 times the contrast.
 
-        Each image has a factor of its own: batch norm in train mode undoes one that all share.
-        Behind group norm it is next to nothing, as norm layers add 1e-5 to a variance, or, if the
-        layer before has a bias, a few hundredths; where nothing is normalized, more than 1.
+        Each image gets a factor of its own, as batch norm in train mode undoes one that all share.
+        The change is nearly 0 behind group norm, a few hundredths if the layer before has a bias.
+        It exceeds 1 where nothing is normalized.
         """
         stage = self.stages[0]
         images = torch.randn(stage.shape, generator=generator(0, "contrast"))
@@ -251,7 +253,10 @@ class StagedBody:
         return float((two - one).norm() / one.norm())
 
     def maps(self, images: Tensor) -> list[Tensor]:
-        """Computes the inputs (N, ...) of each stage and the outputs of the last, of `images`."""
+        """Lists the inputs (N, ...) of each stage and the last one's outputs, at given `images`.
+
+        Images are normalized, (N, C, H, W).
+        """
         maps = [images]
         with torch.no_grad():
             for stage in self.stages:
@@ -262,9 +267,8 @@ class StagedBody:
 def cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
     """Cuts a body into stages from images to features, for batches of `num_images`.
 
-    It stays a single stage where its gradient determines none, or where stages put together do not
-    make the body's features: something else is made of what comes out of its last layer, or its
-    code takes another way for other images.
+    Returns a single stage where a stage's gradient would not determine its inputs. So it does where
+    the stages together do not compute the body's features, as where code branches on values.
     """
     images = torch.randn(num_images, *body.input_shape, generator=rng)
     images = images.to(next(body.model.parameters()).device)

@@ -202,18 +202,18 @@ class Phases:
         return len(self._staged.stages)
 
     def over(self, iteration: int) -> bool:
-        """Says whether another phase is to follow at that `iteration`."""
+        """Says whether the present phase ends at `iteration` and another one follows."""
         return bool(self._plans) and iteration - self._begun >= self.present.iterations
 
     def follow(self, images: Tensor) -> None:
-        """Goes on to the next phase, from normalized `images` (N, C, H, W)."""
+        """Begins the next phase, from normalized `images` (N, C, H, W)."""
         self._begun += self.present.iterations
         before, self.present = self.present.features, self._plans.pop(0)(images)
         if self.present.features is not before:
             self.distribution = self._distribution()
 
     def done(self, iteration: int) -> float:
-        """Computes the share of the present phase that is over at that `iteration`."""
+        """Computes the share, in [0, 1], of the present phase that is over at `iteration`."""
         return (iteration - self._begun) / self.present.iterations
 
     def _distribution(self) -> ImageDistribution | None:
@@ -462,11 +462,14 @@ class FactoredInversionState(AttackState):
 
     @property
     def shown(self) -> Tensor:
-        """The images of least own loss, with the contrast that the phase asks for."""
+        """The images of least loss, with the contrast of the present phase."""
         return self.contrast_factors(self.best) * self.best
 
     def contrast_factors(self, images: Tensor) -> Tensor:
-        """Computes the factors (N, 1, 1, 1) that give `images` the contrast of the phase."""
+        """Computes factors (N, 1, 1, 1) that give `images` the contrast of the present phase.
+
+        The factors are 1 if the phase asks for no contrast.
+        """
         contrast = self.phase.contrast
         if contrast is None:
             return images.new_ones(len(images), 1, 1, 1)
@@ -575,7 +578,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
         return state
 
     def postprocess(self, state: FactoredInversionState) -> Reconstruction:
-        """Returns the iterate of least own loss, and the labels and features behind it.
+        """Returns the images of the iteration with the least loss, with their labels and features.
 
         Only features as the head told them keep their certificates; refitted ones have none.
         """

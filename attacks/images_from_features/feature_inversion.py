@@ -164,12 +164,12 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         return resolved(source)
 
     def required(self) -> Grant:
-        """Asks for the grant of the attack that recovers features."""
+        """Returns the grant that the attack that recovers features needs."""
         source = source_attack(self.features_from)
         return self.needs if source is None else source.required()
 
     def brings(self) -> tuple[str, ...]:
-        """Says what this attack has beforehand, and what the one that recovers features has."""
+        """Names the data that this attack, or the one that recovers features, has beforehand."""
         source = source_attack(self.features_from)
         own = super(FeatureInversion, self.model_copy(update={"features_from": "none"})).brings()
         return own if source is None else own + source.brings()
@@ -254,7 +254,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         return state
 
     def postprocess(self, state: FeatureInversionState) -> Reconstruction:
-        """Returns the iterate of least own loss."""
+        """Returns the images of the iteration with the least loss."""
         recovered = state.told.recovered
         return Reconstruction(
             images=state.matching.pixels(state.best),

@@ -109,17 +109,20 @@ class Segmentation(NamedTuple):
     """Squared distance of the rows from their pieces' means, and of the last ones from zero."""
 
     def means(self, rows: Tensor) -> Tensor:
-        """Computes the mean row of each piece, and the zero after the last: (pieces + 1, m)."""
+        """Computes the mean of the `rows` (k, m) in each piece, then a row of zeros.
+
+        The result is (pieces + 1, m).
+        """
         starts = [0, *self.ends]
         pieces = [rows[a:b].mean(0) for a, b in zip(starts, self.ends, strict=False)]
         return torch.stack([*pieces, torch.zeros_like(rows[0])])
 
 
 def segment(rows: Tensor, pieces: int) -> Segmentation:
-    """Finds the best segmentation of `rows` (k, m) into `pieces` <= k, in k² pieces operations.
+    """Finds the segmentation of `rows` (k, m) into `pieces` <= k with the least residual.
 
-    The method is dynamic programming over the end of the last piece (Bellman, On the approximation
-    of curves by line segments using dynamic programming, CACM 1961).
+    It takes k² pieces operations, by dynamic programming over the end of the last piece (Bellman,
+    On the approximation of curves by line segments using dynamic programming, CACM 1961).
     """
     zero = torch.zeros_like(rows[:1])
     sums = torch.cat([zero, rows.cumsum(0)])

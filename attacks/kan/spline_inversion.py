@@ -76,9 +76,9 @@ class SplineGradient:
 
     @staticmethod
     def read(observation: Observation) -> SplineGradient:
-        """Reads the gradient off an observation.
+        """Reads the gradient off an observation, and measures its noise.
 
-        The sums over k are the same for all entries j of an image; how they differ is noise.
+        Sums over k are the same at all entries j of an image: their differences are noise.
 
         Raises:
             AttackFailed: the model is no KAN or has an imprint module in front, or nothing is left
@@ -125,13 +125,19 @@ class SplineGradient:
         return self.tensor.shape[0]
 
     def share_unexplained(self, bases: Tensor) -> Tensor:
-        """Computes the share (0-d) of energy that no error signals of `bases` (N, d, K) explain."""
+        """Computes the share (0-d) of the gradient's energy that images' bases leave unexplained.
+
+        `bases` are (N, d, K); error signals are those that fit best.
+        """
         design, observed = bases.flatten(1).T, self.tensor.flatten(1).T
         residual: Tensor = observed - design @ torch.linalg.lstsq(design, observed).solution
         return residual.square().sum() / observed.square().sum()
 
     def error_signals(self, images: Tensor) -> Tensor:
-        """Computes ∂ℓ/∂h (N, classes, m) float64 of normalized images (N, C, H, W), by class."""
+        """Computes the error signals ∂ℓ/∂h (N, classes, m) float64 that each label would cause.
+
+        `images` (N, C, H, W) are normalized.
+        """
         body = self.model.body
         assert isinstance(body, nn.Sequential)
         after = 1 + next(i for i, part in enumerate(body) if isinstance(part, nn.Linear))
@@ -162,9 +168,9 @@ _PAIRS = 10
 
 
 def quadrics(degree: int, intervals: int) -> Tensor:
-    """Finds orthonormal symmetric Q (q, K, K) float64 with b(u)' Q b(u) = 0 for all u; q >= 0.
+    """Finds all symmetric Q (q, K, K) float64 with b(u)' Q b(u) = 0 for all u, orthonormal.
 
-    b are the splines of `degree` over so many `intervals`.
+    b are the K splines of this `degree` over a number of `intervals`; q may be 0.
     """
     u = torch.linspace(-1, 1, _SAMPLES * intervals + 1, dtype=torch.float64)
     basis = spline_basis(u, degree, intervals)
@@ -176,9 +182,14 @@ def quadrics(degree: int, intervals: int) -> Tensor:
 
 
 def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
-    """Finds the members (N, d, K) of `span`, orthonormal, on which the forms (q, K, K) vanish.
+    """Finds the N members (N, d, K) of a space on which quadratic forms vanish.
 
-    They are scaled to Σ_k b_k = 1 on average over the d entries, and come in no particular order.
+    They are scaled to Σ_k b_k = 1 on average over the d entries, and are in no particular order.
+
+    Args:
+        span: (N, d, K), an orthonormal basis of the space.
+        forms: (q, K, K), the forms, applied at each of the d entries.
+        rng: draws pairs of matrices to diagonalize.
     """
     count = len(span)
     if count > 1:
@@ -244,7 +255,7 @@ class SplinePixels:
         return SplinePixels(center=center, scale=scale)
 
     def squash(self, pixels: Tensor) -> Tensor:
-        """Maps pixels (..., d) in [0, 1] to u."""
+        """Maps pixels (..., d) in [0, 1] to the splines' points u (..., d)."""
         return ((pixels - self.center) / self.scale).tanh()
 
     def unsquash(self, u: Tensor) -> Tensor:
@@ -252,7 +263,7 @@ class SplinePixels:
         return (self.center + self.scale * u.atanh()).clamp(0, 1)
 
     def deviation(self, of_u: Tensor, at: Tensor) -> Tensor:
-        """Converts standard deviations of u (..., d) to those of pixels near `at`."""
+        """Converts standard deviations `of_u` (..., d) to those of pixels, near the pixels `at`."""
         slope = (1 - self.squash(at).square()) / self.scale
         return (of_u / slope).clamp(max=_WIDEST)
 

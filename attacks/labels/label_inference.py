@@ -60,8 +60,8 @@ class LabelInference(DirectAttack):
     ) -> Reconstruction:
         """Returns labels alone. The loss is the mean distance of estimated counts from integers.
 
-        They are certified, all or none, where the bias's gradient leaves no other: ∂L/∂b_k is above
-        -n_k / N, so that each count is at least what that demands, and these are all there are.
+        Either all labels are certified or none. All are where the bias's gradient admits no other
+        counts: ∂L/∂b_k > -n_k / N gives each class a least count n_k, and these sum to N.
         """
         labels, residual = _infer(observation)
         sure = _are_demanded(observation, labels)
@@ -74,8 +74,8 @@ class LabelInference(DirectAttack):
 def infer_labels(observation: Observation) -> Tensor:
     """Infers the labels (N,) int64 of the observed batch, on its device.
 
-    The order in a batch cannot be seen. Equal labels are dealt out over the clients and local
-    steps, in which batches of different composition would be less likely.
+    The order within a batch cannot be seen, and is arbitrary. Equal labels are spread over the
+    clients and local steps.
 
     Raises:
         AttackFailed: the model's head has no linear layer.

@@ -49,18 +49,18 @@ class Inputs:
 
     @property
     def certain(self) -> Tensor:
-        """Mask (k,) of the inputs whose relative error is surely below `_DETERMINED`."""
+        """Boolean mask (k,) of the inputs whose relative error is surely below `_DETERMINED`."""
         return (_SURE * self.errors < _DETERMINED) & self.separate
 
 
 def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
-    """Recovers the inputs of the layer that feeds the one whose `inputs` are all known.
+    """Recovers the inputs of the layer before the one whose `inputs` are all known.
 
-    Where ReLU has left an input 0, that image's error signal at the layer before is 0, too: this
-    tells each image's combination of the gradient's columns, and their inverse the inputs.
+    Where ReLU has left an input 0, that image's error signal at the layer before is 0, too. This
+    tells each image's combination of the gradient's columns, whose inverse gives the inputs.
 
-    Returns None if none of the model's `layers` with a bias feeds it, or if its gradient does not
-    tell the `count` images apart.
+    Returns None if none of the model's `layers` with a bias feeds that one. So it does if the
+    earlier gradient does not tell the `count` images apart.
     """
     before = next((layer for layer in layers if layer.name == inputs.layer.fed_by), None)
     # Without the gradient in the bias an input has no scale.
@@ -94,11 +94,10 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
 
 
 def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
-    """Computes each image's input to `layer` from combinations that give images' error signals.
+    """Computes each image's input to `layer` from its combination of the gradient's columns.
 
-    The layer's gradient is ∂L/∂W = Δ' X, with a column of error signals Δ' and a row of inputs X
-    for each of r images. The scale of both follows from the bias's gradient, so the layer needs a
-    bias.
+    The gradient is ∂L/∂W = Δ' X, with a column of error signals Δ' and a row of inputs X for each
+    of r images. The bias's gradient sets their scale, so that the layer needs a bias.
 
     Args:
         layer: the layer that the gradient is of.
@@ -117,10 +116,10 @@ def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
 
 
 def inputs_drift(observation: Observation) -> bool:
-    """Says whether a client's local steps have changed the inputs of all layers but the first.
+    """Says whether several local steps have changed the inputs of all layers but the first.
 
-    The update is then a sum over steps, whose inputs differ. A drift in one direction leaves their
-    row space as it is, so that nothing shows how far it went.
+    The update is then a sum over steps whose inputs differ. A drift in one direction leaves the row
+    space as it is, and nothing shows how far it went.
     """
     return len(step_weights(observation.training)) > 1
 
@@ -203,10 +202,9 @@ float32."""
 def certify_inputs(observation: Observation, answer: Reconstruction) -> Tensor:
     """Returns a mask (N,) of the images whose answer is known to be right: all, or none.
 
-    Inputs that are determined have zeros that are no coincidence, which leaves nothing of them
-    open. Features are computed from them and fitted to nothing; that they explain the classifier's
-    gradient to rounding, each with the error signal that it implies itself, are so many equations
-    that hold. The gradient has to be declared the client's own, but for factors of clipping.
+    The inputs have to be determined by their zeros. Features computed from them have to explain the
+    classifier's gradient to rounding. The gradient has to be declared the client's own, up to
+    clipping.
     """
     classifier = ClassifierGradient.read(observation)
     assert answer.determined is not None

@@ -42,17 +42,20 @@ ZERO = 4.0
 def sharpen(
     start: Tensor, vectors: Tensor, deviation: float, surely: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Fits a combination (r,) to all entries that are 0; returns it and which they are (e,).
+    """Fits a combination (r,) of vectors so that as many of its entries as possible are 0.
 
     Entries count the more, the nearer they are to 0 (iteratively reweighted least squares), down to
-    their errors. Returns None if one of the zeros does not follow from the others: then it may be
-    one of the coincidences that any combination can be made to have.
+    their errors.
 
     Args:
         start: (r,), a combination near the fitted one.
         vectors: (r, e), the vectors that are combined.
         deviation: standard deviation of the error of each of their entries.
         surely: number of the smallest entries that are 0 in any case.
+
+    Returns:
+        The combination, and a mask (e,) of its zeros. None if one zero does not follow from the
+        others, as any combination can be made to have r - 1 zeros.
     """
     combination = start / start.norm()
     at = combination @ vectors
@@ -208,7 +211,7 @@ class _Search:
     """Number of linear programs that were solved."""
 
     def slacks(self) -> list[float]:
-        """Returns how far below 0 entries may be: by rounding, and up to noise."""
+        """Lists how far below 0 entries may be, from rounding up to noise."""
         weakest = float(self.rows.norm(dim=1).min())
         noise = 3 * self.deviation / weakest / self.cone.shape[1] ** 0.5
         if noise < 3 * _SLACK:
@@ -218,7 +221,7 @@ class _Search:
     def sparse_ray(
         self, rays: list[_Ray], slack: float, above: bool, generator: torch.Generator
     ) -> _Ray | None:
-        """Returns a ray near the least of a linear function that is drawn.
+        """Searches a ray at which a random linear function is least; None if none is found.
 
         Where a program ends at an extreme ray that is no input, the next one weighs entries by how
         near to 0 they were there (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1
@@ -273,7 +276,7 @@ class _Search:
         return None
 
     def last(self, rays: list[_Ray]) -> _Ray | None:
-        """Returns the one missing ray, which all others determine whatever its zeros; else None."""
+        """Returns the one missing ray if all others are known and determine it; else None."""
         bounds = [ray.bound for ray in rays if ray.bound is not None]
         # Only r - 1 known signals leave a single direction orthogonal to all.
         if len(bounds) != len(rays) or len(rays) != len(self.rows) - 1:

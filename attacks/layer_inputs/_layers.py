@@ -294,11 +294,13 @@ class RowSpace:
 
     @staticmethod
     def decompose(layer: Layer, count: int) -> RowSpace:
-        """Decomposes the gradient of a batch of `count` images: r <= count, as far as noise lets.
+        """Decomposes the gradient of a batch of `count` images into r <= count directions.
+
+        Directions that noise hides are left out.
 
         Raises:
-            AttackFailed: the layer is too small for as many images, nothing is left of its
-                gradient, or it is of other inputs besides.
+            AttackFailed: the layer is too small for this number of images, nothing is left of its
+                gradient, or the gradient has other inputs, too.
         """
         rows, columns = layer.gradient.shape
         if count > min(rows, columns):
@@ -329,9 +331,10 @@ class RowSpace:
         )
 
     def signal(self, off: Tensor) -> Signal | None:
-        """Finds an image's error signal: the combination of columns that is 0 at rows `off` (m,).
+        """Finds an image's error signal, the combination of columns that is 0 at the rows `off`.
 
-        Returns None if no combination is. Where several may be, the signal's combination is None.
+        `off` is a boolean mask (m,). Returns None if no combination is 0 there. If several may be,
+        the result's `combination` is None.
         """
         number = int(off.sum())
         # Fewer rows than r always leave some combination that is 0 there.
@@ -348,5 +351,5 @@ class RowSpace:
 
     @property
     def rank(self) -> int:
-        """Number of directions r."""
+        """Number r of directions."""
         return len(self.rows)

@@ -39,11 +39,10 @@ _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
 def sample_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Draws `number` sets of r - 1 rows; returns combinations (c, r) in their kernels.
+    """Draws `number` sets of r - 1 rows of `space`; returns combinations (c, r) in their kernels.
 
-    The rows are those of `space`.
-
-    Only those are returned whose share of zeros is at least `sparsity`, made precise by all zeros.
+    Only combinations with at least the share `sparsity` of zeros are returned. Each is refitted to
+    all of its zeros.
     """
     unit, kernels = _draw_kernels(space, number, generator)
     at = (kernels @ unit.T).abs()
@@ -56,9 +55,10 @@ def sample_kernels(
 def descend_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Descends from the kernels of `number` sets of r - 1 rows to sparse combinations (c, r).
+    """Descends from the kernels of `number` drawn sets of r - 1 rows to sparse combinations.
 
-    The rows are those of `space`; a combination is sparse from a share `sparsity` of zeros on.
+    Returns combinations (c, r) of the columns of `space` with at least the share `sparsity` of
+    zeros.
 
     The method is iteratively reweighted least squares with weights that sharpen as it goes on
     (Chartrand and Yin, Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
@@ -128,10 +128,10 @@ class Candidates:
         self.combinations = self.combinations[zeros.argsort(descending=True, stable=True)]
 
     def select(self) -> tuple[Inputs, float] | None:
-        """Selects r of them greedily; returns inputs and their score.
+        """Selects r combinations greedily; returns the inputs they give, and their score.
 
-        It begins with the sparsest that are linearly independent, and exchanges one for another as
-        long as the score rises. Returns None if there are too few.
+        The selection begins with the sparsest that are linearly independent. It exchanges one for
+        another as long as the score, at most 1, rises. Returns None if there are too few.
         """
         chosen: list[int] = []
         for index in range(len(self.combinations)):
@@ -226,7 +226,11 @@ class Spear(IterativeAttack[SpearState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> SpearState:
-        """Decomposes the layer's gradient."""
+        """Decomposes the layer's gradient.
+
+        Raises:
+            AttackFailed: the model has no such layer, or its gradient cannot be decomposed.
+        """
         layers = [
             layer
             for layer in trace_layers(observation)
@@ -262,7 +266,7 @@ class Spear(IterativeAttack[SpearState]):
         return state
 
     def terminate(self, state: SpearState) -> bool:
-        """Says whether all neurons agree, or `iterations` are over."""
+        """Says whether the score is perfect, or `iterations` steps are made."""
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: SpearState) -> Reconstruction:

@@ -56,7 +56,7 @@ def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
     """Finds the patch embedding of the observed `model` and its position embedding.
 
     Raises:
-        AttackFailed: it has none, or its position embedding is not trained.
+        AttackFailed: the model has no patch embedding, or its position embedding is not trained.
     """
     model.eval()
     shape = observation.model.input_shape
@@ -193,9 +193,10 @@ class SolvedPatches(NamedTuple):
 
 
 def correlation(centers: Tensor) -> Tensor:
-    """Computes the assumed correlation (P, P) of pixels of patches at `centers` (P, 2).
+    """Computes the assumed correlation (P, P) of the pixels of P patches.
 
-    Centers are in sides of an image. Correlation falls exponentially with their distance.
+    `centers` (P, 2) are in units of the image's side. Correlation falls exponentially with
+    distance.
     """
     return torch.exp(-torch.cdist(centers, centers) / _REACH)
 
@@ -203,7 +204,7 @@ def correlation(centers: Tensor) -> Tensor:
 def solve_patches(
     signals: Tensor, gradient: Tensor, mean: Tensor, spread: Tensor, alike: Tensor
 ) -> SolvedPatches:
-    """Solves ∂L/∂E = Σ_p δ_p x_p' for the patches, in float64.
+    """Solves ∂L/∂E = Σ_p δ_p x_p' for the P patches x_p, in float64.
 
     Args:
         signals: (P, d), gradient δ of the position embedding.
