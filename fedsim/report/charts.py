@@ -39,13 +39,13 @@ class Series:
     """One defense in a chart."""
 
     color: int
-    """Number of its color, which further defenses share."""
+    """Number of the color; defenses beyond the last color share one."""
     points: Sequence[Point]
     shape: Literal["dots", "line", "steps"] = "dots"
     label: str = ""
-    """Stands beside the last point."""
+    """Text beside the last point."""
     bars: Sequence[tuple[Span | None, Span | None]] = ()
-    """Intervals of each point, across and up."""
+    """(horizontal, vertical) interval of each point; None where a point has none."""
     hollow: bool = False
     """Whether its dots are rings."""
     rings: Sequence[Point] = ()
@@ -60,12 +60,12 @@ class Axis:
     ends: Span | None = None
     """Least and largest value on it; by default those of the points."""
     counts: bool = False
-    """Whether it counts, so that only whole numbers are on it."""
+    """Whether the axis counts, so that ticks are whole numbers."""
     least: float = 0.0
-    """Length that it has at least, so that noise does not look like a difference."""
+    """Least length of the axis, so that noise does not look like a difference."""
 
     def range_of(self, values: Sequence[float]) -> Span:
-        """Returns the ends of the axis for a chart of these values."""
+        """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`."""
         # Ends that are given hold for every chart of the axis, so that these can be compared.
         return self.ends or _pad(values, self.least)
 
@@ -227,11 +227,11 @@ def draw_charts(
     """Returns the charts of one comparison, those that have something to show.
 
     Args:
-        rows: of the comparison.
-        runs: that the rows are from.
-        verdicts: on each defense.
+        rows: Leaderboard rows of the comparison.
+        runs: Runs that the rows are from.
+        verdicts: Verdict on each defense.
         colors: Defense -> number of its color.
-        confidence: of the intervals.
+        confidence: Confidence of the intervals.
 
     Raises:
         FedsimError: a reconstruction is damaged.
@@ -331,11 +331,11 @@ def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGrou
 def accused(
     lines: Sequence[LeaderboardRow], runs: Sequence[StoredRun], colors: Mapping[str, int]
 ) -> list[Series]:
-    """Returns the rates at which the best attack on each defense accuses, over all trials.
+    """Returns a curve for each defense: the rates at which its best membership attack accuses.
 
-    `colors` has the number of each defense's color.
-
-    A ring is the largest rate that the claim of the defense allows.
+    Points are (false, true) positive rates over all trials. A ring is the largest true positive
+    rate that the claim of the defense allows. `lines` are of one comparison, `runs` are those
+    that they are from, and `colors` maps each defense to the number of its color.
 
     Raises:
         FedsimError: a reconstruction is damaged.

@@ -89,23 +89,23 @@ class MatrixCell:
 
     @property
     def gain(self) -> str:
-        """What leaks beyond the guess, or the value where there is no guess; with its unit."""
+        """Text of what leaks beyond the guess, or of the value without a guess; with its unit."""
         above = self.best.above if self.best.above != ABSENT else self.best.value
         return above.partition(" ")[0] + (" dB" if self.best.metric.unit == "dB" else "")
 
     @property
     def interval(self) -> str:
-        """The interval of `gain`; empty without one."""
+        """Text of the interval of `gain`; empty if there is none."""
         return self.best.above.partition(" ")[2]
 
     @property
     def metrics(self) -> list[Measured]:
-        """Figures of all its metrics."""
+        """Figures of all metrics that the row has."""
         return metrics_of(self.row)
 
     @property
     def trials(self) -> str:
-        """Words that say how many trials succeeded of all."""
+        """Text that says how many of all trials succeeded."""
         apart = f" ({self.row.independent} independent)" * (self.row.independent != self.row.n)
         return f"{self.row.n_ok}/{self.row.n}{apart}"
 
@@ -127,7 +127,7 @@ class DefenseLine:
 
     @property
     def gain(self) -> Summary | None:
-        """What the strongest attack gains over guessing; None without an answer."""
+        """Gain of the strongest attack over guessing; None if the verdict is no answer."""
         return self.verdict.gain if self.verdict.finding != "no answer" else None
 
 
@@ -149,7 +149,7 @@ class ComparisonSection:
     warnings: list[str]
     figures: list[ChartGroup]
     population: str
-    """Says of what the intervals are."""
+    """Text that names what the intervals are of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class Content:
 
     @cached_property
     def confidence(self) -> float:
-        """Confidence of intervals on which the scenarios agree, by default 95%."""
+        """Confidence of intervals, from 0 to 1; 0.95 where the scenarios state none or differ."""
         stated = {run.setting("scoring", "confidence") for run in self.runs} - {None}
         value = stated.pop() if len(stated) == 1 else None
         return value if isinstance(value, float) and 0 < value < 1 else 0.95
@@ -194,12 +194,12 @@ class Content:
 
     @cached_property
     def awaited(self) -> facts.Awaited | None:
-        """Reason why no attack is scored yet; None if some are."""
+        """Reason why no attack is scored yet; None if some are, or none ever will be."""
         return facts.awaited(self.runs)
 
     @property
     def unattacked(self) -> bool:
-        """Whether nothing was to be attacked."""
+        """Whether there are no results, since no scenario declares an attack."""
         return not self.results and attacks_nothing(self.runs)
 
     @cached_property
@@ -212,21 +212,21 @@ class Content:
 
     @cached_property
     def invalid(self) -> list[str]:
-        """Reasons why comparisons prove nothing."""
+        """Reasons why comparisons prove nothing; empty if all of them may be believed."""
         if self.unattacked or self.awaited or (self.late and not self.rows):
             return []
         return invalid_reasons(self.rows, unended=False)
 
     @property
     def invalid_mark(self) -> str:
-        """The word over a page of which some comparison proves nothing."""
+        """`INVALID` or `INVALID in part`, where comparisons prove nothing; else empty."""
         if not self.invalid:
             return ""
         return "INVALID in part" if len(self.invalid) < len(self.judgements) else "INVALID"
 
     @property
     def mark(self) -> str:
-        """The word before the title of a page from which not everything follows."""
+        """Word before the title, such as `UNFINISHED` or `INVALID`; empty if nothing lacks."""
         return self.late[0][0] if self.late else self.invalid_mark
 
     @property
@@ -238,13 +238,13 @@ class Content:
 
     @property
     def title(self) -> str:
-        """Title of the page: the names of the scenarios."""
+        """Title of the page: the names of the first scenarios, and how many more there are."""
         first, others = self.names[:_NAMED], self.names[_NAMED:]
         return (", ".join(first) or "no results") + (f" and {len(others)} more" if others else "")
 
     @property
     def question(self) -> str:
-        """What the runs are to answer: a scenario's own description, if it has one."""
+        """Question that the runs answer: the only scenario's description, or a general one."""
         own = [text for run in self.runs if (text := run.setting("description"))]
         return own[0] if own and len(self.names) < 2 else _QUESTION
 
@@ -256,12 +256,12 @@ class Content:
 
     @property
     def notes(self) -> list[str]:
-        """Lines that the runs note, and what went wrong in their rounds."""
+        """Lines on what went wrong in the runs' rounds, and notes of the runs."""
         return [*facts.client_failures(self.runs), *facts.notes(self.runs)]
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Failed attacks: how often they failed, and why."""
+        """Failures of attacks, one for each attack and reason."""
         return failures_of(self.rows)
 
     @cached_property
@@ -270,7 +270,7 @@ class Content:
 
     @property
     def plates(self) -> dict[str, Plate]:
-        """Pictures of each row that has some, by its cell."""
+        """`LeaderboardRow.cell` -> pictures of the row; rows without pictures are missing."""
         return self._album[0]
 
     @property
@@ -280,7 +280,7 @@ class Content:
 
     @cached_property
     def scenarios(self) -> list[ScenarioSummary]:
-        """The runs by the name of their scenario."""
+        """Summary of each scenario, by name, with the runs of that name."""
         by_name: dict[str, list[StoredRun]] = {}
         for run in self.runs:
             by_name.setdefault(run.name, []).append(run)
@@ -297,7 +297,7 @@ class Content:
 
     @cached_property
     def sections(self) -> list[ComparisonSection]:
-        """The comparisons, in the order of the leaderboard."""
+        """Section of each comparison, in the order of the leaderboard."""
         order = sorted(range(len(self.rows)), key=lambda at: not self.rows[at].strongest)
         detailed = {self.rows[at].cell for at in order[:_DETAILED]}
         ids = {row.cell: f"r{number}" for number, row in enumerate(self.rows, start=1)}

@@ -47,10 +47,10 @@ _SECONDS = 120
 def write_dossier(
     folder: Path | str, out: Path | str | None = None, *, pdf: bool = False
 ) -> list[Path]:
-    """Writes `dossier.html` of a run, or of all variants of a sweep, and with `pdf` prints it.
+    """Writes `dossier.html` of a run, or of a sweep, and returns the paths of the files.
 
-    The same run gives the same page, byte for byte: it holds no time but what the run has recorded.
-    `out` is the folder to write to, by default `folder`. Returns the paths of the files.
+    `out` is the folder to write to, by default `folder`. With `pdf`, `dossier.pdf` is printed, too.
+    The same run gives the same page, byte for byte: times are those that the run recorded.
 
     Raises:
         FedsimError: `folder` holds no results, a file in it is damaged, or `pdf` is asked for and
@@ -72,9 +72,9 @@ def write_dossier(
 
 
 def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
-    """Returns the dossier of `runs`, which were read below the folder `root`.
+    """Returns the HTML dossier of `runs`, which were read below the folder `root`.
 
-    It fetches nothing and has no script.
+    The page fetches nothing and has no script.
     """
     content = Content(runs)
     rows, results = content.rows, content.results
@@ -184,7 +184,7 @@ def _has_surrogate(row: ResultRow) -> bool:
 
 
 def coverage(rows: Sequence[ResultRow]) -> list[Coverage]:
-    """Returns what the scored `rows` cover of each numbered attacker, in their order."""
+    """Returns, for each numbered attacker in order, whether the scored `rows` cover it."""
     return [_cover(stated, rows) for stated in read_texts()["attackers"]]
 
 
@@ -215,7 +215,7 @@ def _cover(stated: Mapping[str, str], rows: Sequence[ResultRow]) -> Coverage:
 
 
 def list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
-    """Returns (label, summary, trials that worked, all trials) of the attacks of `rows`.
+    """Returns (label, summary, trials with an answer, all trials) of each attack in `rows`.
 
     The summary is empty where the plugin is not installed here.
     """
@@ -232,7 +232,10 @@ def list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
 def list_untried(
     rows: Sequence[ResultRow], runs: Sequence[StoredRun] = ()
 ) -> list[tuple[str, str, str]]:
-    """Returns (name, summary, reason) of the installed attacks that none of `rows` is of."""
+    """Returns (name, summary, reason) of each installed attack that has no row in `rows`.
+
+    The reason says why the attack was not tried; `runs` tell which attacks are still to come.
+    """
     names = {row.attack.name for row in rows}
     due = {
         entry.get("name")
@@ -283,10 +286,11 @@ def _noise_notes(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def criteria(content: Content) -> dict[str, str]:
-    """Returns what was measured of each criterion of the EDPB's Opinion 28/2024 that was.
+    """Returns what was measured of the criteria of the EDPB's Opinion 28/2024: key -> text.
 
     The opinion (adopted on 17 December 2024) is about trained models: one is anonymous only if it
-    is insignificantly likely that personal data are extracted from it, directly or by queries.
+    is insignificantly likely that personal data are extracted from it, directly or by queries. A
+    criterion of which nothing was measured is missing.
     """
     rows, runs = content.rows, content.runs
     tried = number_of(len(list_tried(content.results)), "attack")
@@ -349,9 +353,10 @@ _CHUNK = 1 << 20
 
 
 def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]]:
-    """Returns (title, command) that repeats each run whose scenario is kept.
+    """Returns (title, shell command) for each run whose `scenario.yaml` is kept.
 
-    Folders are named from beside `root`.
+    The command repeats the run. Its paths start from the parent of `root`, the folder below which
+    the runs were read.
     """
     commands: list[tuple[str, str]] = []
     here = root.resolve()
@@ -369,10 +374,10 @@ def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]
 
 
 def hashes(run: StoredRun) -> list[tuple[str, str]]:
-    """Returns the SHA-256 of a run's files, and one of all its recordings: (name, digest).
+    """Returns (name, SHA-256) of a run's files, its recordings and its reconstructions.
 
-    That of the recordings is of the lines that `sha256sum` prints of each, in the order of their
-    paths.
+    Recordings have one digest, and so have reconstructions. It is that of the lines that
+    `sha256sum` prints for the files, sorted by path.
     """
     digests = [(name, _sha256(path)) for name in _FILES if (path := run.folder / name).is_file()]
     for part in ("observations", "reconstructions"):
@@ -389,9 +394,9 @@ def hashes(run: StoredRun) -> list[tuple[str, str]]:
 
 
 def check_command(name: str) -> str:
-    """Returns the command that prints the digest of a run's recordings.
+    """Returns the shell command that prints the digest of a run's recordings.
 
-    `name` is the run's folder, from beside which the command is run.
+    `name` is the path of the run's folder, from where the command is run.
     """
     return (
         f"cd {shlex.quote(name)} && find observations -name '*.json' -o -name '*.safetensors' | "

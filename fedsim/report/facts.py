@@ -21,7 +21,7 @@ UNATTACKED = (
 
 
 def sentence(runs: Sequence[StoredRun], rows: Sequence[ResultRow]) -> str:
-    """Words in one sentence what was run: `runs`, whose measurements are `rows`."""
+    """Returns one sentence on what was run; `rows` are the measurements of `runs`."""
     late = unfinished(runs)
     if waiting := awaited(runs):
         return f"{waiting.reason}."
@@ -62,7 +62,7 @@ def _images(row: ResultRow, sizes: Sequence[int]) -> str:
 
 
 def client_failures(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns what went wrong in the federations' rounds, a line per defense and kind."""
+    """Returns lines on what went wrong in the federations' rounds, by defense and kind."""
     counts: Counter[tuple[str, str]] = Counter()
     details: dict[str, None] = {}
     for run in runs:
@@ -147,7 +147,7 @@ def _collect(run: StoredRun) -> str:
 
 
 def unfinished(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns a line for each run that has not ended, or is not scored, whose tables lack rows."""
+    """Returns a line for each run that has not ended, or is not scored to its end."""
     waiting = [
         f"UNSCORED: the truth of {number_of(run.unscored, 'attack run')} of {run.folder} is with "
         f"the clients; join it with {_collect(run)}"
@@ -190,13 +190,13 @@ class Again:
 
     command: str
     promise: str
-    """Ends the sentence that asks to run it with the same versions."""
+    """End of the sentence that asks to run `command` with the same versions."""
     of_scenario: bool = True
-    """Whether a scenario is run, which has to be saved first."""
+    """Whether `command` runs a scenario, which has to be saved first."""
 
 
 def again(runs: Sequence[StoredRun]) -> Again:
-    """Returns how to repeat `runs`, which are of one engine."""
+    """Returns how to repeat `runs`, which were all made by one kind of engine."""
     if commands := {run.record["again"] for run in runs if run.record.get("again")}:
         command = " && ".join(sorted(map(str, commands)))
         return Again(command, ", in the app’s folder and on the same recording", of_scenario=False)
@@ -259,9 +259,9 @@ def _same(values: Iterable[object]) -> object | None:
 
 
 def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """Returns the runs that `rows`, of one comparison, are from, or will have more rows from.
+    """Returns those of `runs` that `rows`, of one comparison, are from or will have more from.
 
-    A run without a row yet belongs to them if its scenario has the same name and settings.
+    A run without a row yet is one of them if its scenario has the same name and settings.
     """
     cells, scenario = {row.cell for row in rows}, rows[0].scenario
     own = [run for run in runs if any(row.cell in cells for row in run.rows)]
@@ -276,7 +276,7 @@ def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun]) -> list[S
 
 
 def round_seconds(runs: Sequence[StoredRun]) -> dict[str, float]:
-    """Maps each defense to the mean seconds of its rounds, of all runs that state them."""
+    """Returns defense -> mean seconds of a round, over all runs that state them."""
     times: dict[str, list[float]] = {}
     for run in runs:
         for row in run.rounds:

@@ -27,9 +27,8 @@ def read_texts() -> dict[str, Any]:
 def format_summary(summary: Summary | None, digits: int = 1) -> str:
     """Formats `summary` as `18.2 [16.9, 19.4]`.
 
-    Without an interval it is the mean alone, and a dash for None.
-
-    Numbers have so many `digits` after the point.
+    Numbers have `digits` digits after the point. Without an interval the text is the mean alone,
+    and for None a dash.
     """
     if summary is None:
         return "–"
@@ -50,19 +49,19 @@ def format_metric(summary: Summary | None, metric: Metric) -> str:
 
 
 def format_epsilon(epsilon: float | None) -> str:
-    """Formats ε as `3.2` or `∞`, never below the claim; a dash if it was not accounted."""
+    """Formats ε as `3.2` or `∞`, rounded up; a dash for None (not accounted)."""
     if epsilon is None:
         return "–"
     return "∞" if math.isinf(epsilon) else _round_to(epsilon, 3, ROUND_CEILING)
 
 
 def format_delta(delta: float) -> str:
-    """Formats δ as `1e-05`, never below the claim."""
+    """Formats δ as `1e-05`, rounded up."""
     return _round_to(delta, 6, ROUND_CEILING)
 
 
 def format_bound(epsilon: float) -> str:
-    """Formats the lower bound that an audit found for ε, never above it."""
+    """Formats the lower bound that an audit found for ε, rounded down."""
     return _round_to(epsilon, 3, ROUND_FLOOR)
 
 
@@ -84,17 +83,17 @@ def _round_to(value: float, digits: int, rounding: str) -> str:
 def format_claim(
     epsilon: float | None, delta: float | None, unit: str | None, relation: str | None
 ) -> str:
-    """Formats as `3.2 (1e-05, example, replace one)`: ε with its δ, unit and neighbours.
+    """Formats ε with its δ, unit and neighbours, as `3.2 (1e-05, example, replace one)`.
 
-    `∞`, or a dash where it was not accounted. A relation that only hides how far apart values are,
-    or which of several declared databases was used, is no differential privacy; the text then says
-    `no DP`.
+    An infinite ε is `∞` alone, and None is a dash. A relation that only hides how far apart values
+    are, or which of several declared databases was used, is no differential privacy. The text then
+    says `no DP`.
 
     Args:
-        epsilon: inf if nothing is guaranteed, None if not accounted.
-        delta: of that ε.
-        unit: whose presence is hidden.
-        relation: what neighbours are.
+        epsilon: ε; inf if nothing is guaranteed, None if nothing was accounted.
+        delta: δ of that ε.
+        unit: Unit whose presence is hidden, such as `example`.
+        relation: Relation of neighbouring data sets, such as `replace_one`.
     """
     if epsilon is None or math.isinf(epsilon):
         return format_epsilon(epsilon)
@@ -117,21 +116,21 @@ def format_number(value: float | None, digits: int = 2) -> str:
 def format_signed(value: float, digits: int = 1) -> str:
     """Formats `value` as `+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`.
 
-    The number has so many `digits` after the point.
+    The number has `digits` digits after the point.
     """
     # Adding zero turns -0.0 into 0.0.
     return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "−")
 
 
 def format_percent(value: float | None) -> str:
-    """Formats the share `value` of 1 in percent; a dash for None."""
+    """Formats a share from 0 to 1 in whole percent; a dash for None."""
     return "–" if value is None else f"{value:.0%}"
 
 
 def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
     """Formats an accuracy as `91% (83–96)`, with `!` if no better than chance.
 
-    Without an interval it is the `share`, or a dash for None.
+    `accuracy` has the interval. Without it the text is `share` (0 to 1) alone, or a dash for None.
     """
     if accuracy is None:
         return format_percent(share)
@@ -147,7 +146,7 @@ def describe_variant(variant: Mapping[str, Any]) -> str:
 def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
     """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`.
 
-    It is empty for no defense.
+    The text is empty for no defense.
     """
     return " → ".join(_describe_member(member) for member in stack)
 

@@ -59,7 +59,7 @@ _LONGEST = 1000
 
 
 def shorten(text: str) -> str:
-    """Returns `text`, cut behind `_LONGEST` characters with a note of its length."""
+    """Returns `text`; one of over 1,000 characters is cut there, with a note of its length."""
     long = len(text) > _LONGEST
     return f"{text[:_LONGEST]}… ({len(text):,} characters)" if long else text
 
@@ -71,7 +71,7 @@ def keep_figures_whole(text: str) -> str:
 
 
 def mark_code(text: str) -> Markup:
-    """Returns `text` with figures kept whole, and as code what stands between two backticks."""
+    """Returns `text` as HTML, with figures kept whole and text between backticks as code."""
     parts = keep_figures_whole(text).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))
@@ -80,11 +80,10 @@ def mark_code(text: str) -> Markup:
 
 
 def explain_terms(text: str, shown: Collection[str] | None = None) -> Markup:
-    """Returns `text` as `keep_figures_whole` does, with terms as buttons that explain them.
+    """Returns `text` as HTML, with figures kept whole and terms as buttons that explain them.
 
-    Each term is a button once.
-
-    `shown` are the keys of those that the page explains, by default all; others stay words.
+    A term is a button where it occurs first. `shown` are the keys of the terms that the page
+    explains, by default all; other terms stay words.
     """
     explained_keys: set[str] = set()
     text, parts, end = keep_figures_whole(text), [], 0
@@ -105,19 +104,19 @@ _TURNS = dict.fromkeys(
 
 
 def remove_turns(page: str) -> str:
-    """Returns a page without characters by which a name would turn the words after it."""
+    """Returns `page` with characters that change the direction of text replaced by U+FFFD."""
     return page.translate(_TURNS)
 
 
 def tip(key: str, text: str) -> Markup:
-    """Returns a button with `text` that shows the glossary's term `key`, by tap or key."""
+    """Returns an HTML button with `text` that shows the glossary's term `key`."""
     return Markup('<button type="button" class="tip" popovertarget="tip-{}">{}</button>').format(
         key, text
     )
 
 
 def sentence_of(text: str) -> str:
-    """Makes a sentence of `text`: a capital at its beginning, a stop at its end, no backticks."""
+    """Returns `text` as a sentence: a capital first, a stop at the end, and no backticks."""
     text = text.replace("`", "")
     # Greek letters stay: a capital ε is another symbol.
     first = text[:1].upper() if text[:1].isascii() else text[:1]
@@ -154,7 +153,8 @@ def terms_of(
 ) -> list[Term]:
     """Returns the terms that a page about `rows` uses, in the order of the table.
 
-    `invalid` says that a comparison has no answer, `unscored` that truths are with the clients.
+    `invalid` says whether a comparison has no answer, and `unscored` whether truths are still with
+    the clients.
     """
     used = {
         "audit": any(row.audited_epsilon is not None for row in rows),

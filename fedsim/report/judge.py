@@ -239,10 +239,10 @@ def judge(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> Jud
     """Judges the rows of one comparison.
 
     Args:
-        rows: of one comparison. If its control did not pass, no defense gets an answer, except that
-            labels which were recovered are stated.
-        runs: that the rows are from, which say how long a round took and what audits found. A run
-            that has not ended, or of which rows are not scored, lets no defense get an answer.
+        rows: Rows of one comparison, at least one. If its control did not pass, no defense gets an
+            answer, except that labels which were recovered are stated.
+        runs: Runs that the rows are from, which say how long a round took and what audits found. If
+            one has not ended, or has rows that are not scored, no defense gets an answer.
     """
     control = _control(rows)
     undefended = [row for row in rows if row.undefended]
@@ -268,12 +268,15 @@ def judge(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> Jud
 
 
 def judgements(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> list[Judgement]:
-    """Judges every comparison among `rows`, in their order."""
+    """Returns the judgement of each comparison among `rows`, in their order.
+
+    `runs` are the runs that the rows are from, see `judge`.
+    """
     return [judge(own, runs_of(own, runs)) for own in by_comparison(rows).values()]
 
 
 def judge_runs(runs: Sequence[StoredRun], *, confidence: float = 0.95) -> list[Judgement]:
-    """Judges every comparison among the rows of `runs`, in the leaderboard's order.
+    """Returns the judgement of each comparison in `runs`, in the leaderboard's order.
 
     Intervals hold at this `confidence`.
     """
@@ -281,7 +284,7 @@ def judge_runs(runs: Sequence[StoredRun], *, confidence: float = 0.95) -> list[J
 
 
 def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
-    """Returns one control per comparison among `rows`."""
+    """Returns the positive control of each comparison among `rows`, in their order."""
     return [_control(own) for own in by_comparison(rows).values()]
 
 
@@ -291,23 +294,30 @@ _Measure = Callable[[LeaderboardRow], Summary | None]
 
 
 def count_compared(rows: Sequence[LeaderboardRow], measure: _Measure) -> int:
-    """Returns the number of attacks among which the best by `measure` is chosen; at least 1."""
+    """Returns the number of attacks among which the best by `measure` is chosen; at least 1.
+
+    `measure` returns a row's summary, or None; rows without one, or without an answer, do not
+    count.
+    """
     return max(1, sum(row.n_ok > 0 and measure(row) is not None for row in rows))
 
 
 def best_of_several(
     row: LeaderboardRow, rows: Sequence[LeaderboardRow], measure: _Measure
 ) -> Summary | None:
-    """Returns `measure` of `row`, with an interval that allows for its choice among `rows`."""
+    """Returns `measure(row)`, with an interval that allows for the choice of `row` among `rows`.
+
+    The result is None where `measure(row)` is.
+    """
     summary = measure(row)
     return summary and summary.best_of(count_compared(rows, measure))
 
 
 def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
-    """Judges `row` by the lower end of its interval, each target by itself.
+    """Returns how badly `row` leaks pictures or features, judged by the lower end of intervals.
 
-    A gain that prior knowledge alone explains is no leak. `rows` are all that `row` was chosen
-    among. Labels and membership have judgements of their own.
+    `rows` are all rows that `row` was chosen among. A gain that prior knowledge alone explains is
+    no leak. Labels and membership are judged by `leaks_told`.
     """
     if row.n_ok == 0:
         return "failed"
@@ -395,9 +405,9 @@ def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool
 
 
 def targets_by_mean() -> dict[Leaking, Target]:
-    """Returns the targets that are judged by the mean of an error, beside the guess's: features.
+    """Returns part -> target of the targets judged by their mean error, such as features.
 
-    They leak where the error is at most the share `Target.leaks` of what the guess leaves.
+    Such a target leaks where the error is at most the share `Target.leaks` of the guess's error.
     """
     found = ranking_targets().values()
     return {target.part: target for target in found if target.ranks_by == "mean"}
@@ -406,7 +416,7 @@ def targets_by_mean() -> dict[Leaking, Target]:
 def leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
     """Whether features were read off the update, or are known to be right by a certificate.
 
-    `what` is what it may work on, and `rows` are all that `row` was chosen among.
+    `what` is a key of `targets_by_mean`, and `rows` are all rows that `row` was chosen among.
     """
     target = targets_by_mean()[what]
     name = target.ranking.name
@@ -434,11 +444,12 @@ def _is_certified(row: LeaderboardRow) -> bool:
 
 
 def told_targets() -> dict[Leaking, Target]:
-    """Returns the targets of which values are told, by their parts: no main ones, no features.
+    """Returns part -> target of the targets of which values are told, such as labels and members.
 
-    They leak from `Target.leaks` above guessing, and above what another update gives. Without a
-    control they do only where the guess is known beforehand, such as a coin: who answers one class
-    beats a guess learned from public images where a client's classes differ from theirs.
+    Main targets and features are none of them. Such a target leaks from a gain of `Target.leaks`
+    over guessing and over another update. Without a control it leaks only where the guess is known
+    beforehand, as a coin is. Otherwise always answering one class may beat a guess from public
+    images.
     """
     found = [target for target in ranking_targets().values() if not target.payloads]
     return {target.part: target for target in found if target.ranks_by != "mean"}
@@ -447,7 +458,7 @@ def told_targets() -> dict[Leaking, Target]:
 def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
     """Whether labels, or members, were told from the update, not from knowledge or guessing.
 
-    `what` is what it may work on, and `rows` are all that `row` was chosen among.
+    `what` is a key of `told_targets`, and `rows` are all rows that `row` was chosen among.
     """
     told = told_targets()[what]
     gain = best_of_several(row, rows, lambda r: r.above_guess(told.ranking.name))
@@ -470,9 +481,10 @@ def _is_known(row: LeaderboardRow, what: Leaking) -> bool:
 
 
 def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
-    """Whether the attack tells no more from its own update than from another.
+    """Whether the attack tells no more of `what` from its own update than from another.
 
-    `what` is what it may work on.
+    `what` is a key of `told_targets`. Without another update, the answer is whether the target has
+    no guess that is known beforehand.
     """
     told = told_targets()[what]
     over = row.above_other(told.ranking.name)
@@ -482,7 +494,7 @@ def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
 def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
     """Whether labels, or members, were told better than by guessing on average.
 
-    `what` is what it may work on.
+    `what` is a key of `told_targets`.
     """
     told = told_targets()[what]
     gain, over = row.above_guess(told.ranking.name), row.above_other(told.ranking.name)
@@ -494,9 +506,10 @@ def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
 
 
 def leaks(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
-    """Whether an attack works for certain on `what`: pictures, features or what is told.
+    """Whether `what` leaks for certain to the attack of `row`.
 
-    `rows` are all that `row` was chosen among.
+    `what` is `pictures`, or a key of `targets_by_mean` or `told_targets`. `rows` are all rows that
+    `row` was chosen among.
     """
     if what == "pictures":
         return level_of(row, rows) in ("leak", "partial")
@@ -517,7 +530,7 @@ def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
 
 
 def failures_of(rows: Iterable[LeaderboardRow]) -> tuple[Failure, ...]:
-    """Returns which attacks failed, how often, on which stacks and why: one for each reason."""
+    """Returns a failure for each attack and reason: how often it failed, and on which stacks."""
     failed: dict[tuple[str, str], list[LeaderboardRow]] = {}
     for row in rows:
         for reason in row.failures:
@@ -762,7 +775,7 @@ _OF_LEVEL: Mapping[Level, Finding] = {
 
 
 def is_leak(finding: Finding) -> bool:
-    """Whether a finding is of something that leaks for certain."""
+    """Whether `finding` says that something leaks for certain."""
     return finding in ("recognizable", "colors only", *_leakable())
 
 
@@ -876,7 +889,7 @@ def _costs(
 
 
 def missing_terms(row: LeaderboardRow) -> tuple[str, ...]:
-    """Returns what a finite ε cannot be read without and the results do not say."""
+    """Returns those of `delta`, `unit` and `relation` that the row lacks to read its ε."""
     terms = {"delta": row.delta, "unit": row.unit, "relation": row.relation}
     return tuple(name for name, value in terms.items() if value is None)
 
@@ -1019,9 +1032,9 @@ def _why_untested(
 
 
 def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
-    """Identifies what was tried, so that equal attempts can be counted once.
+    """Returns a key of what was tried, (attack, round, batch size); equal attempts have equal keys.
 
-    Batch sizes count unless `summed`: a sum is of more images than the updates in it.
+    With `summed` the batch size is None: a sum is of more images than the updates in it.
     """
     attack = json.dumps(json.loads(row.cell)["attack"], sort_keys=True)
     return attack, row.round, None if summed else row.batch_size
@@ -1129,7 +1142,7 @@ def has_learned(accuracy: Accuracy) -> bool:
 
 
 def dump(judged: Judgement) -> dict[str, Any]:
-    """Returns a judgement as plain values, with its comparison by names."""
+    """Returns a judgement as a mapping of values that JSON can hold, with names for rows."""
     *where, threat, watcher = judged.comparison
     control: dict[str, Any] = _plain(judged.control)
     return {

@@ -30,11 +30,10 @@ from fedsim.targets.images import EXPOSED_IMAGE
 
 
 def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
-    """Returns each row's value of the metric `name` less its guess's; 0 without an answer.
+    """Returns each row's gain over its guess in the metric `name`; 0 for a row without an answer.
 
-    So an update that was lost, of which there is no guess either, hides no other row's gain. None
-    if nothing was guessed at all, if an answer has no guess beside it, or if a metric that needs no
-    guess has no value, as membership where everyone took part.
+    The result is None if no row has a guess, or an answer has no guess beside it. It is None, too,
+    if a metric that needs no guess has no value, as membership has none where all took part.
     """
     differences = []
     for row in rows:
@@ -54,9 +53,9 @@ def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
 def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
     """Returns the part of each row's gain in metric `name` that its own update explains.
 
-    That is the lesser of the gains over the guess and over another update. Without any other
-    update it is the whole gain. Where only some rows have one, it is None of an answer without: a
-    trial that nothing controls does not count for those that are. None as in `gains`.
+    The part is the lesser of the gains over the guess and over another update. If no row has
+    another update, it is the whole gain. If only some rows have one, an answer without it has None.
+    The result is None where that of `gains` is.
     """
     gained = gains(rows, name)
     if gained is None:
@@ -73,10 +72,8 @@ def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | Non
 def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
     """Returns the part of each row's gain that counts: its own, where a control can tell that.
 
-    `name` is the metric's.
-
-    Another batch of the same client cannot: where one is the control of any row, all of the gain
-    counts of each. None as in `gains`.
+    `name` is the metric's. Another batch of the same client is no such control: where any row has
+    one, the whole gain of each row counts. The result is None where that of `gains` is.
     """
     if any(row.control and row.control.of == "batch" and row.other_update for row in rows):
         return None if (whole := gains(rows, name)) is None else [*whole]
@@ -87,8 +84,8 @@ def image_gains(row: ResultRow) -> list[tuple[float, float]]:
     """Returns (PSNR, gain in dB) of each image of a trial that has an answer and a control.
 
     The gain is the lesser of those over the image's own guess and over the same image as drawn from
-    another update. An image's guess and control are of the same trial; of rows that do not say
-    them per image, the means of the trial less `WITHIN` stand for both.
+    another update. Where rows do not say these per image, the gain is the PSNR less the trial's
+    mean guess and less `WITHIN`. The list is empty without an answer, a guess or a control.
     """
     values = (row.per_image or {}).get("psnr", [])
     guess, other = value_of(row.baseline, "psnr"), value_of(row.other_update, "psnr")
@@ -112,11 +109,9 @@ many dB less: guesses of one image exceed their own mean by that at most on the 
 
 
 def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:
-    """Returns by how much more each row leaks of its own update than the attack made of another.
+    """Returns each row's gain over the same attack's answer to another update.
 
-    `name` is the metric's.
-
-    It is None for rows without that control, such as failed ones.
+    `name` is the metric's. A row without that control, such as a failed one, has None.
     """
     gain = METRICS[name].gain
     pairs = [(value_of(row.metrics, name), value_of(row.other_update, name)) for row in rows]
@@ -131,7 +126,7 @@ def value_of(metrics: Metrics | None, name: str) -> float | None:
 def images(rows: Sequence[ResultRow]) -> int | None:
     """Returns how many different images, or rows of a table, were attacked.
 
-    It is None if no row says. A recording that never arrived has no victims.
+    The result is None if no row says. A recording that never arrived has no victims.
     """
     recorded = [row.victims for row in rows if row.victims is not None]
     if not recorded:
@@ -142,8 +137,8 @@ def images(rows: Sequence[ResultRow]) -> int | None:
 def units(rows: Sequence[ResultRow]) -> list[list[int]]:
     """Groups the indices of `rows` so that no two groups have an image in common.
 
-    Trials of one image are one measurement of it. Releases of a table toss their own coins on which
-    rows take part, so each is a group.
+    Trials of one image are one measurement of it. Each release of a table is a group of its own,
+    since it tosses its own coins on which rows take part. Groups and indices ascend.
     """
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
@@ -158,9 +153,10 @@ def units(rows: Sequence[ResultRow]) -> list[list[int]]:
 def leaderboard_rows(
     folders: Iterable[Path | str], *, confidence: float = 0.95
 ) -> list[LeaderboardRow]:
-    """Aggregates all runs below `folders`, sorted by comparison, defense and strength of attack.
+    """Returns the leaderboard of all runs below `folders`: a row for each attack on a defense.
 
-    Intervals hold at this `confidence`.
+    Rows are sorted by comparison, defense and strength of attack. Intervals hold at this
+    `confidence`.
 
     Raises:
         ReportError: a folder holds no results, or a file in it is damaged.
@@ -169,7 +165,7 @@ def leaderboard_rows(
 
 
 def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[LeaderboardRow]:
-    """Aggregates rows that are already read, as `leaderboard_rows` does.
+    """Returns the leaderboard of `rows` that are already read, as `leaderboard_rows` does.
 
     Intervals hold at this `confidence`.
     """
@@ -524,10 +520,10 @@ def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> floa
 def accuracy_of(
     evaluated: Sequence[UtilityOf | RoundRow], *, confidence: float = 0.95
 ) -> Accuracy | None:
-    """Returns the accuracy of the mean over runs with its interval at this `confidence`.
+    """Returns the mean accuracy over runs, with its interval at this `confidence`.
 
-    The interval is for the runs' test set; if they differ, for the smallest. None if a run does not
-    say what it was tested on.
+    The interval is that of the runs' test set, the smallest if they differ. The result is None if
+    nothing was tested, or a run does not say what it was tested on.
     """
     measured = [u for u in evaluated if u.test_accuracy is not None]
     sizes = [

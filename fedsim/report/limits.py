@@ -45,14 +45,14 @@ def broken_limits(
     """Returns a line for each limit that a defense of these runs does not keep to.
 
     Args:
-        folders: Of runs.
-        max_psnr: dB that the best image of any attack may have.
-        max_gain: dB over guessing and over another update that any attack may gain on average: the
+        folders: Folders of runs, or that hold folders of runs.
+        max_psnr: Largest PSNR, dB, that the best image of any attack may have.
+        max_gain: Largest mean gain, dB, of any attack over guessing and over another update. The
             upper end of the interval counts, or the best trial where there is none.
-        max_epsilon: ε of all releases of a run. A claim that is no differential privacy keeps to no
-            limit, nor does one with a δ above `LARGEST_DELTA`, or one that an audit or a
-            membership attack refutes.
-        defenses: Names of those that count; by default all but the undefended.
+        max_epsilon: Largest ε of all releases of a run. A claim keeps to no limit if it is no
+            differential privacy, has a δ above `LARGEST_DELTA`, or is refuted by an audit or a
+            membership attack.
+        defenses: Names of the defenses that count; by default all but the undefended.
 
     Raises:
         ReportError: a folder holds no results, a defense is in none, no limit is given, or one is
@@ -103,14 +103,15 @@ def broken_limits(
 
 
 def grown(before: Path | str, after: Path | str) -> list[str]:
-    """Returns a line for what leaks more in `after` than in `before`, or was measured otherwise.
+    """Returns a line for each thing that leaks more in `after`, or was measured otherwise.
 
-    A mean leaks more if it lies beyond the earlier interval (or the best trial, where there is
-    none), or by as much as counts as a leak. So does a trial, or an image, that certainly leaks and
-    of which there was none; more certificates; a larger ε or δ, or an ε of another unit or of other
-    neighbours; and a leak that was not measured before.
-    Other data, settings or attack parameters under one name are lines, too, and so is what is not
-    measured any more.
+    Both are folders of a run, or of a sweep. A mean leaks more if it lies beyond the earlier
+    interval (or beyond the best trial without one), or grows by as much as counts as a leak.
+
+    More leaks, too, if a trial or an image certainly leaks and none did, if there are more
+    certificates, or if a leak was not measured before. So it does with a larger ε or δ, or an ε of
+    another unit or other neighbours. Other data, settings or attack parameters under one name are
+    lines as well, and so is what is not measured any more.
 
     Raises:
         ReportError: a folder holds no results, or they have no attack on a defense in common.

@@ -146,13 +146,13 @@ class Store(ABC):
 
     @classmethod
     def load(cls) -> None:
-        """Imports the package; whatever goes wrong is raised."""
+        """Imports the package; errors of the import are raised as they are."""
         os.environ.update(cls.environment)
         importlib.import_module(cls.package)
 
     @abstractmethod
     def write(self, run: LoggedRun) -> None:
-        """Copies one run; whatever goes wrong is raised."""
+        """Copies one run into `folder`; errors of the package are raised as they are."""
 
 
 @final
@@ -266,7 +266,7 @@ def chosen(names: Sequence[str]) -> list[Store]:
 def log_run(folder: Path | str, stores: Sequence[Store]) -> list[str]:
     """Copies a finished run, or all variants of a sweep, to `stores`.
 
-    Returns a line for each tool that failed, with the reason: nothing of the run is lost by that.
+    The result has a line for each tool that failed, with the reason. The run itself stays whole.
 
     Raises:
         ReportError: `folder` holds no results, or a file in it is damaged.

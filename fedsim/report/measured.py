@@ -30,12 +30,12 @@ class Measured:
 
     @property
     def heading(self) -> str:
-        """Names the metric as a column does, without its unit."""
+        """Name of the metric as a column has it, without its unit."""
         return heading_of(self.metric)
 
     @property
     def words(self) -> str:
-        """Names the metric and its value."""
+        """Text of the metric's name and value."""
         return f"{self.heading} {self.value}"
 
 
@@ -45,7 +45,7 @@ def heading_of(metric: Metric) -> str:
 
 
 def metrics_of(row: LeaderboardRow) -> list[Measured]:
-    """Returns the figures of all metrics that `row` has, the one that ranks it first."""
+    """Returns the figures of all metrics that `row` has; the one that ranks the row comes first."""
     names = [name for name, summary in row.metrics.items() if summary]
     names.sort(key=lambda name: name != row.ranked_by)
     return [measure_row(row, name) for name in names]
@@ -54,7 +54,7 @@ def metrics_of(row: LeaderboardRow) -> list[Measured]:
 def measure_row(row: LeaderboardRow, name: str) -> Measured:
     """Returns the figures of metric `name` of `row`.
 
-    Where every trial failed there is nothing but the guess.
+    Where every trial failed, only the guess has a figure, and the rest are dashes.
     """
     metric, over = METRICS[name], row.above_other(name)
     guess = row.baseline.get(name)
@@ -81,7 +81,7 @@ def measure_row(row: LeaderboardRow, name: str) -> Measured:
 
 
 def excess(row: LeaderboardRow, name: str) -> float | None:
-    """Returns by how much the mean of metric `name` leaks more than the guess; None without one."""
+    """Returns the mean gain of metric `name` over the guess; None without a value or a guess."""
     if paired := row.above_guess(name):
         return paired.mean
     metric, value, guess = METRICS[name], row.metrics.get(name), row.baseline.get(name)

@@ -56,6 +56,7 @@ class _Messages(Formatter):
     """Formats the values of a message as its fields ask."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
+        """Returns `value` as `format_spec` asks: a name of `_FORMATS`, `count NOUN` or `number`."""
         name, _, argument = format_spec.partition(" ")
         if name == "count":
             return number_of(value, argument)
@@ -86,7 +87,7 @@ _FORMATTER = _Messages()
 def fill(message: str, **values: Any) -> str:
     """Returns `message` with each `{name}` replaced by the value of that name.
 
-    Fields may ask for a format of `_FORMATS`, as `{share:percent}`, or for `count` or `number`.
+    A field may name a format of `_FORMATS`, as `{share:percent}`, or `count` or `number`.
     """
     return _FORMATTER.vformat(message, (), values)
 
@@ -117,7 +118,7 @@ def _standing_labels(verdict: Verdict) -> str:
 
 
 def lead(verdict: Verdict) -> str:
-    """Words the beginning of the sentence: who gets what behind which defense."""
+    """Words the beginning of `sentence`: who gets what behind which defense."""
     where = "Without a defense" if verdict.undefended else f"Behind {verdict.defense}"
     if verdict.finding == "no answer" and verdict.labels_stand:
         return f"{where}, labels are recovered; of their inputs nothing can be said"
@@ -125,7 +126,7 @@ def lead(verdict: Verdict) -> str:
 
 
 def describe_attack(verdict: Verdict) -> str:
-    """Words who gets what of an attack."""
+    """Words which attacker gets what by the strongest attack on the defense."""
     if verdict.finding in ("failed", "unknown", "no answer"):
         return describe_gets(verdict)
     row = verdict.strongest
@@ -134,14 +135,14 @@ def describe_attack(verdict: Verdict) -> str:
 
 
 def brief(verdict: Verdict) -> str:
-    """Words the sentence without evidence, costs and guarantee, for a terminal."""
+    """Words `sentence` without evidence, costs and guarantee, for a terminal."""
     if verdict.finding == "no answer":
         return f"{lead(verdict)}: {_reason(verdict)}."
     return f"{lead(verdict)}; {describe_reliance(verdict)}."
 
 
 def grounds(verdict: Verdict) -> list[tuple[str, str]]:
-    """Returns (name, words) of each thing that stands under `brief`."""
+    """Returns (name, words) of each line below `brief`: evidence, knowledge, costs, promise."""
     # A certificate needs no control: the attacker has it before anybody scores.
     knows = ("It knows", describe_certificates(verdict.certificates))
     if verdict.finding == "no answer":
@@ -155,12 +156,12 @@ def grounds(verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def describe_told(verdict: Verdict) -> list[str]:
-    """Words what was measured of labels, members and others, whatever leaks."""
+    """Words, in a clause each, what was measured of labels, members and others."""
     return [describe_shown(shown) for shown in verdict.told.values()]
 
 
 def describe_gets(verdict: Verdict) -> str:
-    """Words what the attacker gets."""
+    """Words what the attacker gets by the strongest attack on the defense."""
     row, finding = verdict.strongest, verdict.finding
     times = "at times" if verdict.is_rare else "on average"
     if verdict.leaking and verdict.leaking.count:
@@ -208,7 +209,7 @@ def _reason(verdict: Verdict) -> str:
 
 
 def describe_cautions(judged: Verdict | Judgement) -> list[str]:
-    """Words what to know before a verdict or a whole judgement is believed."""
+    """Words, in a clause each, what to know before a verdict or a judgement is believed."""
     if isinstance(judged, Judgement):
         first, *others = map(describe_cautions, judged.verdicts)
         return [text for text in first if all(text in other for other in others)]
@@ -339,7 +340,7 @@ def describe_shown(shown: Shown) -> str:
 
 
 def describe_certificates(shown: Shown | None) -> str:
-    """Words of how many images an attacker knows that its answer is right, without any truth."""
+    """Words of how many images an attacker knows that its answer is right; empty for None."""
     stated = shown and shown.row.certificates
     if not shown or not stated:
         return ""
@@ -474,7 +475,7 @@ def describe_failure(failure: Failure) -> str:
 
 
 def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]:
-    """Maps each comparison from which nothing follows to the reason.
+    """Returns comparison -> reason for each comparison from which nothing follows.
 
     Its control did not pass, or its runs have not ended.
     """
@@ -488,8 +489,8 @@ def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]
 def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> list[str]:
     """Returns why comparisons among `rows` prove nothing; empty if every control passed.
 
-    Each is judged by itself: one whose attacks do not work says nothing of another. `unended` says
-    whether those count whose runs have not ended.
+    Each comparison is judged by itself. `unended` says whether comparisons count whose runs have
+    not ended. Without rows the result has one line that says so.
     """
     if not rows:
         return ["no positive control: there are no results"]

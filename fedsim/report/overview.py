@@ -39,14 +39,17 @@ class Recovery:
 
     round: int
     client: int
-    """Negative if it was attacked in a sum of several clients' updates."""
+    """Number of the client; negative for an image attacked in a sum of clients' updates."""
     truth: Tensor
     """(C, H, W) pixels in [0, 1], as `image`."""
     image: Tensor
     psnr: float
 
     def is_of(self, victim: Recovery) -> bool:
-        """Whether it is of the same image, of the same client where both are of one."""
+        """Whether both are of the same image in the same round.
+
+        Two known clients have to be the same, too.
+        """
         other_client = min(self.client, victim.client) >= 0 and self.client != victim.client
         same_round = self.round == victim.round and not other_client
         return same_round and torch.equal(self.truth, victim.truth)
@@ -60,7 +63,7 @@ class ShownDefense:
     recoveries: list[Recovery]
 
     def find(self, victim: Recovery) -> Recovery | None:
-        """Returns what became of the image of `victim`; None if no trial attacked it."""
+        """Returns the recovery of the image of `victim`; None if no trial attacked that image."""
         return next((each for each in self.recoveries if each.is_of(victim)), None)
 
 
@@ -95,8 +98,8 @@ def save_overview(folder: Path) -> Path | None:
 def choose_defenses(runs: Sequence[StoredRun]) -> list[ShownDefense]:
     """Returns the strongest attack on each defense, as the leaderboard ranks those with images.
 
-    They are of the smallest batch size, of the first and the last attacked round, and of the first
-    threat model and watcher: no stack is compared with another under another one.
+    All are of the smallest batch size, and of the first and the last attacked round. All have the
+    threat model and vantage of the first row, so that stacks can be compared.
 
     Raises:
         FedsimError: a reconstruction is damaged.
@@ -127,7 +130,7 @@ def _read_pairs(path: Path) -> list[tuple[Tensor, Tensor, float]]:
 
 
 def choose_victims(recoveries: Sequence[Recovery]) -> list[Recovery]:
-    """Returns all images of each round or, of many, the worst, the median and the best by PSNR."""
+    """Returns all images of each round; of many only the worst, median and best by PSNR."""
     victims = []
     for round in sorted({each.round for each in recoveries}):
         own = [each for each in recoveries if each.round == round]

@@ -79,8 +79,8 @@ def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
     """Returns the page of `content`.
 
     Args:
-        content: What it shows.
-        live: Whether it asks the server that it came from for newer figures.
+        content: What the page shows.
+        live: Whether the page asks the server that it came from for newer figures.
         problem: Why newer figures cannot be read; empty if they can.
     """
     script = _text("page.js")
@@ -96,7 +96,10 @@ def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
 
 
 def render(template: str, content: Content, **context: object) -> str:
-    """Returns what `template` makes of `content`; all that it shows is escaped."""
+    """Returns the HTML that a template of this package makes of `content`, all values escaped.
+
+    `template` is the name of its file, and `context` has further values by name.
+    """
     keys = [term.key for term in content.terms]
     page = _environment().get_template(template)
     own = {
@@ -108,12 +111,12 @@ def render(template: str, content: Content, **context: object) -> str:
 
 
 def read_style() -> str:
-    """Returns the stylesheet of every page."""
+    """Returns the CSS of every page."""
     return _text("page.css")
 
 
 def policy(script: str, live: bool = False) -> str:
-    """Returns the content security policy of a page with this script and no other.
+    """Returns the content security policy of a page whose only script has the text `script`.
 
     A `live` page may also ask its server for news.
     """

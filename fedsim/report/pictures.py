@@ -50,21 +50,24 @@ def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | N
     """Writes a PNG: the truths above, each one's reconstruction below it.
 
     Args:
-        path: of the PNG.
+        path: File of the PNG.
         truth: (N, C, H, W) pixels in [0, 1], C = 1 or 3.
-        reconstruction: likewise, in matched order.
-        factor: side of the square that each pixel becomes, of the same value rounded to 8 bits;
-            default: `enlargement`.
+        reconstruction: Pixels of the same shape, in the order of the truths.
+        factor: Side of the square that each pixel becomes; by default `enlargement`.
 
     Raises:
-        ScoringError: these are no pixels.
-        ReportError: the two differ in shape, or have another number of channels.
+        ScoringError: a tensor holds no pixels.
+        ReportError: the two differ in shape, or C is neither 1 nor 3.
     """
     write_bytes(path, encode_png(grid_of(*_as_bytes(truth, reconstruction), factor)))
 
 
 def grid_of(truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> Tensor:
-    """Sets (N, H, W, C) truths above their reconstructions, as one (H', W', C) image of uint8."""
+    """Returns one (H', W', C) uint8 image with the truths above their reconstructions.
+
+    Both tensors are (N, H, W, C) uint8. Each pixel becomes a square of side `factor`, by default
+    `enlargement`.
+    """
     factor = factor or enlargement(*truth.shape[1:3])
     rows = []
     for images in (truth, reconstruction):
@@ -90,7 +93,7 @@ def save_grids(folder: Path) -> int:
 
 
 def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
-    """Returns where a row's reconstruction lies; None if it has none. Never outside `folder`."""
+    """Returns the file of a row's reconstruction, inside `folder`; None if there is none."""
     if row.observation is None:
         return None
     stack, _, rest = row.observation.partition("/")
@@ -117,7 +120,7 @@ class Pair:
 
     @property
     def reconstruction(self) -> str:
-        """What the attack made of it, likewise."""
+        """The attack's answer as a `data:` address, one image pixel per pixel."""
         return _uri(self.pixels[1])
 
 
@@ -137,7 +140,7 @@ class Plate:
     """Why the pictures cannot be read; empty if they can."""
 
     def grid(self) -> Tensor:
-        """Returns its pairs as one (H, W, C) image of uint8, see `grid_of`."""
+        """Returns the pairs as one (H, W, C) uint8 image, see `grid_of`."""
         truths, images = zip(*(pair.pixels for pair in self.pairs), strict=True)
         return grid_of(torch.stack(truths), torch.stack(images))
 
@@ -145,12 +148,12 @@ class Plate:
 def plates_of(
     rows: Sequence[LeaderboardRow], runs: Iterable[StoredRun]
 ) -> tuple[dict[str, Plate], int]:
-    """Returns the plates of a page by the cell of their row, and how many it has no room for.
+    """Returns `LeaderboardRow.cell` -> plate, and the number of plates that have no room.
 
     All rows of one comparison, batch size and round show the same image first, so that defenses
-    can be compared: of the first of these rows, which is undefended where one is, the median image
-    of the median trial. A row that did not attack it shows its own median trial. The strongest
-    attacks come first; others have none once the images are as many as `PIXELS` allows.
+    can be compared. It is the median image of the median trial of the first of these rows, which
+    is undefended where one is. A row that did not attack that image shows its own median trial. The
+    strongest attacks come first, until the page has `PIXELS` pixels.
     """
     scored = scored_trials(runs)
     victims: dict[tuple[object, ...], str | None] = {}
@@ -182,7 +185,7 @@ def _place(row: LeaderboardRow) -> tuple[object, ...]:
 
 
 def scored_trials(runs: Iterable[StoredRun]) -> dict[str, list[Trial]]:
-    """Maps cells to their trials with a scored reconstruction of images, by their PSNR."""
+    """Returns `ResultRow.cell` -> the cell's trials with scored images, by ascending PSNR."""
     found: dict[str, list[tuple[float, ResultRow, Path]]] = {}
     for run in runs:
         for row in run.rows:
@@ -261,7 +264,7 @@ def _uri(image: Tensor) -> str:
 
 
 def encode_png(image: Tensor) -> bytes:
-    """Encodes a (H, W, C) uint8 image as PNG."""
+    """Returns a (H, W, C) uint8 image, C = 1 or 3, as the bytes of a PNG."""
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -115,7 +115,7 @@ _COLUMNS = (
 def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
     """Returns the leaderboard as text, a table per comparison, then what columns mean.
 
-    Lines have at most `width` characters, with `color` or without.
+    Lines have at most `width` characters; `color` adds ANSI codes.
     """
     from rich.console import Console
     from rich.text import Text
@@ -286,13 +286,13 @@ def render(
     """Returns the leaderboard `rows` as text.
 
     Args:
-        rows: of the leaderboard.
-        format: of the text.
-        width: of a table, in characters.
-        color: whether a table has ANSI codes.
-        awaited: why no row is there yet; None if there are some, or never will be.
-        unfinished: of JSON, a line for each run that has not ended, or is not scored to its end.
-        judged: of JSON, the judgement of each comparison; by default of the rows alone.
+        rows: Rows of the leaderboard.
+        format: Format of the text.
+        width: Width of a table, in characters.
+        color: Whether a table has ANSI codes.
+        awaited: Why no row is there yet; None if there are some, or never will be.
+        unfinished: For JSON, a line for each run that has not ended, or is not scored to its end.
+        judged: For JSON, the judgement of each comparison; by default that of the rows alone.
     """
     if format == "json":
         return _json(rows, awaited, unfinished, judgements(rows) if judged is None else judged)

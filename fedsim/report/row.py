@@ -175,7 +175,7 @@ class LeaderboardRow:
 
     @property
     def comparison(self) -> Comparison:
-        """Identifies the comparison; only rows of one comparison are ranked together."""
+        """Key of the comparison; only rows of one comparison are ranked together."""
         watcher = watcher_of(self.vantage)
         return (self.scenario, self.variant, self.dataset, self.model, self.threat, watcher)
 
@@ -186,9 +186,9 @@ class LeaderboardRow:
 
     @property
     def sight(self) -> str:
-        """Names what is seen: "masked" (a part of a secure sum), else the vantage.
+        """Name of what is seen: "masked" (a part of a secure sum), else the vantage.
 
-        It is empty for a client's update as the server sees it, which is the usual case.
+        The name is empty for a client's update as the server sees it, which is the usual case.
         """
         if self.masked:
             return "masked"
@@ -196,13 +196,13 @@ class LeaderboardRow:
 
     @property
     def attack_on(self) -> str:
-        """Names the attack, and what it is on behind defenses that combine updates."""
+        """Name of the attack; `sight` follows where the defense combines clients' updates."""
         combined = self.masked or self.vantage == "aggregate"
         return f"{self.attack} ({self.sight})" if combined else self.attack
 
     @property
     def population(self) -> str:
-        """Says of what an interval of this line is: its trials vary images, and little else."""
+        """Text that names the networks and clients that this line's intervals are of."""
         clients = number_of(self.clients, "client")
         if self.networks > 1:
             return f"of {self.networks} networks" + f" and {clients}" * (
@@ -213,14 +213,14 @@ class LeaderboardRow:
 
     @property
     def standing(self) -> tuple[float, ...]:
-        """Sort key of attacks: `strength`, behind whether a trial worked and is not `blind`."""
+        """Sort key of attacks: whether a trial worked, whether not `blind`, then `strength`."""
         return (float(self.n_ok > 0), float(not self.blind), *self.strength)
 
     @property
     def target(self) -> Target:
         """Target by which the attack is ranked: the first one that it answered.
 
-        Without any, it is the one that such attacks are after.
+        Without an answer, that is the target `main`.
         """
         for name, target in ranking_targets().items():
             answered = self.metrics[name] if target.ranks_by == "mean" else self.gains.get(name)
@@ -242,17 +242,16 @@ class LeaderboardRow:
     def blind(self) -> bool:
         """Whether the attack does no better on this update than on another one.
 
-        It then may read nothing off this update. Judged by the lower end of the interval of the
-        metric that ranks it. A trial that no attack gains by chance proves that the attack reads
-        the update.
+        Such an attack may read nothing off this update. The lower end of the interval of the metric
+        that ranks the attack decides. A trial that no attack gains by chance proves that the attack
+        reads the update.
         """
         return self.is_blind_by(self.ranked_by)
 
     def is_blind_by(self, name: str) -> bool:
-        """Whether it is `blind` by metric `name`.
+        """Whether the attack is `blind` by metric `name`.
 
-        Another batch of the same client tells nothing: look-alikes are drawn as well from it. What
-        then remains is `undecided`.
+        Another batch of the same client makes no attack blind: data of one client look alike.
         """
         over = self.above_other(name)
         lost = over is not None and over.certain <= 0 and self.control != "batch"
@@ -260,26 +259,30 @@ class LeaderboardRow:
 
     @property
     def is_decided(self) -> bool:
-        """Whether a control could tell what was read from what was known."""
+        """Whether a control tells what was read off the update from what was known before."""
         return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:
-        """Returns by how much metric `name` leaks more of its own update than of another.
+        """Returns the gain in metric `name` over the same attack's answer to another update.
 
-        It is None without that control, and for metrics that have none.
+        The result is None without that control, and for a metric that ranks no attack.
         """
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
-        """Returns by how much metric `name` leaks more than the guess, trial by trial.
+        """Returns the gain in metric `name` over the guess, trial by trial.
 
-        It is None where that was not measured, and where only means are compared.
+        The result is None where nothing was measured, for a metric that ranks no attack, and where
+        only means are compared.
         """
         target = ranking_targets().get(name)
         return self.gains.get(name) if target and target.ranks_by != "mean" else None
 
     def limit(self, name: str) -> float | None:
-        """Returns the most of metric `name` that the privacy claim allows, if it bounds it."""
+        """Returns the most of metric `name` that the privacy claim allows.
+
+        The result is None if the claim bounds nothing of it, or the metric was not measured.
+        """
         return self.limits.get(name) if self.metrics[name] else None
 
     @property
@@ -305,13 +308,13 @@ class LeaderboardRow:
 
     @property
     def other(self) -> str:
-        """Words what the attack is compared with besides the guess."""
+        """Text that names what the attack is compared with besides the guess."""
         return OTHERS.get(self.control, "another update")
 
     def guess_of(self, name: str) -> float:
-        """Returns the mean guess of metric `name`, or the value of an answer without knowledge.
+        """Returns the guess's mean of metric `name`, or else the value of an uninformed answer.
 
-        It is never 0, so that shares of it stay finite.
+        The result is never 0, so that shares of it stay finite.
         """
         guess, metric = self.baseline[name], METRICS[name]
         guess = (metric.uninformed or 0.0) if guess is None else guess
@@ -326,7 +329,7 @@ class LeaderboardRow:
 
     @property
     def warnings(self) -> list[str]:
-        """Lists what a reader must know before believing a figure of this line."""
+        """Texts that a reader must know before believing a figure of this line."""
         problems = (self.learning_problem, self.guess_problem, self.no_control)
         return [problem for problem in problems if problem]
 
@@ -340,15 +343,16 @@ class LeaderboardRow:
 
     @property
     def strength(self) -> tuple[float, ...]:
-        """Values that rank attacks, the first deciding: one for each metric that ranks.
+        """Values that rank attacks, one for each metric that ranks; the first one decides.
 
-        Of images the gain in dB that is due to this update, of features the share of their span
-        that was recovered, of labels and members the gain; -inf for what an attack does not answer.
+        For images the value is the gain in dB that is due to this update, and for features the
+        share of their span that was recovered. For labels and members it is the gain over the
+        guess. What an attack does not answer has -inf.
         """
         return tuple(self.strength_by(name) for name in ranking_targets())
 
     def strength_by(self, name: str) -> float:
-        """Returns what ranks attacks by metric `name`; -inf of an attack without a value of it."""
+        """Returns the value that ranks the attack by metric `name`; -inf if it has none."""
         target = ranking_targets()[name]
         uninformed = target.ranking.uninformed
         if target.ranks_by == "mean":
@@ -374,12 +378,12 @@ class LeaderboardRow:
 
     @property
     def over_other(self) -> Summary | None:
-        """Gain over another update: the part of `gain` that is due to this one."""
+        """Gain of the main target over another update."""
         return self.over_others.get(self.main.ranking.name)
 
     @property
     def likeness(self) -> Mapping[str, Likeness]:
-        """Metrics of likeness, where they were measured beside a guess."""
+        """Metric of likeness -> its gains, for those that were measured beside a guess."""
         return {
             name: Likeness(over_guess=self.gains[name], own=self.own_gains[name])
             for name in self.main.likeness
@@ -388,13 +392,13 @@ class LeaderboardRow:
 
 
 def population_of(rows: Sequence[LeaderboardRow]) -> str:
-    """Says of what the intervals of `rows` are, of all lines at once where these agree."""
+    """Returns a text that names what the intervals of `rows` are of, see `population`."""
     populations = {row.population for row in rows}
     return min(populations) if len(populations) == 1 else "of the networks and clients of each line"
 
 
 def by_comparison(rows: Sequence[LeaderboardRow]) -> dict[Comparison, list[LeaderboardRow]]:
-    """Groups rows that may be ranked together, in their order."""
+    """Returns comparison -> its rows, both in the order of `rows`."""
     groups: dict[Comparison, list[LeaderboardRow]] = {}
     for row in rows:
         groups.setdefault(row.comparison, []).append(row)

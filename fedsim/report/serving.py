@@ -71,8 +71,8 @@ class WatchedPage:
     def current(self) -> tuple[bytes, str]:
         """Returns the page of the folders as they are now, and a tag that no other page has.
 
-        While they cannot be read, as before the first result, it is that of the last time and says
-        why.
+        While the folders cannot be read, as before the first result, the page is the last one that
+        could be made, and says why.
         """
         with self._lock:
             signature = self._sign()
@@ -153,7 +153,7 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/{query}"
 
     def process_request_thread(self, request: object, client_address: object) -> None:
-        """Answers one request, once it is its turn."""
+        """Answers one request, once fewer than the most are being answered."""
         with self._places:
             super().process_request_thread(request, client_address)  # type: ignore[arg-type]
 
@@ -172,15 +172,15 @@ def serve(
     """Serves the page until it is interrupted.
 
     Args:
-        folders: of runs, or that hold folders of runs.
-        host: to listen on; off the loopback interface a new token is made.
-        port: 0 for any free one.
-        demand_token: whether a token is needed on the loopback interface, too.
-        on_ready: is called once the server listens.
+        folders: Folders of runs, or that hold folders of runs.
+        host: Name or address to listen on; off the loopback interface a new token is made.
+        port: Port to listen on; 0 for any free one.
+        demand_token: Whether a token is needed on the loopback interface, too.
+        on_ready: Function that is called with the server once it listens.
 
     Raises:
         FedsimError: a folder is missing.
-        RunFailed: the address is taken, or is none of this machine's.
+        RunFailed: the address is taken, or is not one of this machine.
     """
     needed = demand_token or not is_loopback(host)
     token = secrets.token_urlsafe(24) if needed else None
@@ -226,9 +226,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._deadline.cancel()
 
     def do_GET(self) -> None:
+        """Answers with the page."""
         self._answer(with_body=True)
 
     def do_HEAD(self) -> None:
+        """Answers as `do_GET` does, without the page itself."""
         self._answer(with_body=False)
 
     def log_message(self, format: str, *args: object) -> None:

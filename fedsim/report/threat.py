@@ -61,7 +61,7 @@ class ThreatModel:
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the honest server with neither more nor less than the default."""
+        """Whether the attacker is the honest server with neither more nor less than the default."""
         return self == HONEST
 
     @property
@@ -77,7 +77,7 @@ class ThreatModel:
 
     @property
     def differs(self) -> str:
-        """Words of what it had beyond the default: `, granted labels=known`; empty if nothing."""
+        """Text of what differs from the default, as `, granted labels=known`; else empty."""
         parts = [
             f", with {', '.join(self.within)}" if self.within else "",
             f", granted {', '.join(self.beyond)}" if self.beyond else "",
@@ -98,8 +98,7 @@ two never."""
 def threat_model_of(row: ResultRow) -> ThreatModel:
     """Returns the threat model of a row, from all that the row says was granted.
 
-    What this version does not know, of a later version or of a third party, counts as granted
-    beyond the honest server's.
+    A grant that this version does not know counts as beyond the honest server's.
     """
     default = Grant().model_dump()
     within: list[str] = []
@@ -119,7 +118,7 @@ _OWN = "own "
 
 
 def is_own(entry: str) -> bool:
-    """Whether an entry of what an attacker had is what the attack brought, and was not granted."""
+    """Whether an entry of `ThreatModel.beyond` was brought by the attack, and not granted."""
     return entry.startswith(_OWN)
 
 
@@ -138,9 +137,9 @@ def _sort(entries: Iterable[str]) -> tuple[str, ...]:
 
 
 def unknown_grants(threat: ThreatModel) -> list[str]:
-    """Returns what a threat model has that the meanings of grants do not word.
+    """Returns the entries of `threat.beyond` that no grant of this version has.
 
-    That is what an attack brought along, and grants that this version does not know.
+    They are what an attack brought along, and grants of other versions.
     """
     known = Grant.model_fields
     return [entry for entry in threat.beyond if entry.partition("=")[0] not in known]
@@ -152,10 +151,8 @@ def unknown_grants(threat: ThreatModel) -> list[str]:
 def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str:
     """Names who attacks, with all that the threat model adds to what this attacker has.
 
-    `vantage` is where it stands.
-
-    A server that altered the model is never called just a server. `masked` says whether it sees a
-    client's part of a secure sum.
+    `vantage` is where the attacker stands, as `server`. `masked` says whether a server sees a
+    client's part of a secure sum. A server that altered the model is called malicious.
     """
     done = _DONE[threat.server]
     if vantage in ("client", "eavesdropper"):
@@ -169,10 +166,10 @@ def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str
 
 
 def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = ()) -> str:
-    """Words a comparison, its threat model unless that is the honest server, and who else looks.
+    """Returns a comparison's name, as `quickstart (training.mode=eval), faces, convnet`.
 
-    For instance `quickstart (training.mode=eval), faces, convnet`. The honest server is named, too,
-    if the comparison is shown `beside` any of another threat model.
+    Threat model and vantage follow unless they are the honest server's. The honest server is named,
+    too, if the comparison is shown `beside` one of another threat model.
     """
     scenario, variant, dataset, model, threat, watcher = comparison
     done = f", {threat.server} by a malicious server" if threat.malicious else ""
@@ -187,7 +184,7 @@ def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = (
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
-    """Returns what the attacker sees, knows, is granted and is refused: (verb, plain words)."""
+    """Returns (verb, words) of what the attackers of `rows` see, know, are granted and refused."""
     if not rows:
         return []
     texts = read_texts()

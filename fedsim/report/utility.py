@@ -59,7 +59,10 @@ def attacks_nothing(runs: Sequence[StoredRun]) -> bool:
 
 
 def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
-    """Returns a row for each variant and defense, in the order of the runs and their rounds."""
+    """Returns a row for each variant and defense, in the order of the runs and their rounds.
+
+    Runs that differ in their seed alone share a row.
+    """
     cells: dict[tuple[str, str], list[RoundRow]] = {}
     audited: dict[tuple[str, str], list[float]] = {}
     closed: set[tuple[str, str]] = set()  # of learners that release in closed form
@@ -92,7 +95,7 @@ def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
 
 
 def describe(rows: Sequence[UtilityRow]) -> str:
-    """Words each row in a line, and its warning in another."""
+    """Returns a text with a line for each row, followed by a line for its warning if any."""
     lines = []
     for row in rows:
         parts = [f"ε {format_claim(row.epsilon, row.delta, row.unit, row.relation)}"]
