@@ -1,12 +1,12 @@
 """Derives every random stream from (seed, path), so that order of execution never matters.
 
 A path is such as `("batch", round, client)`. Streams of neighbouring paths are unrelated, as they
-are digests of different texts, and a stream is the same in every process and on every engine. A
+are digests of different texts. A stream is the same in every process and on every engine. A
 stream's whole state is a digest: no two of them meet by chance.
 
 What protects people is drawn by `normal`, `uniform` and `signs`, from AES-256 in counter mode under
 a key of the stream's own: nobody can tell the rest from a part of it. In a simulation that key
-follows from the scenario's seed, so that a scenario always gives the same bytes; such noise is
+follows from the scenario's seed, so that a scenario always gives the same bytes. Such noise is
 reproducible, and it protects nobody outside of the simulation. `Stream.secret` has a key that no
 seed gives.
 """

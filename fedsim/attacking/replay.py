@@ -61,19 +61,18 @@ def attack(
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
         threads: Number of threads that compute, at least 1; with as many as the recorded run had
             (`threads` of its scenario), results are the same to the byte.
-        truth: What the client really used, as (images, labels): pixels in [0, 1] of shape
-            (N, C, H, W), and N integers. Or the run's folder that holds `truth/`, and the public
-            images; for a recording given by path it is found by itself. Without truth nothing is
-            scored.
+        truth: What the client really used, as (images, labels): pixels in [0, 1] of shape (N, C, H,
+            W), and N integers. Or the run's folder that holds `truth/`, and the public images; for
+            a recording given by path it is found by itself. Without truth nothing is scored.
         on_progress: Called with the attack's progress now and then.
 
     Returns:
-        The reconstruction, and a row with the observation's id, the resolved attack, the kind of
-        server, knowledge, metrics (null without truth), how many images are `missing` from the
-        reconstruction, which no metric of images is of (null without truth), the `certificate`
-        (what the attack says that it knows; null if it says nothing), which other attack its
-        features are by (`features_by`), how many `stages` it cut the body into, the
-        `simulation_error` (null without truth), and cost.
+        The reconstruction, and a row. The row has the id of the `observation`, the resolved
+            `attack`, the kind of `server`, the granted `knowledge`, and the `cost`. Null without
+            truth are `metrics`, the number of images that are `missing` from the reconstruction and
+            left out of metrics, and the `simulation_error`. The `certificate` is what the attack
+            says that it knows; null if it says nothing. `features_by` names another attack that the
+            features are from. `stages` is the number of stages that the attack cut the body into.
 
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
@@ -159,9 +158,9 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     """Returns how far the update that attacks simulate at the truth is from the recorded one.
 
     It is the L2 distance over the recorded update's length. It is 0 to rounding where attacks know
-    all of the client's training and defense. Something that they do not model makes it larger, and
-    so do noise and, of several steps, images that are not in the order of the steps. None where
-    there is no truth, the truth is of several clients, or batches vary in size.
+    all of the client's training and defense. Noise makes it larger, and so does whatever attacks do
+    not model. So do images that are not in the order of several steps. It is None where there is no
+    truth, the truth is of several clients, or batches vary in size.
     """
     training = observation.training
     parts = training.steps if training.batches == "different" else 1

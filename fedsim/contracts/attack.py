@@ -252,7 +252,7 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
     """Makes the attack registered as `name`, with `parameters` (others at their defaults).
 
     Raises:
-        PluginError: it is not installed, cannot be imported, or is no attack.
+        PluginError: `name` is not installed, cannot be imported, or is no attack.
     """
     cls = plugins.load("fedsim.attacks", name)
     if not issubclass(cls, Attack):

@@ -306,8 +306,8 @@ class ModelDefense(Plugin):
         """Returns the altered (body, head) of a model that was just built.
 
         New weights are drawn from torch's global stream. Parameters keep their names where the
-        parts that hold them stay in place, and attacks on the classifier look for the last
-        parameters `head.output.weight` and `head.output.bias`.
+        parts that hold them stay in place. Attacks on the classifier look for the last parameters
+        `head.output.weight` and `head.output.bias`.
 
         Args:
             body: Computes the features of (B, C, H, W), which are then flattened.
@@ -475,11 +475,11 @@ def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
 def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
     """Returns `update` plus `std` > 0 times the float64 `noise`, without its low bits.
 
-    The low bits of a float tell which values it can be a noisy version of (Mironov, On Significance
-    of the Least Significant Bits for Differential Privacy, CCS 2012). So the sum is taken in
-    float64 and rounded to a multiple of at most `std` / 2^18, and then to the type of the update.
-    Near 0, noise can have 10^9 values within one such step. Beyond 6.8 deviations, where one entry
-    in 10^11 lies, it has few or none.
+    The low bits of a float tell which values it can be a noisy version of. (Mironov, On
+    Significance of the Least Significant Bits for Differential Privacy, CCS 2012.) So the sum is
+    taken in float64 and rounded to a multiple of at most `std` / 2^18. Then it is rounded to the
+    type of the update. Near 0, noise can have 10^9 values within one such step. Beyond 6.8
+    deviations, where one entry in 10^11 lies, it has few or none.
     """
     return {
         name: without_low_bits(tensor.double() + std * noise[name], std).to(tensor.dtype)

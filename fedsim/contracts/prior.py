@@ -35,11 +35,11 @@ def bound_chances(
     """Returns for each radius a bound on the chance that one answer is so near to the candidate.
 
     The candidate is drawn uniformly. Candidates within r of one answer are within 2 r of each
-    other, so that no answer has more of them near than some candidate has within 2 r.
+    other. So no answer has more of them near than some candidate has within 2 r.
 
     Args:
         distances: (N, N) distances of a metric between candidates.
-        radii: radii in the same units.
+        radii: Radii in the same units.
         groups: (N,) what the attacker knows of the candidate, such as its label; its answer may
             differ by group. None: nothing.
     """

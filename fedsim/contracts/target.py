@@ -1,9 +1,10 @@
 """Defines the target contract: a kind of leak, and everything that is particular to it.
 
 A target is one file and one entry point of the group `fedsim.targets`. It says what of a client is
-answered (images, labels, who took part), what truth clients leave for its score, by which metrics
-an answer is scored and compared with the guess of somebody who saw no update, from which gain on it
-leaks, and what it is called. Scores, rows, leaderboard, page and glossary follow from that.
+answered (images, labels, who took part), and what truth clients leave for its score. It says by
+which metrics an answer is scored, and compared with the guess of somebody who saw no update. It
+says from which gain on an answer leaks, and what the leak is called. Scores, rows, leaderboard,
+page and glossary follow from that.
 """
 
 from __future__ import annotations

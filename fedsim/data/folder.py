@@ -167,8 +167,8 @@ class ImageFolder(DataSource):
         """Reads both splits.
 
         Raises:
-            FedsimError: no such folder, a split is empty, a file is damaged, sizes differ, a row of
-                `labels` is wrong, or the whole would not fit in 8 GiB.
+            FedsimError: there is no such folder, a split is empty, a file is damaged, sizes differ,
+                a row of `labels` is wrong, or all images together exceed 8 GiB.
         """
         with open_tree(from_home(self.path)) as tree:
             found = self._find_images(tree)

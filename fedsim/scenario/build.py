@@ -59,8 +59,8 @@ def plugin_class(group: str, name: str) -> type[Plugin]:
     """Returns the class registered as `name` in `group`, if a scenario can name it.
 
     Raises:
-        PluginError: it is not installed, cannot be imported, does not derive from the group's base
-            class, or has a parameter whose name is reserved.
+        PluginError: the class is not installed, cannot be imported, does not derive from the
+            group's base class, or has a parameter whose name is reserved.
     """
     cls = plugins.load_as(group, name, ROLES[group])
     for field in RESERVED[group]:
@@ -122,7 +122,7 @@ def build_learner(ref: PluginRef) -> Learner:
     """Builds the learner that `ref` names.
 
     Raises:
-        PluginError: it is not installed or cannot be imported.
+        PluginError: the learner is not installed or cannot be imported.
     """
     learner = plugin_class("fedsim.learners", ref.name).model_validate(ref.parameters)
     assert isinstance(learner, Learner)
@@ -133,8 +133,8 @@ def build_engine(name: str) -> Engine:
     """Builds the engine that `federation.engine` names.
 
     Raises:
-        PluginError: it is not installed, cannot be imported, or has parameters, which no scenario
-            sets.
+        PluginError: the engine is not installed, cannot be imported, or has parameters, which no
+            scenario sets.
     """
     cls = plugin_class("fedsim.engines", name)
     if cls.model_fields:

@@ -405,7 +405,7 @@ def make_release(
 
     Raises:
         PluginError: the learner or a defense is not installed.
-        FedsimError: they do not fit each other.
+        FedsimError: learner and defenses do not fit each other.
         ValueError: several clients' releases are not combined.
     """
     stack = build_stack([reference(member) for member in defense])
@@ -454,7 +454,7 @@ def make_kernel_release(
 
     Raises:
         PluginError: a defense is not installed.
-        FedsimError: they do not fit each other.
+        FedsimError: the defenses do not fit each other or the learner.
     """
     stack = build_stack([reference(member) for member in defense])
     channels = images.shape[1]

@@ -561,8 +561,8 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
     def test_small_updates_are_not_lost(self) -> None:
         """Integer masks cancel exactly, so small updates survive and results repeat bit for bit.
 
-        Float masks that cancel leave an error of their own size times 1e-7, which drowns an update
-        of 1e-6 and differs from one call to the next.
+        Float masks that cancel leave an error of their own size times 1e-7. It drowns an update of
+        1e-6, and differs from one call to the next.
         """
         small = [
             replace(

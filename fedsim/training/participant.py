@@ -1,9 +1,9 @@
 """Computes what a participant of a federation learns of the others from two global models.
 
-It knows the weights at which a round began, what it sent itself, and the weights at which the next
-round begins. All participants weigh the same, so that of n the others' mean is (n m - u) / (n - 1),
-with m the mean that the weights tell and u its own update. It is computed in float64; what is lost
-is what the weights lost when they were rounded.
+A participant knows the weights at which a round began, what it sent itself, and the weights at
+which the next round begins. All n participants weigh the same. So the others' mean is (n m - u) /
+(n - 1), with m the mean that the weights tell and u the participant's own update. It is computed in
+float64; what is lost is what the weights lost when they were rounded.
 """
 
 from __future__ import annotations

@@ -110,11 +110,11 @@ class Steps:
 def watch_training(max_images: int) -> Iterator[Steps]:
     """Yields the steps that this thread's training takes inside the block.
 
-    Images beyond `max_images` different ones are counted and not kept. What it cannot see: labels
-    that are no class numbers, losses other than cross-entropy and negative log-likelihood of
-    `torch.nn.functional` (or functions of it that were imported by name before), models that are
-    no `nn.Module`, losses within compiled code, and training in other threads or processes. A
-    fault of its own never reaches the training: it ends the watch, as `failure` says.
+    Images beyond `max_images` different ones are counted and not kept. The watch cannot see labels
+    that are no class numbers, models that are no `nn.Module`, losses within compiled code, and
+    training in other threads or processes. It sees no losses but cross-entropy and negative
+    log-likelihood of `torch.nn.functional`. It misses them, too, if they were imported by name
+    before. A fault of the watch never reaches the training: it ends the watch, as `failure` says.
     """
     watch = _Watch(Steps(max_images=max_images))
     watch.attempt(_hooks.add, watch)
@@ -346,8 +346,8 @@ class _Watch:
 class _Hooks:
     """Hooks PyTorch once for all watches of this process.
 
-    The first watch puts the hooks in and the last takes them out, so that threads whose trainings
-    overlap neither lose each other's losses nor leave any hook behind.
+    The first watch puts the hooks in, and the last takes them out. So threads whose trainings
+    overlap do not lose each other's losses, and no hook is left behind.
     """
 
     def __init__(self) -> None:
