@@ -50,17 +50,18 @@ class LowerBound:
 def threshold_bound(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float = 0.99
 ) -> LowerBound:
-    """Returns the bound from one threshold on the score, in the direction that shows more.
+    """Computes the bound from one threshold on the score, in the direction that shows more.
 
-    (ε, δ)-privacy says P(S) <= exp(ε) Q(S) + δ of every set S, both ways; S is a tail of the
-    scores, and Clopper-Pearson bounds P(S) from below and Q(S) from above. Both directions' four
-    bounds share 1 - confidence. It presumes nothing of the release.
+    (ε, δ)-privacy says P(S) <= exp(ε) Q(S) + δ of every set S, for P and Q the laws of the two
+    worlds in either order. S is a tail of the scores; Clopper-Pearson bounds P(S) from below and
+    Q(S) from above. The four bounds of both directions share 1 - confidence. Nothing is presumed of
+    the release.
 
     Args:
-        absent: (n,) scores of independent releases without the row; infinite ones are fine.
-        present: (m,) scores with it.
-        delta: in (0, 1).
-        confidence: in (0, 1).
+        absent: (n,) scores of independent releases without the row; infinite scores are allowed.
+        present: (m,) scores of independent releases with the row.
+        delta: δ in (0, 1).
+        confidence: in (0, 1), that the bound is right.
 
     Raises:
         FedsimError: an argument is out of its range, a score is NaN, or a world has fewer than
@@ -86,9 +87,10 @@ def threshold_bound(
 def two_world_bounds(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float, gaussian: bool
 ) -> list[LowerBound]:
-    """Returns `threshold_bound`, and `gaussian_bound` if that applies; all hold at once.
+    """Computes `threshold_bound`, and `gaussian_bound` if `gaussian`; all hold at once.
 
-    Arguments are theirs; `gaussian` says whether the claim is one of μ-GDP.
+    `gaussian` says whether the claim is one of μ-GDP. The other arguments and errors are those of
+    `threshold_bound`.
     """
     methods = [threshold_bound, gaussian_bound] if gaussian else [threshold_bound]
     # By the union bound: each method errs with its share, so that the best of them may be taken.
@@ -99,15 +101,15 @@ def two_world_bounds(
 def gaussian_bound(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float = 0.99
 ) -> LowerBound:
-    """Returns the bound of one threshold if the release's trade-off curve is a Gaussian one.
+    """Computes the bound of one threshold if the release's trade-off curve is a Gaussian one.
 
     A test with false positive rate α and false negative rate β shows that the release is not μ-GDP
     for μ < Φ⁻¹(1 - α) - Φ⁻¹(β) (Dong, Roth and Su, Gaussian Differential Privacy, JRSS-B 2022,
-    Definition 2.6). What follows at δ is a bound of ε only where the curve is Gaussian; elsewhere
-    it refutes a claim of μ-GDP, never one of (ε, δ). Far tighter than `threshold_bound` where δ is
-    small, since no rare event has to be counted.
+    Definition 2.6). The ε that follows at δ is a bound only where the curve is Gaussian. Elsewhere
+    that ε refutes a claim of μ-GDP, never one of (ε, δ). The bound is far tighter than
+    `threshold_bound` where δ is small, since no rare event has to be counted.
 
-    Arguments and errors as for `threshold_bound`.
+    Arguments and errors are those of `threshold_bound`.
     """
     error = error_probability(delta, confidence) / 2
     mu = mu_bound(absent, present, error=error)
@@ -116,7 +118,11 @@ def gaussian_bound(
 
 
 def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
-    """Returns the μ >= 0 below which no μ-GDP holds; each of two rates errs with `error`."""
+    """Computes the μ >= 0 below which the scores refute μ-GDP.
+
+    The scores are those of `threshold_bound`. Each of the two error rates is bounded with the error
+    probability `error`, so that the result is wrong with at most twice that.
+    """
     from scipy.special import ndtri
 
     fitted, counted = zip(*map(_halves, _worlds(absent, present)), strict=True)
@@ -135,9 +141,10 @@ def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
 
 
 def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
-    """Returns Clopper and Pearson's lower bound of a probability, from `successes` of `trials`.
+    """Computes Clopper and Pearson's lower bound of a probability, from `successes` of `trials`.
 
-    It is wrong with a probability of at most `error`.
+    The bound is wrong with a probability of at most `error`. The result has the shape of
+    `successes`.
 
     >>> float(lower_end(0, 100, 0.05)), round(float(upper_end(0, 100, 0.05)), 4)
     (0.0, 0.0295)
@@ -151,9 +158,10 @@ def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.flo
 
 
 def upper_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
-    """Returns the upper bound of a probability, from `successes` of `trials`.
+    """Computes Clopper and Pearson's upper bound of a probability, from `successes` of `trials`.
 
-    It is wrong with a probability of at most `error`.
+    The bound is wrong with a probability of at most `error`. The result has the shape of
+    `successes`.
     """
     return 1 - lower_end(trials - np.asarray(successes), trials, error)
 
@@ -218,10 +226,10 @@ def _worlds(
 
 
 def error_probability(delta: float, confidence: float) -> float:
-    """Returns 1 - confidence, once both are found to be probabilities above 0 and below 1.
+    """Returns 1 - confidence.
 
     Raises:
-        FedsimError: one of them is not.
+        FedsimError: `delta` or `confidence` is not above 0 and below 1.
     """
     if not 0 < delta < 1:
         raise FedsimError(f"delta: {delta} is not a probability above 0 and below 1")
@@ -242,7 +250,7 @@ def one_run_bound(
     confidence: float = 0.99,
     guesses: Sequence[int] | None = None,
 ) -> LowerBound:
-    """Returns the largest ε that a run's canaries refute.
+    """Computes the largest ε that a run's canaries refute, as a bound with the given confidence.
 
     Args:
         scores: (m,) of the canaries, the higher the likelier included.
@@ -295,10 +303,17 @@ def one_run_bound(
 def one_run_p_value(
     canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """Bounds the probability that an (ε, δ)-private run has so many right guesses, or more.
+    """Bounds the probability that an (ε, δ)-private run has `correct` right guesses or more.
 
-    β + 2 m δ max_i (Pr[correct > W >= correct - i] / i) with W ~ Binomial(guesses,
+    The bound is β + 2 m δ max_i (Pr[correct > W >= correct - i] / i), with W ~ Binomial(guesses,
     1 / (1 + exp(-ε))) and β = Pr[W >= correct].
+
+    Args:
+        canaries: m, the number of canaries.
+        guesses: number of guesses that an attacker makes of them.
+        correct: number of right guesses.
+        epsilon: ε of the claim.
+        delta: δ of the claim.
 
     Raises:
         FedsimError: not 0 <= correct <= guesses <= canaries, ε < 0, or δ not in [0, 1].

@@ -28,7 +28,11 @@ class Contributions:
         """(parameters, buffers) of the model at which contributions are computed."""
 
     def client_update(self, *path: int) -> Tensors:
-        """Returns an update of twice the stack's bound on a client's, in a random direction."""
+        """Returns an update of twice the stack's bound on a client's, in a random direction.
+
+        `path` selects the direction, such as a client's number: the same numbers give the same
+        update.
+        """
         proven = self._workload.stack.guarantees(self._workload.declared)
         # The last stage without a mechanism has the bound that noise is then added to.
         bound = [held.sensitivity for held in proven if held.mechanism is None][-1]
@@ -42,11 +46,11 @@ class Contributions:
         return {name: size * value for name, value in toward.items()}
 
     def unit_gradient(self, image: Tensor, label: Tensor) -> Tensors:
-        """Returns the gradient of one example's loss, scaled to a norm of 1.
+        """Computes the gradient of one example's loss, scaled to a norm of 1.
 
         Args:
             image: (1, C, H, W), as the dataset holds it.
-            label: 0-d.
+            label: 0-d class of the image.
         """
         assert self._workload.spec is not None
         device = self._workload.device
@@ -67,16 +71,19 @@ class Contributions:
 
 
 def images(workload: Workload) -> Dataset:
-    """Returns the workload's data, which are images.
+    """Returns the workload's data, which have to be images.
 
-    No closed-form learner makes a claim that canaries try.
+    Closed-form learners of tables make no claim that canaries try.
     """
     assert isinstance(workload.dataset, Dataset), "closed-form learners make no such claim"
     return workload.dataset
 
 
 def other_label(data: Dataset, label: Tensor) -> Tensor:
-    """Returns the class of `data` that a canary labelled `label` has in the other world."""
+    """Returns the class that a canary labelled `label` has in the other world.
+
+    `label` is one label or (m,), and `data` has the classes.
+    """
     return (label + 1) % len(data.classes)
 
 

@@ -23,7 +23,7 @@ _MOST_WORK = 2_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismVerdict:
-    """A mechanism's claim, and what releases drawn under two neighbours say to it."""
+    """A mechanism's claim, and the lower bound of ε from releases drawn under two neighbours."""
 
     claim: float
     """ε at δ; infinite if nothing is claimed."""
@@ -44,7 +44,7 @@ class MechanismVerdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the claim survived; that is no proof of it."""
+        """Whether the claim is not refuted; that is no proof of the claim."""
         return self.lower_bound <= self.claim
 
     @property
@@ -63,16 +63,16 @@ def audit(
     seed: int = 0,
     method: AuditMethod = "two_worlds",
 ) -> MechanismVerdict:
-    """Returns what `mechanism` claims at δ, and what an attacker can show of its releases.
+    """Tries the ε that `mechanism` claims at δ against what an attacker can show of its releases.
 
     Args:
         mechanism: its name in the privacy calculator.
-        keys: keys of its experiment; `sabotage` multiplies the noise without the claim's knowing.
-        delta: in (0, 1), at which ε is claimed.
-        draws: releases of each world; of one run, canaries. By default as `DRAWS` says.
+        keys: keys of its experiment; `sabotage` multiplies the noise, unknown to the claim.
+        delta: δ in (0, 1) at which ε is claimed.
+        draws: releases of each world, or the canaries of one run. By default as `DRAWS` says.
         confidence: in (0, 1), that a true claim is not refuted.
-        seed: of the draws; the same seed, the same verdict.
-        method: two worlds, or one run of the mechanism on so many independent rows.
+        seed: of the draws; the same seed gives the same verdict.
+        method: two worlds, or one run of the mechanism on `draws` independent rows.
 
     Raises:
         FedsimError: the mechanism or a key is unknown, a value is missing or out of its range, or

@@ -40,12 +40,17 @@ def scores(
     canaries: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Returns (m,) scores of the canaries and (m,) coins, for `bounds.one_run_bound`.
+    """Runs the federation once; returns (m,) scores of the canaries and (m,) coins.
 
-    `unit` and `relation` are those of the claim.
+    Both are arguments of `bounds.one_run_bound`. A coin says whether the canary is present.
 
-    Where whole clients are hidden each client is a canary; where examples are, up to `canaries` of
-    them, as many of one client as of another. `on_progress` is told (rounds done, of how many).
+    Args:
+        workload: the federation under one stack.
+        unit: the unit that the claim hides.
+        relation: the claim's relation between neighbours.
+        canaries: largest number of canaries where examples are hidden, equally many of a client.
+            Where clients are hidden, each client is a canary.
+        on_progress: called with (rounds done, all rounds).
 
     Raises:
         FedsimError: training is impossible.
@@ -98,25 +103,25 @@ class _Cast(ABC):
 
     @abstractmethod
     def release(self, client: int, round: int, state: Tensors) -> tuple[Tensors, Tensors]:
-        """Returns what `client` sends, and its state afterwards."""
+        """Returns what `client` sends in `round`, and the client's state afterwards."""
 
     @abstractmethod
     def contribution_rows(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what canaries contribute: (what coins decide on, what is there in any case).
+        """Returns contributions of canaries as rows: (decided by coins, certain).
 
         Args:
-            canaries: (c,) indices.
+            canaries: (c,) indices of canaries.
             vector: (entries,) that each contribution is compared with.
 
         Returns:
-            (c, k + 1) present less absent, and (any, k + 1) whose sum, times an unknown factor, is
-            in the vector; both as `row`.
+            (c, k + 1) differences of present and absent, and any number of rows (k + 1,). The sum
+            of the latter is in the vector in any case, times an unknown factor. `row` makes both.
         """
 
     def row(self, update: Tensors, vector: Tensor) -> Tensor:
-        """Returns (k + 1,): a sketch of the entries, and the inner product with `vector`.
+        """Returns (k + 1,): a sketch of k numbers of `update`, and its inner product with `vector`.
 
-        Only rows are compared by sketches: noise on `vector` would weigh more in one.
+        Only rows are compared by sketches: noise on `vector` would weigh more in a sketch.
         """
         entries = self.flat(update)
         sketch = entries
@@ -131,7 +136,10 @@ class _Cast(ABC):
         return torch.cat([update[name].flatten() for name in self.start[0]]).float()
 
     def score_canaries(self, seen: dict[int, Tensor]) -> NDArray[np.float64]:
-        """Returns (m,) how much of each canary was seen, given the sum of what each client sent."""
+        """Computes (m,) scores: how much of each canary is in what the server saw.
+
+        `seen` has for each client the (entries,) sum of what it sent.
+        """
         found = torch.zeros(len(self.owners), dtype=torch.float64)
         parts = []
         for client, vector in seen.items():
@@ -265,7 +273,10 @@ class _CanaryRegression:
         self.projected = self._vectors.T @ rows[:, -1]
 
     def weights(self, scale: float) -> Tensor:
-        """Returns posterior means for prior variances of `scale` times the noise's on an entry."""
+        """Computes the posterior means of the rows' weights.
+
+        `scale` is the prior variance of a weight, in units of the noise's variance on an entry.
+        """
         # The posterior mean s (s K + 1)^-1 R v of K = R R', by the eigenvalues of K.
         shrunk = scale / (scale * self.spectrum + 1)
         return torch.mv(self._vectors, shrunk * self.projected)

@@ -26,12 +26,12 @@ AUDITED: tuple[tuple[Unit, Relation], ...] = (
 
 
 def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
-    """Refuses an audit of stacks, by name, that could show nothing.
+    """Refuses an audit of stacks that could show nothing.
 
-    `clients` is the number of clients of the federation.
+    `claims` has the claim of each stack by its name, and `clients` is the federation's size.
 
     Raises:
-        FedsimError: no stack claims anything, one does that there is no canary for, or one run has
+        FedsimError: no stack claims anything, a stack claims what no canary can try, or one run has
             too few canaries or too many.
     """
     proven = {name: claim for name, claim in claims.items() if claim.unit is not None}
@@ -71,7 +71,7 @@ Step = Callable[[int, int], None]
 
 
 def quiet(done: int, total: int) -> None:
-    """Ignores progress: a callback for those who show none."""
+    """Ignores progress: a callback for callers that show none."""
 
 
 def audited_epsilon(
@@ -82,18 +82,18 @@ def audited_epsilon(
     taken: Collection[tuple[int, ...]],
     on_progress: Step = quiet,
 ) -> float:
-    """Returns a lower bound of the stack's ε at the claim's δ.
+    """Computes a lower bound of the stack's ε at the claim's δ, by an audit.
 
-    For Gaussian noise without sampling, two worlds give the ε of the strongest Gaussian claim
-    (μ-GDP) that is not refuted; else that of any (ε, δ) claim. Above the claim's ε the bound
-    refutes the claim with the audit's confidence; below, it proves nothing.
+    Above the claim's ε the bound refutes the claim with the audit's confidence; below, it proves
+    nothing. For Gaussian noise without sampling, two worlds give the ε of the strongest Gaussian
+    claim (μ-GDP) that is not refuted. Elsewhere the bound is that of any (ε, δ) claim.
 
     Args:
-        workload: of the stack.
-        claim: what the ledger says of it; it has passed `check`.
-        audit: how to try it.
-        taken: rounds that a client takes part in, of every client.
-        on_progress: counts trainings of the canary, or the rounds of one run.
+        workload: the federation under the stack.
+        claim: what the ledger says of the stack; it has passed `check`.
+        audit: the audit's settings, such as its method and number of canaries.
+        taken: for each client, the rounds that it takes part in.
+        on_progress: called with (done, total), in trainings of the canary or rounds of one run.
 
     Raises:
         FedsimError: too few draws, or training is impossible.

@@ -59,7 +59,7 @@ class Looks:
         Args:
             run: (world, trial) -> what is seen of each round; these trials are of world 2.
             towards: contribution of the canary to each round.
-            weights: weight of each round where all noise is as declared.
+            weights: (rounds,) weight of each round where all noise is as declared.
         """
         self._towards, self._weights = towards, weights
         flat = _flat(towards[0])
@@ -94,7 +94,10 @@ class Looks:
         self._pair = some[list(np.unravel_index(int(told.argmax()), told.shape))]
 
     def features(self, seen: Sequence[Tensors]) -> Array:
-        """Returns (F,): the weighted sum of all, an entry, the rounds' difference, and the rest."""
+        """Computes the (F,) features of a trial, of which `seen` has what is seen of each round.
+
+        They are the weighted sum of all, an entry, the rounds' difference, and the rest.
+        """
         own = np.array(
             [
                 [along({name: one[name]}, {name: toward[name]}) for name in toward]
@@ -125,11 +128,12 @@ class Looks:
 def choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
     """Returns scores (n,) and (m,) of all trials, by the look that shows the canary best.
 
-    The look is chosen on the first half of each; only the second halves are unseen by the choice.
+    A look is a weighted sum of features. It is chosen on the first half of each world's trials, so
+    that a bound may count the second halves alone.
 
     Args:
-        absent: (n, F) `Looks.features` without the canary.
-        present: (m, F) with it.
+        absent: (n, F) `Looks.features` of trials without the canary.
+        present: (m, F) features of trials with the canary.
     """
     halves = absent[: len(absent) // 2], present[: len(present) // 2]
     if min(map(len, halves)) < LEAST_DRAWS:
@@ -172,13 +176,19 @@ def scores(
     canaries: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns (canaries,) scores without the canary and as many with it.
+    """Trains one client many times; returns its scores without the canary and with it.
 
-    `unit` and `relation` are those of the claim.
+    Both are (canaries,).
 
-    It takes part as the client that is worst off among those whose rounds are `taken`: the one with
-    the most, or, where the server's own noise goes on while it is away, the one that is farthest
-    from not taking part at all. `on_progress` is told (trainings done, of how many).
+    Args:
+        workload: the federation under one stack.
+        unit: the unit that the claim hides.
+        relation: the claim's relation between neighbours.
+        taken: rounds that each client takes part in. The canary's client is the worst off: the
+            client with the most rounds. Where the server's own noise goes on while a client is
+            away, it is the client that is farthest from not taking part.
+        canaries: number of trainings in each world.
+        on_progress: called with (trainings done, all trainings).
 
     Raises:
         FedsimError: training is impossible.

@@ -17,7 +17,7 @@ def tpr_limit(epsilon: float, delta: float, fpr: float) -> float:
     """Computes the largest true positive rate of any test with the false positive rate `fpr`.
 
     Raises:
-        FedsimError: ε is negative or not a number, or δ or `fpr` not in [0, 1].
+        FedsimError: ε is negative or NaN, or δ or `fpr` is not in [0, 1].
 
     >>> tpr_limit(0.0, 0.0, 0.25), tpr_limit(math.inf, 0.0, 0.25)
     (0.25, 1.0)
@@ -36,7 +36,7 @@ def auc_limit(epsilon: float, delta: float) -> float:
     """Computes the largest area under a test's ROC curve: the area under `tpr_limit`.
 
     Raises:
-        FedsimError: ε is negative or not a number, or δ not in [0, 1].
+        FedsimError: ε is negative or NaN, or δ is not in [0, 1].
 
     >>> auc_limit(0.0, 0.0), auc_limit(math.inf, 0.0)
     (0.5, 1.0)

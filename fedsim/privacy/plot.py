@@ -24,13 +24,14 @@ _LOWEST = -30.0
 
 
 def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) -> None:
-    """Writes a PNG of the curve of `mechanism` around `answer`, which is marked.
+    """Writes a PNG of the curve of `mechanism` to `path`, with `answer` marked.
 
-    ε runs from 0 to where δ has become negligible.
+    `keys` are the mechanism's, and `answer` is the calculator's for them. ε runs from 0 to where δ
+    has become negligible.
 
     Raises:
         FedsimError: the file's name does not end in .png, or a key is wrong.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -62,11 +62,12 @@ def tensor_rate(
 
 
 def gaussian_information(energy: float, std: float) -> float:
-    """Bounds the nats that a release with Gaussian noise tells of a part of energy |g|² in it.
+    """Bounds the nats that a release with Gaussian noise tells of a part of it.
 
-    Half the energy over the variance: n ln(1 + P / n) <= P in any number n of entries. An example
-    of DP-SGD with noise multiplier z has energy C² behind a standard deviation of z C on the sum:
-    1 / (2 z²), whatever the others are.
+    `energy` is |g|², the largest squared norm of the part, and `std` is the noise's standard
+    deviation on an entry. The bound is half the energy over the variance, since n ln(1 + P / n) <=
+    P in any number n of entries. An example of DP-SGD with noise multiplier z and clipping norm C
+    has energy C² behind the deviation z C on the sum: 1 / (2 z²).
 
     Raises:
         ValueError: `std` is not positive or `energy` is negative.
@@ -82,12 +83,15 @@ def gaussian_information(energy: float, std: float) -> float:
 def chance_within(error: float, information: float, dimension: int) -> float:
     """Bounds the probability with which any attack finds a direction to within `error`.
 
-    `error` is the sine of the angle to the true line, the subspace metric of one feature, in
-    (0, 1); the direction is uniform in `dimension` >= 2, and `information` in nats is what was
-    released of it. Fano's inequality for continuous parameters (Duchi and Wainwright,
-    Distance-based and Continuum Fano Inequalities, arXiv 1311.2669, Proposition 2):
-    (I + ln 2) / ln(1 / V), where V is the share of the sphere within `error` of a line. An attacker
-    who knows more beforehand, as that features are alike, starts from there.
+    Fano's inequality for continuous parameters gives (I + ln 2) / ln(1 / V), where V is the share
+    of the sphere within `error` of a line (Duchi and Wainwright, Distance-based and Continuum Fano
+    Inequalities, arXiv 1311.2669, Proposition 2). It does not hold of an attacker with prior
+    knowledge, such as that features are alike.
+
+    Args:
+        error: sine of the angle to the true line, in (0, 1): the subspace metric of one feature.
+        information: I, the nats that were released of the direction.
+        dimension: d >= 2; the direction is uniform on the sphere.
 
     Raises:
         ValueError: an argument is out of range.
@@ -126,10 +130,11 @@ _FARTHEST = math.sqrt(2)
 
 @cache
 def activation_moment(activation: str) -> float:
-    """Returns min(|ν|, |λ|) of Assumption A.1, the moments that an activation leaves of features.
+    """Computes min(|ν|, |λ|) of Assumption A.1, the moments that an activation leaves of features.
 
-    ν is E σ^(k)(z) of standard normal z at the first k >= 2 where it is not 0, and λ at the first
-    k >= 3. By Stein's lemma the moments are E σ(z) He_k(z), so that no derivative is needed.
+    `activation` is a name such as `relu` or `gelu`. ν is E σ^(k)(z) of standard normal z at the
+    first k >= 2 where it is not 0, and λ at the first k >= 3. By Stein's lemma the moments are E
+    σ(z) He_k(z), so that no derivative is needed.
 
     >>> round(activation_moment("relu"), 4)
     0.3989
@@ -169,7 +174,7 @@ class TensorBound:
 
     @property
     def is_valid(self) -> bool:
-        """Whether all conditions hold."""
+        """Whether all conditions of the theorem hold, as far as they can be checked."""
         return self.value is not None and self.reason is None
 
 
@@ -254,11 +259,12 @@ def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
 
 
 def gaussian_success_limit(chance: float, distance: float) -> float:
-    """Bounds the same probability behind Gaussian noise alone: Φ(Φ⁻¹(chance) + μ).
+    """Bounds the probability of `success_limit` behind Gaussian noise alone: Φ(Φ⁻¹(chance) + μ).
 
-    `distance` is μ, how far the unit moves the released mean, in standard deviations of the noise;
-    sqrt(T) / z of T steps with noise multiplier z. No curve of claims is smaller (Neyman and
-    Pearson; Dong, Roth and Su, Gaussian Differential Privacy, 2022, section 2).
+    `chance` is as of `success_limit`. `distance` is μ, how far the unit moves the released mean, in
+    standard deviations of the noise. T steps with noise multiplier z have μ = sqrt(T) / z. No curve
+    of claims gives a smaller bound (Neyman and Pearson; Dong, Roth and Su, Gaussian Differential
+    Privacy, 2022, section 2).
 
     >>> gaussian_success_limit(0.5, 0.0)
     0.5
@@ -271,26 +277,27 @@ def gaussian_success_limit(chance: float, distance: float) -> float:
 def mean_limit(
     levels: Sequence[float], chances: Sequence[float], success: Callable[[float], float]
 ) -> float:
-    """Bounds the mean of a score from how likely a guess reaches each of its values.
+    """Bounds from above the mean score of an attack, given how likely a guess reaches each level.
 
-    E X <= levels[0] + ∫ P(X >= t) dt from there on; `chances` fall, so that the value at the left
-    of each interval bounds the integral.
+    The mean of a score X is at most levels[0] + ∫ P(X >= t) dt from there on. The chances fall, so
+    that the value at the left of each interval bounds the integral.
 
     Args:
         levels: values of the score from least to most, ends of its range included. A score below
             the first counts as the first.
         chances: probability that a guess without the release reaches each level.
-        success: bound on an attack's probability, of a guess's.
+        success: maps a guess's probability to a bound on an attack's, such as `success_limit`.
     """
     steps = zip(levels, levels[1:], chances, strict=False)
     return levels[0] + math.fsum((high - low) * success(chance) for low, high, chance in steps)
 
 
 def direction_chances(sines: Sequence[float], dimension: int, answers: int = 1) -> list[float]:
-    """Returns how likely guessed lines are within each sine of a uniform direction.
+    """Computes for each of `sines` the probability that a guessed line is as close to a direction.
 
-    The squared sine of its angle to a line has the law Beta((d - 1) / 2, 1 / 2); `answers` guesses,
-    of which the best counts, have at most so many times that chance.
+    The direction is uniform in `dimension` d. The squared sine of its angle to a line has the law
+    Beta((d - 1) / 2, 1 / 2). Of `answers` guesses the best counts, which has at most `answers`
+    times the chance of one.
     """
     from scipy.special import betainc
 
@@ -305,6 +312,11 @@ def least_direction_error(
 
     The distance of a unit vector to any answer is at least that sine.
 
+    Args:
+        dimension: d of the direction.
+        success: maps a guess's probability to a bound on an attack's.
+        answers: number of the attack's answers, of which the best counts.
+
     >>> round(least_direction_error(512, lambda chance: gaussian_success_limit(chance, 1.0)), 3)
     0.997
     """
@@ -315,19 +327,20 @@ def least_direction_error(
 
 
 def van_trees(fisher: NDArray[np.float64], prior: NDArray[np.float64]) -> float:
-    """Bounds from below the mean squared error of any estimator, biased or not.
+    """Bounds from below the mean squared error, summed over entries, of any estimator.
 
-    tr((E J + I)⁻¹), J the Fisher information of the release and I that of the prior (van Trees,
-    Detection, Estimation and Modulation Theory I, 1968, section 2.4.3; Gill and Levit, Bernoulli 1,
-    1995). It holds where the prior's density vanishes at its ends and the release's density is
-    differentiable. The form without a prior, as in Guo et al., Bounding Training Data
-    Reconstruction in Private (Deep) Learning, ICML 2022, Theorem 1, holds for unbiased estimators
-    alone. Gradients of ReLU networks jump, so that neither holds for them.
+    The bound is tr((E J + I)⁻¹): J is the Fisher information of the release, and I that of the
+    prior (van Trees, Detection, Estimation and Modulation Theory I, 1968, section 2.4.3; Gill and
+    Levit, Bernoulli 1, 1995). It holds of biased estimators, too. The prior's density has to vanish
+    at its ends, and the release's density to be differentiable. The form without a prior (Guo et
+    al., Bounding Training Data Reconstruction in Private (Deep) Learning, ICML 2022, Theorem 1)
+    holds for unbiased estimators alone. Gradients of ReLU networks jump, so that neither holds for
+    them.
 
     Args:
-        fisher: (d, d) mean over the prior; J'J / s² behind Gaussian noise of deviation s, with the
-            derivative J of what is released.
-        prior: (d, d); the inverse covariance of a normal prior.
+        fisher: (d, d) mean of J over the prior. Behind Gaussian noise of deviation s, J is D'D / s²
+            for the derivative D of what is released.
+        prior: (d, d) information of the prior; for a normal prior its inverse covariance.
 
     >>> van_trees(np.eye(2) / 0.5, np.eye(2))  # twice 1 / (1 / 0.5 + 1)
     0.6666666666666666
@@ -338,14 +351,13 @@ def van_trees(fisher: NDArray[np.float64], prior: NDArray[np.float64]) -> float:
 def least_normal_error(variances: Sequence[float], information: float) -> float:
     """Bounds from below the total squared error of any attack on a normal vector.
 
-    The distortion-rate function of independent normal entries at `information` nats, by filling
-    with water from below (Cover and Thomas, Elements of Information Theory, Theorem 10.3.3): no
-    answer computed from so little is closer. With `gaussian_information` it needs no derivative, so
-    that it holds for ReLU networks as well.
+    The bound is the distortion-rate function of independent normal entries, by reverse
+    water-filling (Cover and Thomas, Elements of Information Theory, Theorem 10.3.3). No derivative
+    is needed: with `gaussian_information` the bound holds for ReLU networks as well.
 
     Args:
-        variances: of the entries along their principal axes.
-        information: mutual information of release and vector, at most.
+        variances: of the vector's entries along its principal axes.
+        information: largest mutual information of release and vector, in nats.
 
     >>> least_normal_error([1.0, 1.0], 0.0), round(least_normal_error([1.0, 1.0], 1.0), 4)
     (2.0, 0.7358)

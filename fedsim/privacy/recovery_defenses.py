@@ -77,7 +77,7 @@ class DefenseBounds:
 
 
 def make_setting(keys: Mapping[str, Any]) -> RecoverySetting:
-    """Builds a setting of these keys.
+    """Builds a setting from values of its fields by name.
 
     Raises:
         FedsimError: a key is missing, unknown or out of range.
@@ -95,16 +95,18 @@ def make_setting(keys: Mapping[str, Any]) -> RecoverySetting:
 
 
 def list_keys(as_json: bool = False) -> str:
-    """Returns the keys of `recovery` with type, default, range and description, for a terminal."""
+    """Returns the keys of `recovery` with type, default, range and description, for a terminal.
+
+    With `as_json` the text is JSON.
+    """
     keys = [asdict(parameter) for parameter in parameters(RecoverySetting)]
     return json.dumps(keys, indent=2) if as_json else "\n".join(key_table(keys, 80))
 
 
 def recovery(keys: Mapping[str, Any]) -> list[DefenseBounds]:
-    """Returns the bounds behind each defense of Liu et al., section 3.
+    """Returns the bounds behind each defense of Liu et al., section 3, one entry per defense.
 
-    Args:
-        keys: fields of `RecoverySetting`.
+    `keys` has values of the fields of `RecoverySetting` by name.
 
     Raises:
         FedsimError: a key is missing, unknown or out of range.

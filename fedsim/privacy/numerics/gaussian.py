@@ -29,9 +29,10 @@ _RANGE = "a number of at least 0"
 
 
 def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
-    """Computes log δ(ε) of the Gaussian mechanism; it is right where δ underflows.
+    """Computes log δ(ε) of the Gaussian mechanism; the result is right where δ underflows.
 
-    Both directions are alike. The arguments broadcast.
+    `noise_multiplier` is the noise's standard deviation over the L2 sensitivity. Both directions
+    are alike. The arguments broadcast.
 
     Raises:
         FedsimError: `noise_multiplier` is below 0 or `epsilon` not in [0, ∞).
@@ -50,6 +51,8 @@ def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
 
 def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
     """Computes the least ε >= 0 such that the mechanism is (ε, δ)-differentially private.
+
+    `noise_multiplier` is as of `log_delta`; for 0 the result is inf. The arguments broadcast.
 
     Raises:
         FedsimError: `noise_multiplier` is below 0 or `delta` not in (0, 1).
@@ -86,6 +89,8 @@ def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
 
 def noise_multiplier(epsilon: ArrayLike, delta: ArrayLike) -> Array:
     """Computes the least standard deviation, in units of the sensitivity, that is (ε, δ)-private.
+
+    The arguments broadcast.
 
     Raises:
         FedsimError: `epsilon` is not in [0, ∞) or `delta` not in (0, 1).

@@ -36,8 +36,8 @@ _CERTAIN = 1e-10
 class NormalPair:
     """Two normal distributions as a log-likelihood ratio, for `quadratic`.
 
-    The exponent is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c, Z standard normal. `apart` says that the two
-    have different supports: then every δ is 1 and the rest is empty.
+    The exponent is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c, with d standard normal Z_j. `apart` says that
+    the two have different supports: then every δ is 1, and the arrays are empty.
     """
 
     a: Array
@@ -61,7 +61,13 @@ class NormalPair:
         return quadratic.log_delta(self.a, self.rest, self.shift, np.ones_like(self.a), eps)
 
     def epsilon(self, delta: ArrayLike) -> Array:
-        """Computes the least ε >= 0 at which δ(ε) is at most δ in (0, 1)."""
+        """Computes the least ε >= 0 at which δ(ε) is at most `delta`, in its shape.
+
+        The result is inf where the supports differ.
+
+        Raises:
+            FedsimError: δ is not in (0, 1), or the means are too far apart.
+        """
         target = require_delta(delta)
         if self.apart:
             return np.full(target.shape, np.inf)[()]
@@ -73,7 +79,10 @@ class NormalPair:
         return quadratic.epsilon(self.a, self.rest, self.shift, np.ones_like(self.a), target)
 
     def log_ratio(self, z: Array) -> Array:
-        """Computes log N1(x) / N2(x) at draws x of N1: `z` (..., dimensions) is standard normal."""
+        """Computes log N1(x) / N2(x) at draws x of N1, given as standard normal numbers.
+
+        `z` is (..., d) and the result (...). The field `a` has the d entries.
+        """
         # With this constant E[exp(-L)] = 1 under the first
         # distribution, as of any likelihood ratio.
         constant = (np.log(self.rest) - self.shift / self.rest).sum() / 2
@@ -81,10 +90,11 @@ class NormalPair:
 
 
 def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -> NormalPair:
-    """Compares N(mean1, cov1) with N(mean2, cov2); means (d,), covariances (d, d), semidefinite.
+    """Compares N(mean1, cov1) with N(mean2, cov2), as a log-likelihood ratio.
 
-    Directions in which neither varies are left out, if the means agree there. Where one varies and
-    the other does not, the supports differ.
+    Means are (d,), and covariances are (d, d), symmetric and positive semidefinite. Directions in
+    which neither varies are left out, if the means agree there. Where only one distribution varies
+    in a direction, the supports differ.
 
     Raises:
         FedsimError: a shape does not fit, a number is not finite, a covariance is not symmetric or
@@ -155,9 +165,15 @@ def estimate(
 ) -> MonteCarloDelta:
     """Estimates δ as the paper does: the mean of (1 - exp(ε - L))+ over log(2 / γ) / (2 α²) draws.
 
-    L is the log likelihood ratio of `pair`.
+    L is the log-likelihood ratio of `pair`. By Hoeffding's inequality the estimate is within α of δ
+    with probability 1 - γ.
 
-    By Hoeffding's inequality it is within `error` = α of δ with probability `confidence` = 1 - γ.
+    Args:
+        pair: the two distributions.
+        epsilon: ε, at least 0.
+        error: α in (0, 1), half the interval's width.
+        confidence: 1 - γ in (0, 1).
+        rng: source of the draws.
 
     Raises:
         FedsimError: `error` or `confidence` is not in (0, 1), or that takes more than 10^9 draws.

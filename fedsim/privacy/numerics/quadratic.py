@@ -78,9 +78,9 @@ class Integrand:
         return [(bool(p.any()), bool(b.any())) for p, b in zip(self.power, self.bulk, strict=True)]
 
     def log(self, x: Array, y: Array, some: Columns) -> tuple[Array, Array]:
-        """Computes real and imaginary part of E at x + i y, of shape (columns, nodes).
+        """Computes real and imaginary part of E at z = x + i y, each of shape (columns, nodes).
 
-        `some` selects the columns.
+        `x` and `y` have that shape, and `some` selects the columns.
         """
         linear = self._linear[some, None]
         size, phase = linear * x, linear * y
@@ -105,9 +105,9 @@ class Integrand:
 
 
 def integral(of: Integrand) -> tuple[Array, Array]:
-    """Computes ∫ exp(E(z)) dz / (2 i) along the whole path, (N,), for the integrands `of`.
+    """Computes ∫ exp(E(z)) dz / (2 i) along the whole path, and the mean of z under exp(E).
 
-    It returns the mean of z under exp(E), too.
+    Both are (N,), an entry for each column of the integrands `of`.
     """
     path = _Path(of)
     every = np.arange(len(of.slope))
@@ -157,7 +157,8 @@ class _Path:
     def sum(self, columns: Columns, total: Array, grown: Array, most: float) -> None:
         """Writes integrals of exp(E) and of z exp(E) to `total`, and how far E rises to `grown`.
 
-        Those that have grown by `most` or more are not worth more nodes.
+        `total` is (2, N) and `grown` (N,), of which the `columns` are written. A column whose E
+        rises by `most` or more gets no further nodes.
         """
         for level in np.unique(self._level[columns]):
             length = _LENGTHS[level]
@@ -227,7 +228,7 @@ class _Path:
         return ends
 
     def choose(self, columns: Columns) -> None:
-        """Tries where else the path may bend; takes the shortest on which nothing grows."""
+        """Tries other bends of the path for `columns`; takes the shortest where nothing grows."""
         v = np.arange(1, 2 * _LENGTHS[-1] + 1) / 2
         best = np.full(len(self._side), np.inf)
         for some in _pieces(columns, len(v)):
@@ -292,7 +293,7 @@ def log_delta(
 def log_delta_and_slope(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, epsilon: ArrayLike
 ) -> tuple[Array, Array]:
-    """Computes `log_delta`, and its derivative with respect to ε from the same integral.
+    """Computes (`log_delta`, its derivative with respect to ε), from the same integral.
 
     Arguments are those of `log_delta`.
     """
@@ -317,7 +318,11 @@ def log_delta_and_slope(
 def epsilon(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, delta: ArrayLike
 ) -> Array:
-    """Computes the least ε >= 0 at which δ(ε) is at most `delta`; arguments as of `log_delta`."""
+    """Computes the least ε >= 0 at which δ(ε) is at most `delta`.
+
+    `delta` is in (0, 1) and of the shape that `epsilon` has in `log_delta`; the others are as
+    there.
+    """
     target = np.log(np.asarray(delta, dtype=np.float64))
     given = (a, rest, shift, count)
     shape = np.broadcast_shapes(*(np.shape(x)[:-1] for x in given), target.shape)

@@ -25,11 +25,11 @@ _FARTHEST = math.log(64)
 def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
     """Finds the least noise multiplier, in five digits, whose ε is at most `target`.
 
-    `epsilon_of` falls with the multiplier. Between a multiplier that is enough and one that is not,
-    the next is where a line through both hits the target, on a logarithmic grid.
+    `epsilon_of` computes ε of a noise multiplier, and falls as that grows. The search brackets the
+    answer. It then tries where a line through both ends hits the target, on a logarithmic grid.
 
     Raises:
-        FedsimError: the target is 0, no noise is enough, or hardly any is already.
+        FedsimError: the target is 0, no noise is enough, or hardly any noise is enough already.
     """
     if target <= 0:
         raise FedsimError("epsilon: 0 takes noise without end; ask for one above 0")

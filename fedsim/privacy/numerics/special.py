@@ -20,10 +20,12 @@ Sloped = Callable[[Array], tuple[Array, Array]]
 
 
 def require_range(name: str, value: ArrayLike, low: float, high: float, expected: str) -> Array:
-    """Returns `value` as an array of numbers in [low, high]; `name` is that of the argument.
+    """Returns `value` as a float64 array whose entries are in [low, high].
+
+    `name` is the argument's name and `expected` describes what it takes, both for the message.
 
     Raises:
-        FedsimError: one of them is not a number there; the message says what was `expected`.
+        FedsimError: an entry is no number, NaN or outside of the range.
     """
     try:
         array = np.asarray(value, dtype=np.float64)
@@ -38,14 +40,22 @@ def require_range(name: str, value: ArrayLike, low: float, high: float, expected
 
 
 def require_epsilon(value: ArrayLike) -> Array:
-    """Returns the ε `value` as an array; raises unless it is finite and at least 0."""
+    """Returns `value`, an ε or several, as an array.
+
+    Raises:
+        FedsimError: an entry is not finite or below 0.
+    """
     return require_range(
         "epsilon", value, 0.0, np.finfo(float).max, "a finite number of at least 0"
     )
 
 
 def require_delta(value: ArrayLike) -> Array:
-    """Returns the δ `value` as an array; raises unless it is strictly between 0 and 1."""
+    """Returns `value`, a δ or several, as an array.
+
+    Raises:
+        FedsimError: an entry is not strictly between 0 and 1.
+    """
     tiny = np.nextafter(0.0, 1.0)
     return require_range("delta", value, tiny, np.nextafter(1.0, 0.0), "a probability in (0, 1)")
 
@@ -119,9 +129,17 @@ def solve(
 ) -> Array:
     """Finds the root of an increasing `function` between `low` and `high`, by safeguarded Newton.
 
-    A step that leaves the bracket, or is not half of the one before last, is replaced by bisection.
-    Where there is no root in the bracket the nearer end is the answer. It stops when steps are
-    below `tolerance` relative to x.
+    A step that leaves the bracket, or is not half of the step before the last, is replaced by
+    bisection. Where there is no root in the bracket the nearer end is the answer.
+
+    Args:
+        function: from x to (value, slope), arrays of the shape of x.
+        low: lower ends; broadcast with `high`.
+        high: upper ends.
+        tolerance: the search stops when all steps are below it, relative to x.
+
+    Returns:
+        x, one root for each pair of ends.
     """
     low, high = (np.array(end, dtype=np.float64) for end in np.broadcast_arrays(low, high))
     x = (low + high) / 2
@@ -145,7 +163,7 @@ def solve(
 def least(holds: Callable[[float], bool], *, most: float, tolerance: float = 0.0) -> float:
     """Finds by bisection the least x >= 0 from which on `holds` is true; inf beyond `most`.
 
-    `holds` is true of what is returned, which is too large by at most `tolerance` relative to x, or
+    `holds` is true of the result. The result is too large by at most `tolerance` relative to x, or
     by rounding.
     """
     if holds(0.0):
@@ -174,9 +192,14 @@ def least_epsilon(
 ) -> float:
     """Finds the least ε >= 0 at which a falling `log_delta` is at most `target`.
 
-    It is exact to `xtol` absolutely or `rtol` relatively.
+    The search is in [0, 1], [0, 2], [0, 4] and so on; beyond `most` the result is inf.
 
-    It is looked for in [0, 1], [0, 2], [0, 4] and so on; inf if it is beyond `most`.
+    Args:
+        log_delta: from ε to log δ, falling.
+        target: log δ that is asked for.
+        xtol: absolute tolerance of the result.
+        rtol: relative tolerance of the result; one of the two is kept.
+        most: largest ε that is looked for.
     """
     from scipy.optimize import brentq
 

@@ -23,7 +23,7 @@ class TooMuchWork(FedsimError):  # noqa: N818 - reads as what happened
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Reports all work that is done within the block to `listener`."""
+    """Reports all work that is done within the block to `listener`, a function of (done, total)."""
     token = _listener.set(listener)
     try:
         yield
@@ -32,7 +32,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def tell(done: int, total: int) -> None:
-    """Reports that `done` of `total` numbers are computed, if anybody listens."""
+    """Reports that `done` of `total` numbers are computed, if `heard_by` has set a listener."""
     if listener := _listener.get():
         listener(done, total)
 
@@ -41,7 +41,8 @@ def tell(done: int, total: int) -> None:
 def part(number: int, total: int) -> Iterator[None]:
     """Reports all work done within the block as part `number`, from 0, of `total` equal parts.
 
-    Where several works are done within, the farthest is reported, so that nothing goes back.
+    Where several works are done within the block, the farthest is reported, so that progress never
+    goes back.
     """
     outer, farthest = _listener.get(), 0.0
 
@@ -65,9 +66,9 @@ _STEPS = 1000
 
 
 def check(work: int, remedy: str, most: int = MOST) -> None:
-    """Refuses an amount of work, in numbers computed, that takes too long.
+    """Refuses an amount of work, in numbers computed, that exceeds `most`.
 
-    `remedy` ends the message.
+    `remedy` ends the message: what the user can change.
 
     Raises:
         TooMuchWork: `work` exceeds `most`.
