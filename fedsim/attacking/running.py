@@ -105,7 +105,7 @@ class Workers:
     ) -> Future[Result]:
         """Scores the answer to a job, and writes the reconstruction below the setting's root.
 
-        `bound` is what theory predicts of the error. With few workers, this process scores before
+        `bound` is what theory predicts of the error. If workers are few, this process scores before
         the call returns.
         """
         if self._scorers is None:

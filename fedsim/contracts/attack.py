@@ -74,7 +74,7 @@ class Attack(Plugin, Generic[S]):
     def brings(self) -> tuple[str, ...]:
         """Returns the attack's own knowledge, such as `public=photos`, which no grant names.
 
-        Rows state this knowledge, and are ranked apart. By default it is the files and folders that
+        Rows state this knowledge, and are ranked apart. The default is all files and folders that
         parameters name, also within lists and mappings. A value that the parameter's type lists as
         a choice names none.
         """

@@ -24,8 +24,7 @@ class DataSource(Plugin):
     def place(self) -> str | None:
         """File or folder that the source reads; None if data come with a package, or are drawn.
 
-        By default it is the field `path` or `root`. A node asks its owner's policy about this
-        place.
+        The default is the field `path` or `root`. A node asks its owner's policy about this place.
         """
         # These are the names that data sources give to where their data lie.
         named = getattr(self, "path", None) or getattr(self, "root", None)
@@ -34,7 +33,7 @@ class DataSource(Plugin):
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
         """Returns `dataset` with all that this source computes from training data computed anew.
 
-        An audit exchanges an image and calls this, so that its two worlds differ in everything
-        that the image has a say in. By default nothing is computed, and `dataset` is returned.
+        An audit exchanges an image and calls this. Its two worlds then differ in everything that
+        the image has a say in. The default returns `dataset`, as nothing is computed from it.
         """
         return dataset

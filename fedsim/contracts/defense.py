@@ -171,7 +171,7 @@ class UpdateDefense(Plugin):
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
         """Returns the state before the first round, for updates shaped like `update`.
 
-        By default the state is empty: nothing is remembered. `sensitivity` is the L2 bound that the
+        The default state is empty: nothing is remembered. `sensitivity` is the L2 bound that the
         defenses before this one guarantee (inf if none).
         """
         return {}
@@ -205,8 +205,8 @@ class UpdateDefense(Plugin):
     def public_parameters(self, before: Guarantee) -> Mapping[str, float]:
         """Returns derived parameters, which follow from declared ones and what held `before`.
 
-        They are as public as the declared ones, and replace them in observations. By default there
-        are none.
+        They are as public as the declared ones, and replace them in observations. The default is
+        none.
         """
         return {}
 
@@ -247,7 +247,7 @@ class TrainingDefense(Plugin):
     def gradient(self, step: LocalStep) -> GradientFn:
         """Returns the function that gives the direction of a local `step`.
 
-        By default it is `step.gradient`, the direction so far.
+        The default is `step.gradient`, the direction so far.
         """
         return step.gradient
 
@@ -339,9 +339,9 @@ class AggregationDefense(Plugin):
         """
 
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
-        """Returns the aggregation as one client sees it among so many `participants`.
+        """Returns the aggregation as seen by one client of a sum of `participants` clients.
 
-        That client takes off its own update. By default all others stay as hidden as before.
+        That client takes off its own update. The default hides all others as well as before.
         """
         return self
 

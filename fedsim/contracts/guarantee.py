@@ -94,7 +94,7 @@ class ExactMechanism(ABC):
     def with_share(self, share: float) -> ExactMechanism | None:
         """Returns the release with the fraction `share` of its noise's variance.
 
-        By default it is None: nothing is known of that release.
+        The default is None: nothing is known of that release.
         """
         return None
 

@@ -166,7 +166,10 @@ class Computation(ABC):
 
     @abstractmethod
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, from the strategy's `mean` over so many `clients`."""
+        """Returns the new global parameters, given the strategy's `mean` over the clients.
+
+        `clients` is the number of clients in the mean.
+        """
 
     @abstractmethod
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:

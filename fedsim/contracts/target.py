@@ -213,7 +213,7 @@ class Target(Plugin):
     def prepare(self, resources: Resources) -> Any:
         """Returns aids for scores that take long to make; it is called once in a process.
 
-        They are made of `resources`. By default there are none.
+        They are made of `resources`. The default is None.
         """
         return None
 
@@ -267,8 +267,8 @@ class Target(Plugin):
 
         `aids` has what `prepare` returned.
 
-        By default every metric has its `uninformed` value. There is no guess where the attack did
-        not answer this target.
+        The default guess gives every metric its `uninformed` value. There is none where the attack
+        did not answer this target.
         """
         if request.found is None or self.answer_of(request.found) is None:
             return None
@@ -277,7 +277,7 @@ class Target(Plugin):
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
         """Returns metric -> how likely a guess of this truth reaches each level of the metric.
 
-        It is the prior of the limits on any attack (`fedsim.privacy.recovery`). By default it is
+        It is the prior of the limits on any attack (`fedsim.privacy.recovery`). The default is
         empty.
         """
         return {}

@@ -84,7 +84,7 @@ def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
     """Returns every scenario that `document` stands for; the last list of the sweep varies fastest.
 
-    Without a `sweep:` section there is a single one, with an empty assignment.
+    If there is no `sweep:` section, there is a single scenario, with an empty assignment.
 
     Raises:
         ScenarioError: the sweep, or one of its scenarios, is wrong. All problems are listed.

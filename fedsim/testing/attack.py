@@ -160,7 +160,7 @@ class AttackContract(AnyAttackContract):
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Returns the update of a batch of `size` images.
 
-        With `most` the attacker is granted all that there is.
+        The attacker is granted the least that it needs or, if `most`, all that there is.
         """
         observation, truth = make_observation(
             *example_batch(size), model=self.model, model_parameters=self.model_parameters
@@ -214,7 +214,7 @@ class RowAttackContract(AnyAttackContract):
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Returns the summed releases of `size` clients.
 
-        With `most` the attacker is granted all that there is.
+        The attacker is granted the least that it needs or, if `most`, all that there is.
         """
         observation, truth = make_release(
             *example_rows(20 * size),

@@ -347,7 +347,10 @@ class Server:
         return self.computation.apply_update(before, update, self.training)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, given the strategy's `mean` over so many `clients`."""
+        """Returns the new global parameters, given the strategy's `mean` over the clients.
+
+        `clients` is the number of clients in the mean.
+        """
         return self.computation.finalize(mean, clients)
 
     def observation(

@@ -132,7 +132,7 @@ class Account:
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
         """Returns ledger entries after `rounds` rounds, one for each client that may be worst off.
 
-        Without `probes`, only what training releases is counted.
+        If `probes` is false, only what training releases is counted.
         """
         scenario = self.scenario
         counts = self.worst_client_sizes(stack.training(self.declared))
