@@ -33,14 +33,14 @@ class WorkQueue:
         """Id of the thread that works or hands over, which `finish` must not hold up; else 0."""
 
     def later(self, job: Callable[[], None], size: int = 0) -> None:
-        """Runs `job` after those that came before, and returns at once if there is room.
+        """Runs `job` in another thread after earlier jobs, and returns at once if there is room.
 
-        Where no thread can be started, the caller does the work itself.
+        If no thread can be started, the caller does the work itself.
 
         Args:
-            job: What it raises is lost: it has to tell of its failures itself.
-            size: Bytes that are held until it is done. One job may be larger than the bound, and
-                then waits alone.
+            job: Work to do. Its exceptions are lost: it has to report its failures itself.
+            size: Number of bytes that are held until the job is done. One job may be larger than
+                the bound, and then waits alone.
         """
         with self._changed:
             while self._bytes and self._bytes + size > self._most:
@@ -50,10 +50,10 @@ class WorkQueue:
         self._start()
 
     def finish(self, stalled: float | None = None) -> None:
-        """Waits until all work is done; returns at once where the work itself asks.
+        """Waits until all jobs are done; returns at once if a job itself calls it.
 
         Args:
-            stalled: Seconds after which it gives up if nothing got done in them; default never.
+            stalled: Seconds without a finished job after which it gives up; default never.
         """
         if threading.get_ident() == self._thread:
             return
@@ -109,15 +109,15 @@ _behind = WorkQueue()
 
 
 def later(job: Callable[[], None], size: int = 0) -> None:
-    """Runs `job` behind the caller, see `WorkQueue.later`; the bound is that of the process.
+    """Runs `job` in another thread, see `WorkQueue.later`; the queue is that of this process.
 
-    `size` is the number of bytes that wait with it.
+    `size` is the number of bytes that wait with the job.
     """
     _behind.later(job, size)
 
 
 def finish(stalled: float | None = None) -> None:
-    """Waits until all that this process put off is done, see `WorkQueue.finish`.
+    """Waits until all jobs of this process are done, see `WorkQueue.finish`.
 
     `stalled` is the number of seconds without progress after which it gives up.
     """

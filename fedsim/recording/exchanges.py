@@ -34,7 +34,7 @@ from fedsim.words import number_of
 
 TapSide = Literal["server", "client"]
 ToldValues = Mapping[str, Mapping[str, Any]]
-"""Numbers and short texts of a message, by the name of their record."""
+"""Numbers and short texts of a message, by the name of their record and then by key."""
 
 MOST_ROUNDS = 999_999
 _RUN, _ROUND = re.compile(r"run-\d{1,20}"), re.compile(r"round-\d{4,6}")
@@ -57,27 +57,27 @@ class Exchange(BaseModel):
     node_id: int = Field(ge=0)
     message_id: str
     broadcast: str = Field(pattern=r"^[0-9a-f]{32}$")
-    """Digest of the file of what the server sent, see `streaming`."""
+    """Digest of the file that holds what the server sent, see `streaming`."""
     reply: str = Field(pattern=r"^[0-9a-f]{32}$")
-    """Digest of the file of what the client answered."""
+    """Digest of the file that holds what the client answered."""
     config: dict[str, dict[str, Any]]
     metrics: dict[str, dict[str, Any]]
     path: Path = Field(default=Path(), exclude=True)
-    """File that it was read from."""
+    """File that this exchange was read from."""
 
     def read_broadcast(self) -> Tensors:
-        """Returns what the server sent, by the app's names.
+        """Returns the tensors that the server sent, by the app's names.
 
         Raises:
-            FedsimError: the file is missing or damaged.
+            FedsimError: The file is missing or damaged.
         """
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
-        """Returns what the client answered, by the app's names.
+        """Returns the tensors that the client answered, by the app's names.
 
         Raises:
-            FedsimError: the file is missing or damaged.
+            FedsimError: The file is missing or damaged.
         """
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
@@ -136,7 +136,7 @@ class Recorder:
         self._left_out = _counts(self.folder / _TAP)
 
     def wants(self, round: int, node_id: int) -> bool:
-        """Returns whether a node's answer in this round is to be recorded, and notes the node."""
+        """Returns whether to record an answer of this node in this round, and notes the node."""
         # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:
             return False
@@ -151,9 +151,9 @@ class Recorder:
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
-        """Writes a broadcast unless it is there; returns its digest, None if there is no room.
+        """Writes the sent tensors `arrays` unless they are there; returns their digest.
 
-        `arrays` are the tensors that were sent.
+        The result is None if there is no room.
         """
         digest = streaming.digest_of(arrays)
         path = self._round(round) / _broadcast_name(digest)
@@ -172,7 +172,7 @@ class Recorder:
         config: ToldValues,
         metrics: ToldValues,
     ) -> None:
-        """Writes one answer.
+        """Writes one answer; an answer without room on the disk is counted as left out.
 
         Args:
             reply: Arrays that the client sent.
@@ -207,7 +207,7 @@ class Recorder:
             self._used += len(text)
 
     def leave_out(self, reason: str) -> bool:
-        """Counts a message that is not recorded; returns whether its reason is new.
+        """Counts a message that is not recorded; returns whether `reason` is new.
 
         A count that cannot be written, as on a full disk, is written with the next one.
         """
@@ -251,10 +251,10 @@ class Recorder:
 
 
 def read_exchanges(folder: Path) -> list[Exchange]:
-    """Reads what a tap recorded of one run, by round and node, without the tensors.
+    """Reads what a tap recorded of the run in `folder`, without tensors, by round and node.
 
     Raises:
-        FedsimError: there is nothing, or a file is damaged.
+        FedsimError: There is no exchange, or a file is damaged.
     """
     behind.finish()  # a tap of this very process may still be writing
     found = []
@@ -284,17 +284,20 @@ def read_exchanges(folder: Path) -> list[Exchange]:
 
 
 def digest_of(exchanges: Sequence[Exchange]) -> str:
-    """Returns a digest of all that was sent and answered, which no two recordings share."""
+    """Returns a digest of all that was sent and answered; two recordings never share it."""
     # Ids of messages are unique, so that two runs with equal tensors differ, too.
     said = sorted((e.round, e.node_id, e.message_id, e.broadcast, e.reply) for e in exchanges)
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def run_folder(out: Path, run: int | None = None) -> Path:
-    """Returns the folder of one recorded run: `out` itself, `run` in it, or the newest in it.
+    """Returns the folder of one recorded run.
+
+    It is the run of number `run` in `out`. If `run` is None, it is `out` itself if that is a run's
+    folder, else the newest run in it.
 
     Raises:
-        FedsimError: no run is recorded there.
+        FedsimError: No such run is recorded there.
     """
     behind.finish()
     if _RUN.fullmatch(out.name) and run is None and out.is_dir():
@@ -312,7 +315,11 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 
 
 def left_out(folder: Path) -> list[str]:
-    """Returns a line for each reason for which the tap left something out."""
+    """Returns a line of text for each reason for which the tap left messages out of `folder`.
+
+    Raises:
+        FedsimError: The tap's file is damaged.
+    """
     behind.finish()
     path = folder / _TAP
     try:

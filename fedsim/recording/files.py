@@ -120,7 +120,11 @@ def observation_id(
 
 
 def path_of(root: Path, id: str) -> Path:
-    """Returns the path of the JSON file of the observation `id` below `root`."""
+    """Returns the path of the JSON file of the observation `id`; `root` is the run's folder.
+
+    Raises:
+        FedsimError: `id` is not the id of an observation.
+    """
     return root / "observations" / f"{checked_id(id)}.json"
 
 
@@ -153,8 +157,10 @@ def save_observation(observation: Observation, root: Path) -> Path:
 def load_observation(path: Path, device: str | torch.device = "cpu") -> Observation:
     """Reads a recording by the path of its `.json` or `.safetensors` file.
 
+    The tensors are on `device`.
+
     Raises:
-        FedsimError: it is missing, damaged, or not a recording.
+        FedsimError: The recording is missing or damaged, or the file is none.
     """
     if not path.name:
         raise FedsimError(
@@ -204,8 +210,10 @@ def save_public(images: Tensor, root: Path) -> None:
 def load_public(root: Path) -> Tensor:
     """Reads the public images (P, C, H, W), uint8, or rows (P, D), float32, of the run in `root`.
 
+    P is their number, and D the number of columns.
+
     Raises:
-        FedsimError: none were recorded, or they cannot be read.
+        FedsimError: None were recorded, or they cannot be read.
     """
     path = root / _PUBLIC
     if not path.exists():
@@ -228,7 +236,7 @@ def root_of(recording: Path) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Writes `tensors` as safetensors, atomically; returns the file's SHA-256.
+    """Writes `tensors` as safetensors, whole or not at all; returns the file's hexadecimal SHA-256.
 
     The file's owner alone can read it: tensors are clients' images, or what leaks them.
     """
@@ -252,10 +260,10 @@ def serialize(tensors: Tensors) -> bytes:
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Reads a safetensors file.
+    """Returns the tensors in a safetensors file, by name, on `device`.
 
     Raises:
-        FedsimError: it is missing or damaged.
+        FedsimError: The file is missing or damaged.
     """
     try:
         whole = paths.regular(path, memory.limit())
@@ -266,12 +274,16 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8 `text` atomically."""
+    """Writes UTF-8 `text` whole or not at all."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as JSON (no NaN, no Infinity), atomically."""
+    """Writes `value` as JSON, whole or not at all.
+
+    Raises:
+        ValueError: `value` holds NaN or infinity.
+    """
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -279,8 +291,8 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
     """Copies `path` from below the folder `source` to the same place below `target`.
 
     Raises:
-        FedsimError: a link leads from below `source` to it, or it is no regular file that fits
-            into the memory.
+        FedsimError: A link is on the way from `source` to it, or it is no regular file that fits
+            into memory.
     """
     place = path.relative_to(source)
     content = paths.content(paths.refuse_links(path, source), memory.limit())
@@ -290,9 +302,8 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
 def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
     """Writes `content` whole or not at all: a reader sees the old file or the new one.
 
-    `private` lets its owner alone read it; without `durable` a crash of the machine may lose it.
-
-    See `write_pieces`.
+    `private` lets the file's owner alone read it. If not `durable`, a crash of the machine may lose
+    it. See `write_pieces`.
     """
     write_pieces(path, [content], private=private, durable=durable)
 
@@ -343,7 +354,7 @@ def write_pieces(
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds `path` to an OSError from inside, as the system leaves it out of a failed write."""
+    """Adds `path` to an OSError raised in the block, as the system may leave it out."""
     try:
         yield
     except OSError as error:
@@ -351,7 +362,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remove_rounds(folder: Path, last: int) -> None:
-    """Removes the folders of rounds after the `last` (`round-0001` and so on) from `folder`."""
+    """Removes the folders (`round-0001` and so on) of rounds after `last` from `folder`."""
     for path in folder.glob("round-*"):
         number = path.name.removeprefix("round-")
         if number.isdecimal() and int(number) > last and path.is_dir():
@@ -359,7 +370,7 @@ def remove_rounds(folder: Path, last: int) -> None:
 
 
 def remove_torn(root: Path) -> None:
-    """Removes what kills left half written anywhere below `root`, where nobody writes now."""
+    """Removes files that a kill left half written below `root`, where nobody may be writing."""
     for torn in root.rglob(f"{_TORN}*"):
         torn.unlink()
 
@@ -391,7 +402,7 @@ def checked_id(id: str) -> str:
     """Returns `id`, which is then safe as a path.
 
     Raises:
-        FedsimError: it is not the id of an observation.
+        FedsimError: `id` is not the id of an observation.
     """
     if not _ID.fullmatch(id) or ".." in id:
         raise FedsimError(f"{id!r} is not the id of an observation")

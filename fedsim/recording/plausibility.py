@@ -18,9 +18,10 @@ _MOST = 1_000_000
 def inconsistencies(
     seen: Observation, parameters: Collection[str], buffers: Collection[str]
 ) -> Iterator[str]:
-    """Yields faults that would make an attack fail, fill the memory, or answer another question.
+    """Yields a text for each fault by which a recording would make an attack fail or mislead it.
 
-    `parameters` and `buffers` are the names that the recording lists.
+    Such a fault may also fill the memory. `parameters` and `buffers` are the names that the
+    recording lists.
     """
     training = seen.training
     if not 1 <= training.steps <= MOST_STEPS:

@@ -20,7 +20,8 @@ from fedsim.system import paths
 from fedsim.types import FedsimError
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-"""Contiguous arrays by name; they may share read-only memory with what brought them."""
+"""Contiguous arrays by name; they may share read-only memory with the message that they come
+from."""
 
 _NAMES = {
     np.dtype(np.float64): "F64",
@@ -45,10 +46,10 @@ Piece = bytes | memoryview
 
 
 def pieces(arrays: Arrays) -> Iterator[Piece]:
-    """Yields the bytes of a safetensors file of contiguous `arrays`.
+    """Yields the bytes of a safetensors file of contiguous `arrays`, piece by piece.
 
     Raises:
-        FedsimError: one is of a type that such files do not hold.
+        FedsimError: An array is of a type that such files do not hold.
     """
     names, header = _header(arrays)
     yield header
@@ -86,10 +87,10 @@ def _header(arrays: Arrays) -> tuple[list[str], bytes]:
 
 
 def digest_of(arrays: Arrays) -> str:
-    """Returns the digest of the file that `write` makes.
+    """Returns the digest of the file that `write` makes: XXH3-128, in hexadecimal.
 
     Raises:
-        FedsimError: see `pieces`.
+        FedsimError: See `pieces`.
     """
     digest = xxhash.xxh3_128()
     for piece in pieces(arrays):
@@ -101,7 +102,7 @@ def digest_of_file(path: Path) -> str:
     """Returns the XXH3-128 digest of a file, in hexadecimal.
 
     Raises:
-        FedsimError: it cannot be read.
+        FedsimError: The file cannot be read.
     """
     digest = xxhash.xxh3_128()
     with paths.open_regular(path, paths.ARCHIVE) as file:
@@ -120,17 +121,17 @@ def size_of(arrays: Arrays) -> int:
 
 
 def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
-    """Writes `arrays`, whole or not at all, and returns the digest of the file.
+    """Writes `arrays` as safetensors, whole or not at all, and returns the digest of the file.
 
-    It does not wait for the disk: after a crash of the machine only the checksum tells a torn file.
+    It does not wait for the disk: after a crash of the machine only the digest tells a torn file.
 
     Args:
         path: Path of the file, whose folder is made.
-        arrays: Arrays that it holds.
-        digest: Their `digest_of`, where that is known, so that it is not computed again.
+        arrays: Arrays that the file holds.
+        digest: Result of `digest_of` for these arrays if it is known; it is not computed again.
 
     Raises:
-        FedsimError: see `pieces`.
+        FedsimError: See `pieces`.
     """
     cached = size_of(arrays) < _LARGE
     if digest is not None:

@@ -26,7 +26,7 @@ _SEEN_ALONE = re.compile(r"(?:client|wire)-(\d+)-")
 
 
 class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
-    """The truth of an observation is not exactly that of the clients that are part of it."""
+    """The truth of an observation is not that of exactly the clients that are part of it."""
 
 
 def home(root: Path, stack: str) -> Path:
@@ -51,9 +51,9 @@ def _name(client: int) -> str:
 
 
 def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
-    """Writes what `client` really used for the observation `id`.
+    """Writes what `client` really used for the observation `id`; `root` is the run's folder.
 
-    Several clients may share one. `root` is the run's folder.
+    Several clients may be part of one observation, and each has a file of its own.
     """
     # Which client a row is of is told by the file.
     tensors = {name: value for name, value in truth.tensors().items() if name != "clients"}
@@ -61,7 +61,7 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
 
 
 def forget_truth(root: Path, id: str, client: int) -> None:
-    """Removes what `client` wrote for the observation `id`, of which its answer is no part.
+    """Removes what `client` wrote for the observation `id`, since its answer was left out.
 
     `root` is the run's folder.
     """
@@ -69,10 +69,10 @@ def forget_truth(root: Path, id: str, client: int) -> None:
 
 
 def owner(root: Path) -> int | None:
-    """Returns the number of the one client whose truth lies below `root`; None if none does.
+    """Returns the number of the one client whose truth lies below `root`; None if there is none.
 
     Raises:
-        FedsimError: truth of several clients is there, or of one in the place of another.
+        FedsimError: Truth of several clients is there, or of one in the place of another.
     """
     numbers: set[str] = set()
     for path in _files(root):
@@ -91,8 +91,11 @@ def owner(root: Path) -> int | None:
 def copy(source: Path, target: Path) -> int:
     """Copies all truth below `source` to below `target`; returns the number of files.
 
+    Both are folders of a run or of a node's part in it.
+
     Raises:
-        FedsimError: a file is a link to elsewhere, or one of other content is there already.
+        FedsimError: A file is a link to elsewhere, or one of other content is there already.
+            Nothing is copied.
     """
     found = [paths.refuse_links(path, source) for path in _files(source)]
     for path in found:
@@ -114,7 +117,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
-    """Removes what `client` wrote of rounds after the `last`, and what kills left half written.
+    """Removes the truth that `client` wrote of rounds after `last`, and files that kills left torn.
 
     `root` is the run's folder.
     """
@@ -129,13 +132,14 @@ def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
 
 
 def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
-    """Reads the truth of the observation `id`, that of all its clients in their order.
+    """Reads the truth of all clients of the observation `id`, joined in the order of the clients.
 
-    `root` is the run's folder.
+    `root` is the run's folder. `clients` is the number of clients that must have left truth; None:
+    any.
 
     Raises:
-        IncompleteTruth: the number of clients that left truth is not `clients`.
-        FedsimError: there is none, or it cannot be read.
+        IncompleteTruth: The number of clients that left truth is not `clients`.
+        FedsimError: There is no truth, or it cannot be read.
     """
     folder = _folder(root, id)
     parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
@@ -198,10 +202,13 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
 
 
 def count(root: Path, id: str) -> int:
-    """Returns how many clients have written truth of the observation `id` below `root`."""
+    """Returns how many clients have written truth of the observation `id`.
+
+    `root` is the run's folder.
+    """
     return len(list(_folder(root, id).glob("client-*.safetensors")))
 
 
 def has_truth(root: Path, id: str) -> bool:
-    """Returns whether any truth of the observation `id` is below `root`."""
+    """Returns whether any truth of the observation `id` is in the run's folder `root`."""
     return count(root, id) > 0

@@ -52,13 +52,13 @@ class Witnessed(BaseModel):
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Learning rate of each step; empty in files of earlier versions."""
     factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
-    """Factor by which each step's gradient exceeds that of its images' mean loss."""
+    """For each step, the ratio of its gradient to the gradient of its images' mean loss."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """μ of FedProx."""
+    """Weight μ of FedProx's proximal term; 0 for none."""
     unmodelled: list[str] = []
-    """Traits of the training that were seen and that no attack models."""
+    """Names of traits of the training that were seen and that no attack models."""
 
     @property
     def steps(self) -> int:
@@ -68,7 +68,7 @@ class Witnessed(BaseModel):
 
 @dataclass(frozen=True)
 class Testimony:
-    """Gives access to what was witnessed of one client's training on one order."""
+    """What a witness kept of one client's training on one order: description and images."""
 
     path: Path
     said: Witnessed
@@ -83,7 +83,7 @@ class Testimony:
         """Returns the distinct images (N, C, H, W), as the model got them, and their labels (N,).
 
         Raises:
-            FedsimError: the file is missing or damaged.
+            FedsimError: The file is missing or damaged.
         """
         found = read_tensors(self.path.with_suffix(".safetensors"))
         images, labels = found.get("images"), found.get("labels")
@@ -104,7 +104,7 @@ class Testimony:
 def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
     """Writes what a client trained on below `out`, for its owner alone to read.
 
-    That is what the witness `said`, and the `tensors` of images and labels.
+    `said` describes the training, and `tensors` holds its images, labels and order of batches.
     """
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
@@ -119,7 +119,7 @@ def save_unseen(
 ) -> None:
     """Writes the `reason` why nothing is kept of an order that a client trained on.
 
-    The other arguments are those of the order's message, which may have text as inputs.
+    `out` is the witness's folder. The other arguments are those of the order's message.
     """
     path = _base(out, run_id, round, "unseen", node_id, message_id).with_suffix(".json")
     text = json.dumps({"format": 1, "reason": reason}, indent=2) + "\n"
@@ -138,10 +138,12 @@ def run_of(out: Path, run_id: int) -> Path:
 
 
 def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
-    """Reads what was witnessed of a run, by the id of the message that ordered the training.
+    """Returns what was witnessed of a run, by the id of the message that ordered the training.
+
+    `out` is the run's own folder or that of all runs.
 
     Raises:
-        FedsimError: there is nothing, or a file is damaged.
+        FedsimError: Nothing was witnessed, or a file is damaged.
     """
     # Callers may name the run's own folder, or that of all runs.
     folder = out if out.name == f"run-{run_id}" else run_of(out, run_id)

@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 
 def resolve_device(device: str) -> str:
-    """Returns `device`; `auto` becomes `cuda` where torch has it, else `cpu`.
+    """Returns the name `device`; `auto` becomes `cuda` if torch can use CUDA, else `cpu`.
 
     Raises:
-        FedsimError: it is no name of a device, or a CUDA device is asked for and there is none.
+        FedsimError: The text is no name of a device, or a CUDA device is asked for and there is
+            none.
     """
     if not re.fullmatch(DEVICE_PATTERN, device):
         raise FedsimError(f"device: {device!r} is none; use cpu, cuda, cuda:N or auto")
@@ -30,11 +31,11 @@ def resolve_device(device: str) -> str:
 
 
 def compute_exactly(device: str | torch.device) -> None:
-    """Lets this process compute float32 as float32 on `device`; its convolutions repeat their bits.
+    """Makes this process compute float32 on `device` at full precision, and repeatably.
 
-    By default torch rounds what goes into a convolution on CUDA to ten bits (TF32): an attack that
-    explains an update to rounding would meet a thousand times as much of it. Whoever computes on a
-    device asks for this, as each process has settings of its own.
+    By default torch rounds the inputs of convolutions on CUDA to ten bits (TF32). An attack that
+    explains an update up to rounding would meet a thousand times the error. The setting holds for
+    this process alone; for a CPU nothing changes.
     """
     if torch.device(device).type == "cpu":
         return
@@ -44,12 +45,12 @@ def compute_exactly(device: str | torch.device) -> None:
 
 
 def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()) -> T:
-    """Returns a dataclass with its tensors, and mappings of tensors, on `device`.
+    """Returns a copy of a dataclass with its tensors, and mappings of tensors, on `device`.
 
     Args:
-        value: whose other fields stay as they are.
-        device: a tensor that is there already is not copied.
-        but: fields to leave where they are.
+        value: The dataclass; its other fields stay as they are.
+        device: Device to move to; a tensor that is there already is not copied.
+        but: Names of fields to leave where they are.
     """
     assert is_dataclass(value) and not isinstance(value, type)
     found: dict[str, Any] = {}

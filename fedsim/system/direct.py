@@ -26,7 +26,7 @@ def write(handle: int, pieces: Iterable[bytes | memoryview]) -> None:
     """Writes `pieces`, one after the other, to the empty file that is open as `handle`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     _ask_for(handle, directly=True)
     buffer = memoryview(mmap.mmap(-1, _BUFFER))  # begins at a page

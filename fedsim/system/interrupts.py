@@ -32,9 +32,9 @@ _SHOW_CURSOR = "\x1b[?25h"
 class Interrupted(KeyboardInterrupt):
     """Raised by Ctrl-C, SIGTERM or SIGHUP.
 
-    Where a KeyboardInterrupt itself leaves code that was given as text (as dataclasses make their
-    methods), CPython remembers it as unhandled, and at the exit dies of SIGINT although it was
-    caught. Of a subclass it does not.
+    It is a subclass since CPython remembers a KeyboardInterrupt that leaves code given as text,
+    such as a dataclass's methods. At the exit it then dies of SIGINT, although the exception was
+    caught.
     """
 
 
@@ -42,18 +42,18 @@ class _State:
     """Tracks whether this process's command was interrupted."""
 
     received = False
-    """Whether a signal has told it to end."""
+    """Whether a signal has told the command to end."""
     ended = False
-    """Whether its work is over, for whatever reason."""
+    """Whether the command's work is over, for whatever reason."""
     reported = False
-    """Whether it has said how to go on."""
+    """Whether the command has said how to go on."""
 
 
 _state = _State()
 
 
 def how_to_go_on() -> str:
-    """Returns words for the command that does the rest of the work of this process."""
+    """Returns a line of text with the command that does the rest of this process's work."""
     words = sys.argv[1:]
     text = shlex.join(["fedsim", *(word for word in words if word != "--resume")])
     if words[:1] in (["run"], ["up"]):
@@ -62,7 +62,7 @@ def how_to_go_on() -> str:
 
 
 def say(write: Callable[[str], object]) -> None:
-    """Lets `write` tell people that the command was interrupted, and how to go on."""
+    """Calls `write` with the line that the command was interrupted, and how to go on."""
     write(f"interrupted; {how_to_go_on()}")
     _state.reported = True  # after it: twice is better than never
 
@@ -92,7 +92,7 @@ def command() -> Iterator[None]:
 def delay_interrupts() -> Iterator[None]:
     """Delays interrupts until the block is over; processes started within it never get any.
 
-    So none is started by halves, and they leave it to this process to end them.
+    So no process is left half started, and this process ends those that it has started.
     """
     pending: list[int] = []
     handlers = {}

@@ -18,7 +18,8 @@ from pathlib import Path
 from fedsim.types import FedsimError
 
 NAME = ".lock"
-"""Name of the locked file in a run's folder. It goes when the run ends; a kill leaves it."""
+"""Name of the locked file in a run's folder. The file is removed when the run ends; a kill leaves
+it."""
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A pipe of this name is not waited for, and a link not followed."""
@@ -30,12 +31,13 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
-    """Locks `folder` against other runs, also of this process; makes it for its owner if need be.
+    """Locks `folder` inside the block against other runs, also of this process.
 
-    `option` is the words by which a user names another folder, for the message.
+    The folder is made, for its owner alone, if it is missing. `option` names the option by which a
+    user chooses another folder, for the error's text.
 
     Raises:
-        FedsimError: another run is in it.
+        FedsimError: Another run is in the folder, or the lock's file is none.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / NAME
@@ -48,7 +50,7 @@ def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Ite
 
 
 def is_locked(folder: Path) -> bool:
-    """Says whether a run is at work in `folder`, as far as its file system knows."""
+    """Returns whether a run is at work in `folder`, as far as its file system knows."""
     try:
         handle = os.open(folder / NAME, os.O_RDONLY | _FLAGS)
     except OSError:

@@ -23,8 +23,8 @@ def keep_freed() -> bool:
     """Lets the allocator keep freed memory for the next tensors; returns whether it will.
 
     By default glibc returns freed megabytes to the system at once, and every iteration of an attack
-    pays for fresh pages of the same tensors: a fifth of its time on ConvNet. The peak stays, but
-    the process holds it until it ends.
+    pays for fresh pages: a fifth of its time on ConvNet. The peak stays the same, but the process
+    holds it until it ends.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -37,7 +37,7 @@ def keep_freed() -> bool:
 def limit() -> int:
     """Returns the bytes that this process may use, by the machine, its control group or ulimit.
 
-    Swap does not count. Where nothing is known it is 64 GiB.
+    Swap does not count. The machine counts as 64 GiB if its memory is not known.
     """
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
@@ -56,13 +56,13 @@ def check(needed: float, content: str, remedy: str, device: torch.device | None 
     """Refuses what does not fit the memory of the process, or of the accelerator `device`.
 
     Args:
-        needed: bytes, as estimated.
-        content: what takes them, with the key of the scenario in front.
-        remedy: what to change.
-        device: where it is to lie; by default in the process's memory.
+        needed: Estimated number of bytes.
+        content: Words for what takes the bytes, with the key of the scenario in front.
+        remedy: Words for what the user should change.
+        device: Device whose memory is needed; by default the process's memory.
 
     Raises:
-        FedsimError: it does not fit.
+        FedsimError: The bytes do not fit.
     """
     available = limit()
     if device is not None and device.type == "cuda":
@@ -107,7 +107,7 @@ _DEFAULT_LIMIT = 64 * _GIB
 
 
 def peak(device: torch.device) -> int:
-    """Returns the most bytes in use so far, of the accelerator or else of the process."""
+    """Returns the most bytes in use so far: on `device` if that is CUDA, else by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts the peak in KiB.

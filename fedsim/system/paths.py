@@ -37,7 +37,7 @@ def from_home(path: str) -> Path:
     """Returns `path`, with the home directory for a leading `~` or `~user`.
 
     Raises:
-        FedsimError: there is no such user, or the home directory is not known.
+        FedsimError: There is no such user, or the home directory is not known.
     """
     try:
         return Path(path).expanduser()
@@ -52,8 +52,8 @@ def regular(path: Path, max_bytes: int) -> Path:
     """Checks that `path` is a regular file, and returns it; a library may now open it by name.
 
     Raises:
-        FedsimError: it is no regular file, or has more than `max_bytes` bytes.
-        OSError: it is missing, or may not be read.
+        FedsimError: The file is no regular file, or has more than `max_bytes` bytes.
+        OSError: The file is missing, or may not be read.
     """
     with open_regular(path, max_bytes):
         return path
@@ -63,7 +63,7 @@ def refuse_links(path: Path, root: Path) -> Path:
     """Checks that no part of `path` below the folder `root` is a link, and returns `path`.
 
     Raises:
-        FedsimError: a part of the path is a link.
+        FedsimError: A part of the path is a link.
     """
     for part in (path, *path.parents):
         if part == root:
@@ -76,10 +76,11 @@ def refuse_links(path: Path, root: Path) -> Path:
 
 
 def read_named(path: Path, option: str, max_bytes: int) -> bytes:
-    """Returns the content of a file that a user has named with `option`, up to `max_bytes`.
+    """Returns the content of a file that a user has named with `option`.
 
     Raises:
-        FedsimError: it is missing, may not be read, or is none that `regular` lets pass.
+        FedsimError: The file is missing, may not be read, is not regular, or has more than
+            `max_bytes`.
     """
     try:
         return content(path, max_bytes)
@@ -89,11 +90,11 @@ def read_named(path: Path, option: str, max_bytes: int) -> bytes:
 
 @contextmanager
 def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
-    """Opens the regular file at `path`, of at most `max_bytes`, for reading.
+    """Opens the regular file at `path`, of at most `max_bytes`, for reading inside the block.
 
     Raises:
-        FedsimError: as of `regular`.
-        OSError: it is missing, or may not be read.
+        FedsimError: See `regular`.
+        OSError: The file is missing, or may not be read.
     """
     try:
         _check(path, path.stat(), max_bytes)
@@ -107,11 +108,11 @@ def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
 
 
 def content(path: Path, max_bytes: int) -> bytes:
-    """Returns all bytes of the regular file at `path`, of which there are at most `max_bytes`.
+    """Returns all bytes of the regular file at `path`, which may have at most `max_bytes`.
 
     Raises:
-        FedsimError: as of `regular`.
-        OSError: it is missing, or may not be read.
+        FedsimError: See `regular`.
+        OSError: The file is missing, or may not be read.
     """
     with open_regular(path, max_bytes) as file:
         # A read takes all the memory that it is allowed to fill, however small the file is.
@@ -124,22 +125,22 @@ def content(path: Path, max_bytes: int) -> bytes:
 
 
 def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
-    """Returns the text of the regular file at `path`, of at most `max_bytes`.
+    """Returns the text of the regular file at `path`, which may have at most `max_bytes` bytes.
 
     Raises:
-        FedsimError: as of `regular`.
-        OSError: it is missing, or may not be read.
-        UnicodeDecodeError: it has another encoding.
+        FedsimError: See `regular`.
+        OSError: The file is missing, or may not be read.
+        UnicodeDecodeError: The file has another encoding.
     """
     return content(path, max_bytes).decode(encoding)
 
 
 def writable_folder(path: Path, option: str) -> None:
-    """Refuses a folder to write to that is none, or that cannot be made.
+    """Refuses a `path` that is no folder to write to, and cannot be made one.
 
     Raises:
         FedsimError: `path` or a part of it is a file, a link in a circle or to nowhere, or may not
-            be written to; the message starts with `option`.
+            be written to. The text starts with `option`, which named the path.
     """
     try:
         if "\0" in str(path):
@@ -171,10 +172,10 @@ def writable_folder(path: Path, option: str) -> None:
 def writable_file(path: Path, option: str) -> None:
     """Refuses a file to write that is a folder, or whose folder cannot be written to.
 
-    `option` is what named it, for the message.
+    `option` is the option that named the file, for the error's text.
 
     Raises:
-        FedsimError: as of `writable_folder`.
+        FedsimError: The file is a folder, or its folder is refused as by `writable_folder`.
     """
     writable_folder(path.parent, option)
     if path.is_dir():

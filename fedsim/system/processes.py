@@ -65,9 +65,10 @@ class _SpawnContext(SpawnContext):
 
 @contextmanager
 def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Queue[Any]]]:
-    """Starts `workers` processes that have `shared`, and a queue of what they `tell`.
+    """Starts `workers` processes inside the block; yields their executor, and a queue.
 
-    Work is to be submitted within `interrupts.delay_interrupts`: submitting starts them. An
+    Each worker has a copy of `shared` (`get_shared`), and puts messages into the queue (`tell`).
+    Work must be submitted within `interrupts.delay_interrupts`, since submitting starts workers. An
     exception in the block ends them at once, in the middle of their work, and so does the end of
     this process.
     """
@@ -89,7 +90,8 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
 def child(target: Callable[..., object], *arguments: object) -> Iterator[BaseProcess]:
     """Runs `target(*arguments)` in a process that ends with the block, and with this process.
 
-    Interrupts do not reach it. It gets no time to clean up. It ends with the thread that starts it.
+    The process gets no interrupts and no time to clean up. It also ends with the thread that starts
+    it.
     """
     context = _SpawnContext()
     end, lifeline = context.Pipe(duplex=False)
@@ -105,13 +107,19 @@ def child(target: Callable[..., object], *arguments: object) -> Iterator[BasePro
 
 
 def tell(message: Any) -> None:
-    """Puts `message` into the queue of the `pool` that this worker belongs to."""
+    """Puts `message` into the queue of the `pool` that this worker belongs to.
+
+    It may be called in a worker of a pool alone.
+    """
     assert _context is not None
     _context.news.put(message)
 
 
 def get_shared() -> Any:
-    """Returns a copy of what this worker's `pool` was started with."""
+    """Returns a copy of the object `shared` with which this worker's `pool` was started.
+
+    It may be called in a worker of a pool alone.
+    """
     assert _context is not None
     return pickle.loads(_context.shared)  # noqa: S301 - this process's parent wrote it
 

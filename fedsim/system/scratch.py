@@ -30,9 +30,10 @@ folder."""
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
-    """Makes a folder for its owner alone; a process of its own, in its own session, removes it.
+    """Makes a temporary folder for its owner alone, and removes it when the block ends.
 
-    Its name begins with `prefix`.
+    The folder's name begins with `prefix`. A process of its own removes the folder, even after a
+    kill.
     """
     with interrupts.delay_interrupts():
         folder = Path(tempfile.mkdtemp(prefix=prefix))

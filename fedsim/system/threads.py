@@ -22,7 +22,7 @@ def fix(threads: int) -> None:
 
 @contextmanager
 def fix_within(threads: int) -> Iterator[None]:
-    """Computes on `threads` threads within the block, and on as many as before after it."""
+    """Computes on `threads` threads within the block, and afterwards on as many as before."""
     before = torch.get_num_threads()
     with threadpool_limits(threads):
         torch.set_num_threads(threads)

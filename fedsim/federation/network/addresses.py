@@ -17,7 +17,7 @@ def split(address: str) -> tuple[str, int]:
     """Splits HOST:PORT or [HOST]:PORT into host and port.
 
     Raises:
-        ValueError: the address is of another form.
+        ValueError: The address is of another form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -35,7 +35,7 @@ def is_host(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether `host` is this machine itself, by its name or number."""
+    """Returns whether `host` is `localhost` or a loopback address."""
     if host == "localhost":
         return True
     try:
@@ -45,11 +45,10 @@ def is_loopback(host: str) -> bool:
 
 
 def unfit(address: str, *, has_roots: bool) -> str | None:
-    """Returns why nobody may connect to `address`, None if they may.
+    """Returns the reason why nobody may connect to `address`; None if they may.
 
-    `has_roots` says whether the server's certificate can be checked: without, there is no TLS.
-
-    Without roots there is no TLS.
+    `has_roots` says whether there are certificates to check the server's by. Without them there is
+    no TLS, and the address must be on loopback.
     """
     try:
         host, port = split(address)
@@ -70,8 +69,8 @@ def listener(address: str) -> socket.socket:
     """Returns a socket that listens at `address`; port 0 takes a free one.
 
     Raises:
-        OSError: the address is taken, or not of this machine.
-        ValueError: it is no address.
+        OSError: The address is taken, or not of this machine.
+        ValueError: The text is not HOST:PORT.
     """
     host, port = split(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

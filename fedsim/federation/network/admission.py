@@ -52,10 +52,10 @@ _SERVER = 1
 
 
 class Refusal(Exception):  # noqa: N818 - reads as what happened
-    """Raised for a request that does not pass; its text tells the client and the log why.
+    """Raised with an HTTP status and a text for a request that does not pass.
 
-    Flower's nodes end themselves at a 401, take a 403 for the end of the run, and try again, signed
-    anew, after 502, 503 and 504.
+    Flower's nodes end themselves at a 401 and take a 403 for the end of the run. They try again,
+    signed anew, after 502, 503 and 504.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -68,18 +68,19 @@ class Signature:
     """Identifies a signature that is valid, and the key that made it."""
 
     r: int
-    """The first of the two numbers of an ECDSA signature (r, s).
-
-    Whoever saw it can write it in other ways, and negate s, and it stays valid; but without the key
-    they can make no valid one of another r.
-    """
+    """The first of the two numbers of an ECDSA signature (r, s). Whoever saw a signature can write
+    it in other ways, and negate s, and it stays valid. Without the key, nobody can make a valid one
+    of another r."""
     key: bytes
 
 
 def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
-    """Returns the headers of a request that passes, each once, among them its content-length.
+    """Returns the headers of a request that passes, by name; content-length is among them.
 
     `body_limit` is the largest body in bytes.
+
+    Raises:
+        Refusal: The path, method or a header is not allowed, or the body is too large.
     """
     headers = dict(request.headers)
     if not _FLEET.fullmatch(request.target):
@@ -102,12 +103,12 @@ def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
 
 
 def length(headers: Mapping[bytes, bytes]) -> int:
-    """Returns the number of bytes of the body that follows vetted `headers`."""
+    """Returns the size in bytes of the body that follows `headers`, which `vet` has returned."""
     return int(headers[b"content-length"])
 
 
 def passed_on(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Returns those of a client's `headers` that the SuperLink gets to see."""
+    """Returns those of a client's `headers` that the gate passes on to the SuperLink."""
     return [
         (name, value)
         for name, value in headers.items()
@@ -118,7 +119,10 @@ def passed_on(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
 def check_replies(body: bytes) -> None:
     """Refuses a request `body` that announces anything but the node's own replies.
 
-    The SuperLink has checked that the node is the one whose key signed, and looks no further.
+    The SuperLink checks only that the node is the one whose key signed.
+
+    Raises:
+        Refusal: The body announces something else, or is malformed.
     """
     try:
         request = PushMessagesRequest.FromString(body)
@@ -135,8 +139,8 @@ def check_replies(body: bytes) -> None:
 class Signatures:
     """Lets each signature pass once, and knows whose requests the SuperLink accepted.
 
-    Signatures of before `since` (seconds since 1970) do not pass: it cannot know whether another
-    gate let them pass. Of a node whose clock is ahead, up to 5 s of them still do.
+    Signatures of before `since` (seconds since 1970) do not pass, as another gate may have let them
+    pass. A node whose clock is ahead can still make up to 5 s of them pass.
     """
 
     def __init__(self, since: float, capacity: int = _SIGNATURES) -> None:
@@ -146,7 +150,12 @@ class Signatures:
         self._held: Counter[bytes] = Counter()  # bytes of announcements, by key
 
     def claim(self, headers: Mapping[bytes, bytes]) -> Signature:
-        """Returns the signature among vetted `headers`, which from now on is used."""
+        """Returns the signature among `headers` (as of `vet`), and marks it as used.
+
+        Raises:
+            Refusal: The signature is missing, invalid, out of its time or used before, or there are
+                too many.
+        """
         signature, signed_at = _verify(headers)
         now = time.time()
         if not -_NEWEST_SECONDS < now - signed_at < _OLDEST_SECONDS:
@@ -165,12 +174,18 @@ class Signatures:
         return signature
 
     def is_node(self, key: bytes) -> bool:
-        """Returns whether the SuperLink has accepted a request of this key."""
+        """Returns whether the SuperLink has accepted a request signed with `key`."""
         return key in self._accepted
 
     @contextmanager
     def holding(self, key: bytes, size: int) -> Iterator[None]:
-        """Counts an announcement of replies of `size` bytes as held for `key`, inside the block."""
+        """Counts `size` bytes as held in memory for `key` inside the block.
+
+        The bytes are those of an announcement of replies.
+
+        Raises:
+            Refusal: Too much is held already (503).
+        """
         # Small ones pass even if large ones have taken all there is, so that no node blocks the
         # others.
         is_small = size <= _STRANGER_BYTES
@@ -188,7 +203,8 @@ class Signatures:
     def settle(self, signature: Signature, *, is_accepted: bool) -> None:
         """Records whether the SuperLink accepted the request that `signature` is of.
 
-        Keys that it never accepted leave nothing behind, so that strangers fill no memory.
+        Keys of which no request was ever accepted are not remembered, so that strangers fill no
+        memory.
         """
         if is_accepted:
             self._accepted.add(signature.key)

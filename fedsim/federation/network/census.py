@@ -29,8 +29,8 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
 
     Args:
         client: Number of the node's client.
-        held: Number of examples that it holds.
-        statistics: Reasons why nothing can be claimed, by privacy unit.
+        held: Number of examples that the node holds.
+        statistics: Reasons why no privacy claim can be made, by privacy unit.
     """
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
     told = ConfigRecord(
@@ -40,16 +40,17 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
 
 
 def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
-    """Asks all nodes what they hold, and waits until each client's has answered.
+    """Asks all nodes how many examples they hold; returns the answers of all clients.
 
     Args:
         grid: Grid of any engine.
-        clients: Number of clients that have to come.
-        patience: Seconds in which they have to come.
-        on_wait: Called with the number of nodes that are there while more have to come.
+        clients: Number of clients, whose nodes all have to connect.
+        patience: Seconds within which they have to connect.
+        on_wait: Called with the number of connected nodes while more have to connect.
 
     Raises:
-        FedsimError: too few come, one refuses (with its reason), or two say they are one client.
+        FedsimError: Too few nodes connect, one refuses (with its reason), or two say they are one
+            client.
     """
     held: dict[int, int] = {}
     statistics: dict[str, list[str]] = {unit: [] for unit in _UNITS}

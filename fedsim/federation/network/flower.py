@@ -70,8 +70,8 @@ VERSIONS = ("1.41",)
 _NOT_FLEET = "not the Fleet API"
 _GATE_HINT = "this is a gate, for nodes alone: name the SuperLink's own address"
 REFUSED = f"[code: {int(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)}]"
-"""Text in a SuperNode's log when the SuperLink does not let it in: its key is not registered, or
-another node has it. Flower does not say which."""
+"""Text in a SuperNode's log when the SuperLink does not let it in. Its key is not registered, or
+another node has the key; Flower does not say which."""
 
 ANSWER_BYTES = 2**24
 """Most bytes of an answer that holds no tensors."""
@@ -124,7 +124,7 @@ server = client = None
 
 
 class BoundedGrid(HttpGrid):
-    """Grid of Flower's that reads no more of one answer than `most_bytes`."""
+    """Grid of Flower's that reads at most `most_bytes` bytes of one answer."""
 
     most_bytes = ANSWER_BYTES
 
@@ -134,7 +134,7 @@ class BoundedGrid(HttpGrid):
         self._thread = threading.local()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pulls answers; one that is too large, or not sent whole, becomes an error."""
+        """Returns the answers; one that is too large, or not sent whole, is an error message."""
         pulled: list[Message] = []
         for one in message_ids:
             client, budget = self._runtime_client, _Budget(self.most_bytes)
@@ -168,13 +168,18 @@ class BoundedGrid(HttpGrid):
 
 
 class _Budget:
-    """Bytes that one answer may still have, of which several threads pull parts."""
+    """Number of bytes that one answer may still have; several threads pull parts of the answer."""
 
     def __init__(self, most: int) -> None:
         self._most = self._left = most
         self._lock = threading.Lock()
 
     def take(self, size: int) -> None:
+        """Takes `size` bytes off the budget.
+
+        Raises:
+            ObjectPullError: The budget is spent.
+        """
         with self._lock:
             self._left -= size
             if self._left < 0:
@@ -185,7 +190,7 @@ def check_version() -> None:
     """Refuses versions of Flower whose internals were not tried.
 
     Raises:
-        FedsimError: it is another version.
+        FedsimError: The installed Flower is of another version.
     """
     found = importlib.metadata.version("flwr")
     if found.rpartition(".")[0] not in VERSIONS:
@@ -198,10 +203,11 @@ def check_version() -> None:
 def register(link: Link, public_key: bytes) -> bool:
     """Registers the owner of `public_key`, in OpenSSH's format, as a node at the SuperLink.
 
-    Returns False if it was registered before.
+    It returns False if the node was registered before.
 
     Raises:
-        FedsimError: it refuses, there is no such key, or the key's node was taken off for ever.
+        FedsimError: The key is none, the SuperLink refuses, or it has unregistered the key's node
+            for good.
     """
     try:
         key = load_ssh_public_key(public_key)
@@ -240,7 +246,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """Reads a node's private key (ECDSA, in OpenSSH's format).
 
     Raises:
-        FedsimError: it is none, or cannot be read.
+        FedsimError: The file holds no such key, or cannot be read.
     """
     try:
         key = load_ssh_private_key(paths.content(path, paths.TEXT), None)
@@ -254,7 +260,8 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 def deactivate(link: Link, key: ec.EllipticCurvePrivateKey, node: int) -> None:
     """Tells the SuperLink that the `node` with this `key` is gone; failures are ignored.
 
-    Otherwise it would count the node as there for a minute, and refuse to let it in again.
+    Otherwise the SuperLink would count the node as connected for a minute, and refuse to let it in
+    again.
     """
     client = FleetHttpClient.from_server_address(
         link.superlink,
@@ -278,11 +285,17 @@ def server_app(
 ) -> Iterator[tuple[Grid, Context]]:
     """Starts a run with `config` on the SuperLink, and acts as its ServerApp inside the block.
 
-    A SuperLink that is away for up to `patience` seconds is waited for. Answers of more than
-    `most_bytes` are errors, of which no more is read.
+    The block gets the run's grid and context.
+
+    Args:
+        link: Way to the SuperLink.
+        config: Configuration of the run.
+        patience: Seconds for which an unreachable SuperLink is waited for.
+        most_bytes: Maximum size of an answer; a larger one becomes an error.
 
     Raises:
-        FedsimError: it refuses, lets another one execute the run, or is away for longer.
+        FedsimError: The SuperLink refuses, lets another process execute the run, or is away for
+            longer.
     """
     insecure, roots = link.roots is None, link.certificates()
     interceptors: list[ProtobufClientInterceptor] = [
@@ -333,15 +346,17 @@ def serving(
     answer: Callable[[Message, Context], Message],
     stop: threading.Event,
 ) -> None:
-    """Answers a SuperNode's messages, by its `runtime` API on loopback, until `stop` is set.
+    """Answers a SuperNode's messages until `stop` is set or the SuperNode is gone.
 
-    `secret` is what that API admits callers by.
-
-    It also returns when the SuperNode is gone. What `answer` raises becomes an error message.
+    Args:
+        runtime: Address of the SuperNode's runtime API on loopback.
+        secret: Secret by which that API admits callers.
+        answer: Computes the reply to a message; an exception becomes an error message.
+        stop: Ends the serving when it is set.
 
     Raises:
-        FedsimError: a message or an answer did not get through. The SuperNode waits for that answer
-            for ever: start another one.
+        FedsimError: A message or an answer did not get through. The SuperNode waits for that answer
+            for ever, and another one has to be started.
     """
     interceptors: list[ProtobufClientInterceptor] = [
         RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),

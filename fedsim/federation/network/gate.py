@@ -39,7 +39,8 @@ from fedsim.federation.network.passage import CHUNK_BYTES, Passage, Side, SuperL
 from fedsim.system import processes
 
 CONNECTIONS = 1024
-"""Most connections at once. A node has two, and one more for each core while it pushes."""
+"""Maximum number of connections at once. A node has two, and one more for each core while it
+pushes."""
 # A node, or the strangers of one address, may have one in so many of the connections.
 _PARTY_SHARE = 8
 # Most lines of the log for one caller, and for all strangers, within so many seconds.
@@ -56,7 +57,7 @@ class GateSettings:
     """Settings of a gate: the SuperLink behind it, its certificate and its limits."""
 
     superlink: str
-    """Address of the SuperLink, HOST:PORT, with the host of its certificate."""
+    """Address of the SuperLink, HOST:PORT; its certificate must name this host."""
     certificate: Path
     key: Path
     roots: Path
@@ -68,7 +69,7 @@ class GateSettings:
 class Gate:
     """Runs a gate in a process of its own, which ends with the block and with this process.
 
-    `address` is the HOST:PORT that it listens at (port 0 takes a free one). Its log has a line for
+    `address` is the HOST:PORT at which it listens (port 0 takes a free one). Its log has a line for
     each refusal: time, client, status, reason, request. A full log begins anew (`log`).
     """
 
@@ -79,8 +80,10 @@ class Gate:
     def start(self) -> Gate:
         """Listens, then starts the process; clients may connect from here on.
 
+        It returns the gate itself.
+
         Raises:
-            FedsimError: the address is taken, or a certificate, key or log cannot be used.
+            FedsimError: The address is taken, or a certificate, key or log cannot be used.
         """
         from fedsim.types import FedsimError  # which imports torch: not for the gate's process
 
@@ -103,7 +106,7 @@ class Gate:
         return self
 
     def stop(self) -> None:
-        """Ends the process, if it has not ended."""
+        """Ends the process, if it still runs."""
         self._stack.close()
 
     def __enter__(self) -> Gate:
@@ -119,7 +122,7 @@ class Gate:
 
     @property
     def pid(self) -> int:
-        """Identifier of the process."""
+        """Id of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -143,7 +146,7 @@ class _Server:
         self._lines = _Lines()
 
     async def run(self, server: socket.socket) -> None:
-        """Serves until it is cancelled."""
+        """Serves the clients that connect to the socket `server` until this task is cancelled."""
         server.setblocking(False)
         loop = asyncio.get_running_loop()
         while True:
@@ -277,7 +280,7 @@ class _Caller:
     who: str
     """Address and port of the caller, for the log."""
     of: str | bytes = ""
-    """Key of a node (bytes), or network that a stranger is in (text)."""
+    """Key of a node (bytes), or network of a stranger (text)."""
 
     @property
     def is_stranger(self) -> bool:
@@ -286,16 +289,16 @@ class _Caller:
 
 
 class _Lines:
-    """Counts the lines of the log by caller, so that nobody can fill it."""
+    """Counts the lines of the log by caller, so that nobody can fill the log."""
 
     def __init__(self) -> None:
         self._since, self._dropped = time.monotonic(), 0
         self._written: Counter[str | bytes] = Counter()
 
     def begin(self) -> int:
-        """Begins a new period of counting if it is time.
+        """Begins a new period of counting if the last one has lasted an hour.
 
-        It returns how many lines the last period dropped, else 0.
+        It returns how many lines the ended period dropped; 0 if the period goes on.
         """
         if time.monotonic() - self._since < _LINES_SECONDS:
             return 0

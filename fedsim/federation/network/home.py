@@ -32,7 +32,7 @@ def run_folder(home: Path, run: str) -> Path:
     """Returns the folder in `home` that keeps what belongs to `run`.
 
     Raises:
-        FedsimError: the name is not 16 to 64 hexadecimal digits.
+        FedsimError: The name of the run is not 16 to 64 hexadecimal digits.
     """
     if not _RUN.fullmatch(run):
         raise FedsimError(f"run: expected 16 to 64 hexadecimal digits, got {run[:40]!r}")
@@ -40,18 +40,20 @@ def run_folder(home: Path, run: str) -> Path:
 
 
 def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
-    """Notes what `stack` of `run` is when it is first seen.
+    """Notes at first sight what a `stack` of a `run` is, and later refuses anything else.
 
-    Anything else under their names is refused later. Otherwise the server would get a second
-    answer, with other noise or of another size.
+    Otherwise the server would get a second answer, with other noise or of another size.
 
     Args:
         home: The node's folder.
         run: Name of the run, which the server chose.
-        stack: Name of the stack, which was checked.
+        stack: Name of the stack, which the caller has checked.
         fingerprint: Digest of all that decides the results of the stack's training.
-        held: Number of examples of each client, as this node writes it.
+        held: Number of examples of each client, as text.
         data: Digest of the node's examples.
+
+    Raises:
+        FedsimError: The node knows the run or stack as another.
     """
     pins = {
         Path("scenarios", stack): (fingerprint, "the run of another scenario"),
@@ -72,10 +74,10 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
 
 
 def make_private(home: Path) -> None:
-    """Makes `home`, or closes it, so that its owner alone can look into it.
+    """Makes the folder `home`, or takes away the access of other users to it.
 
     Raises:
-        FedsimError: others may look into it, and it is not the node's to close.
+        FedsimError: Other users have access, and the folder holds what no node has written.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not home.stat().st_mode & 0o077:
@@ -93,9 +95,12 @@ def make_private(home: Path) -> None:
 
 
 def secret_seed(home: Path, run: str, use: str = "") -> int:
-    """Returns a 256-bit seed of `run`, which only the secret of `home` can give.
+    """Returns a 256-bit seed of `run`, which follows from the secret in `home`.
 
-    The secret is made when it is not there. Seeds for another `use` tell nothing of this one.
+    The secret is made if it is missing. Seeds for another `use` tell nothing of this one.
+
+    Raises:
+        FedsimError: The secret's file is damaged, or readable by other users.
     """
     path = home / _SECRET
     if not path.exists():

@@ -57,12 +57,13 @@ class Authority:
 
 
 def make_authority(folder: Path, hosts: Sequence[str], *, days: int = 2) -> Authority:
-    """Writes ca.crt, ca.key, server.crt and server.key into `folder`; `hosts` are names and IPs.
+    """Writes ca.crt, ca.key, server.crt and server.key into `folder`; returns their paths.
 
-    Both certificates end after `days`. The files are readable by their owner alone.
+    `hosts` are the server's names and IP addresses. Both certificates end after `days`. The files
+    are readable by their owner alone.
 
     Raises:
-        FedsimError: one of the files exists, or others may write into the folder.
+        FedsimError: One of the files exists, or other users may write into the folder.
     """
     authority = Authority(
         certificate=folder / "ca.crt",
@@ -96,13 +97,13 @@ def make_authority(folder: Path, hosts: Sequence[str], *, days: int = 2) -> Auth
 
 
 def make_node_key(path: Path) -> Path:
-    """Writes a node's private key (ECDSA P-384, of OpenSSH's form) and returns its public key.
+    """Writes a node's private key (ECDSA P-384, OpenSSH format); returns its public key's path.
 
-    `path` is for `flower-supernode --auth-supernode-private-key`, what is returned (`path` + .pub)
-    for `flwr supernode register`.
+    `path` is for `flower-supernode --auth-supernode-private-key`. The returned path (`path` + .pub)
+    is for `flwr supernode register`.
 
     Raises:
-        FedsimError: one of the files exists, or others may write into the folder.
+        FedsimError: One of the files exists, or other users may write into the folder.
     """
     public = path.with_name(path.name + ".pub")
     prepare(path.parent, [path, public])
@@ -167,10 +168,10 @@ def _private(key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> bytes:
 
 
 def prepare(folder: Path, files: Sequence[Path]) -> None:
-    """Makes the folder, for its owner alone, and refuses to replace any of `files`.
+    """Makes `folder`, for its owner alone, and refuses to replace any of `files`.
 
     Raises:
-        FedsimError: one of the files exists, or others may write into the folder.
+        FedsimError: One of the files exists, or other users may write into the folder.
     """
     # One by one: `parents=True` would make the parents without this mode.
     for missing in reversed([folder, *folder.parents]):
@@ -185,7 +186,11 @@ def prepare(folder: Path, files: Sequence[Path]) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a new file that only its owner may read."""
+    """Writes a new file that only its owner may read.
+
+    Raises:
+        FileExistsError: The file exists.
+    """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
@@ -195,9 +200,10 @@ KEY_NAME, PEERS_NAME = "signing.key", "peers.json"
 
 
 def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
-    """Makes `count` Ed25519 keys.
+    """Makes an Ed25519 key for each of `count` clients.
 
-    It returns the private ones (32 bytes each), and the file of all public ones.
+    It returns the private keys (32 bytes each, by client), and the content of the file of all
+    public keys.
     """
     keys = [Ed25519PrivateKey.generate() for _ in range(count)]
     public = {client: key.public_key().public_bytes_raw().hex() for client, key in enumerate(keys)}
@@ -205,10 +211,10 @@ def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
 
 
 def read_identity(key: Path | None, peers: Path | None) -> Identity | None:
-    """Reads a node's signing key and its peers' public ones; None without files.
+    """Reads a node's signing key and its peers' public keys; None if neither file is named.
 
     Raises:
-        FedsimError: one is missing or damaged, or others may read the key.
+        FedsimError: One of the two is missing or damaged, or other users may read the key.
     """
     if key is None and peers is None:
         return None
@@ -243,22 +249,24 @@ def _peers(path: Path) -> Mapping[int, bytes]:
 
 
 SECRET_BYTES = 32
-"""Size of the secret by which a SuperLink knows who may execute its tasks."""
+"""Size in bytes of the secret by which a SuperLink knows who may execute its tasks."""
 _SECRET = "superexec.secret"  # noqa: S105 - the name of a file
 
 
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> list[Path]:
-    """Writes the folders of a SuperLink, its gate, a runner and `nodes` nodes; returns them.
+    """Writes a folder of keys for each party, and returns the folders.
+
+    The parties are a SuperLink, its gate, a runner and `nodes` nodes.
 
     Args:
-        folder: Folder in which they are made; they may be there, as mounted volumes are.
+        folder: Folder in which theirs are made; these may exist, as mounted volumes do.
         nodes: Number of clients, which are numbered from 0.
         hosts: Names and addresses at which the SuperLink and the gate are reached.
         days: Number of days after which the certificates end.
 
     Raises:
-        FedsimError: a host is none, one of the files exists, or others may write into a folder.
-            Nothing is written.
+        FedsimError: A host is invalid, one of the files exists, or other users may write into a
+            folder. Nothing is written.
     """
     if not hosts:
         raise FedsimError("--host: name the SuperLink's and the gate's hosts, as nodes reach them")

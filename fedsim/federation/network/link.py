@@ -39,21 +39,22 @@ class Link:
     secret: Path | None = None
     """The secret by which the SuperLink knows who may execute its tasks; None if it has none."""
     shared_seed: bool = False
-    """Whether nodes draw batches and noise from the scenario's seed, as on the other engines, so
-    that results are the same bytes; whoever knows the seed can take that noise off."""
+    """Whether nodes draw batches and noise from the scenario's seed, as on the other engines.
+    Results are then the same bytes, but whoever knows the seed can take the noise off."""
 
     def certificates(self) -> bytes | None:
-        """Returns the content of `roots` (PEM); None without TLS."""
+        """Returns the content of the file `roots` (PEM); None without TLS."""
         return None if self.roots is None else paths.content(self.roots, paths.TEXT)
 
 
 def check(address: str, roots: Path | None) -> None:
     """Refuses a SuperLink at `address` that cannot be reached, or is elsewhere without TLS.
 
+    `roots` is the file of certificates that the SuperLink's is checked by; None for no TLS.
+
     Raises:
-        FedsimError: it is off loopback and `roots` are missing; nobody answers; it speaks TLS and
-            `roots` are missing, or the other way round; its certificate has expired or is not
-            vouched for.
+        FedsimError: The SuperLink is off loopback and `roots` are missing; nobody answers; only one
+            side speaks TLS; or the certificate has expired or is not vouched for.
     """
     if reason := addresses.unfit(address, has_roots=roots is not None):
         raise FedsimError(f"--superlink: {reason}")
@@ -73,12 +74,10 @@ def check(address: str, roots: Path | None) -> None:
 
 
 def clock_error(address: str, roots: Path | None) -> str:
-    """Says how far this machine's clock is off that of the server at `address`.
+    """Returns a text that says how far this machine's clock is off the server's at `address`.
 
-    `roots` is the file of certificates that the server's is checked by, None without TLS.
-
-    The text is empty where the clock is close enough that no node is refused for it, or where the
-    server does not tell its time.
+    `roots` is the file of certificates that the server's is checked by; None for no TLS. The text
+    is empty if the clock is close enough for nodes, or if the server does not tell its time.
     """
     host, port = addresses.split(address)
     try:

@@ -15,12 +15,12 @@ LOG_BYTES = 8 * 2**20
 
 
 def older(path: Path) -> Path:
-    """Returns where the log at `path` keeps what it had before it began anew: `path` + .1."""
+    """Returns the path to which the full log at `path` is moved: `path` + .1."""
     return path.with_name(path.name + ".1")
 
 
 class Log:
-    """Appends text to a file, which with the one before it never has more than 2 LOG_BYTES."""
+    """Appends text to a file, which together with its predecessor has at most 2 LOG_BYTES."""
 
     def __init__(self, path: Path) -> None:
         """Continues the file at `path`, or begins it."""
@@ -28,7 +28,11 @@ class Log:
         self._file = path.open("ab")
 
     def write(self, text: str) -> None:
-        """Appends `text` at once."""
+        """Appends `text` at once.
+
+        Raises:
+            OSError: The disk is full.
+        """
         content = text.encode()
         if self._file.tell() + len(content) > LOG_BYTES:
             self._file.close()
@@ -44,10 +48,10 @@ class Log:
 
 
 def begin_anew(path: Path) -> None:
-    """Empties a log that another program appends to, if it is full, but for its first lines.
+    """Empties the log at `path`, which another program appends to, if it is full.
 
-    They say who the program is: a SuperNode's number, say. What it writes while this copies is
-    lost.
+    The first lines stay, as they say who the program is, such as a SuperNode's id. The full log is
+    copied to `older(path)`. Lines that the program writes meanwhile are lost.
     """
     with suppress(OSError):  # a full disk: it is tried again
         if path.stat().st_size > LOG_BYTES:

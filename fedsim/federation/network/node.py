@@ -37,8 +37,7 @@ _JOIN_SECONDS = 90.0
 # What a SuperNode writes once the SuperLink has let it in.
 _LET_IN = re.compile(r"SuperNode ID: (\d+)\s")
 JOINED = "joined"
-"""Word that this process prints once the SuperLink has let it in, before the SuperLink's
-address."""
+"""Word before the SuperLink's address in the line that a node prints once it is let in."""
 # File in the node's folder that holds its number at the SuperLink.
 _NODE = "node.id"
 
@@ -54,20 +53,24 @@ class NodeMembership:
     key: Path | None
     """The node's private key (ECDSA P-384, OpenSSH); None where the SuperLink asks for none."""
     home: Path
-    """The node's own folder."""
+    """The node's own folder, see the module `home`."""
 
 
 def serve(
     app: NodeApp, member: NodeMembership, say: Callable[[str], None], stop: threading.Event
 ) -> None:
-    """Answers what the SuperLink asks until `stop` is set; joins again whenever the link breaks.
+    """Answers the SuperLink's messages until `stop` is set; joins again whenever the link breaks.
 
-    `member` holds the node's place and keys; `say` is called with lines for its owner.
+    Args:
+        app: Computes the answers.
+        member: The node's SuperLink, key and folder.
+        say: Called with lines of text for the node's owner.
+        stop: Ends the serving when it is set.
 
     Raises:
-        FedsimError: the SuperLink is not reachable or not safe at the start, the key is none, or
-            another node is at work in its folder.
-        RunFailed: the SuperLink has not let this node in for a minute and a half.
+        FedsimError: The SuperLink is not reachable or not safe at the start, the key is invalid, or
+            another node is at work in the folder.
+        RunFailed: The SuperLink has not let this node in for a minute and a half.
     """
     flower.check_version()
     app.refuse_missing_data()

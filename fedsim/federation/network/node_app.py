@@ -38,10 +38,7 @@ _MOST_TEXT = 50_000_000
 
 
 class NodeApp:
-    """Answers Flower's messages for one client.
-
-    What it computes follows from the run's settings.
-    """
+    """Answers Flower's messages for one client, as the settings in each run's context say."""
 
     def __init__(
         self,
@@ -71,7 +68,11 @@ class NodeApp:
         self._dataset = lru_cache(maxsize=1)(self._load)
 
     def refuse_other_identity(self) -> None:
-        """Refuses a signing key that the peers' file does not give to this client."""
+        """Refuses a signing key that the peers' file does not give to this client.
+
+        Raises:
+            FedsimError: The file gives this client another key, or none.
+        """
         if self._identity and self._identity.peers.get(self._number) != self._identity.public:
             raise FedsimError(
                 f"--peers: client {self._number} has another key there than --signing-key, or "
@@ -79,7 +80,11 @@ class NodeApp:
             )
 
     def refuse_missing_data(self) -> None:
-        """Refuses data that are not there: the node would join, and fail once it is asked."""
+        """Refuses data that do not exist, before the node joins and fails once it is asked.
+
+        Raises:
+            FedsimError: The file or folder of data is missing.
+        """
         if self._data != SCENARIO and not Path(self._data).exists():
             raise FedsimError(
                 f"--data: {self._data}: no such file or folder; `{SCENARIO}` takes the client's "

@@ -29,7 +29,7 @@ from fedsim.federation.network.admission import (
 )
 
 CHUNK_BYTES = 64 * 1024
-"""Most bytes of a body that are held in memory at once."""
+"""Maximum number of bytes of a body that are held in memory at once."""
 
 # Limit of a request's line and headers; a node's are 1 kB.
 _HEAD_BYTES = 16 * 1024
@@ -61,16 +61,19 @@ class Side:
         self.http = h11.Connection(role, max_incomplete_event_size=_HEAD_BYTES)
 
     async def event(self, chunk: int = CHUNK_BYTES) -> Any:
-        """Returns the next HTTP event from the other end.
+        """Returns the next h11 event from the other end.
 
         It reads at most `chunk` bytes at a time.
+
+        Raises:
+            h11.RemoteProtocolError: The other end breaks the rules of HTTP.
         """
         while (event := self.http.next_event()) is h11.NEED_DATA:
             self.http.receive_data(await self._reader.read(chunk))
         return event
 
     async def send(self, event: h11.Event) -> None:
-        """Sends one HTTP event to the other end, and waits until it can take more."""
+        """Sends one h11 event to the other end, and waits until that end can take more."""
         self._writer.write(self.http.send(event) or b"")
         await self._writer.drain()
 
@@ -80,11 +83,11 @@ class Side:
             await self.event()
 
     def abort(self) -> None:
-        """Ends the connection without a farewell."""
+        """Ends the connection at once; what is still to be sent is lost."""
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Closes the connection, and breaks it off if the other end does not let go in time."""
+        """Closes the connection, and aborts it if the other end does not close within a second."""
         self._writer.close()
         limit = asyncio.timeout(_CLOSE_SECONDS)
         with suppress(OSError):  # the other end has gone, or does not say goodbye in time
@@ -99,14 +102,14 @@ class SuperLink:
     """Address of the SuperLink, with the TLS settings that verify it."""
 
     address: str
-    """HOST:PORT, with the host of its certificate."""
+    """HOST:PORT; the SuperLink's certificate must name this host."""
     context: ssl.SSLContext
 
     async def connect(self) -> Side:
-        """Connects to the SuperLink.
+        """Connects to the SuperLink, and returns the connection.
 
         Raises:
-            Refusal: it cannot be reached (502).
+            Refusal: The SuperLink cannot be reached (502).
         """
         host, port = addresses.split(self.address)
         try:
@@ -118,16 +121,16 @@ class SuperLink:
 
 
 class _Patience:
-    """Seconds that the gate still waits for a client, in all waits of one exchange together."""
+    """Time for which the gate still waits for a client, over all waits of one exchange."""
 
     def __init__(self) -> None:
         self._left = _GRACE_SECONDS
 
     async def wait(self, awaitable: Awaitable[T]) -> T:
-        """Awaits the client, and takes the time off what is left.
+        """Awaits `awaitable` and returns its result; the time it takes is no longer left.
 
         Raises:
-            Refusal: nothing is left (408).
+            Refusal: No time is left (408).
         """
         start = time.monotonic()
         try:
@@ -139,12 +142,12 @@ class _Patience:
             self._left -= time.monotonic() - start
 
     def renew(self, size: int) -> None:
-        """Adds time for `size` bytes that were moved."""
+        """Adds time in proportion to `size`, the number of bytes that were moved."""
         self._left += size / _SLOWEST
 
 
 class Passage:
-    """Serves one client's connection by a connection to the SuperLink."""
+    """Passes the requests of one client's connection on to the SuperLink, and its answers back."""
 
     def __init__(
         self,
@@ -173,10 +176,10 @@ class Passage:
         self._idle_since = 0.0
 
     async def exchange(self) -> bool:
-        """Serves one request; returns whether there can be another.
+        """Serves one request; returns whether there can be another on this connection.
 
         Raises:
-            Refusal: the request does not pass, or cannot be answered.
+            Refusal: The request does not pass, or cannot be answered.
         """
         self.request, self.is_answered = "", False
         try:
@@ -209,7 +212,7 @@ class Passage:
         return True
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Closes both connections; `at_once` does not wait for what is still to be sent."""
+        """Closes both connections; `at_once` drops what is still to be sent."""
         for side in (self.client, self._inner):
             if side and at_once:
                 side.abort()

@@ -49,13 +49,12 @@ class Policy(BaseModel):
     so may each name that a scenario gives the stack.
     """
     plugins: list[str] | None = None
-    """Names of the learners, models and defenses that the node runs, of those installed; None:
-    any."""
+    """Names of the installed learners, models and defenses that the node runs; None: any."""
     paths: list[str] = []
-    """Files or folders of the node's own that a scenario may name; none by default."""
+    """The node's own files or folders that a scenario may name; none by default."""
     releases: Annotated[int, Field(ge=1)] | None = None
-    """Most answers that the node gives over all runs, of training and of probes; None: any
-    number."""
+    """Maximum number of answers that the node gives over all runs, of training and of probes; None:
+    any number."""
     minimum_clients: Annotated[int, Field(ge=1)] = 1
     """Least number of clients of a federation that the node joins."""
     minimum_cohort: Annotated[int, Field(ge=1)] = 1
@@ -85,9 +84,13 @@ class Policy(BaseModel):
 
     @classmethod
     def read(cls, path: Path | None) -> Policy:
-        """Reads a policy from YAML.
+        """Reads a policy from the YAML file at `path`.
 
-        Without a file, everything is allowed but naming the node's files.
+        If `path` is None, everything is allowed but naming the node's files.
+
+        Raises:
+            FedsimError: The file is missing, is no YAML, or has an unknown key, a wrong value or an
+                unknown plugin.
         """
         if path is None:
             return cls()
@@ -110,7 +113,8 @@ class Policy(BaseModel):
         """Refuses what the policy does not allow of `stack` of `scenario`.
 
         Raises:
-            FedsimError: it is not allowed; the message has the scenario's key, and the policy's.
+            FedsimError: The policy does not allow it; the text names the scenario's key and the
+                policy's.
         """
         wanted = build_stack(scenario.defenses[stack])
         # Compared once built, so that neither spelling nor defaults matter.
@@ -139,7 +143,11 @@ class Policy(BaseModel):
             )
 
     def check_release(self, workload: Workload) -> None:
-        """Refuses releases that bypass a listed stack, and secure sums over too few clients."""
+        """Refuses releases that bypass a listed stack, and secure sums over too few clients.
+
+        Raises:
+            FedsimError: The policy does not allow them; the text names the policy's key.
+        """
         if not workload.protocol and self.minimum_cohort > 1:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
@@ -164,7 +172,11 @@ class Policy(BaseModel):
             )
 
     def check_path(self, path: str) -> None:
-        """Refuses to open a file that a server names, unless the policy lists it or its folder."""
+        """Refuses a file that a scenario names, unless the policy lists the file or its folder.
+
+        Raises:
+            FedsimError: The policy does not list it.
+        """
         if not any(_within(path, allowed) for allowed in self.paths):
             raise FedsimError(f"{path}: this node's policy lets no scenario name this file (paths)")
 
@@ -188,10 +200,10 @@ class Releases:
                 ) from error
 
     def count(self) -> None:
-        """Counts one more answer, before it is computed.
+        """Counts one more answer; must be called before the answer is computed.
 
         Raises:
-            FedsimError: the policy allows no more.
+            FedsimError: The policy allows no more answers.
         """
         if self._most is not None and self._count >= self._most:
             raise FedsimError(

@@ -29,14 +29,18 @@ _TAIL = 800
 
 
 def free_port() -> int:
-    """Returns a port of loopback that nobody listens on."""
+    """Returns a port of loopback at which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def program(name: str) -> str:
-    """Returns the path of the program `name` that is installed beside this Python."""
+    """Returns the path of the program `name` that is installed beside this Python.
+
+    Raises:
+        FedsimError: There is no such program.
+    """
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise FedsimError(f"{name} is not installed beside {sys.executable}; pip install fedsim")
@@ -44,7 +48,7 @@ def program(name: str) -> str:
 
 
 class Child:
-    """A program that runs until it is stopped, and whose output goes to a file."""
+    """A program that runs until it ends or is stopped; its output is appended to a file."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         """Starts it. On Linux the kernel ends it when this thread ends, however that happens."""
@@ -66,7 +70,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Identifier of the program's process."""
+        """Id of the program's process."""
         return self._process.pid
 
     @property
@@ -79,11 +83,11 @@ class Child:
         return self._log.read_bytes()[self._begin :].decode(errors="replace")
 
     def last_words(self) -> str:
-        """Returns the end of what the program has written, or `nothing`."""
+        """Returns the last 800 characters that the program has written, or the word `nothing`."""
         return self.words()[-_TAIL:].strip() or "nothing"
 
     def bound_log(self) -> None:
-        """Begins the program's file anew if it is full (`log`)."""
+        """Empties the file of the program's output if it is full, see `log.begin_anew`."""
         begin_anew(self._log)
         self._begin = min(self._begin, self._log.stat().st_size)
 
@@ -91,7 +95,7 @@ class Child:
         """Waits until the program listens on `port` of loopback.
 
         Raises:
-            FedsimError: it has ended, or does not listen within a minute.
+            FedsimError: The program has ended, or does not listen within a minute.
         """
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and self.status is None:
@@ -102,10 +106,10 @@ class Child:
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
 
     def await_words(self, words: str, who: str) -> None:
-        """Waits until the program has written `words`; `who` names it in the error.
+        """Waits until the program has written `words`; `who` names the program in the error.
 
         Raises:
-            FedsimError: it has ended, or has not written them within two minutes.
+            FedsimError: The program has ended, or has not written them within two minutes.
         """
         end = time.monotonic() + 2 * _START_SECONDS
         while words not in self.words():
@@ -116,7 +120,7 @@ class Child:
     def stop(self) -> None:
         """Ends the program and all that it has started.
 
-        It gets SIGTERM, and after a few seconds SIGKILL.
+        The program gets SIGTERM, and after a few seconds all of them get SIGKILL.
         """
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)  # first alone, so that it ends its own
@@ -128,11 +132,13 @@ class Child:
 
 
 def superlink(folder: Path, port: int, log: Path) -> Child:
-    """Starts a SuperLink on loopback: TLS, nodes with registered keys, a database, a secret.
+    """Starts a SuperLink on `port` of loopback; its output goes to the file `log`.
 
-    It listens on `port`, and prints to the file `log`.
+    It speaks TLS and lets in nodes with registered keys alone. `folder` holds its database,
+    `superexec.secret`, and the files that `keys.make_authority` writes.
 
-    `folder` has what `certificates.make_authority` writes, and `superexec.secret`.
+    Raises:
+        FedsimError: Flower's SuperLink is not installed.
     """
     return Child(
         [

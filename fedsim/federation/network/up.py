@@ -54,11 +54,11 @@ class RunningFederation:
     gate: str
     """Address at which nodes are let in, HOST:PORT."""
     gate_process: Callable[[], int]
-    """Returns the identifier of the gate's present process."""
+    """Returns the process id of the present gate."""
     superlink: Callable[[], Child]
     """Returns the SuperLink's present process."""
     nodes: Callable[[], list[Child]]
-    """Returns the nodes' present processes, by client."""
+    """Returns the nodes' present processes, in the order of their clients."""
 
 
 @contextmanager
@@ -70,12 +70,12 @@ def federation(
     Args:
         out: The run's folder.
         nodes: Number of clients.
-        data: Value of each node's `--data`.
+        data: Value of each node's option `--data`.
         paths: Files that the scenario names and that nodes may open.
-        shared_seed: Whether nodes draw from the scenario's seed.
+        shared_seed: Whether nodes draw batches and noise from the scenario's seed.
 
     Raises:
-        FedsimError: one of the programs is missing or does not start.
+        FedsimError: One of the programs is missing or does not start.
     """
     flower.check_version()
     logs = out / "network"
@@ -153,7 +153,7 @@ class _Watched:
     @classmethod
     @contextmanager
     def running(cls) -> Iterator[_Watched]:
-        """Watches inside the block; at its end it stops all programs."""
+        """Starts an empty watch inside the block; at its end all added programs are stopped."""
         watched = cls()
         watched._thread.start()
         try:
@@ -171,7 +171,10 @@ class _Watched:
                 thread.join()
 
     def add(self, start: Callable[[], P]) -> Callable[[], P]:
-        """Starts a program; returns a function that gives its present process."""
+        """Calls `start`, which starts a program, now and whenever the program has ended.
+
+        It returns a function that returns the program's present process.
+        """
         number = len(self._children)
         self._children.append(start())
         self._starts.append(start)
