@@ -25,10 +25,10 @@ from fedsim_defenses.per_example import clipped_mean, in_types_of, noise_on_step
 class CorrelatedNoise(StatefulTrainingDefense):
     """Clips each example's gradient to `norm`, takes the mean, adds (C / B) (z_t - λ z_(t-1)).
 
-    z_t ~ N(0, z^2) with z the `noise_multiplier`, λ the `correlation`, B the batch size (its mean,
-    where it varies); t counts the client's own steps, over local steps and rounds alike, and
-    z_0 = 0. The noise of earlier steps partly cancels in the weights, and each release is more
-    exposed: the ledger accounts all of a client's steps as one release
+    C is `norm`, B the batch size (its mean, where it varies) and λ the `correlation`. z_t ~ N(0,
+    z^2), with z the `noise_multiplier`. t counts the client's own steps, over local steps and
+    rounds alike, and z_0 = 0. The noise of earlier steps partly cancels in the weights, and each
+    release is more exposed: the ledger accounts all of a client's steps as one release
     (`fedsim.privacy.composition.correlated`). At λ = 0 it is dp_sgd, bit for bit. z_(t-1) is the
     client's own secret, and stays with it between rounds.
 

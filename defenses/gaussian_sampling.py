@@ -28,11 +28,11 @@ little by it."""
 class GaussianSampling(StatisticDefense):
     """Releases a kernel matrix K as K̃ = (1/k) Σ g g' of k draws g of N(0, K + γ I).
 
-    It hides by how much one example's features moved, if by no more than β in L2 norm; labels are
-    not hidden. The more draws, the better K̃ and the less private. They are private as far as the
+    The draws hide a change of one example's features by at most β in L2 norm; labels are not
+    hidden. The more draws, the better K̃ and the less private. They are private as far as the
     matrices of neighbours are close, relative to their least eigenvalues. `lift` adds γ I, so that
     the claim holds whatever the data are: it acts as a ridge of γ in the regression, on top of the
-    learner's. `least_eigenvalue` assumes one instead, as the paper does: then the claim is
+    learner's. `least_eigenvalue` assumes one instead, as the paper does. The claim is then
     *relative*, for it holds among such databases alone.
     """
 

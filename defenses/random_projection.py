@@ -23,13 +23,14 @@ from fedsim_defenses.leverage import max_leverage, require
 class RandomProjection(DataDefense):
     """Makes a sketch D'G (ε, δ)-private by adding σ times a standard normal matrix.
 
-    The randomness of G hides a row the better, the less its leverage is; σ lowers that of every row
-    of norm up to l to the largest that is still private, s̄. The bound l is the data source's
-    `row_norm`, and r the learner's `columns`. One row is hidden, against its absence.
+    D are the rows [features, target], and G is a standard normal matrix. G hides a row the better,
+    the less the row's leverage is. σ lowers the leverage of every row, of norm l at most, to the
+    largest that is still private. The bound l is the data source's `row_norm`, and the number of
+    G's columns is the learner's `columns`. One row is hidden, against its absence.
 
     `shared_among` N clients each add σ / sqrt(N): put `aggregate` behind it, so that the server
-    sees only their sum, in which the whole σ is. It holds against a server with which no client
-    colludes; if fewer than N clients answer, nothing is combined.
+    sees only their sum, which holds the whole σ. The claim holds against a server with which no
+    client colludes. If fewer than N clients answer, nothing is combined.
     """
 
     paper: ClassVar[str] = (

@@ -18,8 +18,8 @@ from fedsim.privacy.mechanisms.laplace_vector import LaplaceRelease
 class TruncatedLaplace(StatisticDefense):
     """Adds noise of density ~ exp(-|x| / b) within ± B to every entry of the features.
 
-    It hides by how much one example's features moved, if by no more than β in L2 norm; labels are
-    not hidden. No entry is off by more than B.
+    The noise hides a change of one example's features by at most β in L2 norm; labels are not
+    hidden. The scale b and the bound B follow from ε, δ and β. No entry changes by more than B.
     """
 
     paper: ClassVar[str] = (

@@ -108,7 +108,10 @@ def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
 
 @final
 class Drift:
-    """The move of features along the path: quadratic in the share, linear in the features."""
+    """The change of features along the path: quadratic in the share, linear in the features.
+
+    The share in [0, 1] is the part of the update that is made so far.
+    """
 
     def __init__(self, observation: Observation, middle: float, rng: torch.Generator) -> None:
         """Watches features of noise at both ends of the path and at its `middle`."""

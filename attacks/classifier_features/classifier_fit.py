@@ -243,9 +243,9 @@ class ClassifierSolver(FeatureSolver):
 class ClassifierFit(FeatureAttack[ClassifierSolver]):
     """Fits features and labels to a linear classifier's gradient, by their own consistency.
 
-    It needs fewer images than classes, and plants nothing. Clipping leaves one factor unknown,
-    which is fitted; noise leaves the features as uncertain as it is large, and those are drawn to
-    what the batch shares. Where entries are removed no image is called determined.
+    The batch must have fewer images than there are classes; nothing is planted. Clipping leaves one
+    factor unknown, which is fitted. Noise leaves features uncertain, and draws them towards what
+    the batch shares. Where entries are removed, no image is called determined.
     """
 
     paper: ClassVar[str] = (

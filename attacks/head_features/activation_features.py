@@ -196,8 +196,8 @@ class Peeling(FeatureSolver):
 class ActivationFeatures(FeatureAttack[Peeling]):
     """Finds neurons that one image activates alone, takes it off the others' rows, and repeats.
 
-    It needs exact rows: without noise, pruning or quantization, and one gradient or few steps.
-    Features that it cannot find are filled up with the rest of the features' span.
+    Rows have to be exact: without noise, pruning or quantization, and of one gradient or few steps.
+    In place of features that are not found, a basis of the rest of their span is returned.
     """
 
     paper: ClassVar[str] = (

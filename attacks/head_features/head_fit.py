@@ -614,8 +614,8 @@ class CoarseToFine(FeatureSolver):
 class HeadFit(FeatureAttack[OutputSolver]):
     """Fits ∂L/∂A of a two-layer head by variable projection: L-BFGS over the features.
 
-    It works under noise, pruning and clipping, for any activation. Signs and, through the
-    probabilities that the features imply, norms are recovered.
+    It works under noise, pruning and clipping, for any activation. Features have their signs and
+    lengths; the latter follow from the probabilities that the features imply.
     """
 
     paper: ClassVar[str] = (

@@ -235,9 +235,9 @@ def _distinct_first(features: Tensor, errors: Tensor, misfit: Tensor) -> Tensor:
 class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     """Fits the features of all local steps in the update's row space, and tells the first step's.
 
-    It needs an exact row space: no noise, pruning or quantization. Its own loss is the largest
-    part of a feature's error signal that the head before the first step does not imply; if
-    features are the same in all steps, the part of ∂L/∂A that they do not explain.
+    The row space has to be exact: no noise, pruning or quantization. The loss is the largest part
+    of a feature's error signal that the head before the first step does not imply. If features are
+    the same in all steps, it is the part of ∂L/∂A that they do not explain.
     """
 
     paper: ClassVar[str] = (

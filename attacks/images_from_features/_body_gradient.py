@@ -217,8 +217,8 @@ number of simulations if they were spread over all iterations."""
 class LaterSteps:
     """The mean gradient over a client's steps, less the share of it that the first step makes.
 
-    Where each step has images of its own, the gradient of all at the weights that were sent is
-    subtracted instead.
+    Where each step has its own images, the gradient of all images at the sent weights is subtracted
+    instead.
     """
 
     def __init__(self, observation: Observation, labels: Tensor) -> None:

@@ -41,7 +41,7 @@ _TIE = 1e-6
 
 @final
 class ImageDistribution:
-    """Normal distributions of some images, with one covariance and a mean for each."""
+    """Normal distributions of N images, with one covariance for all and a mean for each."""
 
     def __init__(self, means: Tensor, precision: Tensor, shape: torch.Size) -> None:
         """Takes `means` (N, C, h, w), `precision` (C h w, C h w); images have (H, W) = `shape`."""

@@ -99,9 +99,9 @@ class FeatureInversionState(AttackState):
 class FeatureInversion(IterativeAttack[FeatureInversionState]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
-    Features are those of any attack that answers some, which the user names (`features_from`). With
-    features, labels are read off them if they explain the head's gradient, else given to them as
-    the threat model grants labels. The batch-norm term is there if it grants statistics.
+    The user names an attack that recovers features (`features_from`). Labels are read off these
+    features if they explain the head's gradient. Otherwise labels are those that the threat model
+    grants. The batch-norm term is used if the threat model grants statistics.
     """
 
     paper: ClassVar[str] = (
@@ -180,7 +180,8 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         """Recovers features; draws random pixels, or a U-Net of random weights.
 
         Raises:
-            AttackFailed: features are wanted and not told, or nothing of the update is the body's.
+            AttackFailed: features are wanted and cannot be recovered, or the update holds nothing
+                of the body.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
         told = self._recover(observation, knowledge, seed)

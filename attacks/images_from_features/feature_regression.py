@@ -28,9 +28,9 @@ which the right one is the larger part."""
 class FeatureRegression(DirectAttack):
     """Recovers features, and guesses their images by a regression on public ones.
 
-    It is the guess of least squared error that is linear in the features: blurred, but with the
-    right colors in the right places; where the head's gradient leaves features in doubt, the mean
-    of the public images. Nothing is optimized.
+    The guess is that of least squared error among those linear in the features. It is blurred, but
+    has the right colors in the right places. Where the head's gradient leaves features in doubt, it
+    is the mean of the public images. Nothing is optimized.
     """
 
     paper: ClassVar[str] = (
@@ -46,8 +46,8 @@ class FeatureRegression(DirectAttack):
         """Returns images, labels and features; the loss is that of the features.
 
         Raises:
-            AttackFailed: no gradient of the model tells features, or the public images are not the
-                model's.
+            AttackFailed: no gradient of the model tells features, or the public images do not fit
+                the model.
         """
         assert knowledge.public_images is not None
         prior = ImagePrior(observation, knowledge.public_images)

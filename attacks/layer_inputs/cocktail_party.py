@@ -58,10 +58,10 @@ class Unmixing(AttackState):
 class CocktailParty(IterativeAttack[Unmixing]):
     """Unmixes the inputs of a fully connected layer by independent component analysis.
 
-    The layer is the first whose inputs are the image, and else the first from which all features
-    follow, as embeddings. The scale of an input, which the paper leaves open, is that of the
-    gradient in the bias. Images behind embeddings are only
-    answered with `image_iterations`.
+    The layer is the first whose inputs are the image. If there is none, it is the first from which
+    all features follow, and its inputs are embeddings. The gradient in the bias gives the scale of
+    an input, which the paper leaves open. Images behind embeddings are returned only if
+    `image_iterations` is above 0.
     """
 
     on_processor: ClassVar[bool] = True
@@ -88,7 +88,11 @@ class CocktailParty(IterativeAttack[Unmixing]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Unmixing:
-        """Whitens the layer's gradient, and starts at a random matrix."""
+        """Whitens the layer's gradient, and starts at a random unmixing matrix.
+
+        Raises:
+            AttackFailed: the model has no such layer, or its gradient does not tell the inputs.
+        """
         layers = [layer for layer in trace_layers(observation) if layer.features is not None]
         layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
         if not layers:
@@ -118,14 +122,14 @@ class CocktailParty(IterativeAttack[Unmixing]):
         )
 
     def total(self) -> int:
-        """Returns the number of steps of both halves, for progress.
+        """Returns the number of steps of unmixing and of inverting embeddings, for progress.
 
-        Images that are unmixed need no second half.
+        Images that are unmixed need no inversion.
         """
         return self.iterations + self.image_iterations
 
     def terminate(self, state: Unmixing) -> bool:
-        """Says whether both halves are over."""
+        """Says whether unmixing and, if needed, inverting embeddings are done."""
         return state.iteration >= (self.iterations if state.layer.pixels else self.total())
 
     def step(self, state: Unmixing) -> Unmixing:

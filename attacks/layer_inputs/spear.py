@@ -203,8 +203,8 @@ class Spear(IterativeAttack[SpearState]):
     """Takes a layer's gradient apart by the zeros that ReLU leaves in error signals.
 
     The layer is the first linear one with a bias that ReLU follows. Sets of its neurons are drawn
-    until combinations of its gradient's columns are found that are sparse, and a greedy selection
-    of them reproduces which neurons each image activates. How many it takes doubles with each
+    until sparse combinations of the gradient's columns are found. A greedy selection of them
+    reproduces which neurons each image activates. The number of draws needed doubles with each
     image. Inputs of a first layer are the images.
     """
 

@@ -253,10 +253,10 @@ _SAFETY = 3.0
 class PatchInversion(DirectAttack):
     """Solves the gradients of patch embedding and position for a transformer's only image.
 
-    It is exact where tokens have more entries than there are patches. The server is honest, and the
-    model any whose position embedding is trained: it is found by running it. Clipping leaves the
-    answer as it is, and so do several local steps on the image; noise, and what is removed, make it
-    as uncertain as they are large, and so do patches beyond the tokens' entries.
+    The image is exact if a token has more entries than there are patches. The server is honest, and
+    may train any model with a trained position embedding, which the attack finds by running the
+    model. Clipping and several local steps on the image change nothing. Noise, removed entries and
+    further patches make pixels uncertain.
     """
 
     paper: ClassVar[str] = (
