@@ -50,7 +50,7 @@ class OneRelease(Computation):
         return 1
 
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns the parameters: nothing can be planted in them."""
+        """Returns `parameters` as they are: nothing can be planted in them."""
         return parameters
 
 
@@ -62,7 +62,8 @@ def counted_once(update: Tensors) -> Computed:
 def all_members(rows: Tensor, scored: Tensor, classes: int = 0) -> RowTruth:
     """Returns the truth of a release in which all `rows` (n, columns) took part.
 
-    `scored` (columns,) says which columns are scored, and `classes` how many encode the label.
+    `scored` (columns,) says which columns are scored. `classes` is the number of columns that
+    encode the label.
     """
     return RowTruth(
         rows=rows,
@@ -77,7 +78,13 @@ class ClosedForm(OneRelease):
     """Runs a closed-form learner of tables on one stack's federation."""
 
     def __init__(self, problem: Problem, kind: ReleaseKind, columns: int) -> None:
-        """Prepares releases of `kind`; `columns` is r, 0 where no random matrix is drawn."""
+        """Prepares releases of `kind`.
+
+        `columns` is r, the number of columns of the random matrix; 0 where none is drawn.
+
+        Raises:
+            FedsimError: the table has more than two classes.
+        """
         assert isinstance(problem.dataset, Table)
         self.table = problem.dataset
         if len(self.table.classes or ()) > 2:
@@ -96,12 +103,18 @@ class ClosedForm(OneRelease):
 
     @abstractmethod
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
-        """Returns what is released of (n, d + 1) rows; `rng` is the client's secret stream."""
+        """Computes what is released of regularized `rows` (n, d + 1), the target being last.
+
+        `rng` is the client's secret stream.
+        """
 
     def describe(self) -> ReleaseSpec:
         """Describes how the release comes from rows.
 
-        This is computed on demand, since the stack may have no σ and then raises.
+        The description is computed on demand, since the stack may have no σ.
+
+        Raises:
+            FedsimError: no σ is enough.
         """
         return ReleaseSpec(
             learner=self._learner.name,
@@ -116,7 +129,10 @@ class ClosedForm(OneRelease):
         )
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
-        """Returns the truth of a release of all `inputs` (n, d + 1); an intercept is not scored."""
+        """Returns the truth of a release of all `inputs` (n, d + 1); an intercept is not scored.
+
+        The inputs hold the target, so that `labels` are without effect.
+        """
         scored = torch.ones(inputs.shape[1], dtype=torch.bool)
         # Last among the features, before the target, stands the intercept: a constant that
         # everybody knows.
@@ -124,7 +140,7 @@ class ClosedForm(OneRelease):
         return all_members(inputs, scored)
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Lets the defense of rows check its assumptions."""
+        """Lets the defense of rows check its assumptions on every client's rows."""
         defense = self._stack.data_defense
         if defense and defense.assumes:
             defense.check({client: rows for client, (rows, _) in clients.items()})
@@ -140,7 +156,10 @@ class ClosedForm(OneRelease):
 
 
 def regularize(rows: Tensor, sigma: float) -> Tensor:
-    """Returns [D; σ I]: `rows` D (n, d + 1) and one further row per column; D for `sigma` 0."""
+    """Returns [D; σ I]: `rows` D (n, d + 1) and one further row per column.
+
+    `sigma` is σ; for 0 the result is D.
+    """
     if sigma == 0:
         return rows
     # D'D becomes D'D + σ² I, as under a ridge penalty of σ².
@@ -148,10 +167,11 @@ def regularize(rows: Tensor, sigma: float) -> Tensor:
 
 
 def sketch(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
-    """Returns D'G: (n, d) rows -> (d, columns), with independent standard normal entries of G.
+    """Returns D'G of `rows` D (n, d), as (d, columns); G has independent standard normal entries.
 
-    Of the regularized rows [D; σ I] it is D'G + σ N, with N as independent: the noise of the random
-    projection mechanism. The part of G that belongs to D is the same whatever σ.
+    `rng` draws G. For regularized rows [D; σ I] the result is D'G + σ N, with N as independent: the
+    noise of the random projection mechanism. The part of G that belongs to D is the same whatever
+    σ.
     """
     total = torch.zeros(rows.shape[1], columns, dtype=rows.dtype)
     # torch fills blocks of 16 and an incomplete one otherwise, which would change with σ.

@@ -25,7 +25,7 @@ class FeatureExtractor:
     """
 
     def __init__(self, problem: Problem) -> None:
-        """Reads the model and its weights, if there are any.
+        """Reads the model and its weights, if `problem` has any.
 
         Raises:
             FedsimError: `training.weights` cannot be read, or are of another model.
@@ -45,7 +45,7 @@ class FeatureExtractor:
         self.dimension = self.of(torch.zeros(1, *dataset.input_spec.input_shape)).shape[1]
 
     def of(self, pixels: Tensor) -> Tensor:
-        """Maps (n, C, H, W) pixels in [0, 1] to (n, d) float64 on the CPU."""
+        """Computes the features of (n, C, H, W) `pixels` in [0, 1]: (n, d) float64 on the CPU."""
         if self._spec is None:
             rows = pixels.flatten(1)
         else:

@@ -94,7 +94,10 @@ class _LinearRegression(ClosedForm):
         return solve(rows)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the sum of sketches, which is solved where used, or the mean of coefficients."""
+        """Returns the sum of the sketches, or the mean of the coefficients.
+
+        Sketches are solved where they are used. `clients` is the number of releases in `mean`.
+        """
         return {VALUE: mean[VALUE] * clients} if self._method == "sketch" else mean
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
@@ -109,7 +112,7 @@ class _LinearRegression(ClosedForm):
 
 
 def solve(rows: Tensor) -> Tensor:
-    """Returns the shortest x of least ||Bx - b||, (d,), of rows [B, b] (n, d + 1)."""
+    """Computes the shortest x that minimizes ||Bx - b||, (d,), for `rows` [B, b] (n, d + 1)."""
     # gelsd works by singular values: of several solutions it gives the shortest. gels needs full
     # rank.
     solution: Tensor = torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution
@@ -117,7 +120,10 @@ def solve(rows: Tensor) -> Tensor:
 
 
 def normal_solution(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
-    """Draws from N(x, ||e||² (B'B)^-1 / r), the limit of least squares on a sketch of r columns.
+    """Draws (d,) from N(x, ||e||² (B'B)^-1 / r), the limit of least squares on sketches.
+
+    `rows` is [B, b] (n, d + 1) with the solution x and residuals e. `columns` is r, that of the
+    sketch.
 
     Raises:
         FedsimError: B has not full column rank.

@@ -27,15 +27,15 @@ leaves about 1e-16 n where the exact value is zero, on any processor."""
 
 
 def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
-    """Draws (neurons, dimension) weights w_r ~ N(0, scale² I): public, without the data."""
+    """Draws (neurons, dimension) weights w_r ~ N(0, scale² I), independent of the data."""
     return scale * torch.randn(neurons, dimension, generator=generator, dtype=torch.float64)
 
 
 def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-    """Returns (a, b) kernel values of x (a, d) and z (b, d).
+    """Computes the (a, b) kernel values of `x` (a, d) and `z` (b, d).
 
-    `weights` are those of the discrete kernel (Definition 3.5), which carry σ themselves. Without
-    them it is the continuous kernel σ² (x'z)² (Definition 3.6), with `scale` for σ.
+    With `weights` (m, d) the kernel is discrete (Definition 3.5); the weights carry σ themselves.
+    Without weights it is the continuous kernel σ² (x'z)² (Definition 3.6), `scale` being σ.
     """
     product = x @ z.T
     if weights is None:
@@ -44,7 +44,9 @@ def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float 
 
 
 def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
-    """Returns α = (K + λ I)⁻¹ Y, (n, c), of `gram` K (n, n) and `ridge` λ > 0.
+    """Computes α = (K + λ I)⁻¹ Y, (n, c).
+
+    `gram` is K (n, n), `labels` is Y (n, c), and `ridge` is λ > 0.
 
     Raises:
         FedsimError: `ridge` is not positive, or lost in the rounding of a singular K.
@@ -58,9 +60,10 @@ def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
 def predict(
     x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """Returns (a, c) values K(x, X) α of x (a, d), for `train` X (n, d) and `alpha` (n, c).
+    """Computes the (a, c) values K(x, X) α of `x` (a, d).
 
-    The largest value of a row is its class. `weights` and `scale` are those of `kernel`.
+    `train` is X (n, d), and `alpha` is α (n, c). The largest value of a row is its class. `weights`
+    and `scale` are those of `kernel`.
     """
     return kernel(x, train, weights, scale=scale) @ alpha
 
@@ -68,7 +71,7 @@ def predict(
 def quadratic_form(
     train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """Returns (c, d, d) symmetric Q with x' Q_j x = K(x, X) α_j for all x: the predictor.
+    """Computes the predictor (c, d, d): symmetric Q with x' Q_j x = K(x, X) α_j for all x.
 
     Q_j = sym(X' diag(α_j) X S). It is linear in the predictor, so that the mean of several models'
     predictions is the prediction of their mean Q. Arguments are those of `predict`.
@@ -84,12 +87,12 @@ def quadratic_form(
 
 
 def evaluate_form(x: Tensor, form: Tensor) -> Tensor:
-    """Returns (a, c) values x' Q_j x of x (a, d) and `form` Q (c, d, d)."""
+    """Computes the (a, c) values x' Q_j x of `x` (a, d), where `form` is Q (c, d, d)."""
     return torch.stack([((x @ one) * x).sum(1) for one in form], dim=1)
 
 
 def one_hot(labels: Tensor, classes: int) -> Tensor:
-    """Returns `labels` (n,) as (n, classes) of zeros and ones."""
+    """Returns `labels` (n,) as (n, classes) of zeros and ones, in float64."""
     return torch.nn.functional.one_hot(labels, classes).double()
 
 

@@ -130,7 +130,10 @@ class _KernelRegression(OneRelease):
     def describe(self) -> ReleaseSpec:
         """Describes what everybody knows of a release.
 
-        This is computed on demand, since no noise may be enough, which raises an error.
+        The description is computed on demand, since no noise may be enough.
+
+        Raises:
+            FedsimError: no noise is enough.
         """
         return ReleaseSpec(
             learner=self._declared.name,
@@ -147,20 +150,20 @@ class _KernelRegression(OneRelease):
         )
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
-        """Returns unit features followed by an entry for each class, the label."""
+        """Returns the truth of a release of all `inputs`: unit features and the one-hot label."""
         d = self.release.features
         rows = torch.cat([self._features.of(inputs), ntk.one_hot(labels, self._classes)], 1)
         return all_members(rows, torch.arange(d + self._classes) < d, self._classes)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Returns S of the kernel (x'z)(x'Sz), which the server and all clients know."""
+        """Returns S (d, d) of the kernel (x'z)(x'Sz), which the server and all clients know."""
         if self._weights is None:
             identity = torch.eye(self.release.features, dtype=torch.float64)
             return {KERNEL: self._learner.scale**2 * identity}
         return {KERNEL: self._weights.T @ self._weights / len(self._weights)}
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Lets the defenses of features and kernel matrix check their assumptions."""
+        """Lets defenses of features and kernels check their assumptions on every client."""
         feature_defenses = self._stack.assumed_of("features")
         kernel_defenses = self._stack.assumed_of("kernel")
         if not feature_defenses and not kernel_defenses:
@@ -177,7 +180,10 @@ class _KernelRegression(OneRelease):
         return ntk.kernel(features, features, self._weights, scale=self._learner.scale)
 
     def fit(self, request: Request, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns a client's (X̃, α̃), computed from statistics that the stack has made private."""
+        """Computes a client's (X̃ (n, d), α̃ (n, c)) from statistics that the stack made private.
+
+        `rng` draws the noise.
+        """
         pixels, classes = request.batches[0]
         features = self._features.of(pixels)
         gram = self._gram(features)
@@ -198,7 +204,7 @@ class _KernelRegression(OneRelease):
 
     @abstractmethod
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """Returns (a, c) values of (a, d) features."""
+        """Computes (a, c) values of the classes for `rows` (a, d) of features."""
 
 
 @final
@@ -229,7 +235,7 @@ class _Ensemble(_KernelRegression):
         return counted_once({MODEL: form})
 
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """Returns x'Qx."""
+        """Computes x'Qx of every row x and class, (a, c)."""
         return ntk.evaluate_form(rows, parameters[MODEL])
 
 
@@ -257,7 +263,7 @@ class _Single(_KernelRegression):
         return zeros, self.buffers()
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the client's model."""
+        """Returns the client's model (X̃, α̃)."""
         rows, alpha = self.fit(request, rng)
         # F.pad takes the last axis first. A release of fewer rows, as of a probe, keeps the
         # declared shape.
@@ -265,7 +271,7 @@ class _Single(_KernelRegression):
         return counted_once({FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)})
 
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """Returns K(x, X) α."""
+        """Computes K(x, X) α of every row x, (a, c)."""
         return ntk.predict(
             rows,
             parameters[FEATURES],

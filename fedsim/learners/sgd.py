@@ -120,7 +120,10 @@ class _SGDTraining(Computation):
         )
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Trains locally from the global model."""
+        """Trains locally from the request's global model.
+
+        `rng` draws the defenses' noise and dropout.
+        """
         parameters = {name: value.to(self._device) for name, value in request.parameters.items()}
         buffers = {name: value.to(self._device) for name, value in request.buffers.items()}
         batches = [
@@ -161,7 +164,7 @@ class _SGDTraining(Computation):
         return -moved / training.lr if training.algorithm == "fedsgd" else moved
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the strategy's weights, projected onto the ball that they are held in."""
+        """Returns the strategy's weights `mean`, projected onto the ball that holds them."""
         radius = self._problem.projection_radius
         if radius is None:
             return mean
@@ -177,7 +180,7 @@ class _SGDTraining(Computation):
         return self.initial()[0]
 
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns the weights with neurons planted by `seed`."""
+        """Returns `parameters` with the server's neurons planted, a function of `seed`."""
         return plant_neurons(self.model, parameters, seed)
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
@@ -274,7 +277,7 @@ def train(
     stack: Stack,
     generator: torch.Generator,
 ) -> Trained:
-    """Trains as `training` says (already with the stack's training defenses) on `batches`.
+    """Trains on `batches` as `training` says, and returns the result before the update defenses.
 
     Args:
         model: computes the loss.

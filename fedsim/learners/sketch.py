@@ -48,7 +48,7 @@ class _Sketching(ClosedForm):
         return sketch(rows, self.release.columns, rng)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the sum over the clients."""
+        """Returns the sum over the clients: `clients` times `mean`."""
         return {VALUE: mean[VALUE] * clients}
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:

@@ -85,7 +85,7 @@ class Classifier(nn.Module):
         self.install(body, head)
 
     def install(self, body: nn.Module, head: nn.Module) -> None:
-        """Puts `body` and `head` in the place of those that were there."""
+        """Replaces the body and the head."""
         self.body = body
         self.head = head
         # Kept in lists, since each local step asks for them and `modules()` walks the whole model.
@@ -93,7 +93,7 @@ class Classifier(nn.Module):
         self._terms = [part for part in self.modules() if isinstance(part, LossTerm)]
 
     def loss_term(self) -> Tensor | None:
-        """Returns what the layers add to the loss of the last batch; None if none of them does."""
+        """Returns what layers add to the loss of the last batch, or None if no layer does."""
         terms = [layer.loss_term() for layer in self._terms]
         return torch.stack(terms).sum() if terms else None
 
@@ -108,7 +108,7 @@ class Classifier(nn.Module):
         return logits
 
     def set_dropout(self, rate: float) -> None:
-        """Sets the rate of the head's dropout."""
+        """Sets the head's dropout `rate`: the probability in [0, 1) of dropping a neuron."""
         for module in self._dropouts:
             module.rate = rate
 
@@ -137,11 +137,12 @@ class ModelPlugin(Plugin):
 def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
     """Builds the model that `spec` names, as `defenses` alter it.
 
-    Its weights are a function of `seed`; those that it has without defenses stay the same.
+    The weights are a function of `seed`. Defenses leave the weights of the model itself as they are
+    without them.
 
     Raises:
         PluginError: the model is not installed.
-        FedsimError: the architecture does not fit the images.
+        FedsimError: the architecture does not fit the inputs, or the model does not fit the memory.
     """
     cls = plugins.load("fedsim.models", spec.name)
     if not issubclass(cls, ModelPlugin):
@@ -161,9 +162,9 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
 
 
 def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size | None:
-    """Returns the memory that the model of `spec` takes as `defenses` alter it.
+    """Counts the memory that the model of `spec` takes as `defenses` alter it.
 
-    It is None if it cannot be counted.
+    The result is None if the memory cannot be counted.
     """
     plugin = plugins.load("fedsim.models", spec.name).model_validate(dict(spec.parameters))
     assert isinstance(plugin, ModelPlugin)
@@ -171,9 +172,9 @@ def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size
 
 
 def feature_size(body: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Returns how many features a new `body` computes from one image of (C, H, W).
+    """Returns how many features a new `body` computes from one input of `input_shape`.
 
-    It runs the body once in eval mode, which draws nothing and leaves batch-norm statistics as they
+    The body runs once in eval mode, which draws nothing and leaves batch-norm statistics as they
     are.
     """
     body.eval()
@@ -216,13 +217,19 @@ _sizes: dict[tuple[type[ModelPlugin], str], size.Size | None] = {}
 
 
 def normalize(pixels: Tensor, spec: InputSpec) -> Tensor:
-    """Maps entries on [0, 1], such as pixels, to the model's input. Differentiable."""
+    """Maps `pixels` in [0, 1], or rows, to the model's input: (x - mean) / std of `spec`.
+
+    `pixels` are (B, C, H, W) or (B, D), and so is the result. The map is differentiable.
+    """
     mean, std = _statistics(pixels, spec)
     return (pixels - mean) / std
 
 
 def denormalize(images: Tensor, spec: InputSpec) -> Tensor:
-    """Maps the model's input to entries on [0, 1], without clamping. Differentiable."""
+    """Maps the model's input to entries on [0, 1], without clamping: the inverse of `normalize`.
+
+    The shape stays, and the map is differentiable.
+    """
     mean, std = _statistics(images, spec)
     return images * std + mean
 

@@ -62,10 +62,9 @@ class TwoLayerHead(nn.Module):
 def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:
     """Builds the head that `config` describes; without one, a dropout and a linear layer.
 
-    It takes `in_features` inputs and has `num_classes` outputs.
-
-    Either way the last linear layer is called `output`, so that a classifier's last weights are
-    the parameter `head.output.weight` (K, last features).
+    The head maps (B, in_features) to (B, num_classes). Either way the last linear layer is called
+    `output`. A classifier's last weights are therefore the parameter `head.output.weight`
+    (K, last features).
     """
     if config is not None:
         return TwoLayerHead(config, in_features, num_classes)
@@ -81,7 +80,10 @@ def assemble(
     input_shape: tuple[int, ...],
     num_classes: int,
 ) -> Classifier:
-    """Joins a new `body` with the two-layer head that `head` describes, or with a linear layer."""
+    """Joins a new `body` with the two-layer head that `head` describes, or with a linear layer.
+
+    `input_shape` is that of one input, (C, H, W) or (D,).
+    """
     features = feature_size(body, input_shape)
     unit = head is not None and head.unit_features
     return Classifier(body, make_head(head, features, num_classes), unit_features=unit)

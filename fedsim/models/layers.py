@@ -44,10 +44,12 @@ def norm(kind: Norm, channels: int) -> nn.Module:
 
 
 def require_size(model: str, input_shape: tuple[int, ...], minimum: int) -> None:
-    """Refuses images whose height or width is below `minimum` pixels.
+    """Refuses inputs whose height or width is below `minimum` pixels.
+
+    `model` is the name in the message, and `input_shape` is (C, H, W).
 
     Raises:
-        FedsimError: they are too small for the model.
+        FedsimError: the images are too small for the model.
     """
     _, height, width = input_shape
     if min(height, width) < minimum:

@@ -45,9 +45,9 @@ _models: dict[str, Classifier] = {}
 
 
 def keep(model: Classifier, kind: str) -> str:
-    """Keeps `model`, and returns the name under which `again` copies it.
+    """Keeps `model` for as long as the process lives; returns the name by which `again` copies it.
 
-    `kind` is the name of its class, which messages show.
+    `kind` is the name of the model's class, which messages show.
     """
     name = f"{_PREFIX}{kind}-{next(_numbers)}"
     _models[name] = model
@@ -55,25 +55,29 @@ def keep(model: Classifier, kind: str) -> str:
 
 
 def is_live(name: str) -> bool:
-    """Whether `name` is that of a model which `keep` was given."""
+    """Whether `name` has the form of the names that `keep` returns."""
     return name.startswith(_PREFIX)
 
 
 def copy_for_processes(name: str) -> Mapping[str, Classifier]:
-    """Returns the model that `keep` named so, for processes that this one starts."""
+    """Returns {name: a copy of the model kept as `name`}, for `adopt` in another process.
+
+    Raises:
+        FedsimError: the model was built in another process.
+    """
     return {name: again(name)}
 
 
 def adopt(models: Mapping[str, Classifier]) -> None:
-    """Takes over the `models` that `copy_for_processes` returned in another process."""
+    """Keeps the `models` by the names that `copy_for_processes` returned in another process."""
     _models.update(models)
 
 
 def again(name: str) -> Classifier:
-    """Returns a copy of the model that `keep` named so.
+    """Returns a copy of the model that was kept as `name`.
 
     Raises:
-        FedsimError: it was built in another process.
+        FedsimError: the model was built in another process.
     """
     if name not in _models:
         raise FedsimError(
@@ -86,20 +90,20 @@ def again(name: str) -> Classifier:
 def take_apart(
     model: nn.Module, input_shape: tuple[int, int, int], classes: int, head: str | None = None
 ) -> tuple[Classifier, Mapping[str, str]]:
-    """Returns a copy of `model` as body and head, and the names that its tensors have there.
+    """Returns a copy of `model` as body and head, and the copy's tensor names by the model's own.
 
     The head is the linear layer of `classes` outputs that is called last, if the model returns its
-    output or the log-softmax of it (cross-entropy is the same for both). Otherwise it is a part of
-    several layers that is linear as a whole, such as a layer with a low-rank one beside it. A model
-    without either is all body. No attacker knows the masks of dropout, so the copy has none. It
-    computes in float32, and if it still draws random numbers, they are the same each time
-    (`is_random`).
+    output or the log-softmax of it (cross-entropy is the same for both). Otherwise the head is a
+    part of several layers that is linear as a whole, such as a layer with a low-rank layer beside
+    it. A model without either is all body. No attacker knows the masks of dropout, so the copy has
+    none. The copy computes in float32. If it still draws random numbers, they are the same each
+    time (`is_random`).
 
     Args:
-        model: Takes (B, C, H, W) and returns logits (B, K), or something with `logits`.
+        model: takes (B, C, H, W) and returns logits (B, K), or something with `logits`.
         input_shape: (C, H, W).
         classes: K, the number of classes.
-        head: Name of the linear layer, if another one is meant than the last.
+        head: name of the linear layer, if another layer is meant than the last.
 
     Raises:
         FedsimError: the model does not take such images or has other outputs, a parameter has two
@@ -159,14 +163,18 @@ def take_apart(
 
 
 def is_random(model: Classifier) -> bool:
-    """Whether a model that was taken apart draws random numbers; its copy repeats one draw."""
+    """Whether a model from `take_apart` draws random numbers; it repeats one draw."""
     return isinstance(model.body, _Logits) and model.body.seeded
 
 
 def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> set[str]:
-    """Returns the names of parameters on which the logits do not depend in this mode.
+    """Returns the names of parameters on which the logits do not depend in `mode`.
 
-    If they do not depend on the images either, an attack that differentiates is refused later.
+    `input_shape` is (C, H, W). If the logits do not depend on the images either, an attack that
+    differentiates is refused later.
+
+    Raises:
+        FedsimError: the model's own code cuts all gradients.
     """
     images = _probe(model, input_shape).requires_grad_()
     model.train(mode == "train")
@@ -189,7 +197,7 @@ class _Hardsigmoid(nn.Module):
     """Computes `nn.Hardsigmoid` by operations that can be differentiated twice."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Computes it for each entry, in any shape."""
+        """Computes the hard sigmoid of each entry, in any shape."""
         return F.relu6(inputs + 3) / 6
 
 
@@ -197,7 +205,7 @@ class _Hardswish(nn.Module):
     """Computes `nn.Hardswish` by operations that can be differentiated twice."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Computes it for each entry, in any shape."""
+        """Computes the hard swish of each entry, in any shape."""
         return inputs * F.relu6(inputs + 3) / 6
 
 
@@ -289,7 +297,7 @@ class _HeadReached(nn.Module):
     """Takes the head's place and raises what it is called with, the features."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """Raises the features, of any shape."""
+        """Raises `_FeaturesReached` with the features, of any shape."""
         raise _FeaturesReached(features)
 
 
@@ -309,7 +317,7 @@ class _Logits(nn.Module):
         """Whether the model's own code cuts gradients to the images."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, K), or the features that the head is called with."""
+        """Computes logits: (B, C, H, W) -> (B, K), or the features that the head is called with."""
         if self.cut and images.requires_grad and torch.is_grad_enabled():
             raise FedsimError(
                 "the model's own code cuts gradients to its input (torch.no_grad, inference_mode "

@@ -56,7 +56,7 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
 def features_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> OutputFn:
     """Returns the head's inputs (B, d) as a pure function of (parameters, images).
 
-    Parameters that are left out are the model's own. Batch norm and errors are as in
+    Parameters that a call leaves out are the model's own. Batch norm and errors are as in
     `loss_function`.
     """
     return _pure(model, model.features, buffers, training)
@@ -154,7 +154,7 @@ def gradient(
     create_graph: bool = False,
     on_loss: Callable[[Tensor], None] | None = None,
 ) -> Tensors:
-    """Returns the gradient of the loss in the parameters.
+    """Computes the gradient of the loss in the parameters, by their names.
 
     Args:
         loss: see `loss_function`.
@@ -182,15 +182,17 @@ def local_update(
     batches: Iterable[tuple[Tensor, Tensor]],
     training: LocalTraining,
 ) -> Tensors:
-    """Returns the update that `training` makes of `batches` (one per step).
+    """Computes the update that `training` makes of `batches`, by the parameters' names.
+
+    Under fedsgd that is the direction on the single batch, else the change of the weights.
 
     Args:
         direction: one step's gradient as a function of (parameters, images, labels), or what a
             defense makes of it.
         parameters: the global weights.
         batches: (images, labels), one per step.
-        training: see `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr
-            v. `StepRule` says what else a step may do.
+        training: see `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g,
+            θ ← θ - lr v. `StepRule` says what else a step may do.
     """
     if training.algorithm == "fedsgd":
         ((images, labels),) = batches
@@ -258,7 +260,10 @@ def _ruled_update(
 
 
 def step_weights(training: LocalTraining) -> list[float]:
-    """Returns each local step's weight in the update, in units of -lr; [1] for a single step."""
+    """Returns the weight of each local step's gradient in the update, in units of -lr.
+
+    Under fedsgd the result is [1].
+    """
     if training.algorithm == "fedsgd":
         return [1.0]
     if training.rule is not None and training.rule.rates is not None:
@@ -273,7 +278,10 @@ def step_weights(training: LocalTraining) -> list[float]:
 
 
 def mean_gradient_factor(training: LocalTraining) -> float:
-    """Returns the factor that turns an update into the mean gradient over its local steps."""
+    """Returns the factor that turns an update into the mean gradient over its local steps.
+
+    The mean has the weights of `step_weights`.
+    """
     if training.algorithm == "fedsgd":
         return 1.0
     # The update is -lr Σ w_s g_s, of which this factor leaves the mean of g_s with weights w_s.

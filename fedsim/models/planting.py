@@ -27,7 +27,10 @@ def plants(model: Classifier) -> bool:
 
 
 def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
-    """Builds the model of `spec`, as `defenses` alter it, with nothing planted."""
+    """Builds the model of `spec`, as `defenses` alter it, with nothing planted.
+
+    Arguments and errors are those of `fedsim.models.base.build`.
+    """
     if spec.parameters.get("head"):
         # The width stays, so that its weights fit the model that is probed.
         head = {**spec.parameters["head"], "planted": 0}
@@ -39,7 +42,10 @@ def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = 
 
 
 def plant_neurons(model: Classifier, parameters: Tensors, seed: int) -> dict[str, Tensor]:
-    """Returns `parameters` of `model` with the planted ones drawn anew, a function of `seed`."""
+    """Returns a copy of `parameters` with the server's neurons planted, a function of `seed`.
+
+    `parameters` are those of `model`, by name, and stay as they are.
+    """
     values = dict(parameters)
     with rng.global_stream(seed):
         for name, part in model.named_children():

@@ -151,10 +151,12 @@ _SHAPE_RULES: Mapping[Any, Callable[..., tuple[int, ...] | None]] = {
 
 
 def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:
-    """Counts the size of what `build` makes; returns None if torch's meta device cannot make it.
+    """Counts the size of the model that `build` makes for one input of `input_shape`.
+
+    The result is None if torch's meta device cannot make the model.
 
     Raises:
-        FedsimError: `build` refuses to make it.
+        FedsimError: `build` refuses to make the model.
     """
     try:
         with torch.device("meta"), torch.no_grad(), _ShapesAlone():
@@ -168,10 +170,12 @@ def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
 
 
 def check(size: Size | None, content: str = "the model's weights") -> None:
-    """Refuses a model whose `size` does not fit the memory; `content` names what does not.
+    """Refuses a model whose `size` does not fit the memory; a `size` of None passes.
+
+    `content` names in the message what does not fit.
 
     Raises:
-        FedsimError: it does not fit.
+        FedsimError: the model does not fit.
     """
     if size is not None:
         memory.check(_COPIES * size.state, content, "use a smaller model")

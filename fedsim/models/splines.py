@@ -11,18 +11,16 @@ from torch import Tensor
 
 
 def basis_size(degree: int, intervals: int) -> int:
-    """Returns the number of basis functions of `degree` over so many `intervals`."""
+    """Returns the number of basis functions of `degree` over `intervals` pieces of [-1, 1]."""
     return intervals + degree
 
 
 def spline_basis(x: Tensor, degree: int, intervals: int) -> Tensor:
-    """Evaluates every basis function of `degree`: x (...,) -> (..., intervals + degree).
+    """Evaluates every basis function of `degree` at `x`: (...,) -> (..., intervals + degree).
 
-    x is in [-1, 1].
-
-    [-1, 1] is cut into `intervals` equal pieces and the knots continue evenly beyond it, so that
-    the functions are non-negative, sum to 1 and are degree - 1 times continuously differentiable.
-    The pieces are half-open, the last one closed.
+    x is in [-1, 1], which is cut into `intervals` equal pieces. The knots continue evenly beyond,
+    so that the functions are non-negative, sum to 1 and are degree - 1 times continuously
+    differentiable. The pieces are half-open, the last one closed.
     """
     position = (x + 1) * (intervals / 2)  # in units of a piece, 0 to `intervals`
     # The piece is constant almost everywhere: it carries no gradient. The clamp closes the last

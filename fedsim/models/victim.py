@@ -14,7 +14,7 @@ from fedsim.types import FedsimError, Named, Observation
 def rebuild(observation: Observation) -> Classifier:
     """Returns the victim's model with the global weights of the observed round, on their device.
 
-    Defenses that alter a model, as the observation's effect names them, alter this one alike.
+    The defenses that the observation's effect names alter this model as they altered the victim's.
 
     Raises:
         PluginError: the model, or a defense that alters it, is not installed here.

@@ -94,7 +94,7 @@ class _Body(nn.Module):
         self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Computes features."""
+        """Computes features: (B, C, H, W) -> (B, width)."""
         tokens: Tensor = self.patch_embed(images)
         if self._pool == "class_token":
             tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], 1)
@@ -121,7 +121,7 @@ class _PatchEmbedding(nn.Module):
         self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embeds patches in reading order."""
+        """Embeds patches in reading order: (B, C, H, W) -> (B, patches, width)."""
         embedded: Tensor = self.proj(images)
         return embedded.flatten(2).transpose(1, 2)
 
@@ -138,7 +138,7 @@ class _TransformerBlock(nn.Module):
         self.mlp = _Layers(config.width, config.mlp_ratio * config.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, n, width) -> (B, n, width)."""
+        """Maps tokens to tokens: (B, n, width) -> (B, n, width)."""
         if self._before:
             tokens = tokens + self.attn(self.norm1(tokens))
             added: Tensor = tokens + self.mlp(self.norm2(tokens))
@@ -158,7 +158,7 @@ class _Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, n, width) -> (B, n, width)."""
+        """Lets tokens attend to each other: (B, n, width) -> (B, n, width)."""
         batch, count, width = tokens.shape
         parts = self.qkv(tokens).reshape(batch, count, 3, self._heads, width // self._heads)
         # Each becomes (B, heads, n, width / heads).
@@ -180,6 +180,6 @@ class _Layers(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, n, width) -> (B, n, width)."""
+        """Maps each token on its own: (B, n, width) -> (B, n, width)."""
         answer: Tensor = self.fc2(self.act(self.fc1(tokens)))
         return answer

@@ -11,13 +11,13 @@ from fedsim.types import FedsimError
 
 
 def read_weights(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns (parameters, buffers) of `model` from the file at `path`, by the model's names.
+    """Reads (parameters, buffers) of `model` from the file at `path`, by the model's names.
 
     `path` is a checkpoint of fedsim (OUT/checkpoints/STACK.safetensors), or a state dict.
 
     Raises:
-        FedsimError: it is no safetensors file, or does not fit the model: a tensor is missing, has
-            another shape or type, or is not finite.
+        FedsimError: the file is no safetensors file, or does not fit the model. A tensor may be
+            missing, have another shape or type, or not be finite.
     """
     tensors = read_tensors(path)
     of_checkpoint = any(name.startswith("parameter.") for name in tensors)
