@@ -339,7 +339,7 @@ class AggregationDefense(Plugin):
         """
 
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
-        """Returns the aggregation as seen by one client of a sum of `participants` clients.
+        """Returns the aggregation as seen by one of its `participants`, which is their number.
 
         That client takes off its own update. The default hides all others as well as before.
         """

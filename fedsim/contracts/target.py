@@ -420,7 +420,7 @@ def ranking_targets() -> Mapping[str, Target]:
 
 
 def main_target(payload: Payload) -> Target:
-    """Returns the main target of a kind of client message.
+    """Returns the main target of messages of kind `payload`.
 
     An attack on such messages that answers no target counts for this one.
 

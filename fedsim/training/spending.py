@@ -130,9 +130,10 @@ class Account:
     held: Sequence[int]
 
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
-        """Returns ledger entries after `rounds` rounds, one for each client that may be worst off.
+        """Returns the ledger entries after `rounds` rounds of which one has the largest ε.
 
-        If `probes` is false, only what training releases is counted.
+        An entry pairs counts of releases with a number of examples. If `probes` is false, only what
+        training releases is counted.
         """
         scenario = self.scenario
         counts = self.worst_client_sizes(stack.training(self.declared))
