@@ -377,7 +377,7 @@ def slope_share(
 ) -> float:
     """Returns the share of the squared distance to the truth that the slope explains.
 
-    U is the update map, p = images + distance * way, r = U(p) - U(images), and J is the derivative
+    U is the update map, p = images + distance * way, and r = U(p) - U(images). J is the derivative
     of U at p. The share is <J'(r - error), distance * way> / |r|²; 0 if r is 0. It is 1 where U is
     linear and the update exact. Where units switch, r grows by jumps that no slope shows. Near the
     truth jumps are most of r, and a descent ends there. Pruning turns the slope from the truth.

@@ -111,6 +111,7 @@ class Control:
     value: float | None = None
     """What the attack reached: its gain in the main target's metric, else the metric's mean."""
     required: float | None = None
+    """Value that the metric has to reach for the control to pass."""
     due: float | None = None
     """Part of a gain that is due to the update, dB."""
     is_blind: bool = False
@@ -149,6 +150,7 @@ class Times:
     count: int
     n: int
     or_more: bool = False
+    """Whether `count` is no more than a lower bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

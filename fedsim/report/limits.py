@@ -50,8 +50,8 @@ def broken_limits(
         max_gain: Largest mean gain, dB, of any attack over guessing and over another update. The
             upper end of the interval counts, or the best trial where there is none.
         max_epsilon: Largest ε of all releases of a run. A claim keeps to no limit if it is no
-            differential privacy, has a δ above `LARGEST_DELTA`, or is refuted by an audit or a
-            membership attack.
+            differential privacy, has a δ above `LARGEST_DELTA`, or is refuted (by an audit, or by
+            a membership attack).
         defenses: Names of the defenses that count; by default all but the undefended.
 
     Raises:
@@ -106,10 +106,11 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     """Returns a line for each thing that leaks more in `after`, or was measured otherwise.
 
     Both are folders of a run, or of a sweep. A mean leaks more if it lies beyond the earlier
-    interval (or beyond the best trial without one), or grows by as much as counts as a leak.
+    interval, or beyond the best trial without one. It does so, too, if it grows by as much as
+    counts as a leak.
 
-    More leaks, too, if a trial or an image certainly leaks and none did, if there are more
-    certificates, or if a leak was not measured before. So it does with a larger ε or δ, or an ε of
+    More leaks if a trial or an image certainly leaks and none did before, if there are more
+    certificates, or if a leak is new. So it does with a larger ε or δ, or an ε of
     another unit or other neighbours. Other data, settings or attack parameters under one name are
     lines as well, and so is what is not measured any more.
 

@@ -78,6 +78,7 @@ class LeaderboardRow:
     n: int
     """Number of trials."""
     n_ok: int
+    """Number of trials with an answer that was scored."""
     images: int | None
     """Number of different images, or rows of a table, that were attacked; None if the rows do not
     say."""
@@ -87,6 +88,7 @@ class LeaderboardRow:
     failures: dict[str, int]
     """Reason -> number of trials that failed for it."""
     metrics: dict[str, Summary | None]
+    """Metric -> its summary over the trials; None where it was not measured."""
     worst: dict[str, float | None]
     """The most that leaked in one trial, or of one image where the rows have values per image."""
     baseline: dict[str, float | None]
@@ -345,7 +347,7 @@ class LeaderboardRow:
     def strength(self) -> tuple[float, ...]:
         """Values that rank attacks, one for each metric that ranks; the first one decides.
 
-        For images the value is the gain in dB that is due to this update, and for features the
+        For images the value is the gain in dB that is due to this update. For features it is the
         share of their span that was recovered. For labels and members it is the gain over the
         guess. What an attack does not answer has -inf.
         """

@@ -119,6 +119,7 @@ class BaselineOf(Metrics):
     public: int | None = None
     """Number of public images; None for a guess that uses none, and if the row does not say."""
     public_per_image: float | None = None
+    """Number of public images for each image of the guess."""
     near_copies: int | None = None
     """Number of attacked images of which a public one is a near copy."""
     per_image: PerImage = {}
@@ -143,6 +144,7 @@ class CertificateOf(RowPart):
 
     images: int
     determined: int | None = None
+    """Number of images that the attack calls determined; None if it does not say."""
     certified: int | None = None
     """Number of images that the attack certifies; None if it certifies nothing."""
     false: int | None = None
@@ -234,6 +236,7 @@ class TheoryOf(RowPart):
     membership_auc: float | None = None
     """Largest AUC of membership that the claim allows; None if it does not bound membership."""
     membership_tpr: float | None = None
+    """Largest TPR of membership that the claim allows; None if it does not bound membership."""
 
 
 class ResultRow(RowPart):
@@ -423,6 +426,7 @@ class RoundRow(RowPart):
     defense: str
     round: int
     participants: list[int] = []
+    """Numbers of the clients that were asked to train, ascending."""
     aggregated: int | None = None
     """Number of updates that moved the model; None if the line does not say."""
     train_loss: float | None = None
@@ -433,11 +437,14 @@ class RoundRow(RowPart):
     epsilon: float | Literal["inf"] | None = None
     privacy: PrivacyOf | None = None
     sigma: float | None = None
+    """σ, where a client appends the rows of σ I to its data; None without such noise."""
     failures: dict[str, int] = {}
     """Reason -> number of updates that were left out of the round for that reason."""
     details: list[str] = []
     zero_updates: int = 0
+    """Number of updates that were zero everywhere."""
     probe_failures: int = 0
+    """Number of probes without a recording."""
     seconds: float | None = None
     """Wall-clock seconds of the round; None if the line does not say."""
 
@@ -448,7 +455,9 @@ class AuditRow(RowPart):
     defense: str
     method: str
     audited_epsilon: float
+    """Lower bound of ε that the audit found."""
     holds: bool
+    """Whether that bound is at most the claimed ε."""
 
 
 def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None]:

@@ -128,8 +128,9 @@ class StoredRun:
     record: dict[str, Any]
     """`record.json`; empty if there is none."""
     scenario_text: str | None
+    """Text of `scenario.yaml`; None if there is none."""
     scenario: dict[str, Any]
-    """`scenario.yaml`, as text and parsed; None and empty if there is none."""
+    """`scenario.yaml`, parsed; empty if there is none."""
     plan: Plan | None
     """Plan of the run; None if it has none, as runs of earlier versions."""
     at_work: bool

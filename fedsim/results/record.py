@@ -74,7 +74,7 @@ def strict_json(line: bytes | str) -> Any:
 
     Raises:
         ValueError: the text is no JSON, a number is NaN or beyond the largest double, or a string
-            holds half a character, which no page can show.
+            holds half a character.
     """
     text = line if isinstance(line, str) else line.decode()
     value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
