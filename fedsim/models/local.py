@@ -134,10 +134,10 @@ def features_of(
 
     Args:
         model: computes the features.
-        parameters: its weights.
-        buffers: its buffers, which stay as they are.
+        parameters: weights to compute with, by name.
+        buffers: buffers to compute with, which stay as they are.
         images: (B, C, H, W), normalized.
-        training: says in which mode.
+        training: says whether the model is in train or eval mode.
     """
     state = {name: value.clone() for name, value in buffers.items()} | dict(parameters)
     model.train(training.mode == "train")

@@ -21,7 +21,7 @@ from fedsim.types import ModelSpec, Tensors
 
 
 def plants(model: Classifier) -> bool:
-    """Whether `model` has neurons for the server to plant."""
+    """Whether `model` has neurons that the server plants: in its head or an imprint module."""
     head = model.head
     return model.imprint is not None or (isinstance(head, TwoLayerHead) and head.config.planted > 0)
 

@@ -235,11 +235,11 @@ def tensor_bound(
 
 
 def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
-    """Bounds the probability with which any attack comes close to what it is after.
+    """Bounds the probability with which any attack comes close to the truth, given (ε, δ) claims.
 
-    Let any answer that is independent of the release be close with probability `chance` at most,
-    over the prior of the one unit that the claims protect. Whatever else the attacker knows of the
-    data, it succeeds with at most e^ε chance + δ, and 1 - e^-ε (1 - δ - chance): a test between the
+    Any answer that is independent of the release is close with probability `chance` at most, over
+    the prior of the one unit that the claims protect. Whatever else the attacker knows of the data,
+    it succeeds with at most e^ε chance + δ, and 1 - e^-ε (1 - δ - chance). A test between the
     release with the unit and one without it has that error (Balle, Cherubin and Hayes,
     Reconstructing Training Data with Informed Adversaries, S&P 2022, Theorem 2 at ε-DP; Hayes,
     Mahloujifar and Balle, Bounding Training Data Reconstruction in DP-SGD, NeurIPS 2023, Theorem 2
@@ -247,8 +247,11 @@ def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
 
     Args:
         chance: probability without the release, κ in those papers.
-        claims: (ε, δ) of the release, all of which hold at once. Amplification by sampling must not
-            be in them: whoever is attacked was drawn.
+        claims: (ε, δ) of the release, all of which hold at once; without any, the result is 1.
+            Amplification by sampling must not be in them: whoever is attacked was drawn.
+
+    Raises:
+        FedsimError: ε of a claim is negative or NaN, or δ or `chance` is not in [0, 1].
 
     >>> round(success_limit(0.001, [(1.0, 0.0)]), 6)
     0.002718

@@ -31,7 +31,7 @@ class PoissonGaussianExperiment(Experiment):
         )
 
     def work(self) -> int:
-        """Returns the number of steps, each of which draws one number."""
+        """Returns the number of steps, each of which draws one number for a release."""
         return self.steps
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
