@@ -53,15 +53,16 @@ def federate(
         out: The run's folder.
         resume: Whether `out` may hold results of this stack, which is then continued.
         on_round: Called after each round trained in this call, in order, before its checkpoint is
-            written. After a kill, rounds since the last checkpoint come again: the last report of
+            written. Rounds since the last checkpoint come again after a kill: the last report of
             each counts.
         server: What the server of the stack knows, to save building it; a `Workload` where clients
             compute in this process.
         link: Way to the nodes, for an engine whose nodes are on other machines.
 
     Raises:
-        FedsimError: see `refusals.check_scenario`; or `out` holds results of this stack and
-            `resume` is false, or of another scenario; or the strategy failed.
+        FedsimError: The scenario is refused (`refusals.check_scenario`), or the strategy failed. Or
+            `out` holds results of another scenario, or results of this stack although `resume` is
+            false.
     """
     from fedsim.federation import strategies
     from fedsim.federation.checkpoint import Checkpoints

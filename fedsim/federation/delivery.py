@@ -54,10 +54,10 @@ def exchange(
 ) -> Iterator[tuple[int, Message | None]]:
     """Sends `messages` and yields (position in `messages`, reply) as replies arrive.
 
-    At the end, (position, None) follows for each message whose answer is late. An answer is late if
-    Flower says that it expired, or its node is gone. All missing answers are late once no answer
-    has come for `timeout` seconds. So no client is late because it waited for a free worker. A
-    reply may hold an error of its client. Replies are fetched one at a time and not kept.
+    Each message whose answer is late follows as (position, None). An answer is late if Flower says
+    that it expired, or its node is gone. All missing answers are late once no answer has come for
+    `timeout` seconds. So no client is late because it waited for a free worker. A reply may hold an
+    error of its client. Replies are fetched one at a time and not kept.
 
     Args:
         grid: Grid of any engine.

@@ -176,7 +176,7 @@ def run_server(server_app: ServerApp, grid: Grid) -> None:
 def identity() -> Iterator[None]:
     """Lets this process act as a Flower server inside the block.
 
-    Inside, messages are signed with a task and run of this server.
+    Messages that the block sends are signed with a task and run of this server.
     """
     before = vars(TaskIdentity).copy()
     TaskIdentity.task_id, TaskIdentity.run_id = 1, _RUN_ID

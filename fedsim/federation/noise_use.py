@@ -22,7 +22,7 @@ from fedsim.types import FedsimError, Tensors
 def release_key(round: int, probe: Probe | None) -> tuple[int, ...]:
     """Returns the key of a release, which decides its noise: (round,) for training.
 
-    For a probe, the key is (round, batch size, trial, number of the release).
+    The key of a probe's release is (round, batch size, trial, number of the release).
     """
     return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
 

@@ -68,7 +68,7 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
     name.
 
     Raises:
-        FedsimError: There is no such strategy or parameter (the text names the nearest one), a
+        FedsimError: There is no such strategy or parameter; the text names the nearest one. Or a
             value is wrong or missing, or the strategy is one of `REFUSED`.
     """
     if name in REFUSED:

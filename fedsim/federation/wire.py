@@ -27,7 +27,7 @@ from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors, Update
 
 VERSION = "2"
-"""Version of a run's messages and settings; server and nodes must have the same. In version 2,
+"""Version of a run's messages and settings; server and nodes must have the same. Since version 2,
 answers are given once, and the keys of a secure sum's masks name both clients and their keys."""
 
 PROBE = "probe"

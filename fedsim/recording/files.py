@@ -106,14 +106,19 @@ def observation_id(
 ) -> str:
     """Returns an observation's id, such as `<stack>/round-0001/client-0000-b4-t0`.
 
-    `suffix` is the last part: `training`, or batch size and trial of a probe.
-
     Client -1 is the aggregate. The word before the number says what `watcher` saw:
     `participant-0000-training` is what client 0 saw of others, `wire-0000-b4-t0` what crossed the
     wire from it.
 
+    Args:
+        stack: Name of the stack.
+        round: Number of the round, from 1.
+        client: Number of the client, or -1.
+        suffix: The last part: `training`, or batch size and trial of a probe, such as `b4-t0`.
+        watcher: Who saw the update.
+
     Raises:
-        FedsimError: a part is not allowed in an id (it would be a path).
+        FedsimError: A part is not allowed in an id, since it would be a path.
     """
     who = "aggregate" if client < 0 else f"{_KIND[watcher]}-{client:04d}"
     return checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")

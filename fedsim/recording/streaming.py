@@ -115,7 +115,7 @@ def size_of(arrays: Arrays) -> int:
     """Returns the size in bytes of the file that `write` makes.
 
     Raises:
-        FedsimError: see `pieces`.
+        FedsimError: See `pieces`.
     """
     return len(_header(arrays)[1]) + sum(array.nbytes for array in arrays.values())
 

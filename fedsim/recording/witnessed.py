@@ -52,7 +52,7 @@ class Witnessed(BaseModel):
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Learning rate of each step; empty in files of earlier versions."""
     factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
-    """For each step, the ratio of its gradient to the gradient of its images' mean loss."""
+    """Ratio, by step, of the step's gradient to the gradient of its images' mean loss."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)

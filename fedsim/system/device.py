@@ -33,9 +33,9 @@ def resolve_device(device: str) -> str:
 def compute_exactly(device: str | torch.device) -> None:
     """Makes this process compute float32 on `device` at full precision, and repeatably.
 
-    By default torch rounds the inputs of convolutions on CUDA to ten bits (TF32). An attack that
-    explains an update up to rounding would meet a thousand times the error. The setting holds for
-    this process alone; for a CPU nothing changes.
+    Torch rounds the inputs of convolutions on CUDA to ten bits (TF32) unless told otherwise. An
+    attack that explains an update up to rounding would meet a thousand times the error. The setting
+    holds for this process alone; for a CPU nothing changes.
     """
     if torch.device(device).type == "cpu":
         return

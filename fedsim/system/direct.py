@@ -17,9 +17,10 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 _BLOCK = 4096
-"""Bytes: what is written directly begins and ends at a multiple, in memory and in the file."""
+"""Size in bytes of a block; a direct write begins and ends at a multiple of it, in memory and in
+the file."""
 _BUFFER = 256 * _BLOCK
-"""Bytes that are written at a time."""
+"""Number of bytes that are written at a time."""
 
 
 def write(handle: int, pieces: Iterable[bytes | memoryview]) -> None:

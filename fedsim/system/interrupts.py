@@ -25,7 +25,7 @@ from typing import NoReturn
 STATUS = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 20.0
-"""A command may clean up for so long before it is ended."""
+"""Seconds for which a command may clean up before it is ended."""
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -33,8 +33,8 @@ class Interrupted(KeyboardInterrupt):
     """Raised by Ctrl-C, SIGTERM or SIGHUP.
 
     It is a subclass since CPython remembers a KeyboardInterrupt that leaves code given as text,
-    such as a dataclass's methods. At the exit it then dies of SIGINT, although the exception was
-    caught.
+    such as a dataclass's methods. CPython then dies of SIGINT at the exit, although the exception
+    was caught.
     """
 
 

@@ -18,11 +18,11 @@ from fedsim.types import FedsimError
 
 MIB, GIB = 1 << 20, 1 << 30
 TEXT = 256 * MIB
-"""A JSON file that is read at once, or a partition, may have at most so many bytes."""
+"""Maximum size in bytes of a JSON file that is read at once, or of a partition."""
 LINES = 4 * GIB
-"""A file of lines, or a table, may have at most so many bytes."""
+"""Maximum size in bytes of a file of lines, or of a table."""
 ARCHIVE = 1 << 40
-"""A file whose parts are read one by one may have at most so many bytes."""
+"""Maximum size in bytes of a file whose parts are read one by one."""
 
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),

@@ -47,8 +47,8 @@ def is_loopback(host: str) -> bool:
 def unfit(address: str, *, has_roots: bool) -> str | None:
     """Returns the reason why nobody may connect to `address`; None if they may.
 
-    `has_roots` says whether there are certificates to check the server's by. Without them there is
-    no TLS, and the address must be on loopback.
+    `has_roots` says whether there are certificates to check the server's by. If not, there is no
+    TLS, and the address must be on loopback.
     """
     try:
         host, port = split(address)

@@ -69,8 +69,8 @@ class Signature:
 
     r: int
     """The first of the two numbers of an ECDSA signature (r, s). Whoever saw a signature can write
-    it in other ways, and negate s, and it stays valid. Without the key, nobody can make a valid one
-    of another r."""
+    it in other ways, and negate s, and it stays valid. Nobody can make a valid one of another r
+    without the key."""
     key: bytes
 
 

@@ -244,8 +244,8 @@ class SumClient:
     def unmask(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
         """Returns this client's shares of other clients' secrets and of its own, by client.
 
-        Of a client in the sum the share is of its seed, of a lost client of its masking key. The
-        client never gives both of one client, nor any share a second time. Two quorums have an
+        The share is of the seed for a client in the sum, and of the masking key for a lost client.
+        The client never gives both of one client, nor any share a second time. Two quorums have an
         honest client in common, which signs once. So only one pair of lists can have a quorum's
         signatures.
 

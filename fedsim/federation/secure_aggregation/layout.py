@@ -37,8 +37,8 @@ Ring = NDArray[np.unsignedinteger[Any]]
 
 LEAST_NOISE = 16.0
 """Least standard deviation of one client's noise, in steps of `FixedPoint.step`. The sum of h such
-discretized normals differs from a discrete Gaussian by a factor within 1 ± 10 h exp(-π² 16²), which
-no float64 tells from 1."""
+discretized normals is close to a discrete Gaussian. The two differ by a factor within 1 ± 10 h
+exp(-π² 16²), which no float64 tells from 1."""
 # Standard deviations of its noise that a client's number has room for.
 _TAIL = 12.0
 # Most bits of one client's number: a float64 holds it with bits of its fraction to spare.

@@ -119,8 +119,8 @@ def agree_key(
 ) -> bytes:
     """Returns 32 bytes that only two clients can compute, for one `purpose` of one `session`.
 
-    The result depends on both clients' numbers and on the bytes of their public keys. Without that,
-    a client could publish another's key, or one that gives the same shared secret.
+    The result depends on both clients' numbers and on the bytes of their public keys. Otherwise a
+    client could publish another's key, or one that gives the same shared secret.
 
     Args:
         secret: Secret key of one of the two clients.
