@@ -159,7 +159,7 @@ class ClassifierGradient:
 
     @property
     def excess(self) -> str:
-        """The reason why the gradient cannot tell this number of images apart; empty if it can."""
+        """Reason why the gradient cannot tell this number of images apart; empty if it can."""
         classes = len(self.weights)
         # Error signals sum to 0 over the classes, so that D has rank K - 1 at most.
         most = min(classes - 1, self.gradient.shape[1])

@@ -124,5 +124,5 @@ class DeepLeakage(GradientDistance):
     paper: ClassVar[str] = "Zhu et al., Deep Leakage from Gradients, NeurIPS 2019, Algorithm 1"
 
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
-        """Returns true labels (N,) if they are granted as known, else None."""
+        """Returns the true labels (N,) if the threat model grants them as known, else None."""
         return granted_labels(observation, knowledge) if knowledge.grant.labels == "known" else None

@@ -23,5 +23,5 @@ class IDLG(GradientDistance):
     needs: ClassVar[Grant] = Grant.least(labels="inferred")
 
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
-        """Returns true labels if they are known, else inferred ones."""
+        """Returns the true labels (N,) if the threat model grants them, else inferred ones."""
         return granted_labels(observation, knowledge)

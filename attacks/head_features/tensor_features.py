@@ -231,7 +231,8 @@ class TensorFeatures(DirectAttack):
     ) -> Reconstruction:
         """Returns unit features. The loss is the share of the tensor that they do not explain.
 
-        Refined ones have norms, and the loss is the share of ∂L/∂A that they do not explain.
+        If `refine` is set, features have lengths, and the loss is the share of ∂L/∂A that they do
+        not explain.
 
         Raises:
             AttackFailed: there is no two-layer head, or none of its neurons are planted.
@@ -373,14 +374,12 @@ def _factors(head: HeadGradient, features: Tensor) -> Tensor:
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
-    """Finds at most `rank` rows (q, m) of mean square 1 that span those of ∂L/∂A (K, m).
+    """Finds at most `rank` rows (q, m) of mean square 1 that span the rows of `outer` (K, m).
 
-    `outer` is ∂L/∂A.
-
-    ∂L/∂A = D H, H_ij = σ(w_j'x_i). Images of unlike features have nearly orthogonal rows of H, so
-    that orthonormal combinations of the rows of D H are nearly those of H turned: the sum of
-    squared moments, which no turn changes, is that of the images one by one. What is below the
-    edge of noise of variance `noise`, or of rounding, is left out.
+    `outer` is ∂L/∂A = D H, with H_ij = σ(w_j'x_i). Images of unlike features have nearly orthogonal
+    rows of H. Orthonormal combinations of the rows of D H are then nearly those of H, turned. The
+    sum of squared moments, which no turn changes, is that of the images one by one. Directions
+    below the edge of noise of variance `noise`, or of rounding, are left out.
     """
     span: Tensor
     _, lengths, span = torch.linalg.svd(outer, full_matrices=False)

@@ -127,7 +127,7 @@ class UnrolledSolver(FeatureSolver):
         return float(self.loss) < _EXPLAINED or self.ended >= (1 if self.static else self.trials)
 
     def improve(self) -> None:
-        """Takes a step of the present fit, or ends it."""
+        """Takes a step of the present trial's fit, or ends the trial."""
         if not self.fit.finished:
             before = self.fit.iteration
             self.fit.improve()

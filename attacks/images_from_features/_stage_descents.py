@@ -96,8 +96,8 @@ class StagePeeling:
     def images(self, *, weight: float, calls: int) -> PartGradient:
         """Returns the problem of the first stage, whose inputs are the images.
 
-        All other stages have to be peeled before. `weight` is the weight of the outputs' misfit,
-        and `calls` the number of evaluations to come.
+        All other stages have to be peeled before. `weight` is that of the outputs' misfit, and
+        `calls` is the number of evaluations to come.
         """
         self._staged.narrow(0)
         return self._problem(self._staged.stages[0], weight, calls)

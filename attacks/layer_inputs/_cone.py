@@ -186,7 +186,7 @@ class _Ray:
 
     @property
     def bound(self) -> Tensor | None:
-        """Combination (r,) to which all other inputs are orthogonal; None if it is not known."""
+        """Combination (r,) to which those of all other inputs are orthogonal; None if unknown."""
         return None if self.signal is None else self.signal.combination
 
     def is_like(self, other: _Ray) -> bool:

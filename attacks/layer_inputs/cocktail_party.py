@@ -188,7 +188,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
         return state
 
     def postprocess(self, state: Unmixing) -> Reconstruction:
-        """Returns features, and images where the layer is the first or they were inverted.
+        """Returns features, and images if the layer is the first or embeddings were inverted.
 
         No image is marked as determined.
         """

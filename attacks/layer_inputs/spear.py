@@ -120,7 +120,7 @@ class Candidates:
         self.combinations = space.columns.new_zeros(0, space.rank)
 
     def add(self, combinations: Tensor) -> None:
-        """Adds those of `combinations` (c, r) that are not there yet."""
+        """Adds the new ones among `combinations` (c, r), and sorts all by their number of zeros."""
         for each in combinations:
             if _is_new(each, self.combinations, _PRECISELY_SAME):
                 self.combinations = torch.cat([self.combinations, each[None]])
