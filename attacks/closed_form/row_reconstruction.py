@@ -123,7 +123,11 @@ where it draws too narrowly."""
 
 @dataclass(frozen=True, kw_only=True)
 class RowPosterior:
-    """The posterior of a row before it is scaled to the bound."""
+    """The posterior of the missing row, of d features and the target, before clients scale it.
+
+    Clients scale down a row whose Euclidean norm, with its target, exceeds `prior.row_norm`.
+    `likelihood` is that of the release given the scaled row, and `prior` is of the unscaled one.
+    """
 
     likelihood: ReleaseLikelihood
     prior: Prior

@@ -123,7 +123,13 @@ class _Resolver:
     problems: list[ScenarioProblem] = field(default_factory=list)
 
     def scenario(self) -> Scenario:
-        """Resolves every section and the relations between them."""
+        """Returns the scenario that the document holds: its sections, plugins and their relations.
+
+        The training algorithm that is implied is written out in it, if the learner trains.
+
+        Raises:
+            ScenarioError: something is wrong; it holds every problem that was found.
+        """
         value = self.document.value
         if not isinstance(value, Mapping):
             self.report((), f"expected a mapping that starts with `name: ...`, got {show(value)}")

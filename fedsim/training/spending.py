@@ -226,7 +226,13 @@ class Account:
         )
 
     def covers(self, round: int, probes: bool) -> str:
-        """Describes what the ε after `round` rounds covers, with `probes` or without."""
+        """Describes in words what the ε after `round` rounds covers, as `training of 3 rounds`.
+
+        If clients are asked for probes (batches of set sizes, recorded beside training) and
+        `probes` is True, it goes on with their number, as ` and 6 probe releases`, or
+        says that the scenario declares them outside of the deployment. If `probes` is
+        False, they are not mentioned.
+        """
         observe = self.scenario.observe
         covers = f"training of {number_of(round, 'round')}"
         asked = self.most(round)[0].probed * len(self._sizes)
