@@ -236,7 +236,7 @@ class TrainingDefense(Plugin):
         """Returns a copy with the same target and noise of `multiplier` times the clipping bound.
 
         Raises:
-            NotImplementedError: the defense takes no noise, the default.
+            NotImplementedError: the defense takes no noise; by default none does.
         """
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 

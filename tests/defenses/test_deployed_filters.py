@@ -241,7 +241,8 @@ class TestBesideNvflare:
         ours = apply(SvtPrivacy(**settings, steps=3), update)
         assert sum(int((tensor != 0).sum()) for tensor in ours.values()) == 33
         for name in update:
-            np.testing.assert_allclose(ours[name].numpy(), expected[name], rtol=1e-6)
+            # What is shown is rounded to a grid 2^18 times finer than the noise, of scale 1 here.
+            np.testing.assert_allclose(ours[name].numpy(), expected[name], atol=3 * 2.0**-18)
 
     def test_svt_privacy_states_less_than_it_spends(self) -> None:
         theirs = pytest.importorskip("nvflare.app_common.filters.svt_privacy")
