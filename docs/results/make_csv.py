@@ -32,7 +32,10 @@ def main(folders: list[Path]) -> None:
 
 def leaderboard(folders: list[Path]) -> Iterator[dict[str, str]]:
     """The lines of the leaderboard."""
-    yield from csv.DictReader(io.StringIO(render(leaderboard_rows(folders), "csv")))
+    rows = leaderboard_rows(folders)
+    if not all(row.ended for row in rows):
+        sys.exit("a run has not ended, or is not scored to its end: continue it with --resume")
+    yield from csv.DictReader(io.StringIO(render(rows, "csv")))
 
 
 def utility(folders: list[Path]) -> Iterator[dict[str, str]]:

@@ -72,3 +72,8 @@ def test_a_sentence_that_is_no_longer_true_is_refused(
     file.write_text(text.replace(before, after), encoding="utf-8")
     with pytest.raises(results.ClaimError):
         results.render("docs/results.md", copied)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.csv")), ids=lambda path: path.stem)
+def test_no_file_is_of_a_run_that_has_not_ended(path: Path) -> None:
+    assert "the run has not ended" not in path.read_text(encoding="utf-8")
