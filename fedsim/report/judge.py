@@ -927,6 +927,7 @@ def _list_untried(
             all(row.vantage in ("client", "eavesdropper") for row in rows),
             _state("untried server"),
         ),
+        (all(row.unaware for row in rows), _state("untried knowledge")),
     ]
     return tuple(statement for is_missing, statement in kinds if is_missing)
 

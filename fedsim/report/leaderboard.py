@@ -308,6 +308,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         ),
         may_expose=main.ranking.name in yielded and any(_may_expose(row) for row in rows),
         ignores_update=first.attack.ignores_update,
+        unaware=first.attack.blind,
         leaking=share(leaks, len(counted), confidence=confidence) if counted else None,
         no_control=_no_control(rows),
         ended=all(row.ended for row in rows),

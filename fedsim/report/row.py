@@ -118,6 +118,8 @@ class LeaderboardRow:
     it makes nothing certain."""
     ignores_update: bool = False
     """Whether the attack never looks at the update."""
+    unaware: bool = False
+    """Whether the attack was not told of the defenses (`blind: true` of a scenario)."""
     guess_public: int | None
     """Number of public images that the guess was learned from; None if it learned from none, or the
     rows do not say."""

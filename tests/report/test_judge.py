@@ -485,6 +485,7 @@ def test_what_no_attack_tried_is_listed(tmp_path: Path) -> None:
     assert kinds("plain", WORKS) == plain
     planted = trials([30.0, 31.0, 32.0], defense="none", server="planted", label_accuracy=1.0)
     assert kinds("planted", planted) == {"membership", "participants"}
+    assert kinds("blind", changed(WORKS, attack={"blind": True})) == plain | {"knowledge"}
     rounds = [{"defense": "none", "round": number} for number in (1, 2, 3)]
     large = changed(WORKS, batch_size=8)
     assert kinds("rounds", large, rounds) == plain | {"smaller batches", "rounds"}
