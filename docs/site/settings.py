@@ -7,6 +7,7 @@ With `--check` nothing is written, and the exit status is 1 where the page diffe
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 import sys
@@ -138,6 +139,27 @@ def write_table() -> str:
     return "\n".join(lines)
 
 
+def write_leaks() -> str:
+    """Returns what leaked behind each stack of filters-small.yaml, blind and adaptive."""
+    with (PAGE.parent / "results" / "filters-small.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    attacks = ("matching-blind", "matching-adaptive", "factored-blind", "factored-adaptive")
+    lines = ["| stack | " + " | ".join(attacks) + " | accuracy |", "| --- " * 6 + "|"]
+    for stack in dict.fromkeys(row["defense"] for row in rows):
+        own = {row["attack"]: row for row in rows if row["defense"] == stack}
+        cells = [_show_gain(own[attack]) for attack in attacks]
+        accuracy = f"{float(own[attacks[0]]['test_accuracy']):.0%}"
+        lines.append(f"| {stack} | {' | '.join(cells)} | {accuracy} |")
+    return "\n".join(lines)
+
+
+def _show_gain(row: dict[str, str]) -> str:
+    if row["n_ok"] != row["n"]:
+        return f"failed, {int(row['n']) - int(row['n_ok'])} of {row['n']}"
+    mean, low, high = (float(row[f"gain_{name}"]) for name in ("mean", "low", "high"))
+    return f"{mean:+.1f} [{low:.1f}, {high:.1f}]"
+
+
 def _show(epsilon: float) -> str:
     if math.isinf(epsilon):
         return "∞"
@@ -147,7 +169,7 @@ def _show(epsilon: float) -> str:
 def main() -> int:
     """Writes the page, or checks it."""
     text = made = PAGE.read_text(encoding="utf-8")
-    for name, table in (("settings", write_table()),):
+    for name, table in (("settings", write_table()), ("leaks", write_leaks())):
         block = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         made = block.sub(rf"\g<1>{table}\n\g<2>", made)
     if "--check" in sys.argv:

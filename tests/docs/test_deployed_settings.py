@@ -13,3 +13,4 @@ import settings
 def test_the_page_has_the_table_that_the_script_writes() -> None:
     page = read("docs/deployed-settings.md")
     assert settings.write_table() in page
+    assert settings.write_leaks() in page
