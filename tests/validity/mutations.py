@@ -42,6 +42,7 @@ THREATS = "tests/results/test_threat_model.py"
 VICTIMS = "tests/validity/test_victims.py"
 
 _BY_SECTION: dict[int, dict[str, Mutation]] = {
+    # Ε holds although mean and std come from private images.
     1: {
         "a learner that steps around the stack": swap(
             "fedsim/federation/refusals.py:a_client_can_train",
@@ -212,6 +213,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/data/table.py:TableFile.load", "split_by_row=True", "tests/data/test_tables.py"
         ),
     },
+    # A probe costs what the row's training costs.
     2: {
         "a probe carries the training's batch size": swap(
             "fedsim/training/accounting.py:claim_of",
@@ -225,6 +227,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             CLAIMS,
         ),
     },
+    # Ε without unit, neighbours and δ is a claim.
     3: {
         "an epsilon rounded down where it is written": swap(
             "fedsim/report/figures.py:format_epsilon",
@@ -250,6 +253,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             CLAIMS,
         ),
     },
+    # A recording says nothing of the noise in it.
     4: {
         "noise of the server used again for another sum": swap(
             "fedsim/federation/tap.py:TapGrid._combine",
@@ -349,6 +353,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/contracts/matching.py:match", "distance.square()", "distance", BESIDE
         ),
     },
+    # Results are the same on another processor.
     5: {
         "a neuron at the kink is decided by rounding": swap(
             "attacks/head_features/activation_features.py:Peeling._single_images",
@@ -357,6 +362,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/attacks/head_features/test_feature_attacks.py",
         ),
     },
+    # Attacks know a defense by its name.
     6: {
         "an own attack blind to noise": swap(
             "attacks/head_features/_head_gradient.py:HeadGradient.read",
@@ -384,6 +390,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "a foreign defense is taken for none": drop("fedsim/types.py", "known=False", EFFECTS),
     },
+    # Bootstrap intervals of few trials cover 95%.
     7: {
         "one image guessed for all of a batch": swap(
             "fedsim/scoring/guess.py:Guesser._learn",
@@ -432,6 +439,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/scoring/statistics.py", "LEAST = 3", "LEAST = 2", STATISTICS
         ),
     },
+    # The honesty tests find faults.
     8: {
         "a restart picked by PSNR": swap(
             "fedsim/attacking/running.py:_AskedJob.__init__",
@@ -532,6 +540,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/defenses/test_aggregate.py",
         ),
     },
+    # Rivals behind a planted head are compared fairly.
     9: {
         "a run's rows are dropped for those of another of its name": swap(
             "fedsim/results/reading.py:measurements", "row.content", "row.place", IDENTITY
@@ -628,6 +637,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/federation/test_witness.py",
         ),
     },
+    # Any noise can be accounted for.
     10: {
         "divergences beyond what rounding leaves of them": swap(
             "fedsim/privacy/ledger.py:_renyi", "_AMPLIFIED[1]", "1000000000000.0", EXTREMES
@@ -648,6 +658,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/privacy/ledger.py", "_LARGEST = 1000000000.0", "_LARGEST = math.inf", STATED
         ),
     },
+    # N trials are n victims.
     11: {
         "victims drawn anew in each trial": swap(
             "fedsim/data/batches.py:of_trial", "(step * trials + trial) * batch_size", "0", VICTIMS
@@ -708,6 +719,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "test_an_interval_is_of_as_many_networks_and_clients_as_were_attacked",
         ),
     },
+    # Results do not depend on `--workers`.
     12: {
         "a run computes on as many threads as its machine likes": swap(
             "fedsim/system/threads.py:fix_within",
@@ -725,6 +737,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/scoring/test_guess.py::test_near_copies_are_told_from_other_images",
         ),
     },
+    # The strongest attack is marked.
     13: {
         "a failed attack marked strongest": drop(
             "fedsim/report/row.py:LeaderboardRow.standing", "float(self.n_ok > 0)", BOARD
@@ -779,6 +792,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/results/lines.py", "_DIVERGED = 2.0", "_DIVERGED = 10.0", BESIDE
         ),
     },
+    # A killed run leaves nothing behind.
     14: {
         "two runs fill one folder": drop(
             "fedsim/pipeline.py:run",
@@ -793,6 +807,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "test_a_folder_that_filled_up_in_the_meantime_is_refused",
         ),
     },
+    # Bad input is refused.
     15: {
         "a NaN in a line of results": swap(
             "fedsim/results/record.py:strict_json",
@@ -813,6 +828,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/models/size.py:check", "_COPIES * size.state", "0", BAD_INPUT
         ),
     },
+    # A passed control means a leak.
     16: {
         "a certificate that uses the truth": swap(
             "fedsim/scoring/certificates.py:certificate",
@@ -1005,6 +1021,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/attacking/jobs.py:seed_of", "observation.trial", BESIDE
         ),
     },
+    # The server cannot reach clients' data.
     17: {
         "a server that holds its clients' data": swap(
             "fedsim/training/workload.py:Workload.server",
@@ -1013,6 +1030,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/training/test_server.py",
         ),
     },
+    # A sum of masked vectors hides each of them.
     18: {
         "a client gives up both secrets of another": drop(
             "fedsim/federation/secure_aggregation/client.py:SumClient.agree",
@@ -1107,7 +1125,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
     },
 }
-"""Row of docs/refuted.md's first table, what is wrong then, and the change that makes it so."""
+"""The claim that a review refuted, what is wrong then, and the change that makes it so."""
 
 MUTATIONS = tuple(
     replace(mutation, name=name)
