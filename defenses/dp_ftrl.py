@@ -88,6 +88,7 @@ class DPFTRL(NoisyAggregation):
                 f"dp_ftrl: noise_multiplier {self.noise_multiplier} has no bound on the update to "
                 "multiply; put clip directly before it"
             )
+        # A sum of updates that are private already stays so: more noise is post-processing.
         if before.mechanism:
             return before
         return Guarantee(

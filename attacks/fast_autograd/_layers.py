@@ -130,6 +130,7 @@ class _Normalization(torch.autograd.Function):
                 x, gamma, beta, *fixed, layer.fixed is None, 0.0, layer.eps
             )
             if layer.fixed is not None:
+                # ATen saves no statistics of a batch that was normalized by given ones.
                 mean, r = layer.fixed[0], (layer.fixed[1] + layer.eps).rsqrt()
         else:
             n, c, h, w = x.shape

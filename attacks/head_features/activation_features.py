@@ -80,6 +80,7 @@ class Peeling(FeatureSolver):
             )
         if not head.grad_output[:, head.planted].any() or not head.grad_bias[head.planted].any():
             raise AttackFailed("nothing is left of the planted neurons' gradient")
+        # The bias is the weight of an input that is 1: its gradient completes each row.
         rows = torch.cat([head.grad_hidden[head.planted], head.grad_bias[head.planted, None]], 1)
         outer = head.grad_output[:, head.planted].double().clone()
         return cls(

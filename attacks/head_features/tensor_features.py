@@ -477,6 +477,7 @@ def _choose_signs(directions: Tensor, head: HeadGradient) -> Tensor:
         fit = torch.linalg.lstsq(hidden.T, outer.T).solution
         return float(torch.linalg.vector_norm(outer - (hidden.T @ fit).T))
 
+    # Trying all 2^N signs is out of reach; single flips end in a minimum after a few passes.
     best = residual(signs)
     improved = True
     while improved:
@@ -484,6 +485,7 @@ def _choose_signs(directions: Tensor, head: HeadGradient) -> Tensor:
         for i in range(len(signs)):
             signs[i] = -signs[i]
             value = residual(signs)
+            # Strictly better, or rounding would flip one sign to and fro for ever.
             if value < best * (1 - 1e-12):
                 best, improved = value, True
             else:

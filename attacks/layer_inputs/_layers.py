@@ -201,7 +201,7 @@ def _run(model: Classifier, images: Tensor) -> tuple[list[_LayerCall], Tensor]:
     open_calls: list[_LayerCall] = []
     hooks: list[RemovableHandle] = []
     for name, module in model.named_modules():
-
+        # The default keeps this module's name; a closure would read the loop's last one.
         def begin(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
             calls.append(_LayerCall(name, module, inputs[0], inputs[0]))
             open_calls.append(calls[-1])

@@ -204,12 +204,15 @@ class CocktailParty(IterativeAttack[Unmixing]):
             rows = F.normalize(state.matrix, dim=1)
             whole = rows @ state.whitening @ state.space.rows
             if layer.bias is not None:
+                # The bias is the weight of an input that is 1: its entry tells the scale.
                 scale = whole[:, -1:]
                 tiny = torch.finfo(scale.dtype).tiny
                 values = whole[:, :-1] / torch.where(scale.abs() > tiny, scale, tiny)
             else:
+                # Without a bias the sign is open: inputs are taken to be positive on the whole.
                 whole = whole * whole.sum(1, keepdim=True).sign()
                 values = whole * (layer.length / whole.norm(dim=1, keepdim=True))
+            # Where fewer components than images were found, their mean stands for the others.
             values = torch.cat(
                 [values, values.mean(0, keepdim=True).expand(count - len(values), -1)]
             )

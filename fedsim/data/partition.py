@@ -58,6 +58,7 @@ def partition(
         parts = _by_owner(_natural_owners(dataset, clients))
     else:
         parts = _draw_parts(dataset.train_labels, config, clients, seed, min_images)
+    # Owners that a file or the source names may have any number of images.
     smallest = min(range(clients), key=lambda client: len(parts[client]))
     if len(parts[smallest]) < min_images:
         raise FedsimError(

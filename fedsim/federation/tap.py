@@ -389,6 +389,7 @@ class TapGrid(WrappedGrid):
             return [self._finish_combined(combined, accepted[min(accepted)])]
         self._new_buffers = spool.mean_buffers(self._expected.buffers) or self._buffers
         for client, reply in accepted.items():
+            # Weights are made when the strategy reads them: one client's at a time lies in memory.
             arrays = lazy_record(self._parameters, partial(self._weight, client))
             reply.content = _result(arrays, spool.num_examples(client), spool.loss(client))
         return [accepted[client] for client in sorted(accepted)]

@@ -232,6 +232,7 @@ class _Tape:
             return None
         key, arrays = _model(content, None)
         now = _content_of(arrays)
+        # All messages of a round carry equal weights, which are saved once.
         if self._last and self._last[0].round == round and _same(self._last[1], now):
             sent = self._last[0]
         else:

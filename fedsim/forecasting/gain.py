@@ -194,6 +194,7 @@ def _update(
     training = observation.training
     batches = _batches_of(training, images, labels)
     stack = _NONE if bare else plan.stack
+    # Defenses remember nothing yet, as in a client's first round.
     with stack.memory_of({}):
         trained = train(
             model, observation.parameters, observation.buffers, batches, training, stack, stream

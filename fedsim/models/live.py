@@ -363,6 +363,7 @@ def _trace(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
     ]
     model.adding = True
     try:
+        # In eval mode no call changes the user's batch norm statistics.
         with torch.no_grad():
             logits: Any = _answer(model.eval(), images)
     finally:

@@ -154,6 +154,7 @@ def save_observation(observation: Observation, root: Path) -> Path:
         update_sha256=update_digest,
         global_sha256=_sha256(shared),
     )
+    # It is written last: a crash before leaves no observation that looks whole.
     path = base.with_name(base.name + ".json")
     write_text(path, sidecar.model_dump_json(indent=2) + "\n")
     return path

@@ -625,6 +625,7 @@ def _control_by(basis: Control, rows: Sequence[LeaderboardRow], target: Target) 
             continue
         guess = row.guess_of(name)
         reached = 1 - mean.mean / guess if by_mean else metric.gain(mean.mean, guess)
+        # What does as well on another client's update has not read this one.
         blind = _does_no_better(row.above_other(name)) and (row.is_decided or not by_mean)
         entries.append((not blind, reached, mean.mean, guess, row))
     if not entries:

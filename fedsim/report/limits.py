@@ -99,6 +99,7 @@ def broken_limits(
                     f"{_name_row(row)}: {broken}" for broken in _why_not_kept(row, max_epsilon)
                 ]
         lines += [line for run in runs for line in _unproven(run, names, max_epsilon)]
+    # Several cells may break one limit in the same words.
     return list(dict.fromkeys(lines))
 
 

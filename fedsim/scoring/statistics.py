@@ -146,6 +146,7 @@ def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary |
     several = len(sample) > 1
     low, high = None, None
     spread = float(sample.max() - sample.min())
+    # Equal values, or equal but for rounding, have no spread that an interval could rest on.
     if len(sample) >= LEAST and spread > _ROUNDING * float(np.abs(sample).max()):
         low, high = student_interval(values, confidence=confidence)
     return Summary(

@@ -52,6 +52,7 @@ def look(
     others = len(server.plan(round).participants) - 1
 
     def without_own(mean: Tensor, own: Tensor) -> Tensor:
+        # The model tells the mean over all; n means less one's own are the sum of the others.
         rest = ((others + 1) * mean.double() - own.double()) / others
         return rest.to(own.dtype)
 

@@ -61,6 +61,7 @@ def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = Non
         held[client] = count
         for unit in _UNITS:
             own = statistics[unit]
+            # Clients of one scenario give equal reasons, and one is enough.
             own += [reason for reason in reasons.get(unit, []) if reason not in own]
     missing = sorted(set(range(clients)) - set(held))
     if missing:
