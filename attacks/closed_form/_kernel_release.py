@@ -303,7 +303,7 @@ class KernelPosterior:
 
     matched: Matched
     others: Tensor
-    """(m, d + c): the known rows."""
+    """(m, d + c): the m known rows, each of d features and c class indicators."""
     learned: bool
     """Whether the prior is fitted to the others; else any unit vector is as likely."""
     alpha: bool
@@ -324,9 +324,9 @@ class KernelPosterior:
         return -self.matched.model.rows.new_tensor(self.matched.likelihood)
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
-        """Estimates the posterior mean of the row, (d + c,), from this number of `samples`.
+        """Estimates the posterior mean of the missing row from `samples` draws made by `rng`.
 
-        `maxima` is not used: the match already holds the row's released version.
+        The result is (d + c,): d features and c class shares. `maxima` is not used.
         """
         prior = class_prior(self.others, self._dimension, self.learned)
         row = posterior_mean(self.matched, prior, self.alpha, samples, rng)

@@ -374,12 +374,15 @@ def _factors(head: HeadGradient, features: Tensor) -> Tensor:
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
-    """Finds at most `rank` rows (q, m) of mean square 1 that span the rows of `outer` (K, m).
+    """Finds at most `rank` orthogonal rows (q, m) of mean square 1 that span the rows of `outer`.
 
-    `outer` is ∂L/∂A = D H, with H_ij = σ(w_j'x_i). Images of unlike features have nearly orthogonal
-    rows of H. Orthonormal combinations of the rows of D H are then nearly those of H, turned. The
-    sum of squared moments, which no turn changes, is that of the images one by one. Directions
-    below the edge of noise of variance `noise`, or of rounding, are left out.
+    `outer` (K, m) is the gradient of the head's last layer, for K classes and m neurons. `noise`
+    is the variance of noise on each entry. Directions that noise or rounding alone could explain
+    are left out, but one remains.
+
+    Rows of `outer` mix the images' activations, whose moments tell the features. Unlike images have
+    nearly orthogonal activations, so that the rows found here are these, turned. A turn changes
+    no sum of their squared moments.
     """
     span: Tensor
     _, lengths, span = torch.linalg.svd(outer, full_matrices=False)

@@ -28,20 +28,24 @@ LENGTH = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """States what an attack certifies of its answer, as a line of results holds it."""
+    """How many images of an answer an attack certifies, and how many of these are wrong.
+
+    An attack certifies an image whose answer it calls right whatever the truth may be.
+    """
 
     images: int
     """Number of images of the answer."""
     determined: int | None
-    """Number of images that the attack calls determined; None if it does not say."""
+    """Number of images to which the update leaves a single answer, by the attack's word; None
+    without one."""
     certified: int | None
     """Number of images that the attack certifies to be right; None without certificates."""
     false: int | None
     """Number of certified images that are wrong; None without certificates, or if features
     cannot be compared."""
     per_image: dict[str, list[bool]]
-    """`determined` and `certified` of the answer to each true image, in the order of the truth; of
-    labels alone in the order of the answer."""
+    """One truth value an image under the keys `determined` and `certified`, in the order of the
+    true images; in the order of the answer where it is labels alone."""
 
 
 def certificate(

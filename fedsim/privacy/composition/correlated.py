@@ -24,12 +24,14 @@ from fedsim.privacy.numerics import gaussian
 
 
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
-    """Computes the largest ||C z|| over all z with a given number of participations, at norm 1.
+    """Computes the L2 sensitivity of all steps together to one example of clipping norm 1.
 
-    The worst z takes part in the first steps. C'C has the entries λ^|i-j| (1 - λ^(2 (T - m + 1))) /
-    (1 - λ²), where m is the larger of i and j. They fall with |i-j| and with m, and the first k
-    steps are the closest together and the earliest. The result is for a contribution that is
-    exchanged for zero; a contribution exchanged for any other moves twice that.
+    The noise of a step takes back λ of the step before, which equals white noise on C z. Here z
+    (T,) is 1 in steps that hold the example and else 0, and C_ij = λ^(i-j) for i >= j. The result
+    is the largest ||C z||, reached by the first steps: C'C has the entries λ^|i-j| (1 - λ^(2 (T - m
+    + 1))) / (1 - λ²) with m = max(i, j), which fall with |i-j| and with m.
+
+    An example that is left out moves the steps by so much; one that is replaced, by twice that.
 
     Args:
         steps: T, the number of steps.

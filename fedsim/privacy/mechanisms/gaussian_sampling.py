@@ -119,7 +119,10 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
 
 
 class GaussianSamplingCalibration(Neighbours, Calibration):
-    """The most draws of Gaussian sampling that are private: its noise falls with k."""
+    """Finds how many Gaussian vectors may be drawn from a private covariance at a given (ε, δ).
+
+    The more are drawn, the better their mean square tells the covariance, and the less is private.
+    """
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """Computes the largest number of draws k that is (ε, δ)-private, in field `draws`.
