@@ -6,13 +6,14 @@ quarters. Statistics of batch norm are granted, as in the paper; labels are infe
 and attacks of a batch size get the same batches. Iterations are far fewer than the paper's 10,000.
 
     python benchmarks/paper_tables.py train OUT --images cifar10-images.zip [--device cuda]
-    python benchmarks/paper_tables.py attack OUT [--device cuda] [--workers 14] [--seconds 400]
+    python benchmarks/paper_tables.py attack OUT [--device cuda] [--workers 6] [--seconds 400]
     python benchmarks/paper_tables.py table OUT docs/results/paper-figures.csv
         > docs/results/paper-tables.csv
     python benchmarks/paper_tables.py picture OUT FILE
 
-`attack` keeps a line for each batch and attack in OUT, and goes on where it ended. `table` writes
-each cell of the paper with its figure beside ours; a cell that was not run has none.
+`attack` keeps a line for each batch and attack in OUT, and goes on where it ended; a worker takes
+up to 15 GB of a GPU. `table` writes each cell of the paper with its figure beside ours; a cell that
+was not run has none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,7 @@ ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "as written": ("feature_inversion", {"features_from": "tensor_features"}),
     "tensor_features": ("tensor_features", {}),
     "inverting_gradients": ("inverting_gradients", {}),
+    "inverting_gradients_body": ("inverting_gradients", {"tensors": "body"}),
     "factored_inversion": ("factored_inversion", {}),
 }
 """`tensor+unet` is the combined attack of `scenarios/reconstruction/combined-small.yaml`, `unet`
@@ -96,22 +99,28 @@ DEFENSES: dict[str, list[dict[str, Any]]] = {
     },
     **{f"clip-{norm}": [{"name": "clip", "norm": float(norm)}] for norm in (2, 4, 8)},
     **{f"local-{steps}": [] for steps in (3, 5)},
+    **{f"dropout-{rate:g}": [{"name": "dropout", "rate": rate}] for rate in (0.3, 0.5, 0.7)},
 }
+TRAINING = "none"
+"""Stands for an attack where nobody attacks, and the loss of a training is measured."""
 Cell = tuple[int, str, str]
 """Images, defense, attack."""
-ONE_STEP = [way for way in DEFENSES if not way.startswith("local")]
+ONE_STEP = [way for way in DEFENSES if not way.startswith(("local", "dropout"))]
+TRAINED = [way for way in DEFENSES if not way.startswith("local")]
 LOCAL = [way for way in DEFENSES if way.startswith("local")]
 MAIN = ("tensor+unet", "unet")
 CELLS: list[Cell] = [
-    *((count, way, "tensor_features") for count in (1, 2, 4, 8) for way in DEFENSES),
+    *((count, way, "tensor_features") for count in (1, 2, 4, 8) for way in (*ONE_STEP, *LOCAL)),
     *((4, way, attack) for way in ONE_STEP for attack in (*MAIN, "inverting_gradients")),
     *((count, "none", attack) for count in (16, 32) for attack in (*MAIN, "inverting_gradients")),
     *((count, way, attack) for count in (8, 2) for way in ONE_STEP for attack in MAIN),
     *((4, way, "factored_inversion") for way in ONE_STEP),
+    *((count, "none", "inverting_gradients_body") for count in (4, 16, 32)),
     *((count, "none", "neither") for count in (4, 8, 16, 32)),
     *((4, way, "as written") for way in ("none", "noise-0.001", "prune-0.9", "clip-4")),
     *((count, way, "tensor+unet") for count in (2, 4, 8) for way in LOCAL),
     *((count, way, "unet") for count in (2, 4, 8) for way in LOCAL),
+    *((count, way, TRAINING) for count in (8, 4, 2) for way in TRAINED),
 ]
 """In the order in which they are tried."""
 
@@ -199,11 +208,56 @@ def observed(out: Path, cell: Cell, trial: int) -> tuple[Observation, GroundTrut
     )
 
 
+def final_loss(out: Path, device: str, steps: int, cell: Cell, trial: int) -> float:
+    """Trains from random weights on batches of the cell, each gradient behind its defense.
+
+    Returns the mean loss of the last hundred batches (Table 6).
+    """
+    count, way, _ = cell
+    kept, spec = _kept(out)[0], specification()
+    model = build_honest(spec, rng.derive(SEED, "loss", trial)).to(device).train()
+    model.set_dropout(sum(each["rate"] for each in DEFENSES[way] if each["name"] == "dropout"))
+    stream = rng.generator(SEED, "loss", count, trial)
+    chance = torch.Generator(device).manual_seed(rng.derive(SEED, "noise", trial) % 2**62)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    images, labels = kept["images"].to(device), kept["labels"].to(device)
+    losses = []
+    for _ in range(steps):
+        part = torch.randint(len(images), (count,), generator=stream)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(normalize(images[part].float() / 255, spec)), labels[part])
+        loss.backward()
+        # As the plugins do it, on the gradients where they are.
+        for each in DEFENSES[way]:
+            _defend(list(model.parameters()), each, chance)
+        optimizer.step()
+        losses.append(loss.detach())
+    return float(torch.stack(losses[-100:]).mean())
+
+
+def _defend(parameters: Sequence[Tensor], defense: dict[str, Any], chance: torch.Generator) -> None:
+    grads = [each.grad for each in parameters if each.grad is not None]
+    if "std" in defense:
+        for grad in grads:
+            noise = torch.randn(grad.shape, generator=chance, device=grad.device)
+            grad.add_(noise, alpha=defense["std"])
+    elif "ratio" in defense:
+        sizes = torch.cat([grad.abs().flatten() for grad in grads])
+        least = sizes.kthvalue(max(1, round(defense["ratio"] * len(sizes)))).values
+        for grad in grads:
+            grad[grad.abs() <= least] = 0
+    elif "norm" in defense:
+        torch.nn.utils.clip_grad_norm_(parameters, defense["norm"])
+
+
 def measured(out: Path, device: str, iterations: int, task: tuple[Cell, int]) -> dict[str, Any]:
     """The row of one attack on one batch; its images are kept."""
     cell, trial = task
     count, way, attack = cell
     row: dict[str, Any] = {"B": count, "defense": way, "attack": attack, "trial": trial}
+    if attack == TRAINING:
+        loss = final_loss(out, resolve_device(device), STEPS, cell, trial)
+        return row | {"train_loss": loss, "iterations": STEPS}
     observation, truth = observed(out, cell, trial)
     # As granted: batch norm's statistics of the batch, and nothing else.
     observation, knowledge = hand_over(observation, truth, Grant(bn="exact"))
@@ -213,16 +267,17 @@ def measured(out: Path, device: str, iterations: int, task: tuple[Cell, int]) ->
         own = iterations * (1 if name == "feature_inversion" else 2)
         parameters = {**parameters, "iterations": own}
     device = resolve_device(device)
+    seen, known = move_tensors(observation, device), move_tensors(knowledge, device)
     start = time.perf_counter()
     try:
-        found = solve(
-            create(name, parameters),
-            move_tensors(observation, device),
-            move_tensors(knowledge, device),
-            seed=trial,
-        ).reconstruction
+        found = solve(create(name, parameters), seen, known, seed=trial).reconstruction
     except AttackFailed as error:
-        return row | {"failed": str(error)}
+        if parameters.get("tensors") != "body":
+            return row | {"failed": str(error)}
+        # Strong pruning leaves nothing of the body: what is left is the head's.
+        row["body"] = str(error)
+        whole = {**parameters, "tensors": "all"}
+        found = solve(create(name, whole), seen, known, seed=trial).reconstruction
     seconds = time.perf_counter() - start
     found = move_tensors(found, "cpu")
     scores = score(found, truth)
@@ -259,7 +314,11 @@ def attack(out: Path, device: str, workers: int, asked: argparse.Namespace) -> N
     (out / "pictures").mkdir(exist_ok=True)
     file = out / "attacks.jsonl"
     rows = map(json.loads, file.read_text().splitlines() if file.exists() else [])
-    done = {(r["B"], r["defense"], r["attack"], r["trial"]) for r in rows if "broken" not in r}
+    done = {
+        (r["B"], r["defense"], r["attack"], r["trial"])
+        for r in rows
+        if not r.keys() & {"broken", "failed"}
+    }
     tasks = [
         (cell, trial)
         for trial in range(asked.trials)

@@ -121,6 +121,16 @@ class LocalTraining:
     """Rule of steps that are more than SGD of the mean cross-entropy; None for plain SGD."""
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether an update is a weighted sum of its steps' gradients, and of nothing else."""
+        rule = self.rule
+        if rule is None:
+            return True
+        # AdamW and Adam divide each entry by a size of its own; decay and a proximal term add
+        # weights.
+        return rule.optimizer == "sgd" and not (rule.nesterov or rule.weight_decay or rule.proximal)
+
+    @property
     def num_images(self) -> int:
         """Number of distinct images of an update (where batches vary: on average)."""
         return self.batch_size * (self.steps if self.batches == "different" else 1)

@@ -119,7 +119,7 @@ class ClassifierGradient:
             removed=effect.removed is not None,
             mixed=effect.mixed,
             noisy=effect.noisy,
-            exact=effect.exact,
+            exact=effect.exact and training.sums_gradients,
             dropout=training.dropout > 0,
             rates=(training.lr,) * (len(step_weights(training)) - 1)
             if training.batches == "same"

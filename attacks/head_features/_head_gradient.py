@@ -126,7 +126,7 @@ class HeadGradient:
             pruned=effect.removed is not None,
             smallest_removed=effect.removed != "others",
             noisy=effect.noisy,
-            exact=effect.exact,
+            exact=effect.exact and training.sums_gradients,
             clipped=effect.scaled,
             dropout=training.dropout > 0,
             steps=len(weights) if training.batches == "same" else 1,

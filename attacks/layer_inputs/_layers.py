@@ -82,6 +82,11 @@ def trace_layers(observation: Observation) -> list[Layer]:
         )
     if observation.training.dropout > 0:
         raise AttackFailed("dropout gives each image another network behind its layers")
+    if not observation.training.sums_gradients:
+        raise AttackFailed(
+            "the clients' optimizer changes entries of the gradient, and a layer's update has not "
+            "its inputs' row space: use an attack that simulates their steps"
+        )
     model = rebuild(observation)
     model.train(observation.training.mode == "train")
     factor = mean_gradient_factor(observation.training)

@@ -303,10 +303,11 @@ class PatchInversion(DirectAttack):
         error = _SAFETY * _PIXEL_SPREAD * float(patches.variances.mean().sqrt())
         # Pixels in no patch stay unknown, and the image with them.
         whole = layer.pixels.numel() == math.prod(model.input_shape)
+        certain = whole and error <= _DETERMINED and observation.training.sums_gradients
         return Reconstruction(
             images=denormalize(image, model).clamp(0, 1).float(),
             labels=_labels(victim, observation),
-            determined=torch.tensor([whole and error <= _DETERMINED], device=gradient.device),
+            determined=torch.tensor([certain], device=gradient.device),
             loss=patches.unexplained,
             iterations=0,
         )

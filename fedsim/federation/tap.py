@@ -414,7 +414,7 @@ class TapGrid(WrappedGrid):
 
     def _apply_update(self, name: str, update: Tensor) -> Tensor:
         """Returns the global weight `name` after `update`, which is in the learner's units."""
-        return self._server.apply_update(self._parameters[name], update)
+        return self._server.apply_update(self._parameters[name], update, self._round)
 
     def _combine(self, spool: Spool, probe: Probe | None, *, record: bool) -> Update | None:
         """Combines all spooled updates into the one that the server sees.

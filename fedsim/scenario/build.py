@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,8 +25,8 @@ from fedsim.contracts.learner import Learner, Problem
 from fedsim.contracts.plugins import Plugin
 from fedsim.contracts.stack import Stack, chain
 from fedsim.models.base import ModelPlugin
-from fedsim.scenario.model import PluginRef, Scenario, Training
-from fedsim.types import Algorithm, Dataset, LocalTraining, Named, Table
+from fedsim.scenario.model import LocalSection, PluginRef, Scenario, Training
+from fedsim.types import Algorithm, Dataset, LocalTraining, Named, StepRule, Table
 
 ROLES: dict[str, tuple[type[Plugin], ...]] = {
     "fedsim.attacks": (Attack,),
@@ -187,8 +188,15 @@ def algorithm(training: Training) -> Algorithm:
     if training.algorithm:
         return training.algorithm
     local = training.local
-    # One step without momentum moves weights by the gradient alone, so the gradient itself is sent.
-    return "fedsgd" if local.steps == 1 and local.momentum == 0 else "fedavg"
+    # One plain step moves weights by the gradient alone, so the gradient itself is sent.
+    plain = local.momentum == 0 and _rule_of(local) is None
+    return "fedsgd" if local.steps == 1 and plain else "fedavg"
+
+
+def _rule_of(local: LocalSection) -> StepRule | None:
+    """Returns what a local step is besides SGD; None for SGD without decay."""
+    rule = StepRule(optimizer=local.optimizer, weight_decay=local.weight_decay)
+    return rule if rule != StepRule() else None
 
 
 def declared_training(scenario: Scenario) -> LocalTraining:
@@ -208,4 +216,18 @@ def local_training_of(training: Training) -> LocalTraining:
         mode=local.mode,
         batches=local.batches,
         sampling=local.sampling,
+        rule=_rule_of(local),
     )
+
+
+def rate_factor(training: Training, round: int) -> float:
+    """Returns the factor of `training.local.lr` in `round`, counted from 1."""
+    schedule = training.local.schedule
+    if schedule is None:
+        return 1.0
+    if schedule.name == "step":
+        assert schedule.every is not None
+        return float(schedule.factor ** ((round - 1) // schedule.every))
+    done = (round - 1) / max(1, training.rounds - 1)
+    # Loshchilov and Hutter, SGDR, ICLR 2017, equation 5, without restarts.
+    return schedule.factor + (1 - schedule.factor) * (0.5 + 0.5 * math.cos(math.pi * done))

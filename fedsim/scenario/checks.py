@@ -18,6 +18,7 @@ from fedsim.scenario.build import (
     build_stack,
     local_training_of,
     plugin_class,
+    rate_factor,
 )
 from fedsim.scenario.document import KeyPath
 from fedsim.scenario.model import (
@@ -105,11 +106,20 @@ def _engine(name: str, *, audited: bool) -> Iterator[SectionProblem]:
 
 def cautions(scenario: Scenario) -> list[str]:
     """Returns warnings of what is allowed, but leaves results without a comparison."""
-    if not scenario.attacks or any(not stack for stack in scenario.defenses.values()):
+    if not scenario.attacks:
         return []
+    found = []
+    if not local_training_of(scenario.training).sums_gradients:
+        found.append(
+            "training.local: attacks that match updates simulate optimizer and weight_decay; those "
+            "that read labels or features off an update take it for SGD"
+        )
+    if any(not stack for stack in scenario.defenses.values()):
+        return found
     return [
+        *found,
         "defenses: no stack is undefended, so that no table is valid and nothing shows what a "
-        "defense gains; add `none: []`"
+        "defense gains; add `none: []`",
     ]
 
 
@@ -220,9 +230,22 @@ def _algorithm(training: Training) -> Iterator[SectionProblem]:
             ("training", "projection_radius"),
             f"{_UNPROJECTED}; use fedsgd (one local step without momentum), or remove it",
         )
+    yield from _schedule(training)
+    local = training.local
+    if local.momentum and local.optimizer != "sgd":
+        yield (
+            ("training", "local", "momentum"),
+            f"{local.optimizer} averages gradients by rates of its own; remove it, or use sgd",
+        )
     if training.algorithm != "fedsgd":
         return
     path = ("training", "algorithm")
+    if local.optimizer != "sgd" or local.weight_decay:
+        yield (
+            path,
+            "fedsgd takes no local step, so training.local.optimizer and weight_decay have no "
+            "meaning; use fedavg, or sgd without decay",
+        )
     if training.local.steps > 1:
         yield (
             path,
@@ -234,6 +257,27 @@ def _algorithm(training: Training) -> Iterator[SectionProblem]:
             path,
             f"fedsgd takes no local step, so training.local.momentum ({training.local.momentum}) "
             "has no meaning; use fedavg, or momentum 0",
+        )
+
+
+_LEAST_RATE = 1e-30
+"""Least learning rate of a round: updates are divided by it."""
+
+
+def _schedule(training: Training) -> Iterator[SectionProblem]:
+    """Refuses a schedule of the learning rate that lacks a key, or falls to nothing."""
+    schedule, path = training.local.schedule, ("training", "local", "schedule")
+    if schedule is None:
+        return
+    if schedule.name == "step" and schedule.every is None:
+        yield (*path, "every"), "missing: the rounds between two falls of step; add `every: 50`"
+    elif schedule.name == "cosine" and schedule.every is not None:
+        yield (*path, "every"), "cosine falls in every round; remove it, or use step"
+    elif training.local.lr * rate_factor(training, training.rounds) < _LEAST_RATE:
+        yield (
+            (*path, "factor"),
+            f"the rate falls below {_LEAST_RATE:g} within {training.rounds} rounds; raise it, or "
+            "every",
         )
 
 

@@ -76,6 +76,17 @@ class Data(ScenarioSection):
     partition: Partition = Partition()
 
 
+class RateSchedule(ScenarioSection):
+    """Fall of the learning rate over the federation's rounds; a round's local steps share one."""
+
+    name: Literal["step", "cosine"]
+    """`step`: lr times `factor`^k after k times `every` rounds. `cosine`: lr times the half cosine
+    that falls from 1 in the first round to `factor` in the last."""
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    every: Count | None = None
+    """step: number of rounds between two falls."""
+
+
 class LocalSection(ScenarioSection):
     """One client's training in one round."""
 
@@ -83,6 +94,12 @@ class LocalSection(ScenarioSection):
     batch_size: Count = 4
     lr: Positive = 0.1
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    """Rule of a step, as torch.optim has it, fresh in each round; `momentum` is of sgd."""
+    weight_decay: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
+    """Factor of the weights that is added to each gradient; adamw shrinks the weights instead."""
+    schedule: RateSchedule | None = None
+    """Fall of `lr` over the rounds. Default: none."""
     mode: Mode = "train"
     batches: Batches = "different"
     sampling: Sampling = "without_replacement"
@@ -97,7 +114,7 @@ class Training(ScenarioSection):
 
     algorithm: Algorithm | None = None
     """Clients send a gradient (fedsgd) or the change of their weights (fedavg). Default: fedsgd for
-    one local step without momentum, fedavg otherwise."""
+    one plain local step (sgd without momentum and decay), fedavg otherwise."""
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 3
     local: LocalSection = LocalSection()
     weights: str | None = None

@@ -90,7 +90,7 @@ class Client:
         declared = server.declared_for(probe)
         if most_steps is not None:
             declared = replace(declared, steps=min(most_steps, declared.steps))
-        training = server.stack.training(declared)
+        training = server.scale_rate(server.stack.training(declared), round)
         # Balls in bins deals over all rounds, so the client counts its steps in its state.
         taken = int(state.get(_STEPS, 0))
         path = self._path(round, probe)

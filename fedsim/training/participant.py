@@ -56,8 +56,9 @@ def look(
         rest = ((others + 1) * mean.double() - own.double()) / others
         return rest.to(own.dtype)
 
+    training = server.scale_rate(server.training, round)
     told = {
-        name: server.computation.told_update(before[name], parameters[name], server.training)
+        name: server.computation.told_update(before[name], parameters[name], training)
         for name in parameters
     }
     seen = Update(

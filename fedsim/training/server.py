@@ -27,6 +27,7 @@ from fedsim.scenario.build import (
     build_stack,
     declared_training,
     problem_of,
+    rate_factor,
 )
 from fedsim.scenario.document import blaming
 from fedsim.system.device import resolve_device
@@ -342,9 +343,17 @@ class Server:
         }
         return replace(shown, tensors=tensors)
 
-    def apply_update(self, before: Tensor, update: Tensor) -> Tensor:
-        """Returns a global parameter after a client's `update` of it; `before` is its value."""
-        return self.computation.apply_update(before, update, self.training)
+    def scale_rate(self, training: LocalTraining, round: int) -> LocalTraining:
+        """Returns `training` at the learning rate of `round`, counted from 1."""
+        factor = rate_factor(self.scenario.training, round)
+        return training if factor == 1 else replace(training, lr=factor * training.lr)
+
+    def apply_update(self, before: Tensor, update: Tensor, round: int) -> Tensor:
+        """Returns a global parameter after a client's `update` of it in `round`.
+
+        `before` is the parameter's value; rounds are counted from 1.
+        """
+        return self.computation.apply_update(before, update, self.scale_rate(self.training, round))
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """Returns the new global parameters, given the strategy's `mean` over the clients.
@@ -397,7 +406,7 @@ class Server:
             parameters=parameters,
             buffers=buffers,
             spec=spec,
-            training=training,
+            training=self.scale_rate(training, round),
             defense=defense,
             effect=replace(UNKNOWN, model=effect.model) if masked else effect,
             vantage=vantage,
