@@ -314,6 +314,43 @@ class Noise:
     steps over all rounds or, on a `sum`, the rounds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageChange:
+    """Describes a change of an image that is the same for every image.
+
+    `fedsim.contracts.views.apply_view` makes it.
+    """
+
+    name: Literal["rotate", "shear", "translate_x", "translate_y", "flip_x", "flip_y", "contrast"]
+    by: float = 0.0
+    """Degrees of a rotation, counterclockwise. Columns that a shear moves a row by, for each row
+    below the center. Share of the side of a translation. Factor of the contrast. Flips have none.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """Describes a batch in which each image is replaced by views of it, with its label."""
+
+    views: tuple[tuple[ImageChange, ...], ...]
+    """Changes of each view, in order; a view of no changes is the image itself."""
+    copies: bool
+    """Whether all views take the image's place. Else one does, which is drawn for each image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Describes a batch in which each input is a weighted mean of several of its images.
+
+    Weights, which are secret, and images are drawn. An input's label is the same mean of labels.
+    """
+
+    images: int
+    """Number of images in a mean, of which some may be the same."""
+    signs: bool = False
+    """Whether each entry of a normalized input is multiplied by 1 or -1, drawn at random."""
+
+
 Removal = Literal["smallest", "smallest_of_tensor", "others"]
 """Rules by which entries are zeroed. `smallest`: the smallest of all. `smallest_of_tensor`: the
 same share of each tensor's smallest. `others`: another rule, under which a zero tells nothing."""
@@ -353,6 +390,8 @@ class Effect:
     drawn: bool = False
     """Whether the altered model draws chance when it computes, so that the same batch has another
     update each time."""
+    batch: tuple[Augmentation | Mixture, ...] = ()
+    """Changes of a local step's batch, in the order in which they act on images."""
 
     @property
     def noisy(self) -> bool:
@@ -366,6 +405,7 @@ class Effect:
         The factors are those of `scaled` and of `scaled_examples`.
         """
         altered = self.removed or self.truncated is not None or self.rounded or self.mixed
+        altered = altered or self.batch
         return not altered and not self.noisy
 
     def then(self, after: Effect) -> Effect:
@@ -387,6 +427,8 @@ class Effect:
             mixed=self.mixed or after.mixed,
             model=self.model + after.model,
             drawn=self.drawn or after.drawn,
+            # A training defense hands its batch to those before it.
+            batch=after.batch + self.batch,
         )
 
 

@@ -20,10 +20,12 @@ from fedsim.contracts.guarantee import CurveMechanism, Guarantee, Release, Stati
 from fedsim.contracts.plugins import Plugin
 from fedsim.rng import normal as normal
 from fedsim.rng import uniform as uniform
-from fedsim.types import UNKNOWN, Effect, LocalTraining, Tensors, Update
+from fedsim.types import UNKNOWN, Effect, LocalTraining, ModelSpec, Tensors, Update
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
-"""(parameters, normalized images (B, C, H, W), labels (B,)) -> mean loss, 0-d. Pure."""
+"""(parameters, normalized images (B, C, H, W), labels) -> mean loss, 0-d. Pure.
+
+Labels are (B,) int64 or (B, K) probabilities."""
 
 FeaturesFn = Callable[[Tensors, Tensor], Tensor]
 """(parameters, normalized images) -> what enters the classifier (B, d). Differentiable in both."""
@@ -43,6 +45,8 @@ class LocalStep:
     features: FeaturesFn
     gradient: GradientFn
     """Direction so far: that of the plain loss, changed by the defenses before this one."""
+    spec: ModelSpec
+    """Description of the model: its number of classes, and how its inputs are normalized."""
     batch_size: int
     """Divisor of sums over a batch: the number of its examples, or the mean number where that
     varies with the step. A batch may then be empty."""

@@ -197,7 +197,14 @@ def _update(
     # Defenses remember nothing yet, as in a client's first round.
     with stack.memory_of({}):
         trained = train(
-            model, observation.parameters, observation.buffers, batches, training, stack, stream
+            model,
+            observation.model,
+            observation.parameters,
+            observation.buffers,
+            batches,
+            training,
+            stack,
+            stream,
         )
     update = trained.update
     if bare:

@@ -131,7 +131,7 @@ class _SGDTraining(Computation):
             for x, y in request.batches
         ]
         trained = train(
-            self.model, parameters, buffers, batches, request.training, self._stack, rng
+            self.model, self.spec, parameters, buffers, batches, request.training, self._stack, rng
         )
         return Computed(
             update=trained.update,
@@ -270,6 +270,7 @@ class Trained:
 
 def train(
     model: Classifier,
+    spec: ModelSpec,
     parameters: Tensors,
     buffers: Tensors,
     batches: Sequence[tuple[Tensor, Tensor]],
@@ -281,6 +282,7 @@ def train(
 
     Args:
         model: computes the loss.
+        spec: describes the model.
         parameters: the global weights to start from.
         buffers: the global buffers; they stay as they are.
         batches: (normalized images (B, C, H, W), labels (B,)), one per step; where B varies,
@@ -309,6 +311,7 @@ def train(
     direction = stack.gradient(
         LocalStep(
             model=model,
+            spec=spec,
             loss=loss,
             # What a defense looks at leaves batch-norm statistics as they are.
             features=features_function(model, scratch, training),

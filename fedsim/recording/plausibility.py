@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from fedsim.system import memory, paths
-from fedsim.types import MOST_STEPS, Observation
+from fedsim.types import MOST_STEPS, Augmentation, Observation
 from fedsim.words import number_of
 
 _CANDIDATES, _STEP = 8, 1 << 14
@@ -51,6 +51,9 @@ def inconsistencies(
         # An attack holds its candidates, their gradient, its optimizer's state and what their
         # update is computed of, for each step that it goes through.
         images = seen.num_images * math.prod(spec.input_shape)
+        for change in seen.effect.batch:
+            if isinstance(change, Augmentation):
+                images *= max(1, len(change.views))
         weights = sum(tensor.numel() for tensor in seen.parameters.values())
         needed = _CANDIDATES * 4 * images + training.steps * (8 * weights + _STEP)
         if needed > memory.limit():

@@ -107,10 +107,15 @@ def local_step(
         shape: (C, H, W) of an image.
         classes: Number of classes.
     """
-    model = build(example_spec(shape, classes, hidden=[]), seed=0)
-    features = features_function(model, {}, example_training())
+    spec = example_spec(shape, classes, hidden=[])
+    model = build(spec, seed=0)
     return LocalStep(
-        model=model, loss=loss, features=features, gradient=gradient, batch_size=batch_size
+        model=model,
+        spec=spec,
+        loss=loss,
+        features=features_function(model, {}, example_training()),
+        gradient=gradient,
+        batch_size=batch_size,
     )
 
 
@@ -268,7 +273,7 @@ def make_observation(
         # Where batches are the `same`, the one batch serves every step.
         batches *= training.steps // distinct
         stream = rng.generator(seed, "defense", client)
-        trained = train(network, parameters, buffers, batches, training, stack, stream)
+        trained = train(network, spec, parameters, buffers, batches, training, stack, stream)
         defended, _ = stack.apply(trained.update, stack.init(trained.update, declared), stream)
         # In evaluation mode no statistics are updated, and clients send none.
         released = trained.buffers if training.mode == "train" else {}

@@ -33,6 +33,7 @@ CONTRACTS: dict[type, type] = {
 }
 
 CASES: dict[str, list[dict[str, Any]]] = {
+    "ats": [{}, {"policies": [[{"name": "contrast", "magnitude": 3}]]}],
     "clip": [{"norm": 0.7}],
     "correlated_noise": [{"norm": 0.8, "noise_multiplier": 1.1, "correlation": 0.6}],
     "dp_ftrl": [{"noise_multiplier": 1.1, "correlation": 0.5}],
@@ -45,9 +46,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"beta": 1e-4, "least_eigenvalue": 0.01, "samples": 20},
     ],
     "gradient_pruning": [{"ratio": 0.7}, {"ratio": 0.5, "scope": "tensor"}],
+    "instahide": [{}, {"images": 1}],
     "least_squares": [{"epsilon": 1.0, "delta": 1e-3}],
     "local_aggregation": [{"steps": 4, "batches": "same"}],
     "local_dp_mod": [{"clipping_norm": 0.7, "sensitivity": 0.2, "epsilon": 3.0, "delta": 1e-4}],
+    "oasis": [{}, {"rotations": [30.0], "shears": [], "flips": True}],
     "percentile_privacy": [{"gamma": 20.0}, {"percentile": 40.0, "gamma": 0.5, "steps": 3}],
     "quantization": [{"bits": 3}, {"bits": 8, "rounding": "deterministic"}],
     "random_projection": [{"epsilon": 1.0, "delta": 1e-3}],

@@ -75,7 +75,7 @@ def trained(stack: Stack, spec: ModelSpec = SPEC, **training: Any) -> tuple[Trai
     declared = example_training(**training)
     batches = [(IMAGES, LABELS)]
     buffers = dict(model.named_buffers())
-    return train(model, parameters, buffers, batches, declared, stack, stream(1)), model
+    return train(model, spec, parameters, buffers, batches, declared, stack, stream(1)), model
 
 
 def test_a_step_is_handed_model_and_features_and_leaves_no_trace() -> None:

@@ -1,0 +1,64 @@
+"""MixUp: training on means of two images and of their labels."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.defense import uniform
+from fedsim.types import Effect, InputSpec, LocalTraining, Mixture
+from fedsim_defenses.changed_batch import BatchDefense
+
+
+@final
+class MixUp(BatchDefense):
+    """Trains on λ x_i + (1 - λ) x_j and the same mean of labels, where j permutes the batch.
+
+    λ is drawn for each step and holds for its batch, as in the authors' code. A batch of one image
+    is mixed with itself, so that nothing changes.
+    """
+
+    paper: ClassVar[str] = (
+        "Zhang, Cisse, Dauphin and Lopez-Paz, mixup: Beyond Empirical Risk Minimization, ICLR "
+        "2018, section 2"
+    )
+
+    alpha: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """α of Beta(α, α), which λ is drawn from; the authors have 1 for CIFAR-10."""
+
+    def change(
+        self, images: Tensor, labels: Tensor, spec: InputSpec, rng: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Mixes images and labels with those of a random permutation."""
+        # Imported here: it takes long, and only a step needs it.
+        from scipy.special import betaincinv
+
+        share = float(betaincinv(self.alpha, self.alpha, float(uniform((1,), rng))))
+        weights = torch.tensor([share, 1 - share]).expand(len(images), 2)
+        partners = torch.stack([torch.arange(len(images)), permutation(len(images), rng)], 1)
+        return mix(images, weights, partners), mix(labels, weights, partners)
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """Returns the effect of a mean of two images."""
+        return Effect(batch=(Mixture(images=2),))
+
+
+def permutation(count: int, rng: torch.Generator) -> Tensor:
+    """Returns a random order (B,) of `count` numbers from 0 on."""
+    return uniform((count,), rng).argsort()
+
+
+def mix(values: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
+    """Returns the weighted means of several of the `values` (B, ...), for each one.
+
+    Args:
+        values: images or labels of a batch.
+        weights: (B, k), whose rows sum to 1.
+        partners: (B, k) int64, places in the batch of the values in each mean.
+    """
+    spread = weights.to(values)[(..., *[None] * (values.ndim - 1))]
+    mixed: Tensor = (spread * values[partners.to(values.device)]).sum(1)
+    return mixed

@@ -1,0 +1,56 @@
+"""OASIS: training on each image together with rotated, sheared and flipped copies of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.views import apply_view
+from fedsim.types import Augmentation, Effect, ImageChange, InputSpec, LocalTraining
+from fedsim_defenses.changed_batch import BatchDefense
+
+Degrees = Annotated[float, Field(gt=-360, lt=360)]
+Slope = Annotated[float, Field(ge=-4, le=4)]
+
+
+@final
+class Oasis(BatchDefense):
+    """Adds to each image its views, with its label: the gradient is the mean over all of them.
+
+    Gradients of an image and of its views are then seen as a sum only. By default views are those
+    of the paper's major rotation with shearing; the size of the shear is ours.
+    """
+
+    paper: ClassVar[str] = (
+        "Jeter, Nguyen, Alharbi and Thai, OASIS: Offsetting Active Reconstruction Attacks in "
+        "Federated Learning, ICDCS 2024, arXiv 2311.13739"
+    )
+
+    rotations: Annotated[tuple[Degrees, ...], Field(max_length=16)] = (90.0, 180.0, 270.0)
+    """Angles of the rotated copies in degrees."""
+    shears: Annotated[tuple[Slope, ...], Field(max_length=16)] = (0.5,)
+    """Slopes of the sheared copies: columns for each row."""
+    flips: bool = False
+    """Whether there are two more copies, mirrored from left to right and from top to bottom."""
+
+    def change(
+        self, images: Tensor, labels: Tensor, spec: InputSpec, rng: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Returns all images, then all of their first view, and so on; nothing is drawn."""
+        views = self._views()
+        inputs = torch.cat([apply_view(images, view, spec) for view in views])
+        return inputs, labels.repeat(len(views), 1)
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """Returns the effect of all views in the place of an image."""
+        return Effect(batch=(Augmentation(views=self._views(), copies=True),))
+
+    def _views(self) -> tuple[tuple[ImageChange, ...], ...]:
+        changes = [ImageChange(name="rotate", by=by) for by in self.rotations]
+        changes += [ImageChange(name="shear", by=by) for by in self.shears]
+        if self.flips:
+            changes += [ImageChange(name="flip_x"), ImageChange(name="flip_y")]
+        return ((), *((change,) for change in changes))
