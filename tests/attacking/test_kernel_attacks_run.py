@@ -17,7 +17,7 @@ from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
 from fedsim.types import RowTruth
 
-pytestmark = pytest.mark.usefixtures("attacks_here")
+pytestmark = [pytest.mark.by_hand, pytest.mark.usefixtures("attacks_here")]
 
 FAR = [
     {"name": "gaussian_sampling", "beta": 0.01, "lift": 3, "samples": 199},
@@ -35,9 +35,6 @@ SCENARIO: dict[str, Any] = {
     "knowledge": {"rows": "others"},
     "privacy": {"delta": 1e-3},
 }
-
-
-pytestmark = pytest.mark.by_hand
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,74 +80,6 @@ def test_a_kill_before_any_write_changes_nothing(tmp_path: Path) -> None:
         assert again == [expected[record["round"]] for record in again], moment
         assert again[-1]["round"] == 5
         assert contents(out) == whole, moment
-
-
-CHILD = """
-import sys
-from pathlib import Path
-from fedsim.federation import federate
-from fedsim.scenario import Scenario
-
-assert "flwr" not in sys.modules  # until something is trained
-
-def say(record):
-    assert "ray" not in sys.modules
-    print(record.round, flush=True)
-
-federate(Scenario.model_validate_json(sys.argv[1]), "topk", Path(sys.argv[2]), resume=True,
-         on_round=say)
-"""
-
-
-@pytest.mark.by_hand
-def test_kill_9_and_resume(tmp_path: Path) -> None:
-    wanted = demanding()
-    wanted = wanted.model_copy(
-        update={"training": wanted.training.model_copy(update={"rounds": 400})}
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, wanted.model_dump_json(), str(tmp_path / "killed")],
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdout is not None
-    for line in child.stdout:
-        if int(line) >= 3:
-            time.sleep(time.time_ns() % 200 / 1000)  # a random moment of a round
-            child.send_signal(signal.SIGKILL)
-            break
-    child.stdout.close()
-    assert child.wait() == -signal.SIGKILL
-    (tmp_path / "killed" / "checkpoints" / ".writing-torn").touch()
-    saved = Checkpoints(tmp_path / "killed", wanted, "topk").load()
-    assert saved is not None and 2 <= saved.round < 400
-    last = saved.round + 3
-    short = wanted.model_copy(
-        update={"training": wanted.training.model_copy(update={"rounds": last})}
-    )
-    # The same run, told to end soon: only then does its checkpoint count as another scenario's.
-    with pytest.raises(FedsimError, match="another scenario"):
-        train(short, tmp_path / "killed", "topk", resume=True)
-    resumed = stop_after(wanted, tmp_path / "killed", last)
-    whole = stop_after(wanted, tmp_path / "whole", last)
-    assert [record["round"] for record in resumed] == list(range(saved.round + 1, last + 1))
-    assert resumed == whole[saved.round :]
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-
-
-def stop_after(wanted: Scenario, out: Path, last: int) -> list[dict[str, Any]]:
-    """The rounds up to `last`, interrupted there."""
-    records: list[RoundRecord] = []
-
-    def on_round(record: RoundRecord) -> None:
-        records.append(record)
-        if record.round == last:
-            raise Killed
-
-    with pytest.raises(Killed):
-        federate(
-            wanted, "topk", out, resume=True, on_round=on_round, server=workload(wanted, "topk")
-        )
-    return results(records)
 
 
 @pytest.mark.parametrize("name", strategies.names())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common.serde import message_to_proto, recorddict_to_proto
+from flwr.common.serde import message_to_proto
 
 from fedsim.federation.local import identity
-from fedsim.federation.serde import content_to_bytes, message_to_bytes
+from fedsim.federation.serde import message_to_bytes
 
 CONTENTS = {
     "all kinds": RecordDict(
@@ -23,11 +23,6 @@ CONTENTS = {
     "nothing": RecordDict(),
 }
 over_contents = pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
-
-
-@over_contents
-def test_content(content: RecordDict) -> None:
-    assert content_to_bytes(content) == recorddict_to_proto(content).SerializeToString()
 
 
 @over_contents

@@ -283,6 +283,15 @@ def test_an_audit_is_for_other_engines(tmp_path: Path, monkeypatch: pytest.Monke
         pipeline.run(deployed({**TINY, "audit": {}}), out=tmp_path / "out", link=LINK)
 
 
+def test_what_an_eavesdropper_hears_is_what_the_link_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(monkeypatch, nodes(tmp_path / "homes"))
+    watched = deployed({**TINY, "observe": {"rounds": [1], "vantages": ["eavesdropper"]}})
+    with pytest.raises(FedsimError, match=r"federation\.tls: true, and the link .* plaintext"):
+        pipeline.run(watched, out=tmp_path / "out", link=LINK)
+
+
 def test_the_noise_of_the_server_is_its_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

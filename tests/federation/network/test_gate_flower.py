@@ -147,18 +147,6 @@ def test_a_supernode_registers_heartbeats_and_pulls(federation: Federation) -> N
     assert not federation.log.read_text()
 
 
-@pytest.mark.by_hand  # `test_a_stranger_is_no_node` asks the same without a process
-def test_a_supernode_with_another_key_is_refused(federation: Federation) -> None:
-    assert federation.link.authority
-    command = ["flower-supernode", "--superlink", federation.gate, "--isolation", "process"]
-    command += ["--root-certificates", str(federation.link.authority.certificate)]
-    command += ["--auth-supernode-private-key", str(federation.stranger)]
-    command += ["--port", str(free_port())]
-    with process(command, federation.folder, "stranger") as running:
-        until(lambda: running.poll() is not None, "its end")
-    assert "305" in (federation.folder / "stranger.log").read_text()
-
-
 def test_an_order_and_its_reply_pass_unread(federation: Federation, tmp_path: Path) -> None:
     """Who listens on the way sees TLS, and no byte of the update."""
     key, identifier = list(federation.nodes.items())[1]
