@@ -384,6 +384,9 @@ class Effect:
     mixed: bool = False
     """Whether entries change in a way that no other field states: by those at other positions (a
     projection, a transform), or by a curve."""
+    orthogonal: bool = False
+    """Whether each tensor is a random one in place of the batch's gradient, which has its norm and
+    is orthogonal to it. Tensors of one entry are zero."""
     model: tuple[Named, ...] = ()
     """Defenses that alter the model, in order. Whoever has them installed builds the same model
     (`fedsim.models.victim.rebuild`), however little else is known."""
@@ -425,6 +428,9 @@ class Effect:
             scaled_examples=self.scaled_examples or after.scaled_examples,
             rounded=self.rounded or after.rounded,
             mixed=self.mixed or after.mixed,
+            # Of anything else that acts before or after, norm and angle tell no gradient's.
+            orthogonal=(self.orthogonal and after == Effect())
+            or (after.orthogonal and replace(self, model=()) == Effect()),
             model=self.model + after.model,
             drawn=self.drawn or after.drawn,
             # A training defense hands its batch to those before it.

@@ -10,6 +10,7 @@ from typing import Any
 from fedsim.contracts.defense import (
     AggregationDefense,
     DataDefense,
+    ModelDefense,
     StatisticDefense,
     TrainingDefense,
     UpdateDefense,
@@ -19,6 +20,7 @@ from fedsim.contracts.plugins import load_as, names
 from fedsim.testing import (
     AggregationDefenseContract,
     DataDefenseContract,
+    ModelDefenseContract,
     StatisticDefenseContract,
     TrainingDefenseContract,
     UpdateDefenseContract,
@@ -26,6 +28,7 @@ from fedsim.testing import (
 
 CONTRACTS: dict[type, type] = {
     UpdateDefense: UpdateDefenseContract,
+    ModelDefense: ModelDefenseContract,
     TrainingDefense: TrainingDefenseContract,
     AggregationDefense: AggregationDefenseContract,
     DataDefense: DataDefenseContract,
@@ -34,6 +37,7 @@ CONTRACTS: dict[type, type] = {
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "ats": [{}, {"policies": [[{"name": "contrast", "magnitude": 3}]]}],
+    "censor": [{}, {"trials": 3, "falls_back": True}],
     "clip": [{"norm": 0.7}],
     "correlated_noise": [{"norm": 0.8, "noise_multiplier": 1.1, "correlation": 0.6}],
     "dp_ftrl": [{"noise_multiplier": 1.1, "correlation": 0.5}],
@@ -52,6 +56,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "local_dp_mod": [{"clipping_norm": 0.7, "sensitivity": 0.2, "epsilon": 3.0, "delta": 1e-4}],
     "oasis": [{}, {"rotations": [30.0], "shears": [], "flips": True}],
     "percentile_privacy": [{"gamma": 20.0}, {"percentile": 40.0, "gamma": 0.5, "steps": 3}],
+    "precode": [{"size": 8, "weight": 0.1}],
     "quantization": [{"bits": 3}, {"bits": 8, "rounding": "deterministic"}],
     "random_projection": [{"epsilon": 1.0, "delta": 1e-3}],
     "secure_aggregation": [

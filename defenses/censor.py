@@ -1,0 +1,98 @@
+"""CENSOR, which releases a random vector orthogonal to the gradient in its place."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from torch.func import functional_call
+
+from fedsim.contracts.defense import GradientFn, LocalStep, TrainingDefense, standard_normal
+from fedsim.contracts.guarantee import Guarantee
+from fedsim.types import Effect, LocalTraining, Tensors
+
+_NOTHING_LEFT = 1e-6
+"""Share of a random vector's norm, below which what is left of it is rounding."""
+
+
+@final
+class Censor(TrainingDefense):
+    """Replaces each tensor of a step's gradient by a random one, orthogonal to it and as long.
+
+    Of several such directions, the step takes the one after which the batch's loss is least. A
+    tensor of one entry has no orthogonal direction, and becomes zero.
+    """
+
+    paper: ClassVar[str] = (
+        "Zhang, Cheng, Shen, Ribeiro, An, Chen, Zhang and Li, CENSOR: Defense Against Gradient "
+        "Inversion via Orthogonal Subspace Bayesian Sampling, NDSS 2025; parameters as in their "
+        "code"
+    )
+
+    trials: Annotated[int, Field(ge=1, le=10_000)] = 20
+    """Number of directions that are drawn."""
+    step_size: Annotated[float, Field(gt=0)] = 1e-4
+    """Size of the step after which losses are compared."""
+    falls_back: bool = False
+    """Whether the gradient itself is released where no direction makes the loss less, as the
+    authors' code does."""
+
+    def gradient(self, step: LocalStep) -> GradientFn:
+        """Returns a function that draws directions and takes the best."""
+
+        def direction(
+            parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
+        ) -> Tensors:
+            true = step.gradient(parameters, images, labels, rng)
+            at = {name: value.detach() for name, value in parameters.items()}
+            best = dict(true)
+            least = _loss(step, at, images, labels) if self.falls_back else torch.inf
+            for _ in range(self.trials):
+                drawn = draw_orthogonal(true, rng)
+                moved = {name: at[name] - self.step_size * drawn[name] for name in drawn}
+                loss = _loss(step, {**at, **moved}, images, labels)
+                if loss < least:
+                    best, least = drawn, loss
+            return best
+
+        return direction
+
+    def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
+        """Returns no guarantee: norms and the orthogonal space are functions of the images."""
+        return Guarantee(reason="censor keeps norms and the orthogonal space of the gradient")
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """Returns the effect of a random direction, orthogonal where it is one step's."""
+        return Effect(mixed=True, orthogonal=training.steps == 1 and not self.falls_back)
+
+
+def draw_orthogonal(gradient: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+    """Draws tensors as long as those of `gradient`, each uniform among those orthogonal to it."""
+    drawn = {}
+    for name, random in standard_normal(gradient, rng).items():
+        true = gradient[name].detach().double()
+        norm = true.norm()
+        unit = true / norm.clamp_min(torch.finfo(true.dtype).tiny)
+        left = random - (random * unit).sum() * unit
+        size = left.norm()
+        scale = torch.where(size > _NOTHING_LEFT * random.norm(), norm / size, 0)
+        drawn[name] = (scale * left).to(gradient[name].dtype)
+    return drawn
+
+
+def _loss(step: LocalStep, parameters: Tensors, images: Tensor, labels: Tensor) -> float:
+    """Returns the batch's mean cross-entropy, which leaves batch-norm statistics as they are."""
+    if not len(labels):  # an empty batch prefers no direction
+        return 0.0
+    head = {
+        name.removeprefix("head."): value
+        for name, value in parameters.items()
+        if name.startswith("head.")
+    }
+    with torch.no_grad():
+        features = step.features(parameters, images)
+        logits = functional_call(step.model.head, head, (features,))  # type: ignore[arg-type]
+        return float(F.cross_entropy(logits, labels))
