@@ -14,9 +14,16 @@ from typing import Any
 
 from fedsim import acceptance, federation, progress, scoring, stages
 from fedsim.acceptance import Accepted
-from fedsim.attacking.jobs import Job, Result, Setting, result_without_attack
+from fedsim.attacking.jobs import (
+    Job,
+    Result,
+    Setting,
+    asked_about,
+    result_without_attack,
+)
 from fedsim.attacking.running import Workers
-from fedsim.data.images import public_images
+from fedsim.contracts.attack import create
+from fedsim.data.images import public_examples
 from fedsim.federation.deployed import run_name
 from fedsim.federation.network.link import Link
 from fedsim.federation.records import RoundRecord
@@ -354,7 +361,8 @@ class _Execution:
     def _publish(self, folder: Path) -> None:
         """Writes the public images that the threat model grants every attack, if it grants any."""
         if self.scenario.knowledge.public != "none" and isinstance(self.described, Dataset):
-            files.save_public(public_images(self.described, self.scenario.seed), folder)
+            images, labels = public_examples(self.described, self.scenario.seed)
+            files.save_public(images, folder, labels)
 
     @cached_property
     def _planned(self) -> list[tuple[Job, Observation]]:
@@ -363,7 +371,7 @@ class _Execution:
             (_job(entry, files.path_of(self.out, seen.id)), seen)
             for entry in self.scenario.attacks
             for server in self.servers.values()
-            for seen in server.recordings()
+            for seen in asked_about(create(entry.name, entry.parameters), server.recordings())
         ]
 
     def _audit(self, display: progress.Display) -> dict[str, float]:

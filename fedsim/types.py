@@ -518,6 +518,14 @@ class Observation:
         return self.training.num_images * self.num_clients
 
 
+CANDIDATE_INPUTS = "candidate_inputs"
+"""Tensor of a client's truth: (N, ...) inputs on [0, 1] that membership attacks are asked about."""
+CANDIDATE_LABELS = "candidate_labels"
+"""Tensor of a client's truth: (N,) int64 classes of these candidates."""
+CANDIDATE_MEMBERS = "candidate_members"
+"""Tensor of a client's truth: (N,) bool, whether the client trains on each candidate."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Truth:
     """Holds what clients really used. It goes to the score, never to an attack."""

@@ -5,7 +5,7 @@ A job's result depends neither on which worker ran it nor on when (`fedsim.attac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,24 @@ class Result:
     local_losses: tuple[float, float] | None
     """Mean loss on the images of the truth before local training and after it; None for a single
     gradient, and for rows."""
+
+
+def asked_about(
+    attack: Attack[AttackState], recorded: Iterable[Observation]
+) -> Iterator[Observation]:
+    """Yields the recordings of a stack that `attack` is asked about, in their order.
+
+    They are all, but for attacks on updates that are asked of candidates: these look at the
+    recordings of all rounds together, and are asked once of each watcher and client, at its last.
+    """
+    kept = list(recorded)
+    last = {(seen.vantage, seen.client): seen.id for seen in kept if seen.payload == "update"}
+    for seen in kept:
+        if not attack.asked_of_candidates or last.get((seen.vantage, seen.client)) in (
+            None,
+            seen.id,
+        ):
+            yield seen
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:

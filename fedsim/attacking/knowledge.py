@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,11 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.contracts.grant import Grant, Knowledge, MembershipCandidates
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
-from fedsim.recording.files import load_public
-from fedsim.types import FedsimError, Observation, RowTruth, Truth
+from fedsim.recording.files import load_public, load_public_labels
+from fedsim.types import (
+    CANDIDATE_INPUTS,
+    CANDIDATE_LABELS,
+    CANDIDATE_MEMBERS,
+    FedsimError,
+    Observation,
+    RowTruth,
+    Truth,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +32,8 @@ class Public:
 
     images: Tensor | None = None
     """(P, C, H, W) uint8, of the test split."""
+    labels: Tensor | None = None
+    """(P,) int64: their classes; None if not recorded."""
 
     @classmethod
     def of(cls, root: Path | None, granted: Grant) -> Public:
@@ -37,7 +48,7 @@ class Public:
             raise FedsimError(
                 "public images lie in a run's folder, and none was found: name it (--truth)"
             )
-        return cls(images=load_public(root))
+        return cls(images=load_public(root), labels=load_public_labels(root))
 
 
 def hand_over(
@@ -63,12 +74,10 @@ def hand_over(
     if truth is None and (secrets := granted.from_truth()):
         raise ValueError(f"{' and '.join(secrets)} can only be granted with the truth")
     images = public.images if public and granted.public == "test" else None
+    classes = public.labels if public and images is not None else None
     if images is None and granted.public == "test":
         raise ValueError("public=test can only be granted with public images")
-    if granted.bn in ("none", "running"):
-        # new = (1 - m) old + m batch, with the public momentum m: new buffers give the batch's
-        # away.
-        observation = replace(observation, buffers_update={})
+    observation = _withhold(observation, granted)
     device = next(iter(observation.parameters.values())).device
     secret = truth.tensors() if truth else {}
     labels = secret.get("labels") if granted.labels == "known" else None
@@ -79,6 +88,37 @@ def hand_over(
         exact_bn=batch_statistics(observation, truth) if truth and granted.bn == "exact" else None,
         true_features=None if features is None else features.to(device, copy=True),
         public_images=None if images is None else images.to(device),
+        public_labels=None if classes is None else classes.to(device),
+    )
+
+
+def _withhold(observation: Observation, granted: Grant) -> Observation:
+    if granted.bn in ("none", "running"):
+        # new = (1 - m) old + m batch, with the public momentum m: new buffers give the batch's
+        # away.
+        return replace(observation, buffers_update={})
+    return observation
+
+
+def hand_over_candidates(
+    observation: Observation, truth: Truth | None, granted: Grant, seen: Sequence[Observation]
+) -> MembershipCandidates | None:
+    """Returns the candidates of an update with what else the watcher saw; None if there are none.
+
+    Args:
+        observation: The attacked recording.
+        truth: Its truth, of which inputs and labels of candidates are handed over.
+        granted: What the threat model grants, also of the recordings in `seen`.
+        seen: Recordings of the same watcher up to this round. Empty: it saw this one alone.
+    """
+    secret = truth.tensors() if truth else {}
+    if CANDIDATE_MEMBERS not in secret:
+        return None
+    device = next(iter(observation.parameters.values())).device
+    return MembershipCandidates(
+        inputs=secret[CANDIDATE_INPUTS].to(device, copy=True),
+        labels=secret[CANDIDATE_LABELS].to(device, copy=True),
+        seen=tuple(_withhold(each, granted) for each in seen) or (observation,),
     )
 
 

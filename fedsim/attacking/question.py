@@ -73,6 +73,8 @@ class Surroundings:
     threads: int
     public_images: Tensor | None
     """Images that every attack is granted; None if none are."""
+    public_labels: Tensor | None = None
+    """Classes of these images; None if not recorded."""
     models: Mapping[str, Classifier] = field(default_factory=dict)
     """Models that no plugin builds, by the names that observations have for them."""
 
@@ -86,7 +88,7 @@ def pack_questions(questions: Sequence[Question]) -> bytes:
     (observation,) = {id(each.observation): each.observation for each in questions}.values()
     rest = []
     for each in questions:
-        known = replace(each.knowledge, public_images=None)
+        known = replace(each.knowledge, public_images=None, public_labels=None)
         rest.append(pickle.dumps((each.attack, known, each.seed, each.restarts)))
     return pickle.dumps((observation, rest))
 
@@ -113,7 +115,9 @@ def answer_packed(index: int, questions: bytes) -> bytes:
     for written in rest:
         # Unpickled only now: the rows of a later question would give away the answer to this one.
         attack, known, seed, restarts = pickle.loads(written)  # noqa: S301 - as above
-        known = replace(known, public_images=around.public_images)
+        known = replace(
+            known, public_images=around.public_images, public_labels=around.public_labels
+        )
         asked = Question(
             attack=attack,
             observation=observation,

@@ -24,7 +24,7 @@ from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.recording import files
 from fedsim.recording.truth import has_truth, load_truth
-from fedsim.system.device import resolve_device
+from fedsim.system.device import move_tensors, resolve_device
 from fedsim.system.threads import fix_within
 from fedsim.types import (
     FedsimError,
@@ -77,6 +77,7 @@ def attack(
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
     """
+    path = None if isinstance(observation, Observation) else Path(observation)
     observation, root, victim = _find(observation, truth, device)
     chosen = create(name, parameters)
     if threads < 1:
@@ -91,6 +92,7 @@ def attack(
             jobs.seed_of(observation, name) if seed is None else seed,
             public=Public.of(root, grant),
             restarts=restarts,
+            seen=_others(chosen, observation, path),
             progress=on_progress,
         )
         found = on_cpu(solution.reconstruction)
@@ -134,6 +136,17 @@ def _find(
     if root is None or not has_truth(root, observation.id):
         return observation, root, None
     return observation, root, load_truth(root, observation.id, observation.num_clients)
+
+
+def _others(
+    attack: Attack[AttackState], observation: Observation, path: Path | None
+) -> tuple[Observation, ...]:
+    """Returns what the watcher saw beside a recording at `path`, for attacks on candidates."""
+    if path is None or not attack.asked_of_candidates or observation.payload != "update":
+        return ()
+    seen = files.load_beside(path, observation)
+    device = next(iter(observation.parameters.values())).device
+    return tuple(move_tensors(each, device) for each in seen)
 
 
 def _refuse_unfit(

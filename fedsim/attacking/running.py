@@ -48,11 +48,11 @@ from fedsim.attacking.theory import observed_bound
 from fedsim.contracts.attack import AttackFailed, Progress
 from fedsim.contracts.target import Aids
 from fedsim.privacy.recovery import TensorBound
-from fedsim.recording.files import load_observation
+from fedsim.recording.files import load_beside, load_observation
 from fedsim.recording.truth import IncompleteTruth, load_truth
 from fedsim.system import processes, threads
 from fedsim.system.interrupts import delay_interrupts
-from fedsim.types import RunFailed
+from fedsim.types import Observation, RunFailed
 
 
 class Workers:
@@ -163,6 +163,7 @@ def run_jobs(
         device=setting.device,
         threads=setting.threads,
         public_images=public.images,
+        public_labels=public.labels,
         models=setting.models,
     )
     pending: dict[Future[Any], Callable[[Any], None]] = {}
@@ -241,8 +242,12 @@ class _AskedJob:
         attack = job.plugin
         # Theory speaks of what was released, also to an attack that is not told of the defenses.
         self.bound = observed_bound(observation) if attack.follows_tensor_rate else None
+        seen: tuple[Observation, ...] = ()
+        if attack.asked_of_candidates and observation.payload == "update":
+            seen = load_beside(job.observation, observation)
         if job.blind:
             observation = hide_defenses(observation)
+            seen = tuple(map(hide_defenses, seen))
         self._left = questions(
             attack,
             observation,
@@ -251,6 +256,7 @@ class _AskedJob:
             seed_of(observation, job.label),
             public=public,
             restarts=job.restarts,
+            seen=seen,
         )
         self._answers: dict[int, list[AttackAnswer]] = {}
         self._reason: str | None = None

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from fedsim import rng
-from fedsim.attacking.knowledge import Public, hand_over, hand_over_row, remove_truncated
+from fedsim.attacking.knowledge import (
+    Public,
+    hand_over,
+    hand_over_candidates,
+    hand_over_row,
+    remove_truncated,
+)
 from fedsim.attacking.question import Question
 from fedsim.contracts.attack import (
     Attack,
@@ -24,7 +31,7 @@ from fedsim.contracts.attack import (
     unreadable,
 )
 from fedsim.contracts.grant import Grant
-from fedsim.types import Observation, Reconstruction, RowTruth, Truth
+from fedsim.types import CANDIDATE_MEMBERS, Observation, Reconstruction, RowTruth, Truth
 
 
 def question(
@@ -36,6 +43,7 @@ def question(
     *,
     public: Public | None = None,
     restarts: int = 1,
+    seen: Sequence[Observation] = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """Asks all `questions` in this process, and joins the answers into one solution.
@@ -45,7 +53,9 @@ def question(
     Raises:
         AttackFailed: `questions` or `Question.answer` raises it, or there is nothing to ask.
     """
-    asked = questions(attack, observation, truth, granted, seed, public=public, restarts=restarts)
+    asked = questions(
+        attack, observation, truth, granted, seed, public=public, restarts=restarts, seen=seen
+    )
     return join_solutions([one.answer(progress) for one in asked])
 
 
@@ -58,6 +68,7 @@ def questions(
     *,
     public: Public | None = None,
     restarts: int = 1,
+    seen: Sequence[Observation] = (),
 ) -> Iterator[Question]:
     """Yields the questions to `attack` about `observation`, with the knowledge that is granted.
 
@@ -72,6 +83,8 @@ def questions(
         seed: Seed of the attack.
         public: Public data of the observation's run.
         restarts: Number of starting points of each question.
+        seen: Recordings of the same watcher up to this round, for attacks on updates that are asked
+            of candidates. Empty: it saw this one alone.
 
     Raises:
         AttackFailed: the attack cannot read such an observation, or rows come without a truth.
@@ -81,10 +94,15 @@ def questions(
     if isinstance(truth, RowTruth):
         yield from _of_rows(attack, observation, truth, granted, seed, restarts)
         return
-    seen, known = hand_over(observation, truth, granted, public)
+    shown, known = hand_over(observation, truth, granted, public)
+    if attack.asked_of_candidates:
+        candidates = hand_over_candidates(observation, truth, granted, seen)
+        if candidates and not attack.reads_truncated:
+            candidates = replace(candidates, seen=tuple(map(remove_truncated, candidates.seen)))
+        known = replace(known, candidates=candidates)
     if not attack.reads_truncated:
-        seen = remove_truncated(seen)
-    yield Question(attack=attack, observation=seen, knowledge=known, seed=seed, restarts=restarts)
+        shown = remove_truncated(shown)
+    yield Question(attack=attack, observation=shown, knowledge=known, seed=seed, restarts=restarts)
 
 
 def join_solutions(found: Sequence[Solution]) -> Solution:
@@ -125,6 +143,12 @@ def unanswerable(
         return reason
     if observation.payload == "update" and observation.model.columns and not attack.takes_rows:
         return images_alone(type(attack).__name__)
+    if (
+        observation.payload == "update"
+        and attack.asked_of_candidates
+        and (truth is None or CANDIDATE_MEMBERS not in truth.tensors())
+    ):
+        return "membership is asked of candidates, and none were set aside (observe.candidates)"
     if observation.payload != "update" and not (truth and truth.asked_singly):
         return "rows are asked for one at a time, which takes the run's truth/ folder"
     return None

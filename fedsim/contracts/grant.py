@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from fedsim.types import Tensors
+from fedsim.types import Observation, Tensors
 
 
 class Meaning:
@@ -171,6 +171,27 @@ class Grant(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MembershipCandidates:
+    """Holds the examples of which a membership attack on updates says whether they took part.
+
+    A fair coin decided it for each of them. At the aggregate and client vantages they are the
+    candidates of all clients whose mean was seen.
+    """
+
+    inputs: Tensor
+    """(N, C, H, W) pixels on [0, 1], or (N, D) entries of rows of a table."""
+    labels: Tensor
+    """(N,) int64."""
+    seen: tuple[Observation, ...]
+    """Recordings of the attacked stack at the attacked vantage up to the attacked round, which is
+    included. They are ordered by round and client, and of all clients that the watcher sees."""
+
+    def of_victim(self, attacked: Observation) -> tuple[Observation, ...]:
+        """Returns the recordings of the `attacked` client, or of the mean, by round."""
+        return tuple(each for each in self.seen if each.client == attacked.client)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Knowledge:
     """Holds what an attack is handed beside the observation: a grant, and its values."""
 
@@ -189,5 +210,9 @@ class Knowledge:
     public_images: Tensor | None = None
     """(P, C, H, W) uint8: images of the kind that clients hold, of which none holds any. Set only
     if `public` is the test split."""
+    public_labels: Tensor | None = None
+    """(P,) int64: classes of the public images; None where they were not recorded."""
+    candidates: MembershipCandidates | None = None
+    """Examples that are asked about where an update of a model is attacked; None if none are."""
     candidate: Tensor | None = None
     """(d + 1,) float64: the row of which is asked whether it took part; None if it is asked for."""

@@ -91,13 +91,19 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def public_images(dataset: Dataset, seed: int) -> Tensor:
-    """Returns test images (P, C, H, W), uint8, that an attacker may be granted.
+    """Returns the images of `public_examples` alone."""
+    return public_examples(dataset, seed)[0]
+
+
+def public_examples(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns test images (P, C, H, W), uint8, that an attacker may be granted, and labels (P,).
 
     There are at most 10,000 images and 2^28 values; `seed` draws them if the split has more.
     """
     images = dataset.test_images
     count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))
     if len(images) <= count:
-        return images
+        return images, dataset.test_labels
     drawn = torch.randperm(len(images), generator=rng.generator(seed, "public"))[:count]
-    return images[drawn.sort().values]
+    chosen = drawn.sort().values
+    return images[chosen], dataset.test_labels[chosen]

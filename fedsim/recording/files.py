@@ -19,7 +19,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -204,12 +204,14 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     return observation
 
 
-def save_public(images: Tensor, root: Path) -> None:
+def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> None:
     """Writes the `images` (P, C, H, W), uint8, that the threat model grants every attack.
 
-    `root` is the run's folder.
+    `root` is the run's folder, and `labels` (P,) int64 are the images' classes.
     """
-    write_tensors(root / _PUBLIC, {"images": images})
+    write_tensors(
+        root / _PUBLIC, {"images": images} | ({} if labels is None else {"labels": labels})
+    )
 
 
 @lru_cache(maxsize=1)
@@ -231,6 +233,50 @@ def load_public(root: Path) -> Tensor:
     if images is None or (images.ndim, images.dtype) not in kinds or not images.numel():
         raise FedsimError(f"{path}: not the public images of a run; run the scenario again")
     return images
+
+
+def load_public_labels(root: Path) -> Tensor | None:
+    """Reads the classes (P,) int64 of the public images of the run in `root`; None if not recorded.
+
+    Raises:
+        FedsimError: The file cannot be read, or its labels are not one for each image.
+    """
+    images, labels = load_public(root), read_tensors(root / _PUBLIC).get("labels")
+    if labels is not None and (labels.dtype != torch.int64 or labels.shape != images.shape[:1]):
+        raise FedsimError(f"{root / _PUBLIC}: not a label of each public image; run it again")
+    return labels
+
+
+def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
+    """Reads what the watcher of a recording of training saw up to its round, ordered by round.
+
+    Of a round, clients are in ascending order. A participant and an aggregating server see one
+    update a round, other watchers those of all recorded clients. Weights that several recordings
+    start from are held once.
+
+    Args:
+        path: JSON file of the attacked recording, in a run's folder.
+        attacked: That recording.
+
+    Raises:
+        FedsimError: A recording cannot be read.
+    """
+    kind = path.stem.partition("-")[0]
+    alone = attacked.vantage in ("client", "aggregate")
+    seen: list[Observation] = []
+    for folder in sorted(path.parent.parent.glob("round-*")):
+        first: Observation | None = None
+        for other in sorted(folder.glob(f"{kind}-*training.json")):
+            if alone and other.name != path.name:
+                continue
+            each = load_observation(other)
+            if each.round > attacked.round:
+                continue
+            if first is not None:
+                each = replace(each, parameters=first.parameters, buffers=first.buffers)
+            first = first or each
+            seen.append(each)
+    return tuple(seen)
 
 
 def root_of(recording: Path) -> Path | None:

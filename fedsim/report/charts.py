@@ -21,6 +21,7 @@ from fedsim.report.pictures import reconstruction_file
 from fedsim.report.row import LeaderboardRow, population_of
 from fedsim.results.reading import StoredRun
 from fedsim.targets.membership import FALSE_POSITIVES
+from fedsim.types import CANDIDATE_MEMBERS
 
 _WIDTH, _HEIGHT = 460, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 24, 14, 42
@@ -354,7 +355,9 @@ def accused(
         if not parts:
             continue
         scores = torch.cat([part["membership"] for part in parts])
-        members = torch.cat([part["members"] for part in parts])
+        members = torch.cat(
+            [part[CANDIDATE_MEMBERS if CANDIDATE_MEMBERS in part else "members"] for part in parts]
+        )
         limit = line.limits.get("membership_tpr")
         curves.append(
             Series(

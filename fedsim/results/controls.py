@@ -26,10 +26,11 @@ from fedsim.contracts.target import main_target
 from fedsim.recording.files import load_observation, path_of, read_tensors, save_observation
 from fedsim.recording.truth import save_truth
 from fedsim.results.record import CONTROL, Row
+from fedsim.training.candidates import split_candidates
 from fedsim.training.client import Client
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
-from fedsim.types import Dataset
+from fedsim.types import Dataset, FedsimError
 
 Cell = tuple[Any, ...]
 """(stack, attack label, vantage, batch size, round)."""
@@ -106,12 +107,16 @@ def _record(row: Row, root: Path, server: Server) -> bool:
     public = replace(data, train_images=data.test_images, train_labels=data.test_labels)
     # The client holds the test split, and computes by the server's own stack and at the same
     # weights.
-    client = Client(
-        number=seen.client,
-        dataset=public,
-        own=torch.arange(len(data.test_images)),
-        seed=rng.derive(server.scenario.seed, "control"),
-    )
+    seed, own = rng.derive(server.scenario.seed, "control"), torch.arange(len(data.test_images))
+    client = Client(number=seen.client, dataset=public, own=own, seed=seed)
+    if asked := server.scenario.observe.candidates:
+        asked = min(asked, len(own) // 2)
+        try:
+            (split,) = split_candidates([own], public.inputs, asked, seed)
+        except FedsimError:  # too few of the public images have no copy
+            return False
+        kept = own[~torch.isin(own, split.held_out)]
+        client = replace(client, own=kept, candidates=split)
     probe = Probe(batch_size=row["batch_size"], trial=row["trial"])
     ask = partial(client.update, server, seen.round, seen.parameters, seen.buffers, {})
     try:

@@ -65,11 +65,15 @@ def check(
     if observe:
         yield from _check_observe(observe, training, data)
     if training and observe:
-        yield from _sampling(training, observe)
+        usable = [entry for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
+        yield from _sampling(training, observe, usable)
     if observe:
         # A stack with errors of its own cannot be built, and is reported elsewhere.
         stacks = {n: r for n, r in sections.get("defenses", {}).items() if sound(("defenses", n))}
         yield from _vantages(observe, training, sections.get("federation"), stacks, trains=trains)
+    if observe:
+        learns = trains and sound(("learner",))
+        yield from _candidates(observe, attacks or [], sections.get("federation"), learns, sound)
     if federation := sections.get("federation"):
         yield from _engine(federation.engine, audited=sections.get("audit") is not None)
     yield from _results(sections)
@@ -88,6 +92,51 @@ def check(
         if trainable and sound(("defenses", name)):
             model = sections.get("model") if sound(("model",)) else None
             yield from _stack(name, refs, trainable if trains else None, model)
+
+
+def _candidates(
+    observe: Observe,
+    entries: Sequence[AttackEntry],
+    federation: Federation | None,
+    trains: bool,
+    sound: Callable[[KeyPath], bool],
+) -> Iterator[SectionProblem]:
+    """Refuses attacks on updates that lack candidates, and candidates that nobody can have."""
+    path = ("observe", "candidates")
+    if observe.candidates is None:
+        for index, entry in enumerate(entries):
+            if trains and sound(("attacks", index)) and _asks_candidates(entry):
+                yield (
+                    ("attacks", index),
+                    f"{entry.name} says of candidates whether they took part; add "
+                    "`observe.candidates: N`, or drop it",
+                )
+        return
+    if not trains:
+        yield path, "the learner trains no model, and every row is asked about; remove it"
+    if observe.batch_sizes is not None:
+        yield (
+            path,
+            "candidates are of the training itself, and probes have batches of their own; remove "
+            "it, or observe.batch_sizes",
+        )
+    if federation:
+        try:
+            remote = build_engine(federation.engine).remote
+        except FedsimError:
+            return  # reported by `_engine`
+        if remote:
+            yield (
+                path,
+                f"engine {federation.engine} leaves data where they are, so that no copy of a "
+                "candidate can be found at other clients; use another engine, or remove it",
+            )
+
+
+def _asks_candidates(entry: AttackEntry) -> bool:
+    """Returns whether an attack on updates is asked about candidates."""
+    cls = plugin_class("fedsim.attacks", entry.name)
+    return issubclass(cls, Attack) and cls.asked_of_candidates and "update" in cls.reads
 
 
 def _engine(name: str, *, audited: bool) -> Iterator[SectionProblem]:
@@ -195,13 +244,17 @@ def _attacks_that_read(released: Payload | None) -> Iterator[str]:
             yield plugin.name
 
 
-def _sampling(training: Training, observe: Observe) -> Iterator[SectionProblem]:
+def _sampling(
+    training: Training, observe: Observe, entries: Sequence[AttackEntry]
+) -> Iterator[SectionProblem]:
     local, path = training.local, ("training", "local", "sampling")
     if local.sampling == "without_replacement":
         return
     if local.batches == "same" and local.steps > 1:
         yield path, f"{local.sampling} {_EACH_STEP}; use batches: different"
-    if observe.batch_sizes is None:
+    # Who asks about candidates needs no batch's size.
+    sized = not entries or not all(map(_asks_candidates, entries))
+    if observe.batch_sizes is None and sized:
         yield (
             path,
             f"the size of a batch varies under {local.sampling} and no attacker knows it, so that "

@@ -185,6 +185,10 @@ class Observe(ScenarioSection):
     """How often each probe is asked for, with the same batch at the same weights. The server
     records the mean, over which a defense's randomness averages out; the ledger counts every
     release."""
+    candidates: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    """Number of each client's examples that membership attacks are asked about. A fair coin for
+    each one decides whether its client trains on it. Attacks see the updates of all recorded rounds
+    together. None: nobody is asked about."""
     plant: bool = False
     """Whether the server trains honestly, and plants the neurons of `model.head.planted` only in
     the weights that it sends with a probe. Else they are planted at the start and trained. The
@@ -260,4 +264,6 @@ class Scenario(ScenarioSection):
         # Checkpoints name their scenario: those from before there were other learners stay valid.
         written: dict[str, Any] = write(self)
         unusual = {"learner": self.learner.name != "sgd", "model": self.model is not None}
+        if self.observe.candidates is None and "observe" in written:
+            written["observe"].pop("candidates", None)
         return {key: value for key, value in written.items() if unusual.get(key, True)}

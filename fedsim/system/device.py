@@ -48,7 +48,7 @@ def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()
     """Returns a copy of a dataclass with its tensors, and mappings of tensors, on `device`.
 
     Args:
-        value: The dataclass; its other fields stay as they are.
+        value: The dataclass. Dataclasses within it are copied so, too; other fields stay.
         device: Device to move to; a tensor that is there already is not copied.
         but: Names of fields to leave where they are.
     """
@@ -62,4 +62,8 @@ def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()
             found[field.name] = own.to(device)
         elif isinstance(own, Mapping) and own and all(map(torch.is_tensor, own.values())):
             found[field.name] = {key: tensor.to(device) for key, tensor in own.items()}
+        elif is_dataclass(own) and not isinstance(own, type):
+            found[field.name] = move_tensors(own, device)
+        elif isinstance(own, tuple) and own and all(map(is_dataclass, own)):
+            found[field.name] = tuple(move_tensors(each, device) for each in own)
     return replace(value, **found)

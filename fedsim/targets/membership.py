@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +12,17 @@ from torch import Tensor
 
 from fedsim.contracts.metric import Metric, ScoringError, Term, Unavailable, ordered
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess
-from fedsim.types import Truth
+from fedsim.scoring.blind_test import refuse_unlike
+from fedsim.types import CANDIDATE_MEMBERS, Reconstruction, Tensors, Truth
 
 FALSE_POSITIVES = 0.05
 """Largest share of non-members accused at the threshold where true positives are counted."""
+
+
+LOW_RATES = {"1_percent": 0.01, "01_percent": 0.001}
+"""Ending of a metric's name -> the rate of false accusations at which it counts members."""
+CONFIDENCE = 0.95
+"""Confidence of the intervals of these shares."""
 
 
 def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
@@ -45,8 +54,7 @@ def membership_tpr(
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
     outside = scores[~members].double().sort(descending=True).values
-    # The slack keeps products whole that rounding takes to just below.
-    rank = math.floor(false_positives * (len(outside) + 1) + 1e-9)
+    rank = accused_others(len(outside), false_positives)
     if rank == 0:
         # Even the highest score is exceeded by 1 / (n + 1) of others, which has to be few enough.
         needed = math.ceil(1 / false_positives - 1e-9) - 1
@@ -54,6 +62,29 @@ def membership_tpr(
             f"{len(outside)} candidates took no part; a rate of {false_positives:g} takes {needed}"
         )
     return float((scores[members].double() > outside[rank - 1]).double().mean())
+
+
+def accused_others(others: int, false_positives: float) -> int:
+    """Returns k: the k-th highest score of so many non-members is the threshold; 0 if none is."""
+    # The slack keeps products whole that rounding takes to just below.
+    return math.floor(false_positives * (others + 1) + 1e-9)
+
+
+def membership_tpr_end(
+    scores: Tensor, members: Tensor, false_positives: float, end: int
+) -> float | Unavailable:
+    """Returns an end of Clopper and Pearson's interval (1934) of the share of `membership_tpr`.
+
+    `end` is 0 for the lower one, 1 for the upper one. The threshold is taken as given.
+    """
+    from scipy.stats import binomtest
+
+    share = membership_tpr(scores, members, false_positives)
+    if isinstance(share, Unavailable):
+        return share
+    asked = int(members.sum())
+    found = binomtest(round(share * asked), asked).proportion_ci(CONFIDENCE, "exact")
+    return float((found.low, found.high)[end])
 
 
 def _is_one_sided(members: Tensor) -> bool:
@@ -67,6 +98,32 @@ _MEMBERSHIP = Term(
     "before another, 0.5 for a coin. TPR: share of members accused at "
     f"{FALSE_POSITIVES:.0%} false accusations.",
 )
+
+
+def _share_and_ends(ending: str, rate: float) -> tuple[Metric, ...]:
+    """Returns the metric of the share of members told at `rate`, and those of its interval."""
+    name = f"membership_tpr_at_{ending}"
+    share = Metric(
+        name=name,
+        compute=ordered(partial(membership_tpr, false_positives=rate)),
+        unit="share",
+        larger_leaks=True,
+        uninformed=rate,
+        heading=f"TPR at {rate:.1%}",
+        meaning=f"share of members told from others, at {rate:.1%} false accusations",
+        described=_MEMBERSHIP,
+        shown_as="percent",
+    )
+    ends = (
+        Metric(
+            name=f"{name}_{word}",
+            compute=ordered(partial(membership_tpr_end, false_positives=rate, end=end)),
+            unit="share",
+            larger_leaks=True,
+        )
+        for end, word in enumerate(("low", "high"))
+    )
+    return (share, *ends)
 
 
 class Membership(Target):
@@ -104,12 +161,38 @@ class Membership(Target):
             described=_MEMBERSHIP,
             shown_as="percent",
         ),
+        *(metric for ending, rate in LOW_RATES.items() for metric in _share_and_ends(ending, rate)),
     )
 
     @property
     def truth_name(self) -> str:
         """Name of the tensor of the truth that says of each candidate whether it took part."""
         return "members"
+
+    def truth_of(self, truth: Truth) -> Tensor | None:
+        """Returns whether each candidate took part, (N,) bool; None if there are no candidates."""
+        tensors = truth.tensors()
+        return tensors.get(CANDIDATE_MEMBERS, tensors.get(self.truth_name))
+
+    def tensors_to_save(
+        self,
+        found: Reconstruction,
+        truth: Truth,
+        assignments: Mapping[str, list[int]],
+        aids: Aids,
+    ) -> dict[str, Tensor]:
+        """Returns scores and coins, of candidates of an update under a name of their own."""
+        saved = super().tensors_to_save(found, truth, assignments, aids)
+        if saved and CANDIDATE_MEMBERS in truth.tensors():
+            # A truth of "members" would be read back as one of rows.
+            saved[CANDIDATE_MEMBERS] = saved.pop(self.truth_name)
+        return saved
+
+    def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Returns the scores (None if there are none), and the coins, from saved `tensors`."""
+        if CANDIDATE_MEMBERS not in tensors:
+            return super().read_saved(tensors)
+        return tensors.get(self.part), {CANDIDATE_MEMBERS: tensors[CANDIDATE_MEMBERS]}
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses answers that are not a score of each candidate; scores may be infinite.
@@ -126,6 +209,7 @@ class Membership(Target):
                 f"expected a score of each of {len(members)} candidates, none of them NaN, got "
                 f"{tuple(answer.shape)}"
             )
+        refuse_unlike(truth)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the metrics of tossing a coin; None where there are no candidates."""
@@ -142,4 +226,6 @@ class Membership(Target):
             truth: Truth of this release.
         """
         # The scores are of other rows and should tell nothing about these, which makes the control.
-        return answer[torch.arange(len(truth.tensors()["members"])) % len(answer)]
+        true = self.truth_of(truth)
+        assert true is not None
+        return answer[torch.arange(len(true)) % len(answer)]

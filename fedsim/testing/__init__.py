@@ -1,6 +1,7 @@
 """Provides contract suites that authors of attacks and defenses inherit. They need pytest."""
 
 from fedsim.testing.attack import AttackContract as AttackContract
+from fedsim.testing.attack import CandidateAttackContract as CandidateAttackContract
 from fedsim.testing.attack import RowAttackContract as RowAttackContract
 from fedsim.testing.cases import make_kernel_release as make_kernel_release
 from fedsim.testing.cases import make_observation as make_observation

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from fedsim import rng
-from fedsim.attacking.knowledge import Public, hand_over, hand_over_row
+from fedsim.attacking.knowledge import Public, hand_over, hand_over_candidates, hand_over_row
 from fedsim.contracts.attack import Attack, AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.cases import (
@@ -35,7 +35,14 @@ from fedsim.testing.cases import (
     make_release,
     same,
 )
-from fedsim.types import Observation, Reconstruction, Tensors
+from fedsim.types import (
+    CANDIDATE_INPUTS,
+    CANDIDATE_LABELS,
+    CANDIDATE_MEMBERS,
+    Observation,
+    Reconstruction,
+    Tensors,
+)
 
 _SIZES = (1, 3)
 """Sizes of the batches that the suite runs on."""
@@ -199,6 +206,38 @@ class AttackContract(AnyAttackContract):
             assert reconstruction.features.ndim == 2
             assert len(reconstruction.features) == count
             assert bool(reconstruction.features.isfinite().all())
+
+
+class CandidateAttackContract(AttackContract):
+    """Tests what attacks on updates keep to that are asked of candidates, half of them members."""
+
+    def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+        """Returns the update of `size` members, and as many others as candidates behind them."""
+        images, labels = example_batch(2 * size + _PUBLIC)
+        observation, truth = make_observation(
+            images[:size], labels[:size], model=self.model, model_parameters=self.model_parameters
+        )
+        asked = {
+            CANDIDATE_INPUTS: images[: 2 * size],
+            CANDIDATE_LABELS: labels[: 2 * size],
+            CANDIDATE_MEMBERS: torch.arange(2 * size) < size,
+        }
+        truth = replace(truth, more={**truth.more, **asked})
+        public = (images[2 * size :] * 255).round().to(torch.uint8)
+        granted = Grant.most() if most else self.make().required()
+        shared = Public(images=public, labels=labels[2 * size :])
+        seen, known = hand_over(observation, truth, granted, shared)
+        asked_about = hand_over_candidates(observation, truth, granted, [])
+        return seen, replace(known, candidates=asked_about)
+
+    def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
+        """Asserts a score of each candidate, none of them NaN, and a finite loss."""
+        scores = reconstruction.membership
+        assert scores is not None, "nothing is answered"
+        assert scores.shape == (2 * observation.num_images,)
+        assert not bool(scores.isnan().any())
+        assert not scores.requires_grad
+        assert math.isfinite(reconstruction.loss)
 
 
 class RowAttackContract(AnyAttackContract):

@@ -15,10 +15,14 @@ from fedsim import rng
 from fedsim.contracts.learner import Computation, LabelledBatches, Request
 from fedsim.contracts.target import targets
 from fedsim.data import batches
+from fedsim.training.candidates import CandidateSplit
 from fedsim.training.inputs import digest
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.types import (
+    CANDIDATE_INPUTS,
+    CANDIDATE_LABELS,
+    CANDIDATE_MEMBERS,
     Dataset,
     FedsimError,
     LocalTraining,
@@ -61,6 +65,9 @@ class Client:
     drawn from `seed`, and are the same for all values."""
     absent: Tensor | None = None
     """Examples of `own` that batches draw as usual but leave out, as in a neighbouring database."""
+
+    candidates: CandidateSplit | None = None
+    """Examples that membership attacks are asked about; None if none are."""
 
     def update(
         self,
@@ -140,6 +147,10 @@ class Client:
             return None
         left = {part: target.leave(truth, self.held) for part, target in targets().items()}
         more = {name: each for name, each in left.items() if each is not None}
+        if self.candidates is not None:
+            inputs, labels = self.dataset.examples_at(self.candidates.examples)
+            more[CANDIDATE_INPUTS], more[CANDIDATE_LABELS] = inputs, labels
+            more[CANDIDATE_MEMBERS] = self.candidates.members
         return replace(truth, more={**truth.more, **more})
 
     def _noise(self, *inputs: Tensors) -> tuple[int, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from fedsim import rng
@@ -17,6 +18,7 @@ from fedsim.data.partition import partition
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, declared_training
 from fedsim.scenario.document import blaming
+from fedsim.training.candidates import CandidateSplit, split_candidates
 from fedsim.training.client import Client, ClientResult
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Census, Server
@@ -50,6 +52,7 @@ class Workload(Server):
                 impossible, or the model does not fit the images.
         """
         learner = build_learner(scenario.learner)
+        least = learner.least_examples(declared_training(scenario))
         data = learner.view(load_dataset(scenario) if dataset is None else dataset)
         with blaming("data.partition"):
             parts = partition(
@@ -57,8 +60,16 @@ class Workload(Server):
                 scenario.data.partition,
                 scenario.data.clients,
                 rng.derive(scenario.seed, "partition"),
-                min_images=learner.least_examples(declared_training(scenario)),
+                min_images=least,
             )
+        splits: Sequence[CandidateSplit | None] = [None] * len(parts)
+        if (count := scenario.observe.candidates) is not None:
+            secret = rng.derive(scenario.seed, "candidates")
+            splits = drawn = split_candidates(parts, data.inputs, count, secret, least=least)
+            parts = [
+                own[~torch.isin(own, split.held_out)]
+                for own, split in zip(parts, drawn, strict=True)
+            ]
         census = Census(
             held=[len(own) for own in parts],
             private_statistics=private_statistics(scenario, data, parts),
@@ -66,8 +77,8 @@ class Workload(Server):
         # The server's part is given no training data, so that nothing in it can compute from them.
         super().__init__(scenario, stack_name, data.without_training(), census)
         clients = tuple(
-            Client(number=number, dataset=data, own=own, seed=scenario.seed)
-            for number, own in enumerate(parts)
+            Client(number=number, dataset=data, own=own, seed=scenario.seed, candidates=split)
+            for number, (own, split) in enumerate(zip(parts, splits, strict=True))
         )
         object.__setattr__(self, "dataset", data)
         object.__setattr__(self, "clients", clients)

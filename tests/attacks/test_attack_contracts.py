@@ -17,7 +17,7 @@ from fedsim.contracts.attack import Attack
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import load_as, names
 from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
-from fedsim.testing.attack import AnyAttackContract
+from fedsim.testing.attack import AnyAttackContract, CandidateAttackContract
 from fedsim.testing.cases import example_batch
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching.generative_prior import (
@@ -142,6 +142,7 @@ CASES: dict[str, list[Case]] = {
     "spectral_features": [(OnATwoLayerHead, {})],
     "spline_inversion": [(OnAKAN, {})],
     "tensor_features": [(OnATwoLayerHead, {})],
+    "update_membership": [(CandidateAttackContract, {})],
     "unrolled_features": [(OnATwoLayerHead, {})],
 }
 """What an attack is tried on, with parameters beside `SMALL`; else on the contract's network."""
