@@ -265,7 +265,7 @@ def _leakage(
                 color=colors[verdict.defense],
                 points=[(100 * row.test_accuracy, gain.mean)],
                 bars=[(wide, high)],
-                hollow=row.blind,
+                hollow=row.is_uninformed,
             )
         )
     if not series:

@@ -54,7 +54,7 @@ _TINTS: Mapping[str, Tint] = {
 """Level of a leak -> class of its cell. Where nothing is certain it has no color."""
 
 _STATES = {
-    "blind": "no better than on another update",
+    "uninformed": "no better than on another update",
     "failed": "every trial failed",
 }
 
@@ -362,7 +362,7 @@ class Content:
         control: Control,
         detailed: bool,
     ) -> MatrixCell:
-        state = "failed" if not row.n_ok else "blind" if row.blind else ""
+        state = "failed" if not row.n_ok else "uninformed" if row.is_uninformed else ""
         return MatrixCell(
             id=id,
             row=row,

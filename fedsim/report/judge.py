@@ -114,7 +114,7 @@ class Control:
     """Value that the metric has to reach for the control to pass."""
     due: float | None = None
     """Part of a gain that is due to the update, dB."""
-    is_blind: bool = False
+    is_uninformed: bool = False
     """Whether the attack does as well with another update, and so passes no control."""
     batch_size: int | None = None
     """The smallest that was attacked; None without an undefended stack."""
@@ -184,9 +184,9 @@ class Verdict:
     besides: tuple[Leaking, ...]
     """What else leaks for certain."""
     strongest: LeaderboardRow
-    """The attack that the defense is judged by; it may be `blind`, or have failed."""
+    """The attack that the defense is judged by; it may be uninformed, or have failed."""
     gain: Summary | None
-    """The attack's gain over guessing in dB; of a blind attack, the part that is due to this
+    """The attack's gain over guessing in dB; of an uninformed attack, the part that is due to this
     update. None if only features or labels were attacked."""
     trials: int
     """Number of attack runs on the defense."""
@@ -431,8 +431,8 @@ def leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Lea
         return False
     upper = error.mean if error.high is None else error.high
     over = best_of_several(row, rows, lambda r: r.above_other(name))
-    blind = _does_no_better(over) and row.control != "batch"
-    return upper <= target.leaks * row.guess_of(name) and not blind
+    uninformed = _does_no_better(over) and row.control != "batch"
+    return upper <= target.leaks * row.guess_of(name) and not uninformed
 
 
 def _is_certified(row: LeaderboardRow) -> bool:
@@ -583,9 +583,9 @@ def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
     if not attacked:
         return others[-1] if others else basis
     best = max(attacked, key=lambda row: row.standing)
-    blind, main = best.blind, best.main
+    uninformed, main = best.is_uninformed, best.main
     due = best.strength_by(main.ranking.name)
-    passed = due >= main.leaks and not blind
+    passed = due >= main.leaks and not uninformed
     for other in others:
         # A release that is random by itself may tell who is in it and no more; a head of many
         # images, its features.
@@ -599,8 +599,8 @@ def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
         metric=main.ranking.name,
         value=gain,
         required=main.leaks,
-        due=None if passed or blind or gain < main.leaks else due,
-        is_blind=blind and gain >= main.leaks,
+        due=None if passed or uninformed or gain < main.leaks else due,
+        is_uninformed=uninformed and gain >= main.leaks,
     )
 
 
@@ -626,8 +626,8 @@ def _control_by(basis: Control, rows: Sequence[LeaderboardRow], target: Target) 
         guess = row.guess_of(name)
         reached = 1 - mean.mean / guess if by_mean else metric.gain(mean.mean, guess)
         # What does as well on another client's update has not read this one.
-        blind = _does_no_better(row.above_other(name)) and (row.is_decided or not by_mean)
-        entries.append((not blind, reached, mean.mean, guess, row))
+        uninformed = _does_no_better(row.above_other(name)) and (row.is_decided or not by_mean)
+        entries.append((not uninformed, reached, mean.mean, guess, row))
     if not entries:
         return None
     informed, reached, value, guess, best = max(entries, key=lambda entry: entry[:2])
@@ -641,7 +641,7 @@ def _control_by(basis: Control, rows: Sequence[LeaderboardRow], target: Target) 
         metric=name,
         value=value,
         required=target.leaks * guess if by_mean else at_least,
-        is_blind=enough and not informed,
+        is_uninformed=enough and not informed,
     )
 
 
@@ -690,7 +690,9 @@ def _verdict(
         seconds: of a round, by defense.
     """
     strongest = _strongest(rows)
-    gain = best_of_several(strongest, rows, lambda r: r.own_gain if strongest.blind else r.gain)
+    gain = best_of_several(
+        strongest, rows, lambda r: r.own_gain if strongest.is_uninformed else r.gain
+    )
     leaking = _leaking(rows, strongest)
     level = _level(rows, strongest, control)
     unanswerable = _unanswerable(control, strongest, is_late)
@@ -1101,7 +1103,8 @@ def _scatter(rows: Sequence[LeaderboardRow]) -> Statement | None:
     tried = [row for row in rows if row.gain and not row.masked]
     # Of an attack that does as well on another update, the part due to this one.
     gains = [
-        best_of_several(row, tried, lambda r: r.own_gain if r.blind else r.gain) for row in tried
+        best_of_several(row, tried, lambda r: r.own_gain if r.is_uninformed else r.gain)
+        for row in tried
     ]
     if not gains or any(gain is None or gain.n < LEAST for gain in gains):
         return _state("few trials")

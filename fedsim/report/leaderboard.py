@@ -222,7 +222,7 @@ def _mark_masked(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
 
 
 def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
-    """Marks the first line of each defense, if its attack works and is not blind.
+    """Marks the first line of each defense, if its attack works and is informed by the update.
 
     Nothing is known of that while its run has not ended.
     """
@@ -230,7 +230,7 @@ def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     marked = []
     for line in lines:
         key = (*line.comparison, line.defense)
-        works = line.n_ok > 0 and not line.blind
+        works = line.n_ok > 0 and not line.is_uninformed
         compared = line.ended or line.no_control is None
         marked.append(replace(line, strongest=key not in ranked and works and compared))
         ranked.add(key)

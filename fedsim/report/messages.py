@@ -272,7 +272,7 @@ def _other_evidence(verdict: Verdict) -> list[str]:
 def _describe_gain(verdict: Verdict) -> str:
     row, gain = verdict.strongest, verdict.gain
     assert gain is not None
-    what = f"over guessing and {row.other}" if row.blind else "over guessing"
+    what = f"over guessing and {row.other}" if row.is_uninformed else "over guessing"
     text = f"{format_signed(gain.mean)} dB {what}"
     return text + _describe_interval(gain, "{} to {} dB", format_signed, row)
 
@@ -460,8 +460,8 @@ def describe_control(control: Control) -> str:
         return measured
     lesson = _TEXTS["lessons"]["alone" if control.is_alone else "defended"]
     failed = f"{measured}, where {required}: {lesson}{_TEXTS['try']}"
-    if control.is_blind:
-        failed = f"{measured}{_TEXTS['blind']}{_TEXTS['try']}"
+    if control.is_uninformed:
+        failed = f"{measured}{_TEXTS['uninformed']}{_TEXTS['try']}"
     besides = _words_of_failures(control.failures)
     return f"{failed}; besides, {besides}" if besides else failed
 

@@ -174,7 +174,7 @@ class LeaderboardRow:
     masked: bool = False
     """Whether the attacked update is a client's masked part of a secure sum."""
     strongest: bool = False
-    """Whether the attack worked, is not `blind`, and gains most on this defense of all such
+    """Whether the attack worked, is not `is_uninformed`, and gains most on this defense of all such
     attacks."""
 
     @property
@@ -217,8 +217,8 @@ class LeaderboardRow:
 
     @property
     def standing(self) -> tuple[float, ...]:
-        """Sort key of attacks: whether a trial worked, whether not `blind`, then `strength`."""
-        return (float(self.n_ok > 0), float(not self.blind), *self.strength)
+        """Sort key of attacks: a trial worked, the attack is informed, then `strength`."""
+        return (float(self.n_ok > 0), float(not self.is_uninformed), *self.strength)
 
     @property
     def target(self) -> Target:
@@ -243,19 +243,19 @@ class LeaderboardRow:
         return self.target.ranking.name
 
     @property
-    def blind(self) -> bool:
+    def is_uninformed(self) -> bool:
         """Whether the attack does no better on this update than on another one.
 
         Such an attack may read nothing off this update. The lower end of the interval of the metric
         that ranks the attack decides. A trial that no attack gains by chance proves that the attack
         reads the update.
         """
-        return self.is_blind_by(self.ranked_by)
+        return self.is_uninformed_by(self.ranked_by)
 
-    def is_blind_by(self, name: str) -> bool:
-        """Whether the attack is `blind` by metric `name`.
+    def is_uninformed_by(self, name: str) -> bool:
+        """Whether the attack is uninformed by metric `name`.
 
-        Another batch of the same client makes no attack blind: data of one client look alike.
+        Another batch of the same client makes no attack uninformed: data of one client look alike.
         """
         over = self.above_other(name)
         lost = over is not None and over.certain <= 0 and self.control != "batch"

@@ -744,8 +744,8 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "all failed, and one marked": swap(
             "fedsim/report/leaderboard.py:_mark_strongest",
-            "line.n_ok > 0 and (not line.blind)",
-            "not line.blind",
+            "line.n_ok > 0 and (not line.is_uninformed)",
+            "not line.is_uninformed",
             BOARD,
         ),
         "chance is taken for learning": swap(
@@ -857,12 +857,12 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "features of any update as a leak": swap(
             "fedsim/report/judge.py:leaks_by_mean",
-            "upper <= target.leaks * row.guess_of(name) and (not blind)",
+            "upper <= target.leaks * row.guess_of(name) and (not uninformed)",
             "upper <= target.leaks * row.guess_of(name)",
             BOARD,
         ),
         "a prior as the positive control": swap(
-            "fedsim/report/judge.py:_judge_control", "best.blind", "False", BOARD
+            "fedsim/report/judge.py:_judge_control", "best.is_uninformed", "False", BOARD
         ),
         "a lost update that hides the other trials": swap(
             "fedsim/report/leaderboard.py:gains", "differences.append(0.0)", "return None", BOARD
@@ -916,17 +916,17 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             ROAD,
         ),
         "a prior ranked above what sees": drop(
-            "fedsim/report/row.py:LeaderboardRow.standing", "float(not self.blind)", BOARD
+            "fedsim/report/row.py:LeaderboardRow.standing", "float(not self.is_uninformed)", BOARD
         ),
         "a prior marked strongest": swap(
             "fedsim/report/leaderboard.py:_mark_strongest",
-            "line.n_ok > 0 and (not line.blind)",
+            "line.n_ok > 0 and (not line.is_uninformed)",
             "line.n_ok > 0",
             BOARD,
         ),
         "a prior that lends the verdict its gain": swap(
             "fedsim/report/judge.py:_verdict",
-            "r.own_gain if strongest.blind else r.gain",
+            "r.own_gain if strongest.is_uninformed else r.gain",
             "r.gain",
             BOARD,
         ),
@@ -992,7 +992,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "a prior in the picture of what leaks": swap(
             "fedsim/report/row.py:LeaderboardRow.standing",
-            "float(not self.blind)",
+            "float(not self.is_uninformed)",
             "0.0",
             "tests/report/test_overview.py",
         ),

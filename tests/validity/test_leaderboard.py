@@ -191,7 +191,7 @@ def test_a_prior_that_draws_the_same_from_any_update_is_called_out(tmp_path: Pat
     """Rule 12: plausible pictures that do not depend on the victim's update are no leak."""
     lines = [line(22.0, trial=i, other=22.0 + 0.1 * (-1) ** i) for i in range(6)]
     verdict = judged(board(tmp_path, lines))
-    assert (verdict.finding, verdict.strongest.blind) == ("no answer", True)
+    assert (verdict.finding, verdict.strongest.is_uninformed) == ("no answer", True)
     assert "control as good" in [caution.kind for caution in verdict.cautions]
 
 
@@ -673,7 +673,7 @@ def test_what_another_update_yields_as_well_is_never_the_strongest(tmp_path: Pat
     rare = [line(60.0 if t == 1 else 12.0, trial=t, other=12.0) for t in range(4)]
     (row,) = board(tmp_path, rare)
     assert row.over_other is not None and row.over_other.certain < 0
-    assert row.strongest and not row.blind
+    assert row.strongest and not row.is_uninformed
 
 
 def test_a_single_trial_says_that_it_has_no_control(tmp_path: Path) -> None:
@@ -719,7 +719,7 @@ def test_labels_that_any_update_yields_are_no_leak(
     verdict = judged(rows)
     assert verdict.level == level
     assert verdict.told["labels"].is_informed == (other == 0.2)
-    assert rows[0].blind == (other == 0.9)
+    assert rows[0].is_uninformed == (other == 0.9)
 
 
 def test_memberships_that_any_release_yields_are_no_leak(tmp_path: Path) -> None:
