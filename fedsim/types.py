@@ -374,6 +374,8 @@ class Effect:
     """Largest magnitude of an entry before noise: larger ones are cut to it. None if none are."""
     scaled: bool = False
     """Whether the update is multiplied by a factor in (0, 1] that only its client knows."""
+    scaled_last: bool = False
+    """Whether that factor acts on entries that are cut already."""
     bound: float | None = None
     """L2 norm that the update does not exceed before noise; None if there is no such bound."""
     scaled_examples: bool = False
@@ -424,6 +426,9 @@ class Effect:
             removed="others" if len(removals) > 1 else next(iter(removals), None),
             truncated=min(cuts, default=None),
             scaled=self.scaled or after.scaled,
+            scaled_last=after.scaled_last
+            or (after.truncated is None and self.scaled_last)
+            or (after.truncated is None and self.truncated is not None and after.scaled),
             bound=min(bounds, default=None),
             scaled_examples=self.scaled_examples or after.scaled_examples,
             rounded=self.rounded or after.rounded,

@@ -302,7 +302,7 @@ class Matching:
         """
         direction = self._direction if create_graph else self._detach
         updates = [
-            self._truncate(
+            self._bound_update(
                 local_update(direction, self._parameters, self._batches(x, y), self._training)
             )
             for x, y in _chunks(images, labels, self._groups)
@@ -345,10 +345,19 @@ class Matching:
         slopes = torch.autograd.grad(update, variables, direction)
         return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
 
-    def _truncate(self, update: Tensors) -> Tensors:
-        """Cuts a client's recomputed update as its defense did; no slope follows from what is."""
-        cut = self._simulated.truncated
-        return update if cut is None else {n: t.clamp(-cut, cut) for n, t in update.items()}
+    def _bound_update(self, update: Tensors) -> Tensors:
+        """Clips and cuts a client's recomputed update as its defenses did, in their order.
+
+        No slope follows from an entry that is cut.
+        """
+        effect = self._simulated
+        cut, norm = effect.truncated, effect.bound if effect.scaled else None
+        if cut is None:
+            return update
+        if not effect.scaled_last:
+            update = _clip_norm(update, norm)
+        update = {name: tensor.clamp(-cut, cut) for name, tensor in update.items()}
+        return _clip_norm(update, norm) if effect.scaled_last else update
 
     def pixels(self, images: Tensor) -> Tensor:
         """Converts normalized images to (N, C, H, W) float32 pixels in [0, 1]."""
@@ -377,6 +386,15 @@ def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | N
         assert knowledge.true_labels is not None
         return knowledge.true_labels
     return infer_labels(observation) if knowledge.grant.labels == "inferred" else None
+
+
+def _clip_norm(update: Tensors, norm: float | None) -> Tensors:
+    """Scales an update to the L2 `norm` if it is longer; None leaves it as it is."""
+    if norm is None or not update:
+        return update
+    length = torch.stack([torch.linalg.vector_norm(each) for each in update.values()]).norm()
+    factor = norm / length.clamp_min(norm)
+    return {name: tensor * factor for name, tensor in update.items()}
 
 
 def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:

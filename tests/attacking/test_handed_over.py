@@ -59,6 +59,21 @@ def test_truncation_is_simulated_client_by_client() -> None:
         assert off < 0.02 * seen.update[name].norm()
 
 
+@pytest.mark.parametrize("clip_first", [True, False])
+def test_a_clip_is_simulated_before_or_behind_the_truncation(clip_first: bool) -> None:
+    """At the true images nothing is left to match, whichever acts first."""
+    cut = {**PERCENTILE, "gamma": 1e-3}
+    defense = [CLIP, cut] if clip_first else [cut, CLIP]
+    images, labels = example_batch(2)
+    seen, _ = make_observation(images, labels, model="mlp", defense=defense)
+    matching = Matching(seen, dtype=torch.float64, effects="simulated")
+    again = matching.update(normalize(images, seen.model).double(), labels, create_graph=False)
+    for name, value in zip(matching.names, again, strict=True):
+        torch.testing.assert_close(value.float(), seen.update[name], rtol=1e-4, atol=1e-7)
+    largest = max(float(value.abs().max()) for value in seen.update.values())
+    assert largest == pytest.approx(1e-3) if clip_first else largest < 1e-3
+
+
 def test_blind_attacks_are_not_told_of_noise_or_dropout() -> None:
     laplace = {"name": "truncated_laplace", "beta": 0.01, "epsilon": 0.7, "delta": 4e-4}
     rows = (255 * torch.rand(6, 1, 4, 4, generator=stream(5))).to(torch.uint8)
