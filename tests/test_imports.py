@@ -47,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
         *("attacking", "contracts", "learners", "models", "recording", "scenario", "scoring"),
         "training",
     },
+    "nvflare_tap": {*BASE, "recording", "training"},
     "audit": {*BASE, "contracts", "learners", "models", "privacy", "scenario", "training"},
     "results": {
         *BASE,
@@ -254,6 +255,11 @@ def test_only_the_federation_imports_flower() -> None:
     assert not offenders(CORE, starts("flwr", "ray"), allowed=(CORE / "federation",))
     assert not offenders(ATTACKS, starts("flwr", "ray"))
     assert not offenders(DEFENSES, starts("flwr", "ray"))
+
+
+def test_only_its_tap_imports_nvflare() -> None:
+    assert not offenders(CORE, starts("nvflare"), allowed=(CORE / "nvflare_tap.py",))
+    assert "fedsim.nvflare_tap" not in reached("fedsim", "fedsim.cli.main", "fedsim.pipeline")
 
 
 def test_attacks_cannot_name_the_truth() -> None:
