@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -27,6 +28,11 @@ class Clip(UpdateDefense):
         "update: McMahan et al., Learning Differentially Private Recurrent Language Models, "
         "ICLR 2018"
     )
+
+    deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "flwr.clientapp.mod.centraldp_mods.fixedclipping_mod": {"clipping_norm": "norm"},
+        "flwr.clientapp.mod.centraldp_mods.adaptiveclipping_mod": {"clipping_norm": "norm"},
+    }
 
     norm: Annotated[float, Field(ge=1e-12, le=1e12)]
     """The bound S, in the update's units (a gradient's, or weights' under fedavg)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -33,6 +34,10 @@ class ExcludeVars(UpdateDefense):
     """
 
     paper: ClassVar[str] = "NVFlare 2.9.0, nvflare.app_common.filters.ExcludeVars"
+
+    deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "nvflare.app_common.filters.exclude_vars.ExcludeVars": {"exclude_vars": "exclude_vars"}
+    }
 
     exclude_vars: Annotated[list[str] | str, AfterValidator(_compile)]
     """Names of tensors, whole; or one regular expression, which is searched for in each name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -29,6 +30,12 @@ class LocalDpMod(UpdateDefense):
         "Flower 1.41, flwr.clientapp.mod.LocalDpMod; noise: Dwork and Roth, The Algorithmic "
         "Foundations of Differential Privacy, 2014, Theorem A.1, proven for ε < 1"
     )
+
+    deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "flwr.clientapp.mod.localdp_mod.LocalDpMod": {
+            name: name for name in ("clipping_norm", "sensitivity", "epsilon", "delta")
+        }
+    }
 
     clipping_norm: Annotated[float, Field(ge=1e-12, le=1e12)]
     """L2 bound on the update."""

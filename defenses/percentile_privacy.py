@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar, final
 
@@ -29,6 +30,14 @@ class PercentilePrivacy(UpdateDefense):
         "NVFlare 2.9.0, nvflare.app_common.filters.PercentilePrivacy, after Shokri and "
         "Shmatikov, Privacy-Preserving Deep Learning, CCS 2015"
     )
+
+    deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "nvflare.app_common.filters.percentile_privacy.PercentilePrivacy": {
+            "percentile": "percentile",
+            "gamma": "gamma",
+            "NUM_STEPS_CURRENT_ROUND": "steps",
+        }
+    }
 
     percentile: Annotated[float, Field(ge=0, le=100)] = 10.0
     """Percentage of the entries below the cutoff."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
@@ -62,6 +63,14 @@ class SvtPrivacy(UpdateDefense):
         "NVFlare 2.9.0, nvflare.app_common.filters.SVTPrivacy; proof: Lyu, Su and Li, "
         "Understanding the Sparse Vector Technique for Differential Privacy, VLDB 2017, Theorem 4"
     )
+
+    deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "nvflare.app_common.filters.svt_privacy.SVTPrivacy": {
+            **{name: name for name in ("fraction", "epsilon", "noise_var", "gamma", "tau")},
+            **{name: name for name in ("replace", "epsilon_threshold", "epsilon_release")},
+            "NUM_STEPS_CURRENT_ROUND": "steps",
+        }
+    }
 
     fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of the entries that is released."""

@@ -20,6 +20,7 @@ from torch import nn
 from fedsim import progress, stages
 from fedsim.assessment.lines import AssessmentContext, command_of, round_rows, slug
 from fedsim.assessment.local_training import AppTraining
+from fedsim.assessment.privacy_settings import PrivacySettings, read_privacy
 from fedsim.assessment.settings import AssessSettings
 from fedsim.assessment.truth import Examples, Picked, guesser_of, pick
 from fedsim.assessment.victim_model import built_model, classes_of, package_of
@@ -31,13 +32,20 @@ from fedsim.attacking.tapped import freeze_unsent, observe_exchange
 from fedsim.contracts.attack import create
 from fedsim.models import live
 from fedsim.recording import files
-from fedsim.recording.exchanges import Exchange, digest_of, left_out, read_exchanges, run_folder
+from fedsim.recording.exchanges import (
+    Exchange,
+    digest_of,
+    left_out,
+    read_exchanges,
+    read_parts,
+    run_folder,
+)
 from fedsim.recording.truth import save_truth
 from fedsim.recording.witnessed import Testimony, read_witnessed
 from fedsim.report import write_report
 from fedsim.results import record
 from fedsim.results.plan import Plan as Announced
-from fedsim.results.record import Run
+from fedsim.results.record import Row, Run
 from fedsim.system import paths
 from fedsim.system.lock import lock_folder
 from fedsim.system.threads import fix_within
@@ -121,6 +129,7 @@ class _TappedRun:
     said: Mapping[str, Testimony]
     picked: Sequence[Picked]
     """Exchanges that are attacked, with their truth."""
+    privacy: PrivacySettings
 
     @classmethod
     def read(cls, tapped: Path, homes: Sequence[str | Path], asked: AssessSettings) -> _TappedRun:
@@ -134,7 +143,16 @@ class _TappedRun:
         said: dict[str, Testimony] = {}
         for home in homes:
             said |= read_witnessed(Path(home), exchanges[0].run_id)
-        return cls(source, exchanges, said, pick(exchanges, said, asked.rounds, asked.clients))
+        chosen = pick(exchanges, said, asked.rounds, asked.clients)
+        # A tap on a client notes its mods as well as a witness does.
+        tapped_mods = read_parts(source, "mods")
+        mods = {
+            each.message_id: said[each.message_id].said.mods if each.message_id in said else None
+            for each in exchanges
+        }
+        known = {id: tapped_mods if found is None else found for id, found in mods.items()}
+        privacy = read_privacy(exchanges, known, read_parts(source, "strategies"))
+        return cls(source, exchanges, said, chosen, privacy)
 
 
 class _App:
@@ -168,8 +186,14 @@ class _App:
         if halves := {value.dtype for value in first.exchange.read_reply().values()} & _HALVES:
             sent = ", ".join(map(str, halves))
             notes.append(f"update: clients send {sent}, whose rounding no attack models")
+        found = tape.privacy.defenses
         self.plan = AppTraining(
-            answer=asked.answer, local=asked.local, mode=mode, defenses=asked.defenses, notes=notes
+            answer=asked.answer,
+            local=asked.local,
+            mode=mode,
+            defenses=asked.defenses or (found.announcements if found else ()),
+            notes=notes,
+            stack="declared" if asked.defenses else "found",
         )
 
 
@@ -179,6 +203,7 @@ def _fill(
     """Writes the recording and its truth as a run's, and returns how it is attacked."""
     seen: dict[str, tuple[Observation, Picked]] = {}
     errors: dict[str, float | None] = {}
+    privacy: dict[str, Row] = {}
     for each in tape.picked:
         training = app.plan.training(each)
         stack, announcements, effect = app.plan.describe_defense(training)
@@ -219,6 +244,10 @@ def _fill(
                 f"not know all of its training{app.victim.assumed}, and what they miss says little"
             )
         seen[observation.id] = observation, each
+        privacy[observation.id], lines = tape.privacy.describe_privacy(each, training)
+        app.plan.notes += lines
+    if not any(privacy.values()):
+        app.plan.notes.append(_NO_PRIVACY)
     record.write_lines(folder / "rounds.jsonl", round_rows(tape.exchanges, stack))
     guesser, guess_is_public = guesser_of(tape.said, tape.picked, app.examples, app.plan.notes)
     context = AssessmentContext(
@@ -228,6 +257,7 @@ def _fill(
         seen=seen,
         guess_is_public=guess_is_public,
         simulation_errors=errors,
+        privacy=privacy,
     )
     setting = Setting(
         root=folder,
@@ -248,7 +278,11 @@ _UNLIKE = 0.1
 _BASIS = (
     "recording: made by fedsim.tap of an app that is not fedsim's; truth is what fedsim.witness "
     "saw the model being called with",
-    "accuracy and ε: not measured and not accounted, since a recording tells neither",
+    "accuracy: not measured, since a recording does not tell it",
+)
+_NO_PRIVACY = (
+    "ε: not accounted, since no mod or wrapper for privacy was found; what is inside the app's own "
+    "training, such as Opacus, is not read"
 )
 
 

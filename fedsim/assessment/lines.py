@@ -34,6 +34,8 @@ class AssessmentContext:
     """Whether the guess was learned from others' images, and not from the victims' own."""
     simulation_errors: Mapping[str, float | None]
     """Share of the update that the simulation misses, by observation id; None if not simulated."""
+    privacy: Mapping[str, Row]
+    """Privacy of each observation against the server; empty where nothing is accounted."""
 
     def row(self, job: Job, result: Result) -> ResultRow:
         """Returns the line of `results.jsonl` for one attack on one exchange."""
@@ -50,7 +52,7 @@ class AssessmentContext:
             baseline=result.baseline | ({} if self.guess_is_public else NOT_LEARNED),
             theory=describe_tensor_bound(result),
             utility={"train_loss": exchange.number("train_loss")},
-            privacy={},
+            privacy=self.privacy.get(observation.id, {}),
         )
 
 

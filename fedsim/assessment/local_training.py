@@ -20,14 +20,14 @@ _OPTIMIZERS: Mapping[str, Literal["sgd", "adam", "adamw"]] = {
     "AdamW": "adamw",
 }
 _UNKNOWN_SETTINGS = ("amsgrad", "maximize", "dampening")
-# Names of the stack.
-_UNDEFENDED, _DEFENDED = "none", "declared"
+_UNDEFENDED = "none"
+"""Name of the stack without defenses."""
 
 
 class AppTraining:
-    """Local training and defenses of the app's clients, declared or witnessed.
+    """Local training and defenses of the app's clients, declared or found.
 
-    `notes` gathers lines for the report.
+    `notes` gathers lines for the report, and `stack` names the defenses in it.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class AppTraining:
         mode: Mode,
         defenses: Sequence[Mapping[str, object]],
         notes: list[str],
+        stack: str = "declared",
     ) -> None:
         self._answer = answer
         self._local = None if local is None else dict(local)
@@ -47,6 +48,7 @@ class AppTraining:
             for each in defenses
         ]
         self._stack = build_stack(self._refs)
+        self._name = stack
         self.notes = notes
 
     def training(self, each: Picked) -> LocalTraining:
@@ -169,11 +171,11 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns the defenses that clients declare: (stack's name, announced members, effect)."""
+        """Returns the clients' defenses: (stack's name, announced members, effect)."""
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)
-        return _DEFENDED, told, self._stack.effect(training)
+        return self._name, told, self._stack.effect(training)
 
 
 def _resolve_parameters(each: Mapping[str, object]) -> dict[str, Any]:

@@ -164,6 +164,11 @@ class UpdateDefense(Plugin):
     Only floating-point tensors are ever handed to a defense; integer ones pass by unchanged.
     """
 
+    deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """Mods and filters of other frameworks that do the same, by import name: setting -> parameter.
+
+    Where a tap finds one in an app, the defense stands for it."""
+
     @property
     def claimed_epsilon(self) -> float | None:
         """ε that the configuration states as its budget, proven or not; by default None.

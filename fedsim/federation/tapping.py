@@ -27,8 +27,10 @@ from flwr.serverapp.strategy import Strategy
 
 from fedsim.federation import wire
 from fedsim.federation.delivery import WrappedGrid
+from fedsim.federation.live_parts import find_strategy, list_mods, list_strategies
 from fedsim.recording import behind
-from fedsim.recording.exchanges import MOST_ROUNDS, Recorder, TapSide, ToldValues
+from fedsim.recording.deployed_parts import LONGEST, MOST, DeployedPart, plain_value
+from fedsim.recording.exchanges import MOST_ROUNDS, PartKind, Recorder, TapSide, ToldValues
 from fedsim.system import paths
 from fedsim.types import FedsimError
 
@@ -40,8 +42,6 @@ SECAGG = "secaggplus_configs"
 TRAIN = "train"
 """Type of the messages that ask for training, alone or before a dot and an action."""
 _log = logging.getLogger("fedsim.tap")
-# Characters of a text, and entries of a record, that are kept of what is not tensors.
-_LONGEST, _MOST = 200, 200
 # Seconds without anything written after which a grid that is dropped waits no longer.
 _STALLED = 10.0
 # Orders without an answer that are remembered.
@@ -76,9 +76,12 @@ def tap(
         start = target.start
 
         def tapped_start(grid: Grid, *arguments: Any, **named: Any) -> Any:
+            tapped = _TappedGrid(grid, recorder_of)
             try:
-                return start(_TappedGrid(grid, recorder_of), *arguments, **named)
+                return start(tapped, *arguments, **named)
             finally:
+                # Again, since an accountant has counted the last round only now.
+                tapped.note_strategy(target)
                 behind.finish()
 
         target.start = tapped_start  # type: ignore[method-assign]
@@ -114,6 +117,7 @@ def client_tap(
         sent = None
         if tape:
             tape.begin([message])
+            tape.note_parts("mods", lambda: list_mods(call_next))
             # Before the app runs, which may fill the message's record anew.
             sent = tape.note(message, context.node_id)
         reply = call_next(message, context)
@@ -246,6 +250,14 @@ class _Tape:
     def _save_broadcast(self, sent: _Broadcast, content: _Content) -> None:
         sent.digest = self._recorder.save_broadcast(sent.round, wire.views(content))
 
+    def note_parts(self, kind: PartKind, read: Callable[[], list[DeployedPart]]) -> None:
+        """Records the parts of the app that `read` finds."""
+        try:
+            parts = read()
+            self._later(lambda: self._recorder.note_parts(kind, parts), {})
+        except Exception as error:  # an app goes on, whatever it is made of
+            self._count_failure(error)
+
     def record(self, sent: _Sent, message_id: str, reply: Message) -> None:
         """Records a node's answer to the order `sent`."""
         try:
@@ -297,7 +309,7 @@ class _Tape:
     def _tell(self, error: Exception) -> None:
         """Counts a failure, and logs it if it is the first of its kind."""
         reason = str(error) if isinstance(error, FedsimError) else type(error).__name__
-        if self._recorder.leave_out(reason[:_LONGEST]):
+        if self._recorder.leave_out(reason[:LONGEST]):
             _log.warning("fedsim.tap: an exchange is not recorded: %s", error)
 
 
@@ -355,6 +367,11 @@ class _TappedGrid(WrappedGrid):
         }
         return self._record_replies(replies, waiting)
 
+    def note_strategy(self, strategy: Strategy) -> None:
+        """Records the settings and the accountant's state of `strategy`."""
+        for tape in self._tapes.values():
+            tape.note_parts("strategies", lambda: list_strategies(strategy))
+
     def _note(self, messages: list[Message]) -> list[_Sent | None]:
         try:
             tape = self._tape()
@@ -362,6 +379,9 @@ class _TappedGrid(WrappedGrid):
             _log.warning("fedsim.tap: messages are not recorded: %s", error)
             return [None] * len(messages)
         tape.begin(messages)
+        # Flower's strategies call from their `start`; a loop of the app's own has none.
+        if (strategy := find_strategy()) and any(map(trains, messages)):
+            tape.note_parts("strategies", lambda: list_strategies(strategy))
         return [tape.note(message, message.metadata.dst_node_id) for message in messages]
 
     def _record_replies(
@@ -449,20 +469,11 @@ def _read_told(content: RecordDict) -> ToldValues:
     Infinite numbers become texts.
     """
     return {
-        name[:_LONGEST]: {
-            key[:_LONGEST]: plain
-            for key, value in list(record.items())[:_MOST]
-            if (plain := _plain(value)) is not None
+        name[:LONGEST]: {
+            key[:LONGEST]: plain
+            for key, value in list(record.items())[:MOST]
+            if (plain := plain_value(value)) is not None
         }
-        for name, record in list(content.items())[:_MOST]
+        for name, record in list(content.items())[:MOST]
         if isinstance(record, MetricRecord | ConfigRecord)
     }
-
-
-def _plain(value: object) -> bool | int | float | str | None:
-    # JSON has neither NaN nor infinity.
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, bool | int | float):
-        return value
-    return value[:_LONGEST] if isinstance(value, str) else None

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import torch
 from flwr.app import Context, Message
 
+from fedsim.federation.live_parts import list_mods
 from fedsim.federation.tapping import Mod, folder_with_room, round_of, trains
-from fedsim.recording.witnessed import Witnessed, run_of, save_unseen, save_witnessed
-from fedsim.training.watching import Steps, watch_training
+from fedsim.training.testimony import TrainingOrder, keep_testimony
+from fedsim.training.watching import watch_training
 from fedsim.types import FedsimError
 
 _log = logging.getLogger("fedsim.witness")
@@ -60,74 +60,17 @@ def witness(
         with watch_training(max_images) as steps:
             reply = call_next(message, context)
         try:
-            _keep(folder, steps, message, context, round, max_bytes)
+            partition = context.node_config.get("partition-id")
+            order = TrainingOrder(
+                run_id=context.run_id,
+                round=round,
+                node_id=context.node_id,
+                message_id=message.metadata.message_id,
+                partition=partition if isinstance(partition, int) else None,
+            )
+            keep_testimony(folder, steps, order, list_mods(call_next), max_bytes)
         except Exception as error:  # the app goes on without a witness
             _log.warning("fedsim.witness: what was trained on is not kept: %s", error)
         return reply
 
     return mod
-
-
-def _keep(
-    folder: Path, steps: Steps, message: Message, context: Context, round: int, max_bytes: int
-) -> None:
-    if steps.failure is not None or not steps.images:
-        reason = _why_nothing(steps)
-        ids = context.run_id, round, context.node_id, message.metadata.message_id
-        save_unseen(folder, *ids, reason=reason)
-        raise FedsimError(reason)
-    partition = context.node_config.get("partition-id")
-    said = Witnessed(
-        run_id=context.run_id,
-        round=round,
-        node_id=context.node_id,
-        message_id=message.metadata.message_id,
-        partition=partition if isinstance(partition, int) else None,
-        images=len(steps.images),
-        left_out=steps.left_out,
-        sizes=steps.sizes,
-        optimizer=steps.optimizer,
-        settings=steps.settings,
-        training_mode=steps.training_mode,
-        rates=steps.rates,
-        factors=steps.factors,
-        proximal=steps.proximal,
-        unmodelled=steps.unmodelled,
-        **steps.loss,
-    )
-    images = torch.stack(steps.images)
-    # Counted on disk, since each message may come to another process.
-    files = run_of(folder, context.run_id).rglob("*.safetensors")
-    used = sum(path.stat().st_size for path in files)
-    if used + images.numel() * images.element_size() > max_bytes:
-        raise FedsimError("there is no room for it below max_gib")
-    save_witnessed(
-        folder,
-        said,
-        {
-            "images": images,
-            "labels": torch.tensor(steps.labels),
-            "order": torch.tensor(steps.order),
-        },
-    )
-
-
-def _why_nothing(steps: Steps) -> str:
-    """Returns the reason why a training has no truth that fedsim could score an attack by."""
-    if steps.failure is not None:
-        return f"the witness cannot follow how the client trains: {steps.failure}"
-    if steps.saw_images:
-        return (
-            "the model was called with images, and no cross-entropy (or negative log-likelihood) "
-            "of one class number for each image was seen: fedsim attacks classifiers of images, "
-            "and not segmentation, several labels of an image, or other losses"
-        )
-    if steps.called_with is not None:
-        return (
-            f"the model was called with {steps.called_with}: in apps that are not its own, fedsim "
-            "attacks images alone (floating point, of shape (N, C, H, W)), not text or tables"
-        )
-    return (
-        "no model was seen that computes gradients in the client's own thread; "
-        "docs/your-own-flower-app.md says what can be seen"
-    )

@@ -26,6 +26,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsim.recording import behind, streaming
+from fedsim.recording.deployed_parts import DeployedPart
 from fedsim.recording.files import read_tensors, write_bytes
 from fedsim.recording.streaming import Arrays
 from fedsim.system import paths
@@ -35,6 +36,10 @@ from fedsim.words import number_of
 TapSide = Literal["server", "client"]
 ToldValues = Mapping[str, Mapping[str, Any]]
 """Numbers and short texts of a message, by the name of their record and then by key."""
+
+PartKind = Literal["strategies", "mods"]
+"""Sides of an app whose parts are described: the server's strategies, a client's mods."""
+PARTS: tuple[PartKind, ...] = ("strategies", "mods")
 
 MOST_ROUNDS = 999_999
 _RUN, _ROUND = re.compile(r"run-\d{1,20}"), re.compile(r"round-\d{4,6}")
@@ -134,6 +139,7 @@ class Recorder:
         self._used = _count_bytes(self.folder)
         self._nodes: set[int] = set()
         self._left_out = _counts(self.folder / _TAP)
+        self._parts = _noted_parts(self.folder / _TAP)
 
     def wants(self, round: int, node_id: int) -> bool:
         """Returns whether to record an answer of this node in this round, and notes the node."""
@@ -206,6 +212,15 @@ class Recorder:
             write_bytes(base.with_suffix(".json"), text, private=True, durable=False)
             self._used += len(text)
 
+    def note_parts(self, kind: PartKind, parts: Sequence[DeployedPart]) -> None:
+        """Keeps what the app consists of, outermost first; parts that were noted are replaced."""
+        if self._parts.get(kind) != list(parts):
+            self._parts[kind] = list(parts)
+            # Without a recorded answer there is nothing to describe.
+            if self.folder.exists():
+                with suppress(OSError):
+                    self._describe()
+
     def leave_out(self, reason: str) -> bool:
         """Counts a message that is not recorded; returns whether `reason` is new.
 
@@ -229,6 +244,7 @@ class Recorder:
             "run_id": self._run_id,
             "side": self._side,
             "left_out": dict(self._left_out),
+            **{kind: [each.model_dump() for each in found] for kind, found in self._parts.items()},
         }
         text = json.dumps(about, indent=2, allow_nan=False) + "\n"
         write_bytes(self.folder / _TAP, text.encode(), private=True, durable=False)
@@ -327,6 +343,33 @@ def left_out(folder: Path) -> list[str]:
         return [f"{reason}: {number_of(int(n), 'message')}" for reason, n in reasons.items()]
     except _DAMAGED as error:
         raise FedsimError(f"{path}: not what a tap writes: {error}") from error
+
+
+def read_parts(folder: Path, kind: PartKind) -> list[DeployedPart] | None:
+    """Returns what the recorded app consists of, outermost first; None if that is not known.
+
+    Raises:
+        FedsimError: The tap's file is damaged.
+    """
+    behind.finish()
+    return _parts_in(folder / _TAP, kind)
+
+
+def _parts_in(path: Path, kind: PartKind) -> list[DeployedPart] | None:
+    try:
+        found = json.loads(paths.text(path, paths.TEXT)).get(kind)
+        return None if found is None else [DeployedPart.model_validate(each) for each in found]
+    except _DAMAGED as error:
+        raise FedsimError(f"{path}: not what a tap writes: {error}") from error
+
+
+def _noted_parts(path: Path) -> dict[PartKind, list[DeployedPart]]:
+    """Returns the parts noted so far; none where they cannot be read."""
+    try:
+        found = {kind: _parts_in(path, kind) for kind in PARTS}
+    except FedsimError:
+        return {}
+    return {kind: parts for kind, parts in found.items() if parts is not None}
 
 
 def _counts(path: Path) -> dict[str, int]:

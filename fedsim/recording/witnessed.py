@@ -20,6 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from fedsim.recording.deployed_parts import DeployedPart
 from fedsim.recording.files import read_tensors, serialize, write_bytes
 from fedsim.system import paths
 from fedsim.types import FedsimError, Tensors
@@ -57,6 +58,8 @@ class Witnessed(BaseModel):
     class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight μ of FedProx's proximal term; 0 for none."""
+    mods: list[DeployedPart] | None = None
+    """Mods of the client's app, outermost first; None in files of earlier versions."""
     unmodelled: list[str] = []
     """Names of traits of the training that were seen and that no attack models."""
 
