@@ -77,9 +77,11 @@ def right(audited: Workload) -> float:
 EVERY_KIND = [
     pytest.param(client, [], "without_replacement", 40, id="clients"),
     pytest.param(client, [AGGREGATE], "without_replacement", 40, id="clients, aggregated"),
-    pytest.param(example, [], "without_replacement", 1000, id="labels"),
+    pytest.param(example, [], "without_replacement", 1000, id="labels", marks=pytest.mark.slow),
     pytest.param(example, [], "poisson", 1000, id="examples, Poisson"),
-    pytest.param(example, [], "balls_in_bins", 1000, id="examples, balls in bins"),
+    pytest.param(
+        example, [], "balls_in_bins", 1000, id="examples, balls in bins", marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -107,6 +109,7 @@ def test_a_true_claim_is_not_exceeded(
     assert 0 <= bound <= rows.spent(audited, 4).epsilon
 
 
+@pytest.mark.slow
 def test_noise_that_was_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """An honest claim of ε = 3 stands, and one whose noise is a tenth of it falls."""
     audited = workload(example(5.5))
@@ -125,6 +128,7 @@ def test_noise_that_was_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     assert caught > claim
 
 
+@pytest.mark.slow
 def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
     audited = workload(example(1.0), "poisson")
     images = audited.dataset.train_labels.clone()

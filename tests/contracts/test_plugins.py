@@ -108,6 +108,7 @@ def test_a_third_partys_mechanism_is_calculated_with_audited_and_listed() -> Non
     assert row["package"] == "fedsim-example-plugins" and row["error"] is None
 
 
+@pytest.mark.slow
 def test_nothing_of_a_mechanism_is_imported_before_it_is_asked_for() -> None:
     code = (
         "import sys\n"

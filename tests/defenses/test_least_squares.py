@@ -29,6 +29,7 @@ def mechanism(defense: LeastSquaresMechanism, release: Release) -> ExactMechanis
     return held
 
 
+@pytest.mark.slow
 def test_the_tight_noise_is_enough_for_the_worst_row_and_no_more() -> None:
     defense = LeastSquaresMechanism(epsilon=1.0, delta=DELTA)
     sigma = defense.sigma(NORMAL)
@@ -41,6 +42,7 @@ def test_the_tight_noise_is_enough_for_the_worst_row_and_no_more() -> None:
     assert found.epsilon(DELTA, 2) == pytest.approx(2 * found.epsilon(DELTA / 2, 1))
 
 
+@pytest.mark.slow
 def test_the_papers_noise_gives_more_than_it_is_asked_for() -> None:
     """It is more than enough here, and the ledger says by how much."""
     paper = LeastSquaresMechanism(epsilon=1.0, delta=DELTA, calibration="paper")
@@ -87,6 +89,7 @@ def table(rows: int, error: float) -> torch.Tensor:
     return torch.column_stack([drawn[:, :3], target])
 
 
+@pytest.mark.slow
 def test_a_declared_residual_is_checked_and_saves_the_noise() -> None:
     rows = table(500, 1.0)
     most, share = largest(rows), largest_residual(rows)

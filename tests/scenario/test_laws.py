@@ -66,7 +66,7 @@ def test_a_dump_loads_to_an_equal_scenario_and_is_stable(
     assert resolve(yaml.safe_load(text)) == scenario, "a YAML 1.1 reader sees something else"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @example("\x85", 0, 0.1, "a", [1])
 @example("a\nb\u2028c\ufeff\n\nd ", 0, 0.1, "a", [1])
 @given(

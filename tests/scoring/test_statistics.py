@@ -103,10 +103,10 @@ def test_the_best_of_many_that_see_nothing_seldom_gains() -> None:
     """Of eight the highest lower end is above 0 in 2.5% of cases at most; uncorrected in 18%."""
     stream = np.random.default_rng(2)
     ends = {1: 0, 8: 0}
-    for _ in range(1500):
+    for _ in range(600):
         samples = [summarize(values) for values in stream.normal(size=(8, 5)).tolist()]
         for compared in ends:
             lows = [s.best_of(compared).low for s in samples if s]
             ends[compared] += any(low is not None and low > 0 for low in lows)
-    assert ends[8] / 1500 <= 0.037  # 2.5%, and three standard errors
-    assert ends[1] / 1500 >= 0.13
+    assert ends[8] / 600 <= 0.044  # 2.5%, and three standard errors
+    assert ends[1] / 600 >= 0.13

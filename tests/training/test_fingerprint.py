@@ -142,6 +142,7 @@ def accounted(stack: Stack, declared: LocalTraining, entry: Entry) -> SimpleName
     return SimpleNamespace(epsilon=share, reason=None)
 
 
+@pytest.mark.slow
 def test_what_changes_a_release_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scenario that a server varies under the name of a run has another fingerprint, or the same
     release: else one noise serves two values."""

@@ -209,6 +209,7 @@ def test_a_search_over_uneven_bins_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     assert 0.99 * 8 <= max(spent.values()) <= 8
 
 
+@pytest.mark.slow
 def test_a_node_finds_the_noise_of_all() -> None:
     made = scenario(clients=3)
     whole = Workload(made, "dp")
@@ -264,6 +265,7 @@ def test_one_of_epsilon_and_noise(member: dict[str, Any], said: str) -> None:
         scenario(member=member)
 
 
+@pytest.mark.slow
 def test_a_promise_that_cannot_be_kept_is_refused() -> None:
     partition = {
         "source": {"name": "digits", "size": 8},

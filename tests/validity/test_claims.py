@@ -74,6 +74,7 @@ def test_probes_outside_of_the_deployment_are_said_to_be() -> None:
     assert row_claim(outside).epsilon == row_claim(workload()).epsilon, "that very release"
 
 
+@pytest.mark.slow
 def test_rows_hold_both_claims_with_their_words(tmp_path: Path) -> None:
     run = fedsim.run(SCENARIO, out=tmp_path / "out", workers=1)
     (row,) = run.rows()

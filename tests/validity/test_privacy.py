@@ -110,6 +110,7 @@ def test_the_audited_bound_stays_under_the_claim(multiplier: float) -> None:
     assert 0.1 * claimed(stack) < found < claimed(stack)
 
 
+@pytest.mark.slow
 def test_composition_is_audited_over_rounds() -> None:
     stack = chain(Clip(norm=2.0), GaussianNoise(multiplier=3.0))
     present, absent = (releases(stack, v, TRIALS // 2, rounds=6) for v in (1e6, 0.0))

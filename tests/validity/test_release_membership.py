@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
+from slow_cases import slow_but
 
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
@@ -87,7 +88,7 @@ def test_the_attack_answers_that_ratio() -> None:
     assert found is not None and float(found) == float(there - absent)
 
 
-@pytest.mark.parametrize("kind", ["sketch", "coefficients"])
+@pytest.mark.parametrize("kind", slow_but(["sketch"], ["sketch", "coefficients"]))
 def test_the_worst_case_is_within_the_bound(kind: str) -> None:
     """At every threshold and in both directions, up to five standard deviations of the draws."""
     observation, sigma = release(kind)

@@ -84,6 +84,7 @@ def test_the_withheld_row_follows_from_the_truth() -> None:
     assert first == again != second
 
 
+@pytest.mark.slow
 def test_no_two_streams_of_a_large_run_meet() -> None:
     """100,000 (round, client) pairs. By 32 bits, 69% of such runs had two that did."""
     states = {

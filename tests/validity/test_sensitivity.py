@@ -186,6 +186,7 @@ def test_a_source_that_does_not_say_claims_nothing() -> None:
     assert "private_statistics" in str(claim.reason)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("foreign")
 def test_an_audit_sees_statistics_that_its_worlds_do_not_share() -> None:
     """The images of its two worlds differ in one, and all that is computed from them differs."""

@@ -49,6 +49,7 @@ def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("threads") / "one", workers=1)
 
 
+@pytest.mark.slow
 def test_bytes_depend_neither_on_workers_nor_on_cores(
     on_one: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_bytes_depend_neither_on_workers_nor_on_cores(
     assert left_behind(other) == left_behind(on_one)
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_is_the_scenarios(on_one: Run, tmp_path: Path) -> None:
     """Else the test above could not fail."""
     scenario = {**SCENARIO, "threads": 4}

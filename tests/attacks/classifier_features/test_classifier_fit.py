@@ -148,6 +148,7 @@ def test_as_many_equations_as_unknowns_determine_nothing(
     assert classifier.unique == unique
 
 
+@pytest.mark.slow
 def test_the_factor_of_each_image_is_found() -> None:
     """As of clipped examples; with the bias, each feature's last entry is known."""
     observation, truth = observe(4, **LINEAR)

@@ -220,9 +220,8 @@ def test_a_row_among_many_has_its_label_told_by_the_labels_of_the_others() -> No
         assert torch.equal(found.rows[0, 64:].argmax(), truth.rows[target, 64:].argmax())
 
 
-@pytest.mark.parametrize(
-    "parameters", [MODEL, pytest.param(FORM, marks=pytest.mark.slow)], ids=["model", "form"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", [MODEL, FORM], ids=["model", "form"])
 def test_more_noise_never_tells_more(parameters: Mapping[str, Any]) -> None:
     """On average over all rows; and it is the mean that is told, better than what was released."""
     errors, bare = [], []

@@ -148,6 +148,7 @@ def gains(attack: GenerativePrior) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_untrained_it_beats_the_mean_image() -> None:
     found = gains(GenerativePrior(iterations=150))
     assert median(found) > 5

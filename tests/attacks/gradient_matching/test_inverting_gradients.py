@@ -31,8 +31,13 @@ from fedsim_attacks.gradient_matching.inverting_gradients import (
 @pytest.mark.parametrize("labels", slow_but(["inferred"], ["none", "inferred", "known"]))
 @pytest.mark.parametrize(
     "attack",
-    [InvertingGradients(iterations=200), GradInversion(iterations=200, seeds=2, warmup=10)],
-    ids=lambda attack: type(attack).__name__,
+    slow_but(
+        ["InvertingGradients"],
+        {
+            "InvertingGradients": InvertingGradients(iterations=200),
+            "GradInversion": GradInversion(iterations=200, seeds=2, warmup=10),
+        },
+    ),
 )
 def test_on_an_mlp_it_beats_the_mean_image_clearly(attack: Attack[Any], labels: str) -> None:
     faces = Faces(size=16).load()

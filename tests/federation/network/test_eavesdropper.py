@@ -1,22 +1,18 @@
-"""A plaintext SuperLink: the wire shows updates bit for bit, and answers are read to a limit."""
+"""A plaintext SuperLink: the wire shows updates bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
-from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.app import Error, Message, RecordDict
 from network_support import Node, SuperLink, superlink, until
 from torch import Tensor
 from wire_support import eavesdropper, updates
 
 from fedsim.federation import wire
-from fedsim.federation.network.flower import BoundedGrid
 from fedsim.types import Update
 
 
@@ -61,6 +57,7 @@ def exchange(link: SuperLink, node: Node, orders: list[RecordDict], answers: lis
             until(lambda sent=sent: list(grid.pull_messages([sent])), "a reply")
 
 
+@pytest.mark.slow
 def test_plaintext_gives_the_update_bit_for_bit(plain: SuperLink, tmp_path: Path) -> None:
     torch.manual_seed(0)
     capture = tmp_path / "capture"
@@ -94,36 +91,3 @@ def test_plaintext_gives_the_update_bit_for_bit(plain: SuperLink, tmp_path: Path
     assert (first.answer.loss, second.answer.loss) == (0.5, None)
     assert (first.order.round, second.order.round) == (1, 2)
     assert (first.order.probe, second.order.probe) == (None, probe)
-
-
-def test_no_more_of_an_answer_is_read_than_was_asked_for(
-    plain: SuperLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    pull = RuntimeHttpClient.PullObject
-
-    def watched(self: RuntimeHttpClient, request: Any) -> Any:
-        answer = pull(self, request)
-        read.append(len(answer.object_content))
-        return answer
-
-    monkeypatch.setattr(RuntimeHttpClient, "PullObject", watched)
-    with plain.run(BoundedGrid) as grid, plain.node(None) as node:
-        assert isinstance(grid, BoundedGrid)
-        grid.most_bytes = 100_000
-
-        def answered(count: int, size: int) -> Message:
-            read.clear()
-            order = RecordDict({"order": ConfigRecord({"count": count})})
-            sent = list(grid.push_messages([Message(order, node.identifier, "train")]))
-            arrays = [np.full(size, number, np.uint8) for number in range(count)]
-            content = RecordDict({"arrays": ArrayRecord(arrays)})
-            node.push(Message(content, reply_to=node.pull()))
-            (reply,) = until(lambda: list(grid.pull_messages(sent)), "an answer")
-            assert isinstance(reply, Message)
-            return reply
-
-        for count, size, is_read in ((3, 10_000, True), (9, 50_000, False), (1, 3_000_000, False)):
-            assert answered(count, size).has_content() == is_read
-            assert sum(read) < 100_000
-            assert answered(2, 100).has_content(), "the next one counts for itself"

@@ -31,11 +31,13 @@ from flwr.proto.node_pb2 import Node as NodeIdentity
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.primitives.asymmetric import sign_message
+from flwr.supercore.runtime import RuntimeHttpClient
 from network_support import SuperLink, free_port, node_key, process, superlink, until
 from typer.testing import CliRunner
 from wire_support import eavesdropper
 
 from fedsim.cli.network import add_to
+from fedsim.federation.network.flower import BoundedGrid
 from fedsim.federation.network.gate import Gate, GateSettings
 from fedsim.federation.network.keys import Authority
 
@@ -165,6 +167,40 @@ def test_an_order_and_its_reply_pass_unread(federation: Federation, tmp_path: Pa
     assert answer.metadata.src_node_id == identifier
     passed = b"".join(path.read_bytes() for path in capture.iterdir())
     assert len(passed) > update.nbytes and update.tobytes()[:16] not in passed
+
+
+def test_no_more_of_an_answer_is_read_than_was_asked_for(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    pull = RuntimeHttpClient.PullObject
+
+    def watched(self: RuntimeHttpClient, request: Any) -> Any:
+        answer = pull(self, request)
+        read.append(len(answer.object_content))
+        return answer
+
+    monkeypatch.setattr(RuntimeHttpClient, "PullObject", watched)
+    key = list(federation.nodes)[1]
+    with federation.link.run(BoundedGrid) as grid, federation.link.node(key) as node:
+        assert isinstance(grid, BoundedGrid)
+        grid.most_bytes = 100_000
+
+        def answered(count: int, size: int) -> Message:
+            read.clear()
+            order = RecordDict({"order": ConfigRecord({"count": count})})
+            sent = list(grid.push_messages([Message(order, node.identifier, "train")]))
+            arrays = [np.full(size, number, np.uint8) for number in range(count)]
+            content = RecordDict({"arrays": ArrayRecord(arrays)})
+            node.push(Message(content, reply_to=node.pull()))
+            (reply,) = until(lambda: list(grid.pull_messages(sent)), "an answer")
+            assert isinstance(reply, Message)
+            return reply
+
+        for count, size, is_read in ((3, 10_000, True), (9, 50_000, False), (1, 3_000_000, False)):
+            assert answered(count, size).has_content() == is_read
+            assert sum(read) < 100_000
+            assert answered(2, 100).has_content(), "the next one counts for itself"
 
 
 def test_a_stranger_is_no_node(federation: Federation) -> None:

@@ -275,6 +275,7 @@ def promised(**changes: Any) -> Scenario:
     return resolved(**{"defenses": {"noise": [EPSILON]}, "training": training, **changes})
 
 
+@pytest.mark.slow
 def test_a_node_holds_a_server_to_epsilon_and_delta(tmp_path: Path) -> None:
     (app, *_) = nodes(tmp_path, policy=Policy(stacks=[[EPSILON]]))
     counted(app, promised())

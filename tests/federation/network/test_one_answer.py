@@ -86,13 +86,14 @@ def test_what_a_scenario_calls_itself_changes_no_answer(
     assert equal(first, Lying(private().model_copy(update=change), apps).train())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"privacy": {"delta": 1e-6}}, marks=pytest.mark.slow),
+        {"privacy": {"delta": 1e-6}},
         {"privacy": {"probes": "outside"}, "observe": PROBED},
-        pytest.param({"observe": {**PROBED, "trials": 3}}, marks=pytest.mark.slow),
-        pytest.param({"training": {**TRAINED, "rounds": 5}}, marks=pytest.mark.slow),
+        {"observe": {**PROBED, "trials": 3}},
+        {"training": {**TRAINED, "rounds": 5}},
     ],
 )
 def test_an_epsilon_has_one_noise_in_a_run(change: dict[str, Any], tmp_path: Path) -> None:

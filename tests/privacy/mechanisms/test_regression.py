@@ -122,6 +122,7 @@ def test_the_worst_row_of_little_residual_is_not_beaten_by_any_other() -> None:
     assert at == pytest.approx(found.log_delta)
 
 
+@pytest.mark.slow
 def test_a_declared_residual_makes_noise_needless_and_else_counts_for_nothing() -> None:
     keys = {"row_norm": 1.5, "r": 300, "d": 12, "leverage": 0.02}
     calibrate = least_squares.LeastSquaresCalibration.model_validate
