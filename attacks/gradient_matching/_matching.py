@@ -108,6 +108,50 @@ def squared_distance(
     return distance, direction, 2 / target.square
 
 
+def gaussian_distance(
+    update: Sequence[Tensor], target: MatchedUpdate
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Averages 1 - exp(-|u_l - t_l|² / σ_l²) over the tensors u_l of `update`, t_l of `target`.
+
+    Tensor l, counted from 1, has weight 1 / l, and σ_l² is |t_l|². Wang et al., SAPAG: A
+    Self-Adaptive Privacy Attack From Gradients, 2020, whose σ_l² is the variance of a single entry:
+    there the kernel is flat wherever an attack starts. `Distance` describes the three values
+    returned.
+    """
+    total = sum(1 / (place + 1) for place in range(len(update)))
+    losses, direction = [], []
+    for place, (u, t) in enumerate(zip(update, target.tensors, strict=True)):
+        weight, away = 1 / (place + 1) / total, u - t
+        width = t.square().sum().clamp_min(torch.finfo(t.dtype).tiny)
+        kernel = (-away.square().sum() / width).exp()
+        losses.append(weight * (1 - kernel))
+        direction.append(away * (2 * weight * kernel / width))
+    return torch.stack(losses).sum(), direction, losses[0].new_ones(())
+
+
+def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Distance:
+    """Makes a distance |c u - t|² / (2 `variance` `pixels`) of update u and target t.
+
+    It is -log p(t | u) per pixel, up to a constant, of normal noise of that variance in each entry
+    of t. c is 1; where the update was `scaled` by an unknown factor, c >= 0 is the likeliest one.
+    Balunović et al., Bayesian Framework for Gradient Leakage, ICLR 2022.
+    """
+
+    def distance(
+        update: Sequence[Tensor], target: MatchedUpdate
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        factor = target.square.new_ones(())
+        if scaled:
+            square = inner_product(update, update).clamp_min(torch.finfo(factor.dtype).tiny)
+            factor = (inner_product(update, target.tensors) / square).clamp_min(0)
+        direction = [factor * u - t for u, t in zip(update, target.tensors, strict=True)]
+        away = inner_product(direction, direction) + target.outside
+        # The likeliest factor has slope zero: the derivative in u takes it for a constant.
+        return away / (2 * variance * pixels), direction, factor / (variance * pixels)
+
+    return distance
+
+
 def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Distance:
     """Makes a distance that averages 1 - cos(u_i, t_i) over the update's tensors u_i, weighted.
 

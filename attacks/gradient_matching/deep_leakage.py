@@ -76,11 +76,18 @@ class GradientDistance(IterativeAttack[Descent]):
         loss = torch.full((), torch.inf, device=matching.device)
         return Descent(loss=loss, matching=matching, candidate=candidate, optimizer=optimizer)
 
+    def objective(self, state: Descent) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Computes what is minimized (0-d), and its gradient in each of the candidate's variables.
+
+        It is the squared distance of the updates.
+        """
+        return state.matching.differentiate(state.candidate, squared_distance)
+
     def step(self, state: Descent) -> Descent:
         """Runs a few iterations of L-BFGS."""
 
         def closure() -> Tensor:
-            loss, gradients = state.matching.differentiate(state.candidate, squared_distance)
+            loss, gradients = self.objective(state)
             for variable, slope in zip(state.candidate.variables, gradients, strict=True):
                 variable.grad = slope
             return loss

@@ -1,10 +1,9 @@
 """Gradient inversion through a generator: of its latent space first, then of its weights.
 
-Two methods, told apart by `weights`. With: Jeon, Kim, Lee, Oh and Ok, Gradient Inversion with
-Generative Image Prior, NeurIPS 2021 (GIAS). Without: Zhang et al., Generative Gradient Inversion
+Two methods. With a trained generator: Jeon, Kim, Lee, Oh and Ok, Gradient Inversion with Generative
+Image Prior, NeurIPS 2021 (GIAS). With an untrained one: Zhang et al., Generative Gradient Inversion
 via Over-Parameterized Networks in Federated Learning, ICCV 2023 (GION): the weights of one
-untrained generator for the whole batch, at fixed codes. Step sizes, iterations and width as in
-their code.
+generator for the whole batch, at fixed codes. Step sizes, iterations and width as in their code.
 
 The layout of the generator is that of GION's code: a code becomes a map of the smallest
 resolution, and two convolutions follow at each, between nearest-neighbour enlargements. Group norm
@@ -13,19 +12,21 @@ stands for their batch norm and spectral norm: so an image does not depend on ot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, final
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import AttackState
+from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.weights import read_weights
@@ -94,6 +95,53 @@ def over_parameterized(count: int, shape: tuple[int, ...]) -> Generator:
         width *= 2
 
 
+_CODE_RATE = 1e-2
+_WEIGHT_RATE = 1e-3
+_BATCH = 16
+"""Adam's step sizes and the batch of a generator's training."""
+_TRAINED_WIDTH = 32
+"""Channels of a generator that an attack trains itself."""
+
+
+def fit_generator(
+    images: Tensor,
+    *,
+    width: int,
+    iterations: int,
+    seed: int,
+    report: Callable[[int, Tensor], None] = lambda iteration, loss: None,
+) -> Generator:
+    """Fits a generator of `width` channels to `images`, pixels (M, C, H, W) in [0, 1].
+
+    A code for each image is learned with the weights (Bojanowski, Joulin, Lopez-Paz and Szlam,
+    Optimizing the Latent Space of Generative Networks, ICML 2018, with the squared error): no
+    adversary, hence stable on few images too. `report` gets the number of each iteration, from 1,
+    and the mean squared error of its batch (0-d). Same arguments, same weights.
+    """
+    stream = streams.generator(seed, "codes")
+    codes = torch.randn(len(images), LATENT, generator=stream).to(images.device).requires_grad_()
+    with streams.global_stream(streams.derive(seed, "generator")):
+        _, channels, height, columns = images.shape
+        generator = Generator((channels, height, columns), LATENT, width).to(images.device)
+    optimizer = torch.optim.Adam(
+        [
+            {"params": generator.parameters(), "lr": _WEIGHT_RATE},
+            {"params": [codes], "lr": _CODE_RATE},
+        ]
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations)
+    for iteration in range(1, iterations + 1):
+        chosen = torch.randperm(len(images), generator=stream)[:_BATCH].to(images.device)
+        with torch.enable_grad():
+            loss = F.mse_loss(generator(codes[chosen]), images[chosen])
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        schedule.step()
+        report(iteration, loss.detach())
+    return generator
+
+
 class _Header(BaseModel):
     """The metadata of a generator's file."""
 
@@ -160,6 +208,9 @@ _LATENT_SHARE = 11
 """One iteration in so many searches the latent space: 500 of 5,500 in the code of Jeon et al."""
 
 
+_WITH_PUBLIC = {"labels": "inferred", "public": "test"}
+
+
 @dataclass(kw_only=True)
 class GeneratorSearch(AttackState):
     """The generators and codes that draw the candidate, and the best so far by own loss."""
@@ -188,15 +239,16 @@ class GeneratorSearch(AttackState):
 class GenerativePrior(IterativeAttack[GeneratorSearch]):
     """Matches the update's direction by what a generator draws: trained elsewhere, or untrained.
 
-    Two methods: without `weights` it is not that of Jeon et al. With `weights` (GIAS) codes are
-    searched first, from N(0, 1); then a copy of the generator for each image is trained further, at
-    the codes of least own loss. Without (GION), one generator of random weights is trained at
+    Two methods: with an untrained generator it is not that of Jeon et al. With one that is trained,
+    by `weights` or `training_iterations` (GIAS), codes are searched first, from N(0, 1); then a
+    copy of the generator for each image is trained further, at the codes of least own loss.
+    Untrained (GION), one generator of random weights is trained at
     random codes, by the signs of its gradients.
     """
 
     reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = (
-        "without `weights`: Zhang et al., Generative Gradient Inversion, ICCV 2023 (GION); with: "
+        "untrained: Zhang et al., Generative Gradient Inversion, ICCV 2023 (GION); trained: "
         "Jeon et al., Gradient Inversion with Generative Image Prior, NeurIPS 2021 (GIAS)"
     )
     needs: ClassVar[Grant] = Grant.least(labels="inferred")
@@ -206,11 +258,14 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     data; default: untrained. `~` is the home directory."""
     public: str | None = None
     """Name of the public data that `weights` was trained on, as its file states it."""
+    training_iterations: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Steps that train a generator, before each attack, on the public images that the threat model
+    grants (`knowledge.public`), in place of `weights`. Default: none."""
     iterations: Annotated[int, Field(ge=1)] = 5500
     """Steps of Adam in both stages; each divides its step size by 10 at 3/8, 5/8 and 7/8."""
     latent_iterations: Annotated[int, Field(ge=0)] | None = None
     """Number of them that search codes, before the others train weights; default: one in eleven
-    with `weights`, none without."""
+    of a trained generator, none of an untrained one."""
     latent_rate: Annotated[float, Field(gt=0)] = 0.03
     """Step size of codes."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.001
@@ -225,10 +280,20 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     def _parameters_fit(self) -> GenerativePrior:
         if (self.weights is None) != (self.public is None):
             raise ValueError("give both weights and public, or neither")
+        if self.weights is not None and self.training_iterations is not None:
+            raise ValueError("weights are trained already: drop them, or training_iterations")
         if self._searching_codes() > self.iterations:
             codes, both = self.latent_iterations, self.iterations
             raise ValueError(f"latent_iterations ({codes}) exceed the iterations ({both})")
         return self
+
+    @property
+    def _trained(self) -> bool:
+        return self.weights is not None or self.training_iterations is not None
+
+    def required(self) -> Grant:
+        """Returns inferred labels, and public images if a generator is trained on them."""
+        return self.needs if self.training_iterations is None else Grant.least(**_WITH_PUBLIC)
 
     def brings(self) -> tuple[str, ...]:
         """Returns the name of the public data of a trained generator; else nothing."""
@@ -240,7 +305,8 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         """Draws random codes; reads the generator from its file, or draws its weights.
 
         Raises:
-            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head; or
+                the public images have not the shape of the victim's.
             FedsimError: `weights` cannot be read, draws images of another shape, or was trained on
                 other data than `public` says.
         """
@@ -252,8 +318,8 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
             path = from_home(self.weights)
             generator = read_generator(path, spec.input_shape, self.public)
         else:
-            with streams.global_stream(int(torch.randint(2**31, (), generator=rng))):
-                generator = over_parameterized(count, spec.input_shape)
+            seed = int(torch.randint(2**31, (), generator=rng))
+            generator = self._make_generator(count, spec.input_shape, knowledge, seed)
         # At first only codes are searched, and no gradient of weights is wanted.
         generator = generator.to(matching.device).requires_grad_(False)
         codes = torch.randn(count, generator.latent, generator=rng).to(matching.device)
@@ -291,7 +357,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         state.best_codes = torch.where(better, state.codes.detach(), state.best_codes)
         state.optimizer.zero_grad()
         torch.autograd.backward(drawn, slope)
-        if self.weights is None and not state.codes.requires_grad:
+        if not self._trained and not state.codes.requires_grad:
             for weight in state.generators[0].parameters():
                 assert weight.grad is not None
                 # As in the code of Zhang et al. (GION).
@@ -313,12 +379,33 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     def _searching_codes(self) -> int:
         if self.latent_iterations is not None:
             return self.latent_iterations
-        return 0 if self.weights is None else self.iterations // _LATENT_SHARE
+        return self.iterations // _LATENT_SHARE if self._trained else 0
+
+    def _make_generator(
+        self, count: int, shape: tuple[int, ...], knowledge: Knowledge, seed: int
+    ) -> Generator:
+        """Trains a generator on public images, or draws the weights of an untrained one."""
+        if self.training_iterations is None:
+            with streams.global_stream(seed):
+                return over_parameterized(count, shape)
+        assert knowledge.public_images is not None
+        images = knowledge.public_images
+        if images.shape[1:] != shape:
+            raise AttackFailed(
+                f"public images are of {_times(tuple(images.shape[1:]))}, the victim's of "
+                f"{_times(shape)}: grant public images of the victim's shape"
+            )
+        return fit_generator(
+            images.float() / 255,
+            width=_TRAINED_WIDTH,
+            iterations=self.training_iterations,
+            seed=seed,
+        )
 
     def _start_weights(self, state: GeneratorSearch) -> None:
         (generator,) = state.generators
         # Jeon et al. train a generator for each image, Zhang et al. one for the whole batch.
-        copies = 1 if self.weights is None else len(state.codes)
+        copies = len(state.codes) if self._trained else 1
         state.codes = state.best_codes
         state.generators = [deepcopy(generator).requires_grad_() for _ in range(copies)]
         weights = [weight for each in state.generators for weight in each.parameters()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fedsim.models.local import mean_gradient_factor, step_weights
+from fedsim.models.local import mean_gradient_factor, update_noise
 from fedsim.privacy.recovery import TensorBound, tensor_bound, tensor_rate
 from fedsim.types import Observation
 
@@ -22,14 +22,15 @@ def observed_rate(observation: Observation) -> float | None:
     """
     head = observation.model.parameters.get("head")
     seen = observation.update.get("head.output.weight")
-    variance = _noise(observation)
+    variance = update_noise(observation)
     effect = observation.effect
-    if not head or seen is None or variance is None:
+    if not head or seen is None or variance is None or not observation.training.sums_gradients:
         return None
     if not replace(effect, noise=(), drawn=False).exact:
         return None
     images, training = observation.num_images, observation.training
     factor = mean_gradient_factor(training)
+    variance *= factor**2
     # E[(signal + noise)²] = signal² + variance: the noise is independent of the signal.
     energy = factor**2 * float(seen.double().square().mean()) - variance
     # By chance the noise may be larger than all that was observed.
@@ -62,7 +63,8 @@ def observed_bound(observation: Observation) -> TensorBound:
     rate, training = observed_rate(observation), observation.training
     if rate is None:
         return TensorBound(
-            reason="entries are rounded or mixed, or noise is unknown or all there is"
+            reason="entries are rounded, mixed or an optimizer's steps, or noise is unknown or all "
+            "there is"
         )
     planted = head.get("planted") or 0
     found = tensor_bound(
@@ -81,31 +83,3 @@ def observed_bound(observation: Observation) -> TensorBound:
     }
     broken = next((why for why, is_so in assumed.items() if is_so), None)
     return replace(found, reason=broken or found.reason)
-
-
-def _noise(observation: Observation) -> float | None:
-    """Returns the variance of announced noise on an entry of the mean gradient; None: unknown."""
-    training = observation.training
-    weights = step_weights(training)
-    total, variance = sum(weights), 0.0
-    if not observation.effect.known:
-        return None
-    for noise in observation.effect.noise:
-        if noise.on == "sum" or (noise.correlation and observation.releases > 1):
-            return None  # what all releases share does not average out
-        # Of an update it is scaled to the mean gradient; of steps, summed by their weights.
-        if noise.on == "update":
-            variance += mean_gradient_factor(training) ** 2 * noise.variance
-        else:
-            taken = _variance_of_sum(weights, noise.correlation, observation.round)
-            variance += taken * noise.variance / total**2
-    # The mean of several clients' updates, and of several releases of one.
-    return variance / (observation.num_clients * observation.releases)
-
-
-def _variance_of_sum(weights: list[float], correlation: float, round: int) -> float:
-    """Returns the variance of Σ_t w_t (z_t - λ z_(t-1)) of unit z; z_0 is 0 in round 1."""
-    # Collected by z_t: Σ_t (w_t - λ w_(t+1)) z_t - λ w_1 z_0, whose terms are independent.
-    following = [*weights[1:], 0.0]
-    kept = sum((w - correlation * f) ** 2 for w, f in zip(weights, following, strict=True))
-    return kept + (correlation * weights[0]) ** 2 * (round > 1)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.models.base import Classifier
-from fedsim.types import FedsimError, LocalTraining, StepRule, Tensors
+from fedsim.types import FedsimError, LocalTraining, Observation, StepRule, Tensors
 
 _TINY = 1e-30
 
@@ -286,3 +286,38 @@ def mean_gradient_factor(training: LocalTraining) -> float:
         return 1.0
     # The update is -lr Σ w_s g_s, of which this factor leaves the mean of g_s with weights w_s.
     return -1 / (training.lr * sum(step_weights(training)))
+
+
+def update_noise(observation: Observation) -> float | None:
+    """Returns the variance of the announced noise in an entry of the update; None if unknown.
+
+    It is unknown of noise on a sum, of an undeclared effect, and where noise of steps went through
+    an optimizer that is more than a sum of gradients.
+    """
+    training = observation.training
+    variance = 0.0
+    if not observation.effect.known:
+        return None
+    for noise in observation.effect.noise:
+        if noise.on == "sum" or (noise.correlation and observation.releases > 1):
+            return None  # what all releases share does not average out
+        if noise.on == "update":
+            variance += noise.variance
+        elif not training.sums_gradients:
+            return None
+        else:
+            weights = step_weights(training)
+            taken = _variance_of_sum(weights, noise.correlation, observation.round)
+            # A step's noise enters as its gradient does: by the weights, in units of -lr.
+            unit = 1.0 if training.algorithm == "fedsgd" else training.lr
+            variance += unit**2 * taken * noise.variance
+    # The mean of several clients' updates, and of several releases of one.
+    return variance / (observation.num_clients * observation.releases)
+
+
+def _variance_of_sum(weights: list[float], correlation: float, round: int) -> float:
+    """Returns the variance of Σ_t w_t (z_t - λ z_(t-1)) of unit z; z_0 is 0 in round 1."""
+    # Collected by z_t: Σ_t (w_t - λ w_(t+1)) z_t - λ w_1 z_0, whose terms are independent.
+    following = [*weights[1:], 0.0]
+    kept = sum((w - correlation * f) ** 2 for w, f in zip(weights, following, strict=True))
+    return kept + (correlation * weights[0]) ** 2 * (round > 1)

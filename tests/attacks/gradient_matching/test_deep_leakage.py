@@ -12,9 +12,10 @@ from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
+from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage, GradientDistance
-from fedsim_attacks.gradient_matching.idlg import IDLG
+from fedsim_attacks.gradient_matching.idlg import IDLG, label_misfit
 
 
 def face() -> tuple[Tensor, Tensor]:
@@ -54,3 +55,30 @@ def test_labels_that_are_only_inferred_are_not_used_by_dlg() -> None:
         assert attack.init(observation, granted, stream).candidate.logits is not None
     known = Knowledge(grant=Grant(labels="known"), true_labels=truth.labels)
     assert attack.init(observation, known, stream).candidate.logits is None
+
+
+def test_an_image_held_to_its_label_is_found_from_a_pattern() -> None:
+    """CPL (Wei et al.): patterned starts, and the misfit of predictions in the objective."""
+    images, truth = face()
+    seen = hand_over(*make_observation(images, truth), Grant(labels="inferred"))
+    attack = IDLG(iterations=150, label_weight=1e-4, pattern=4)
+    start = attack.init(*seen, torch.Generator().manual_seed(0)).candidate.images.detach()
+    torch.testing.assert_close(start[:, :, 4:], start[:, :, :-4])
+    found = solve(attack, *seen, seed=0).reconstruction
+    assert found.images is not None
+    assert psnr(found.images, images) > 25
+
+
+def test_the_misfit_of_a_label_is_that_of_the_predicted_probabilities() -> None:
+    images, truth = face()
+    observation, _ = make_observation(images, truth)
+    model = rebuild(observation)
+    misfit = label_misfit(observation, truth)
+    at = torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
+    predicted = model(at).detach().softmax(1)[0]
+    wanted = torch.eye(len(predicted))[int(truth)]
+    value, slope = misfit(at)
+    assert float(value) == pytest.approx(float((predicted - wanted).square().sum()))
+    ahead, behind = (misfit(at + step * slope)[0] for step in (0.01, -0.01))
+    expected = 0.02 * float(slope.square().sum())
+    assert float(ahead - behind) == pytest.approx(expected, rel=0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -14,11 +15,10 @@ import yaml
 from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from train_generator import fit_generator
 
 from fedsim import rng
 from fedsim.attacking.knowledge import hand_over
-from fedsim.contracts.attack import solve
+from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.recording.files import read_tensors
@@ -29,6 +29,7 @@ from fedsim_attacks.gradient_matching.generative_prior import (
     GenerativePrior,
     Generator,
     GeneratorSearch,
+    fit_generator,
     pack_generator,
     read_generator,
 )
@@ -166,6 +167,40 @@ def test_trained_on_other_faces_it_beats_the_mean_image(tmp_path: Path) -> None:
     assert min(found) > 2
 
 
+def test_a_generator_is_trained_on_the_granted_images_alone() -> None:
+    """Its error on them falls below that of their mean; nothing else is read or written."""
+    public = Faces(size=16).load().test_images[:64].float() / 255
+    errors: list[float] = []
+    fit_generator(
+        public, width=16, iterations=60, seed=0, report=lambda _, loss: errors.append(float(loss))
+    )
+    assert errors[-1] < 0.8 * float((public - public.mean(0)).square().mean()) < errors[0]
+
+
+def test_it_trains_before_it_searches_where_public_images_are_granted() -> None:
+    attack = GenerativePrior(training_iterations=2, iterations=4, latent_iterations=2)
+    observation, knowledge, _ = of_its_range(2)
+    assert "public: test" in str(knowledge.grant.lacks(attack.required()))
+    granted = replace(
+        knowledge,
+        grant=Grant(labels="known", public="test"),
+        public_images=torch.zeros(20, *SHAPE, dtype=torch.uint8),
+    )
+    first, again, untrained = (
+        each.init(observation, granted, rng.generator(0, "attack")).generators[0].state_dict()
+        for each in (attack, attack, attack.model_copy(update={"training_iterations": 1}))
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], untrained[name]) for name in first)
+    state = attack.init(observation, granted, rng.generator(0, "attack"))
+    for _ in range(4):
+        state = attack.step(state)
+    assert len(state.generators) == 2
+    other = replace(granted, public_images=torch.zeros(20, 3, 32, 32, dtype=torch.uint8))
+    with pytest.raises(AttackFailed, match="public images are of 3x32x32, the victim's of 1x16x16"):
+        attack.init(observation, other, rng.generator(0, "attack"))
+
+
 def test_a_file_gives_back_its_generator(file: Path) -> None:
     codes = example_codes(2)
     found = read_generator(file, SHAPE, "public")
@@ -195,8 +230,10 @@ def test_files_that_do_not_fit_are_refused(file: Path, tmp_path: Path) -> None:
 
 
 def test_parameters_that_do_not_go_together_are_refused() -> None:
-    for given in ({"weights": "a"}, {"public": "b"}, {"iterations": 5, "latent_iterations": 6}):
-        with pytest.raises(ValidationError, match=r"both weights and public|exceed the iterations"):
+    trained = {"weights": "a", "public": "b", "training_iterations": 5}
+    short = {"iterations": 5, "latent_iterations": 6}
+    for given in ({"weights": "a"}, {"public": "b"}, trained, short):
+        with pytest.raises(ValidationError, match=r"both weights|exceed|trained already"):
             GenerativePrior.model_validate(given)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,13 @@ from slow_cases import slow_but
 from torch import Tensor
 
 from fedsim.attacking.knowledge import hand_over
-from fedsim.contracts.attack import Attack, solve
+from fedsim.contracts.attack import Attack, AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
-from fedsim.models.base import denormalize
+from fedsim.models.base import denormalize, normalize
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
-from fedsim.types import Observation
+from fedsim.types import LocalTraining, Observation
 from fedsim_attacks.gradient_matching._matching import cosine_distance
 from fedsim_attacks.gradient_matching.grad_inversion import GradInversion
 from fedsim_attacks.gradient_matching.inverting_gradients import (
@@ -54,6 +55,35 @@ def test_on_an_mlp_it_beats_the_mean_image_clearly(attack: Attack[Any], labels: 
         gains.append(10 * math.log10(guess / (found.images - images).square().mean()))
     assert median(gains) > 5
     assert min(gains) > 2
+
+
+def test_the_likelihood_at_the_truth_is_that_of_the_declared_noise() -> None:
+    """Each entry's squared noise over its variance is 1 in the mean, whatever the local steps."""
+    images = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([1, 2, 3, 4])
+    gradient = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
+    steps = replace(gradient, algorithm="fedavg", steps=2, batch_size=2)
+    for training in (gradient, steps):
+        observation, truth = make_observation(
+            images,
+            labels,
+            model="mlp",
+            training=training,
+            defense=[{"name": "gaussian_noise", "std": 0.02}],
+        )
+        known = hand_over(observation, truth, Grant(labels="known"))
+        attack = InvertingGradients(distance="likelihood", total_variation=0, iterations=1)
+        state = attack.init(*known, torch.Generator())
+        state.candidate.images.data.copy_(normalize(images, observation.model))
+        entries = sum(each.numel() for each in observation.update.values())
+        expected = entries / (2 * images.numel())
+        assert float(attack.step(state).loss) == pytest.approx(expected, rel=0.1)
+
+
+def test_without_announced_noise_there_is_no_likelihood() -> None:
+    attack = InvertingGradients(distance="likelihood")
+    with pytest.raises(AttackFailed, match="no noise of known variance is announced"):
+        attack.init(*colored(), torch.Generator())
 
 
 def test_iterates_stay_valid_pixels() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from fedsim.models.victim import rebuild
 from fedsim.rng import generator
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
-from fedsim.types import GroundTruth, LocalTraining, Observation
+from fedsim.types import GroundTruth, LocalTraining, Observation, StepRule
 from fedsim_attacks.fast_autograd import _second_order
 from fedsim_attacks.fast_autograd._convolution import Patches, Winograd
 from fedsim_attacks.fast_autograd._second_order import accelerate
@@ -28,6 +29,8 @@ from fedsim_attacks.gradient_matching._matching import (
     MatchedUpdate,
     Matching,
     cosine_distance,
+    gaussian_distance,
+    negative_log_likelihood,
     reweighted_cosine,
     squared_distance,
 )
@@ -78,6 +81,78 @@ def test_the_objective_is_zero_at_the_truth(case: dict[str, Any], distance: Dist
     assert objective(observation, 1 - truth.images, truth.labels, distance) > 1e-3
     wrong = (truth.labels + 1) % observation.model.num_classes
     assert objective(observation, truth.images, wrong, distance) > 1e-3
+
+
+RULES = {
+    "adam": StepRule(optimizer="adam", weight_decay=0.01),
+    "adamw": StepRule(optimizer="adamw", weight_decay=0.01),
+    "decay": StepRule(weight_decay=0.1),
+    "rates that fall": StepRule(rates=(0.1, 0.05, 0.01)),
+    "adam, rates that fall": StepRule(optimizer="adam", rates=(0.1, 0.05, 0.01)),
+}
+
+
+@pytest.mark.parametrize("distance", [cosine_distance, squared_distance, gaussian_distance])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_the_objective_is_zero_at_the_truth_under_every_rule(
+    rule: StepRule, distance: Distance
+) -> None:
+    """Another rule, and so another update, is not taken for the declared one."""
+    momentum = 0.9 if rule.optimizer == "sgd" else 0.0
+    training = {**FEDAVG, "lr": 0.01, "momentum": momentum, "rule": rule}
+    observation, truth = observe({"training": training})
+    assert abs(objective(observation, truth.images, truth.labels, distance)) < 1e-6
+    untold = replace(observation, training=replace(observation.training, rule=None))
+    assert objective(untold, truth.images, truth.labels, distance) > 1e-4
+
+
+def test_the_gaussian_distance_is_that_of_its_formula() -> None:
+    update, target = example_updates()
+    leaves = [u.clone().requires_grad_() for u in update]
+    value = sum(
+        (1 - torch.exp(-(u - t).square().sum() / t.square().sum())) / place
+        for place, (u, t) in enumerate(zip(leaves, target.tensors, strict=True), 1)
+    ) / (1 + 1 / 2)
+    assert isinstance(value, Tensor)
+    is_derivative_of(gaussian_distance, update, target, value, leaves)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_likelihood_is_that_of_normal_noise(scaled: bool) -> None:
+    """Up to the density at its mode; an unknown factor is the likeliest of many."""
+    update, target = example_updates()
+    leaves = [u.clone().requires_grad_() for u in update]
+    u, t = (torch.cat([each.flatten() for each in tensors]) for tensors in (leaves, target.tensors))
+    factors = torch.linspace(0, 2, 20_001)[:, None] if scaled else torch.ones(1, 1)
+    noise = torch.distributions.Normal(t, 0.3**0.5)
+    likelihoods = (noise.log_prob(factors * u) - noise.log_prob(t)).sum(1)
+    is_derivative_of(
+        negative_log_likelihood(0.3, 7, scaled), update, target, -likelihoods.max() / 7, leaves
+    )
+
+
+def example_updates() -> tuple[list[Tensor], MatchedUpdate]:
+    stream = torch.Generator().manual_seed(0)
+    shapes = ((3, 2), (4,))
+    target = [torch.randn(shape, generator=stream) for shape in shapes]
+    update = [t + 0.5 * torch.randn(t.shape, generator=stream) for t in target]
+    zero = torch.zeros(())
+    square = torch.stack([t.square().sum() for t in target]).sum()
+    return update, MatchedUpdate(tensors=target, square=square, outside=zero)
+
+
+def is_derivative_of(
+    distance: Distance,
+    update: list[Tensor],
+    target: MatchedUpdate,
+    value: Tensor,
+    leaves: list[Tensor],
+) -> None:
+    found, direction, scale = distance(update, target)
+    torch.testing.assert_close(found, value.detach(), rtol=1e-4, atol=1e-6)
+    expected = torch.autograd.grad(value, leaves)
+    for own, other in zip(direction, expected, strict=True):
+        torch.testing.assert_close(scale * own, other, rtol=1e-3, atol=1e-4)
 
 
 def plain_gradient(
