@@ -30,8 +30,9 @@ class Clip(UpdateDefense):
     )
 
     deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "flwr.clientapp.mod.centraldp_mods.fixedclipping_mod": {"clipping_norm": "norm"},
-        "flwr.clientapp.mod.centraldp_mods.adaptiveclipping_mod": {"clipping_norm": "norm"},
+        f"flwr.{home}.mod.centraldp_mods.{kind}clipping_mod": {"clipping_norm": "norm"}
+        for home in ("clientapp", "client")
+        for kind in ("fixed", "adaptive")
     }
 
     norm: Annotated[float, Field(ge=1e-12, le=1e12)]

@@ -32,9 +32,10 @@ class LocalDpMod(UpdateDefense):
     )
 
     deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "flwr.clientapp.mod.localdp_mod.LocalDpMod": {
+        f"flwr.{home}.mod.localdp_mod.LocalDpMod": {
             name: name for name in ("clipping_norm", "sensitivity", "epsilon", "delta")
         }
+        for home in ("clientapp", "client")
     }
 
     clipping_norm: Annotated[float, Field(ge=1e-12, le=1e12)]

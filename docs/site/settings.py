@@ -47,6 +47,8 @@ class Setting:
     sentence: str
     halved: bool = False
     """Whether the noise counts half: against any other contribution, and not against none."""
+    multiplier: float | None = None
+    """Noise over one client's part of a mean, of noise that a server adds; None for a client's."""
 
 
 def settings() -> list[Setting]:
@@ -106,6 +108,22 @@ def settings() -> list[Setting]:
             halved=True,
         ),
         Setting(
+            "Flower `DifferentialPrivacyServerSideFixedClipping`, noise multiplier 1",
+            "by its accountant",
+            "client, none",
+            (),
+            "It holds for those who see the model alone. From the server it hides nothing.",
+            multiplier=1.0,
+        ),
+        Setting(
+            "the same, for a client with twice the mean number of examples",
+            "without accountant: none",
+            "client, none",
+            (),
+            "FedAvg weighs by examples. Only the accountant demands equal weights.",
+            multiplier=0.5,
+        ),
+        Setting(
             "Opacus, noise multiplier 1.1, one step a round",
             "by its accountant",
             "example",
@@ -117,6 +135,8 @@ def settings() -> list[Setting]:
 
 def find_epsilon(setting: Setting, rounds: int) -> float:
     """Returns the ε of the setting's stack after so many rounds."""
+    if setting.multiplier is not None:
+        return float(gaussian.epsilon(setting.multiplier / math.sqrt(rounds), DELTA))
     stack = chain(*setting.defenses)
     stack.note_shapes([torch.empty(ENTRIES, device="meta")])
     training = replace(_TRAINING, sampling="poisson") if setting.unit == "example" else _TRAINING

@@ -160,14 +160,16 @@ def _of_one(parts: Sequence[DeployedPart], exchange: Exchange) -> FoundDefenses:
     }
     acting = tuple(part for part in parts if part.name not in _PASS_ON)
     refs: list[PluginRef] = []
-    unproven = ""
+    unknown = ""
     # The mod nearest to the app's own function changes the answer first.
     for part in reversed(acting):
         if ref := _ref_of(part, told):
+            # What the first defense proves holds of anything that it is handed.
+            unknown = unknown if refs else ""
             refs.append(ref)
         else:
-            unproven = f"it is not known what {printable(part.name)} does"
-    return FoundDefenses(acting, tuple(refs), unproven)
+            unknown = f"it is not known what {printable(part.name)} does"
+    return FoundDefenses(acting, tuple(refs), unknown)
 
 
 def _ref_of(part: DeployedPart, told: Mapping[str, object]) -> PluginRef | None:

@@ -239,13 +239,14 @@ class Recorder:
         return self.folder / f"round-{round:04d}"
 
     def _describe(self) -> None:
-        about = {
+        about: dict[str, object] = {
             "format": 2,
             "run_id": self._run_id,
             "side": self._side,
             "left_out": dict(self._left_out),
-            **{kind: [each.model_dump() for each in found] for kind, found in self._parts.items()},
         }
+        for kind, found in self._parts.items():
+            about[kind] = [each.model_dump() for each in found]
         text = json.dumps(about, indent=2, allow_nan=False) + "\n"
         write_bytes(self.folder / _TAP, text.encode(), private=True, durable=False)
 

@@ -113,6 +113,23 @@ def test_what_is_not_hostile_is_assessed(tmp_path: Path) -> None:
     assert "one can guess better than that" not in run.report.read_text(encoding="utf-8")
 
 
+def test_the_claim_of_a_mod_stands_in_the_row_and_the_notes(tmp_path: Path) -> None:
+    folder = recorded(tmp_path)
+    (path,) = (folder / "witnessed").rglob("node-*.json")
+    settings = {"clipping_norm": 1.0, "sensitivity": 1.0, "epsilon": 8.0, "delta": 1e-5}
+    mod = {"name": "flwr.clientapp.mod.localdp_mod.LocalDpMod", "settings": settings}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "mods": [mod]}))
+    run = assessed(folder)
+    (row,) = run.rows()
+    # Table of docs/deployed-settings.md: Flower's 8 is 7.91 of one round.
+    assert row["privacy"]["epsilon"] == pytest.approx(7.91, abs=0.005)
+    assert row["privacy"]["claimed_epsilon"] == 8
+    # Attacks allow for what was found as for what is declared.
+    assert (row["defense"]["name"], row["defense"]["stack"][0]["name"]) == ("found", "local_dp_mod")
+    notes = json.loads((run.out / "record.json").read_text())["notes"].values()
+    assert any("LocalDpMod(clipping_norm=1.0" in note and "7.9" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
