@@ -96,6 +96,7 @@ def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
             f"federation.strategy: learner {scenario.learner.name} releases no update of a model, "
             f"of which {federation.strategy} could make anything but the mean; use FedAvg"
         )
+    training = declared_training(scenario)
     for name in stacks:
         stack = build_stack(scenario.defenses[name])
         with blaming(f"defenses.{name}"):
@@ -103,7 +104,8 @@ def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
                 federation.strategy,
                 federation.strategy_parameters,
                 sees_each=stack.aggregation is None,
-                losses=trains and stack.shows_losses(declared_training(scenario)),
+                losses=trains and stack.shows_losses(training),
+                bound=stack.guarantees(training)[-1].sensitivity if trains else math.inf,
             )
 
 

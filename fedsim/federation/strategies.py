@@ -39,17 +39,21 @@ _LEFT_ALONE = (
     "accountant",
 )
 
-_CLIENT_CLIPS = "its clients must clip as it says; put the defense `clip` into a stack instead"
+_CLIENT_CLIPS = (
+    "its clients must clip to a norm that changes, and say whether they did; use "
+    "DifferentialPrivacyServerSideAdaptiveClipping"
+)
 _TREES = "it aggregates gradient-boosted trees, not tensors"
 REFUSED = {
     "DifferentialPrivacyClientSideAdaptiveClipping": _CLIENT_CLIPS,
-    "DifferentialPrivacyClientSideFixedClipping": _CLIENT_CLIPS,
     "FedProx": "its clients must add a proximal term to their loss, or it is FedAvg; use FedAvg",
     "FedXgbBagging": _TREES,
     "FedXgbCyclic": _TREES,
 }
 """Strategies that would run without doing what their names say, with the reason."""
 
+_OF_CLIPPED = ("DifferentialPrivacyClientSideFixedClipping",)
+"""Strategies whose noise is made for clients that clip to `clipping_norm` themselves."""
 # Strategies that use nothing but the mean of the updates, and those that weigh by losses.
 _FROM_MEAN = ("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi")
 _FROM_LOSS = ("QFedAvg",)
@@ -98,17 +102,21 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
     return built
 
 
-def check_fit(name: str, parameters: Mapping[str, Any], *, sees_each: bool, losses: bool) -> None:
-    """Refuses a strategy that needs more than the server gets to see.
+def check_fit(
+    name: str, parameters: Mapping[str, Any], *, sees_each: bool, losses: bool, bound: float
+) -> None:
+    """Refuses a strategy that needs more than the server gets to see, or shorter updates.
 
     Args:
         name: The strategy's class name.
         parameters: The strategy's parameters.
         sees_each: Whether the server sees each client's update, or only their combination.
         losses: Whether clients report their loss.
+        bound: L2 norm that no client's update exceeds; inf if none is proven.
 
     Raises:
-        FedsimError: The strategy needs single updates, or losses, that the defense stack withholds.
+        FedsimError: The strategy needs single updates, or losses, that the defense stack withholds,
+            or clipped updates.
     """
     if not sees_each and name not in _FROM_MEAN:
         raise FedsimError(
@@ -120,10 +128,15 @@ def check_fit(name: str, parameters: Mapping[str, Any], *, sees_each: bool, loss
             f"federation.strategy: {name} needs each client's loss, which clients do not report "
             "under differential privacy; use FedAvg"
         )
+    if name in _OF_CLIPPED and bound > (norm := parameters["clipping_norm"]):
+        raise FedsimError(
+            f"federation.strategy: {name} expects clients that clip their updates to {norm:g}, and "
+            f"the stack leaves them up to {bound:g}; end it with the defense clip, norm: {norm:g}"
+        )
     if "strategy" in parameters:
         # A wrapper hands on what it gets, so that the strategy inside has to fit, too.
         inner, inner_parameters = _inner(parameters["strategy"])
-        check_fit(inner, inner_parameters, sees_each=sees_each, losses=losses)
+        check_fit(inner, inner_parameters, sees_each=sees_each, losses=losses, bound=bound)
 
 
 def _value(name: str, key: str, value: Any, accepted: Mapping[str, inspect.Parameter]) -> Any:

@@ -111,7 +111,7 @@ def test_a_lazy_array_is_an_array_whose_reader_may_write() -> None:
         ("FedAvg", {"train_metrics_aggr_fn": "x"}, "set by fedsim"),
         ("FedProx", {}, "proximal"),
         ("FedXgbBagging", {}, "trees"),
-        ("DifferentialPrivacyClientSideFixedClipping", {}, "clip"),
+        ("DifferentialPrivacyClientSideAdaptiveClipping", {}, "clip"),
         ("DifferentialPrivacyServerSideFixedClipping", {"strategy": 3}, "strategy is 3"),
         ("DifferentialPrivacyServerSideFixedClipping", {"strategy": "FedAv"}, "'FedAvg'"),
     ],
@@ -153,6 +153,25 @@ def test_a_strategy_that_needs_what_the_stack_hides_is_refused(
     with pytest.raises(FedsimError, match=f"defenses.hidden: .*{name} needs each client's"):
         check_scenario(scenario(federation=federation, defenses={"none": [], "hidden": stack}))
     check_scenario(scenario(federation=federation))
+
+
+@pytest.mark.parametrize(
+    ("stack", "fits"), [([0.5], True), ([1.0], True), ([2.0], False), ([], False)]
+)
+def test_noise_for_clipped_updates_demands_clients_that_clip(
+    stack: list[float], fits: bool
+) -> None:
+    federation = {
+        "strategy": "DifferentialPrivacyClientSideFixedClipping",
+        "strategy_parameters": WRAPPED,
+    }
+    clips = [{"name": "clip", "parameters": {"norm": norm}} for norm in stack]
+    wanted = scenario(federation=federation, defenses={"own": clips})
+    if fits:
+        check_scenario(wanted)
+    else:
+        with pytest.raises(FedsimError, match=r"defenses.own: .* norm: 1$"):
+            check_scenario(wanted)
 
 
 def test_a_strategy_of_the_mean_works_on_a_combination() -> None:

@@ -85,9 +85,12 @@ def test_a_kill_before_any_write_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", strategies.names())
 def test_every_strategy_trains_and_resumes(name: str, tmp_path: Path) -> None:
     """And does not change what the tap has seen: the client's own update."""
+    # A bound that no update reaches, for the strategy that demands one.
+    clip = [{"name": "clip", "parameters": {"norm": 100.0}}]
     wanted = scenario(
         federation={"strategy": name, "strategy_parameters": STRATEGIES.get(name, {})},
         training__rounds=3,
+        defenses={"none": clip if "ClientSide" in name else []},
     )
     records = train(wanted, tmp_path / "whole")
     assert [record.aggregated for record in records] == [4, 4, 4], records[0].details
