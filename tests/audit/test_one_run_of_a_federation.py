@@ -138,6 +138,7 @@ def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
     assert torch.equal(audited.dataset.train_labels, images)
 
 
+@pytest.mark.slow
 def test_a_finished_audit_is_not_lost_and_is_told_where_nothing_is_attacked(
     tmp_path: Path,
 ) -> None:

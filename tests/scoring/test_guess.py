@@ -66,7 +66,7 @@ def test_a_batch_is_guessed_by_different_images_each_matched_once() -> None:
     assert score(guess.answer(), both)["attack_loss"] is None
 
 
-@pytest.mark.parametrize("count", [4, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16))])
 def test_it_beats_the_mean_image_at_evenly_spaced_brightness(guesser: Guesser, count: int) -> None:
     """What knows nothing but the images' brightness on average must not gain over it."""
     levels = smooth(400, 0).double().flatten(1).mean(1)
@@ -154,6 +154,7 @@ def test_of_the_same_images_a_guess_is_learned_once() -> None:
         assert other != again and other(2) is not again(2)
 
 
+@pytest.mark.slow
 def test_it_does_not_depend_on_threads() -> None:
     pool, labels = smooth(300, 5), torch.arange(300) % 3
     before, guesses = torch.get_num_threads(), []

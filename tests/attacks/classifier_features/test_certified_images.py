@@ -100,6 +100,7 @@ def test_nearly_all_images_are_certified_and_none_falsely(
     assert right >= 0.9 * total
 
 
+@pytest.mark.slow
 def test_clipping_leaves_certificates_and_what_is_not_declared_none() -> None:
     known = client(4, 1)
     assert counted(answer(known, 0.3 * known.gradient, effect=Effect(scaled=True)), known) == (4, 0)

@@ -225,6 +225,7 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         fit(replace(observation, parameters=weights))
 
 
+@pytest.mark.slow
 def test_labels_that_were_misread_are_found_by_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     observation, truth = observe(6)
     misread = truth.labels.clone()

@@ -104,6 +104,7 @@ def test_more_columns_tell_more_and_noise_less() -> None:
     assert errors[-1] > 1.2 * errors[0]
 
 
+@pytest.mark.slow
 def test_where_nothing_is_told_the_answer_is_the_guess() -> None:
     """Behind noise a thousand times the rows: no better and no worse than their mean."""
     noise = [{"name": "gaussian_noise", "std": 1e4}]

@@ -31,7 +31,7 @@ def psnr(found: Tensor, truth: Tensor) -> float:
     ("attack", "labels"),
     [
         (DeepLeakage(iterations=150), "none"),
-        (DeepLeakage(iterations=150), "known"),
+        pytest.param(DeepLeakage(iterations=150), "known", marks=pytest.mark.slow),
         (IDLG(iterations=150), "inferred"),
     ],
 )

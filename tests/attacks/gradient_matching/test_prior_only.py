@@ -59,6 +59,7 @@ def test_variation_falls_by_its_weight(prior: str) -> None:
     assert variation(drawn(prior=prior)) < 0.8 * variation(still)
 
 
+@pytest.mark.slow
 def test_stretched_it_fills_the_valid_pixels() -> None:
     def width(images: Tensor) -> float:
         return float((images.flatten(1).amax(1) - images.flatten(1).amin(1)).mean())

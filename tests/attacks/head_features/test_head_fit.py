@@ -234,6 +234,7 @@ def worst_error(name: str, observation: Observation, truth: GroundTruth) -> floa
     return max(score(found, truth).per_image["feature_error"])
 
 
+@pytest.mark.slow
 def test_norms_are_found_behind_clipping_and_noise() -> None:
     """∂L/∂A alone does not tell a factor that is the client's from one that is the features'."""
     case = observe_alike(1e-4, 0.5)

@@ -88,7 +88,14 @@ def test_moments_of_the_activations_derivatives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "count"), [("relu", 1), ("relu", 2), ("tanh", 1), ("softplus", 1)]
+    ("activation", "count"),
+    [
+        ("relu", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("relu", 2), ("tanh", 1), ("softplus", 1))
+        ),
+    ],
 )
 def test_the_error_falls_with_the_root_of_the_width(activation: str, count: int) -> None:
     widths, errors = [2**k for k in (11, 13, 15)], []

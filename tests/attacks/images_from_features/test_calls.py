@@ -128,6 +128,7 @@ def test_a_librarys_resnet_is_cut_as_fedsims(library: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_both_roads_lead_to_the_same_images() -> None:
     observation, truth = observe([], 2, "eval", model="convnet", head=None)
     model = rebuild(observation)

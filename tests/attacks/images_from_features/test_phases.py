@@ -44,7 +44,10 @@ def test_noise_that_buries_the_update_leaves_nothing_to_peel(std: float) -> None
     assert (StagePeeling in found) == (std < 1e-3)
 
 
-@pytest.mark.parametrize(("std", "expected"), [(0.01, BodyGradient), (0.3, WholeGradient)])
+@pytest.mark.parametrize(
+    ("std", "expected"),
+    [pytest.param(0.01, BodyGradient, marks=pytest.mark.slow), (0.3, WholeGradient)],
+)
 def test_noise_that_drowns_a_shallow_body_leaves_the_whole_update(
     std: float, expected: type
 ) -> None:
@@ -97,7 +100,7 @@ def public(observation: Observation) -> Knowledge:
     )[1]
 
 
-@pytest.mark.parametrize("std", [1e-2, 0.3])
+@pytest.mark.parametrize("std", [pytest.param(1e-2, marks=pytest.mark.slow), 0.3])
 def test_public_images_tell_of_features_where_these_are_known(std: float) -> None:
     observation, _ = observe([{"name": "gaussian_noise", "std": std}], model="convnet")
     state = FactoredInversion().init(observation, public(observation), rng.generator(0, "phases"))

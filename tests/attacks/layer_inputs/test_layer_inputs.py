@@ -246,7 +246,14 @@ def test_nothing_is_certified_of_what_is_not_the_clients_own_gradient(change: st
     assert found.certified is not None and not bool(found.certified.any())
 
 
-@pytest.mark.parametrize(("count", "rate", "steps"), [(4, 0.01, 10), (6, 0.03, 3), (6, 0.01, 10)])
+@pytest.mark.parametrize(
+    ("count", "rate", "steps"),
+    [
+        pytest.param(4, 0.01, 10, marks=pytest.mark.slow),
+        (6, 0.03, 3),
+        pytest.param(6, 0.01, 10, marks=pytest.mark.slow),
+    ],
+)
 def test_inputs_that_drift_over_local_steps_are_not_called_determined(
     count: int, rate: float, steps: int
 ) -> None:

@@ -83,6 +83,7 @@ def pld(steps: int, rate: float, sigma: float):  # type: ignore[no-untyped-def]
     return accountant
 
 
+@pytest.mark.slow
 def test_intervals_cover() -> None:
     """At 99%, three misses of 24 happen once in 600 times."""
     exact = pld(20, 0.1, 1.0).get_delta(2.0)
