@@ -10,12 +10,12 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import itertools
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, entry_points
-from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -319,20 +319,34 @@ def _texts_of(cls: type) -> Mapping[str, str]:
     if not issubclass(cls, BaseModel) or cls is BaseModel:
         return {}
     try:
-        # The whole file, which `_classes` then parses once for all of its classes.
         lines, _ = inspect.findsource(inspect.getmodule(cls) or cls)
     except (OSError, TypeError):  # nobody wrote it into a file
         return {}
-    body = _classes("".join(lines)).get(cls.__qualname__, [])
+    body = _statements(cls.__qualname__, lines)
     return {
         field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in pairwise(body)
+        for field, text in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
         and isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
         and isinstance(text.value.value, str)
     }
+
+
+def _statements(name: str, lines: Sequence[str]) -> list[ast.stmt]:
+    """Returns the statements of the class of a qualified name in a file; empty if it has none."""
+    heads = [
+        n for n, line in enumerate(lines) if line.startswith((f"class {name}(", f"class {name}:"))
+    ]
+    # Parsing takes time: of most classes their own lines, up to the next unindented, are enough.
+    start = heads[0] if heads else len(lines)
+    own = itertools.takewhile(lambda line: line[0] == "#" or line[0].isspace(), lines[start + 1 :])
+    try:
+        (parsed,) = ast.parse("".join([*lines[start : start + 1], *own])).body
+    except (SyntaxError, ValueError):
+        return _classes("".join(lines)).get(name, [])
+    return parsed.body if isinstance(parsed, ast.ClassDef) else []
 
 
 @cache

@@ -6,6 +6,8 @@ import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ from fedsim.scoring import psnr
 from fedsim.words import number_of, printable
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from PIL.ImageFont import FreeTypeFont
 
 OVERVIEW = "overview.png"
 
@@ -141,47 +143,63 @@ def choose_victims(recoveries: Sequence[Recovery]) -> list[Recovery]:
     return victims
 
 
+_INCH = 110
+"""Pixels to an inch: sizes below are in inches."""
+_SIDE, _LEFT, _GAP, _LINE = 1.0, 1.75, 0.1, 1.3
+"""Height of an image; room for names; gap between columns; distance of two rows."""
+
+
 def _draw(victims: Sequence[Recovery], defenses: Sequence[ShownDefense], note: str) -> bytes:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    """Returns the PNG; Pillow draws it, since matplotlib takes seconds for a dozen small images."""
+    from PIL import Image, ImageDraw
 
     height, width = victims[0].truth.shape[-2:]
-    wide = 1.9 + (width / height + 0.08) * len(victims)
-    lines = textwrap.fill(note, int(14 * wide))  # letters of the note that fit into an inch
-    below = 0.45 + 0.16 * lines.count("\n")
-    high = 1.3 * (len(defenses) + 1) + 0.1 + below
+    size = round(_INCH * _SIDE * width / height), round(_INCH * _SIDE)
+    pitch = size[0] + round(_INCH * _GAP)
+    wide = round(_INCH * (_LEFT + _GAP)) + pitch * len(victims)
+    wrapped = textwrap.wrap(note, int(14 * wide / _INCH))  # letters that fit into an inch
+    high = round(_INCH * (0.55 + _LINE * (len(defenses) + 1) + 0.16 * len(wrapped)))
+    picture = Image.new("RGB", (wide, high), "white")
+    draw, name_font, small = ImageDraw.Draw(picture), _font(9), _font(8)
+
+    def show(row: int, column: int, image: Tensor, caption: str = "") -> None:
+        x, y = round(_INCH * _LEFT) + pitch * column, round(_INCH * (0.35 + _LINE * row))
+        levels = (255 * image).round().byte().permute(1, 2, 0).squeeze(2).numpy()
+        enlarged = Image.fromarray(levels).resize(size, Image.Resampling.NEAREST)
+        picture.paste(enlarged, (x, y))
+        draw.rectangle((x, y, x + size[0] - 1, y + size[1] - 1), outline="black")
+        draw.text((x + size[0] / 2, y + size[1] + 4), caption, "black", small, "mt")
+
+    names = ["truth"]
     variants = {each.row.variant for each in defenses}
-    with rc_context({"font.size": 9, "text.parse_math": False}):
-        figure = Figure(figsize=(wide, high), dpi=110)
-        axes = figure.subplots(len(defenses) + 1, len(victims), squeeze=False)
-        sides = {"left": 1.75 / wide, "right": 1 - 0.1 / wide}
-        sides |= {"top": 1 - 0.35 / high, "bottom": below / high}
-        figure.subplots_adjust(**sides, wspace=0.08, hspace=0.3)
-        for column, victim in enumerate(victims):
-            _show(axes[0][column], victim.truth)
-            if column == 0 or victims[column - 1].round != victim.round:
-                axes[0][column].set_title(f"round {victim.round}", fontsize=9, loc="left")
-            for line, defense in zip(axes[1:], defenses, strict=True):
-                if found := defense.find(victim):
-                    _show(line[column], found.image, f"{found.psnr:.1f} dB")
-                else:
-                    line[column].axis("off")
-        names = ["truth"]
-        for row in (each.row for each in defenses):
-            parts = [row.variant] * (len(variants) > 1) + [row.defense]
-            wrapped = [textwrap.fill(part, _NAME, break_on_hyphens=False) for part in parts]
-            names.append("\n".join([*wrapped, row.attack]))
-        for (first, *_), name in zip(axes, names, strict=True):
-            first.text(-0.12, 0.5, name, transform=first.transAxes, ha="right", va="center")
-        figure.text(0.15 / wide, 0.1 / high, lines, fontsize=8, color="0.35")
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
+    for row in (each.row for each in defenses):
+        parts = [row.variant] * (len(variants) > 1) + [row.defense]
+        folded = [textwrap.fill(part, _NAME, break_on_hyphens=False) for part in parts]
+        names.append("\n".join([*folded, row.attack]))
+    for place, name in enumerate(names):
+        middle = _INCH * (_LEFT - 0.12), _INCH * (0.35 + _LINE * place + _SIDE / 2)
+        draw.multiline_text(middle, name, "black", name_font, "rm", align="right")
+    for column, victim in enumerate(victims):
+        show(0, column, victim.truth)
+        if column == 0 or victims[column - 1].round != victim.round:
+            above = round(_INCH * _LEFT) + pitch * column, _INCH * 0.3
+            draw.text(above, f"round {victim.round}", "black", name_font, "ls")
+        for place, defense in enumerate(defenses, 1):
+            if found := defense.find(victim):
+                show(place, column, found.image, f"{found.psnr:.1f} dB")
+    foot = 0.15 * _INCH, high - 0.1 * _INCH
+    draw.multiline_text(foot, "\n".join(wrapped), "#595959", small, "ld")
+    buffer = io.BytesIO()
+    picture.save(buffer, format="png")
     return buffer.getvalue()
 
 
-def _show(axes: Axes, image: Tensor, caption: str = "") -> None:
-    pixels = image.permute(1, 2, 0).squeeze(2).numpy()
-    axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.set_xlabel(caption, fontsize=8, labelpad=3)
+@cache
+def _font(points: int) -> FreeTypeFont:
+    """Returns the font that matplotlib has, which knows more scripts than Pillow's own."""
+    from PIL import ImageFont
+
+    spec = find_spec("matplotlib")  # found, and not imported
+    assert spec is not None and spec.origin is not None
+    file = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"
+    return ImageFont.truetype(file, points * _INCH / 72)

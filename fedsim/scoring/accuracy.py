@@ -62,17 +62,19 @@ def accuracy(share: float, examples: int, chance: float, *, confidence: float = 
         chance: Share of the test set's most frequent class.
         confidence: Confidence of the interval.
     """
-    from scipy.stats import binomtest
+    from scipy.special import ndtri
 
     # Wilson's interval keeps its level where the normal one fails: near 0, near 1 and for few
     # examples.
-    interval = binomtest(round(share * examples), examples).proportion_ci(confidence, "wilson")
+    right, z = round(share * examples), float(ndtri((1 + confidence) / 2))
+    middle = (2 * right + z**2) / (2 * (examples + z**2))
+    half = z * math.sqrt(4 * right * (1 - right / examples) + z**2) / (2 * (examples + z**2))
     return Accuracy(
         share=share,
         examples=examples,
         chance=chance,
-        low=float(interval.low),
-        high=float(interval.high),
+        low=middle - half if right else 0.0,
+        high=middle + half if right < examples else 1.0,
         confidence=confidence,
     )
 

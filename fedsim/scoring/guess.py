@@ -225,12 +225,12 @@ def _likeliest(labels: Tensor, count: int) -> Tensor:
     The k-th copy of a label hits if the batch has at least k of it. The `count` likeliest copies of
     all labels are taken.
     """
-    from scipy.stats import binom
+    from scipy.special import bdtrc
 
     shares = (labels.bincount().double() / len(labels)).tolist()
     chances = [
         # P(the batch has more than `times` of the label); ties go to the smaller label.
-        (float(binom.sf(times, count, share)), -label, -times)
+        (float(bdtrc(times, count, share)), -label, -times)
         for label, share in enumerate(shares)
         for times in range(count)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -103,9 +104,9 @@ def _half_width(std: float, n: int, confidence: float) -> float:
 
 @cache  # tables have thousands of intervals, of few sizes
 def _quantile(freedom: int, confidence: float) -> float:
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
-    return float(t.ppf((1 + confidence) / 2, freedom))
+    return float(stdtrit(freedom, (1 + confidence) / 2))
 
 
 @cache
@@ -114,12 +115,13 @@ def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
 
     `n` is at least 1, and the interval holds at this `confidence`.
     """
-    from scipy.stats import binomtest
+    from scipy.special import betaincinv
 
-    interval = binomtest(count, n).proportion_ci(confidence, "exact")
-    return Share(
-        count=count, n=n, low=float(interval.low), high=float(interval.high), confidence=confidence
-    )
+    tail = (1 - confidence) / 2
+    # At each end the share is so small, or so large, that the count has the chance `tail`.
+    low = float(betaincinv(count, n - count + 1, tail)) if count else 0.0
+    high = float(betaincinv(count + 1, n - count, 1 - tail)) if count < n else 1.0
+    return Share(count=count, n=n, low=low, high=high, confidence=confidence)
 
 
 @cache
@@ -130,9 +132,12 @@ def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
     and `rest` failures. The p-value is the probability that the first has at least `more` successes
     if both series have the same chance.
     """
-    from scipy.stats import fisher_exact
-
-    return float(fisher_exact([[more, others], [fewer, rest]], alternative="greater").pvalue)
+    first, second, successes = more + others, fewer + rest, more + fewer
+    tables = sum(
+        math.comb(first, k) * math.comb(second, successes - k)
+        for k in range(more, min(first, successes) + 1)
+    )
+    return tables / math.comb(first + second, successes)
 
 
 def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary | None:
