@@ -87,14 +87,16 @@ def minimize(
     # A single image with a bias has no unknowns: its row space and the constant fix it.
     if not starts.shape[1]:
         return Minima(points, losses)
+    moved = True
     for _ in range(iterations):
         # Damping at its bound everywhere means that no start can be lowered any more.
         if bool((losses < enough).any()) or bool((damping >= _DAMPING[1]).all()):
             break
-        normal, downhill = normals(points, given, there)
-        diagonal = normal.diagonal(dim1=1, dim2=2)
-        # A direction that changes no residual has curvature 0, and would make the system singular.
-        floor = _FLAT * diagonal.amax(1, keepdim=True) + torch.finfo(starts.dtype).tiny
+        if moved:  # else only the damping is another
+            normal, downhill = normals(points, given, there)
+            diagonal = normal.diagonal(dim1=1, dim2=2)
+            # A direction that changes no residual has curvature 0: the system would be singular.
+            floor = _FLAT * diagonal.amax(1, keepdim=True) + torch.finfo(starts.dtype).tiny
         # Marquardt's scaling: damped in units of each unknown's own curvature.
         damped = normal + torch.diag_embed(damping[:, None] * (diagonal + floor))
         # `solve_ex` raises for no start: one singular system would end the descent of all.
@@ -104,6 +106,7 @@ def minimize(
         reached = left.square().sum(1)
         # A NaN compares as not less, so that a step that overflows is refused like one that climbs.
         better = (reached < losses) & (broken == 0)
+        moved = bool(better.any())
         points = torch.where(better[:, None], tried, points)
         there = torch.where(better[:, None], left, there)
         losses = torch.where(better, reached, losses)
@@ -399,6 +402,7 @@ class Profile:
         own = centred[:, -1:] * classifier.bias_weight
         self._observed = torch.cat([inside, own, rest] if biased else [inside, rest], 1)
         self._energy = classifier.gradient.square().sum()
+        self._last: tuple[Tensor, Tensor, _Parts] | None = None
 
     @property
     def classes(self) -> int:
@@ -566,6 +570,13 @@ class Profile:
         return self._parts(point[None], F.one_hot(labels, self.classes).double()[None]).errors[0]
 
     def _parts(self, points: Tensor, targets: Tensor) -> _Parts:
+        last = self._last
+        # A descent asks for slopes where it has just asked for residuals.
+        if last is None or last[1] is not targets or not torch.equal(last[0], points):
+            last = self._last = points, targets, self._compute_parts(points, targets)
+        return last[2]
+
+    def _compute_parts(self, points: Tensor, targets: Tensor) -> _Parts:
         count, factors = self.classifier.num_images, self.classifier.factors
         inside = points[:, : points.shape[1] - factors].reshape(len(points), count, self.rank)
         scale = points.new_ones(1, 1, 1)
