@@ -893,8 +893,8 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
         ),
         "a share with an interval that misses what is rare": swap(
             "fedsim/scoring/statistics.py:share",
-            "binomtest(count, n).proportion_ci(confidence, 'exact')",
-            "binomtest(count, n).proportion_ci(confidence, 'wilson')",
+            "betaincinv(count + 1, n - count, 1 - tail)",
+            "betaincinv(max(count, 1e-9), n - count + 1, 1 - tail)",
             STATISTICS,
         ),
         "the best of many with the interval of one": swap(
