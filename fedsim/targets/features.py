@@ -299,7 +299,7 @@ def _public_features(observation: Observation, images: Tensor) -> Tensor | None:
     content.update(repr(observation.training).encode())
     for name, tensor in state.items():
         content.update(name.encode())
-        content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        content.update(tensor.detach().cpu().numpy().tobytes())
     key = content.digest()
     if key not in _recent:
         if len(_recent) >= _RECENT:
