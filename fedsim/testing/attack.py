@@ -174,11 +174,11 @@ class AttackContract(AnyAttackContract):
         )
         # The images behind the victim's: an attack must not find its own truth among the public
         # ones.
-        images, _ = example_batch(size + _PUBLIC)
+        images, labels = example_batch(size + _PUBLIC)
         # A run's public images are uint8, as the data set is.
         public = (images[size:] * 255).round().to(torch.uint8)
         grant = Grant.most() if most else self.make().required()
-        return hand_over(observation, truth, grant, Public(images=public))
+        return hand_over(observation, truth, grant, Public(images=public, labels=labels[size:]))
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts that each answered part has an entry for each image, in range and on the device.

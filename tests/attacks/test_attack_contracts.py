@@ -6,6 +6,7 @@ One that `CASES` does not name is tried on a small network of convolutions, with
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -103,6 +104,27 @@ class OfAKernelModel(OfKernels):
         return super().case(1, most)
 
 
+class BesideOtherClients(CandidateAttackContract):
+    """Shows the attacked client beside two others, whose updates differ from its own."""
+
+    def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+        observation, known = super().case(size, most)
+        assert known.candidates
+        others = tuple(
+            replace(
+                observation,
+                client=observation.client + 1 + k,
+                update={
+                    n: torch.roll(u.flatten(), k + 1).view_as(u)
+                    for n, u in observation.update.items()
+                },
+            )
+            for k in range(2)
+        )
+        seen = (observation, *others)
+        return observation, replace(known, candidates=replace(known.candidates, seen=seen))
+
+
 Case = tuple[type[AnyAttackContract], dict[str, Any]]
 
 CASES: dict[str, list[Case]] = {
@@ -112,6 +134,7 @@ CASES: dict[str, list[Case]] = {
     "cocktail_party": [(OnAFullyConnectedNetwork, {})],
     "extreme_rays": [(OnAFullyConnectedNetwork, {})],
     "factored_inversion": [(OnATwoLayerHead, {}), (OnConvolutions, {})],
+    "fedmia": [(BesideOtherClients, {}), (BesideOtherClients, {"measure": "loss"})],
     "feature_inversion": [
         (OnATwoLayerHead, {}),
         (OnBatchNorm, {"prior": "pixel", "features_from": "none"}),
@@ -119,6 +142,7 @@ CASES: dict[str, list[Case]] = {
     "feature_regression": [(OnATwoLayerHead, {})],
     "generative_prior": [(AttackContract, {}), (OnConvolutions, {"training_iterations": 2})],
     "grad_inversion": [(AttackContract, {}), (OnBatchNorm, {})],
+    "gradient_similarity": [(CandidateAttackContract, {})],
     "head_fit": [(OnATwoLayerHead, {})],
     "idlg": [(AttackContract, {}), (OnConvolutions, {"label_weight": 0.1, "pattern": 2})],
     "imprint": [(BehindAnImprint, {})],
@@ -128,6 +152,7 @@ CASES: dict[str, list[Case]] = {
         (BehindAnImprint, {}),
         (OnATransformer, {}),
     ],
+    "loss_trajectory": [(CandidateAttackContract, {"summary": "fall"})],
     "membership_inference": [
         (RowAttackContract, {}),
         (OfCoefficients, {}),
@@ -135,10 +160,15 @@ CASES: dict[str, list[Case]] = {
         (OfAKernelModel, {}),
     ],
     "patch_inversion": [(OnATransformerAlone, {})],
+    "property_inference": [(AttackContract, {"shadows": 8})],
     "row_reconstruction": [
         (RowAttackContract, {"iterations": 20}),
         (OfCoefficients, {"iterations": 20, "prior": "ranges"}),
         (OfKernels, {}),
+    ],
+    "shadow_likelihood": [
+        (CandidateAttackContract, {"shadows": 4}),
+        (CandidateAttackContract, {"shadows": 4, "measure": "log_odds"}),
     ],
     "spear": [(OnAFullyConnectedNetwork, {}), (OnAFullyConnectedNetwork, {"search": "descent"})],
     "spectral_features": [(OnATwoLayerHead, {})],

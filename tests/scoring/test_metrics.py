@@ -65,6 +65,13 @@ def pairs(what: str) -> tuple[ScoredPair, ScoredPair, ScoredPair | None]:
             ScoredPair(claimed=truth.flip(0), truth=truth),
             None,
         )
+    if what == "class_shares":
+        truth = torch.tensor([0.7, 0.3])
+        return (
+            ScoredPair(claimed=truth, truth=truth),
+            ScoredPair(claimed=truth.flip(0), truth=truth),
+            None,
+        )
     members = torch.arange(4000) % 2 == 0
     coin = torch.rand(4000, generator=stream)
     return (

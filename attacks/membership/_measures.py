@@ -1,0 +1,90 @@
+"""Measures how well a client's model, or its update, goes with single examples.
+
+All grow with membership: a client's model knows an example that it was trained on, and its update
+points where the example's gradient does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from fedsim.contracts.attack import AttackFailed
+from fedsim.contracts.grant import Knowledge, MembershipCandidates
+from fedsim.models.base import normalize
+from fedsim.models.local import mean_gradient_factor
+from fedsim.models.victim import rebuild
+from fedsim.types import Observation, Tensors
+from fedsim_attacks.membership._example_gradients import ExampleGradients
+
+_AT_ONCE = 256
+
+
+def require_candidates(knowledge: Knowledge) -> MembershipCandidates:
+    """Returns the candidates that are asked about.
+
+    Raises:
+        AttackFailed: there are none.
+    """
+    if knowledge.candidates is None:
+        raise AttackFailed("there are no candidates to ask about (observe.candidates)")
+    return knowledge.candidates
+
+
+def weights_after(seen: Observation) -> Tensors:
+    """Returns the weights that the observed update leads to; for a gradient, after one step."""
+    scale = -seen.training.lr if seen.training.algorithm == "fedsgd" else 1.0
+    return {n: value + scale * seen.update[n] for n, value in seen.parameters.items()}
+
+
+def log_odds(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Returns log(p / (1 - p)) (N,) float64, with p the probability of each example's label.
+
+    Args:
+        seen: Names the model. Batch norm computes with the global buffers.
+        weights: Weights to compute with.
+        inputs: (N, ...) pixels or entries on [0, 1].
+        labels: (N,) int64.
+    """
+    model, state = rebuild(seen).eval(), {**seen.buffers, **weights}
+    found = []
+    with torch.no_grad():
+        for images, classes in zip(inputs.split(_AT_ONCE), labels.split(_AT_ONCE), strict=True):
+            logits = functional_call(model, state, (normalize(images, seen.model),)).double()
+            found.append(odds_of_logits(logits, classes))
+    return torch.cat(found)
+
+
+def odds_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns log(p / (1 - p)) (..., N) of the labels (N,) under logits (..., N, K)."""
+    own = F.one_hot(labels, logits.shape[-1]).bool()
+    # From logits, since 1 - p of a sure model is lost to rounding.
+    others = logits.masked_fill(own, float("-inf")).logsumexp(-1)
+    odds: Tensor = logits.masked_fill(~own, 0.0).sum(-1) - others
+    return odds
+
+
+def losses(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Returns each example's cross-entropy (N,) under `weights`; arguments as in `log_odds`."""
+    return F.softplus(-log_odds(seen, weights, inputs, labels))
+
+
+class UpdateSimilarity:
+    """Compares examples' gradients with any number of updates of one global model."""
+
+    def __init__(self, seen: Observation, inputs: Tensor, labels: Tensor) -> None:
+        """Computes the gradients of the examples at the weights that `seen` started from."""
+        self._gradients = ExampleGradients(seen)
+        self._rows = self._gradients.of(inputs, labels)
+        self._sign = 1.0 if mean_gradient_factor(seen.training) > 0 else -1.0
+
+    def inner(self, update: Tensors) -> Tensor:
+        """Returns the inner product (N,) of each gradient and the update, as a gradient."""
+        return (self._rows @ (self._sign * self._gradients.vector(update))).double()
+
+    def cosine(self, update: Tensors) -> Tensor:
+        """Returns the cosine (N,) of each gradient and the update; 0 for one without length."""
+        norms = self._rows.norm(dim=1) * self._gradients.vector(update).norm()
+        return self.inner(update) / norms.double().clamp(min=1e-30)

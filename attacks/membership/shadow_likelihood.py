@@ -1,0 +1,200 @@
+"""Membership by the likelihood ratio of shadow clients (LiRA).
+
+Shadow clients start each round at the weights that were observed, and train on public examples and
+a random half of the candidates. So there are measurements of each candidate with it and without,
+and the observed one is compared with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.func import functional_call
+
+from fedsim.contracts.attack import AttackFailed
+from fedsim.contracts.grant import Knowledge, MembershipCandidates
+from fedsim.models.base import normalize
+from fedsim.models.batched import local_updates
+from fedsim.models.victim import rebuild
+from fedsim.types import Observation, Reconstruction, Tensors, as_pixels
+from fedsim_attacks._attack_kinds import DirectAttack
+from fedsim_attacks.membership._measures import (
+    UpdateSimilarity,
+    log_odds,
+    odds_of_logits,
+    require_candidates,
+    weights_after,
+)
+
+_ENTRIES = 1 << 25
+"""Maximum number of weights that are trained at once."""
+
+
+@final
+class ShadowLikelihood(DirectAttack):
+    """Scores candidates by how likely shadow clients with them, and without, are as measured.
+
+    Shadows train as the client declared, without its defenses.
+    """
+
+    takes_rows: ClassVar[bool] = True
+    asked_of_candidates: ClassVar[bool] = True
+    paper: ClassVar[str] = (
+        "Carlini, Chien, Nasr, Song, Terzis and Tramèr, Membership Inference Attacks From First "
+        "Principles, S&P 2022 (online attack, variances of all candidates together)"
+    )
+
+    shadows: Annotated[int, Field(ge=4, le=4096)] = 64
+    """Number of shadow clients of each round; behind a sum, of shadow sums of as many clients as it
+    has. Half of them hold a given candidate."""
+    measure: Literal["log_odds", "cosine"] = "cosine"
+    """`log_odds`: of the label, under the client's model, as published. `cosine`: of the gradient
+    and the update."""
+    held: Annotated[int, Field(ge=1)] | None = None
+    """Number of examples that a shadow client holds beside candidates. None: as many as it holds
+    candidates, or all that are public if these are fewer."""
+
+    def reconstruct(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Reconstruction:
+        """Returns the sum over rounds of each candidate's log-likelihood ratio.
+
+        The loss is 0: nothing is fitted to the observation.
+
+        Raises:
+            AttackFailed: there are no candidates, or shadows hold too few examples for a batch.
+            FedsimError: the clients' network cannot be trained at once.
+        """
+        candidates = require_candidates(knowledge)
+        pool = _ShadowPool(candidates, knowledge, self.held)
+        half = self.shadows // 2
+        total = torch.zeros(len(candidates.labels), dtype=torch.float64)
+        for seen in candidates.of_victim(observation):
+            drawn = torch.rand(half, len(total), generator=rng).argsort(dim=1)
+            # Shadows in pairs split the candidates: each is in exactly half of the shadows.
+            coins = drawn < len(total) // 2
+            coins = torch.cat([coins, ~coins])
+            updates = _train(seen, pool, coins, rng)
+            total += self._ratio(seen, candidates, updates, coins)
+        return Reconstruction(membership=total, loss=0.0, iterations=0)
+
+    def _ratio(
+        self, seen: Observation, candidates: MembershipCandidates, updates: Tensors, coins: Tensor
+    ) -> Tensor:
+        """Returns log-likelihood ratios (N,) of one round.
+
+        `updates` are the shadows', (S, ...), and `coins` (S, N) say which candidates each held.
+        """
+        asked = candidates.inputs, candidates.labels
+        if self.measure == "cosine":
+            measure = UpdateSimilarity(seen, *asked).cosine
+            own = measure(seen.update)
+            each = torch.stack(
+                [measure({n: u[s] for n, u in updates.items()}) for s in range(len(coins))]
+            )
+        else:
+            own = log_odds(seen, weights_after(seen), *asked)
+            each = _shadow_odds(seen, updates, *asked)
+        inside, outside = _moments(each, coins), _moments(each, ~coins)
+        return _log_normal(own, *inside) - _log_normal(own, *outside)
+
+
+class _ShadowPool:
+    """Holds what shadow clients may train on: candidates first, then public examples."""
+
+    def __init__(
+        self, candidates: MembershipCandidates, knowledge: Knowledge, held: int | None
+    ) -> None:
+        self.inputs, self.labels = candidates.inputs, candidates.labels
+        self.candidates, self.held = len(self.labels), 0
+        public, classes = knowledge.public_images, knowledge.public_labels
+        if public is not None and classes is not None:
+            self.held = min(held or self.candidates // 2, len(classes))
+            self.inputs = torch.cat([self.inputs, as_pixels(public)])
+            self.labels = torch.cat([self.labels, classes])
+        elif held:
+            raise AttackFailed("shadows hold public examples, and none are granted (public: test)")
+
+    def deal(self, coins: Tensor, clients: int, rng: torch.Generator) -> list[Tensor]:
+        """Returns the examples of each of a sum's `clients`, whose candidates `coins` (N,) say."""
+        owners = torch.randint(clients, (self.candidates,), generator=rng)
+        public = len(self.labels) - self.candidates
+        each = []
+        for client in range(clients):
+            own = (coins & (owners == client)).nonzero().flatten()
+            drawn = torch.randperm(public, generator=rng)[: -(-self.held // clients)]
+            each.append(torch.cat([own, self.candidates + drawn]))
+        return each
+
+
+def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Generator) -> Tensors:
+    """Returns the updates (S, ...) of shadows that hold the candidates that `coins` (S, N) say."""
+    training, clients = seen.training, seen.num_clients
+    if training.sampling != "without_replacement":
+        raise AttackFailed(f"shadows draw batches without replacement, and not {training.sampling}")
+    model = rebuild(seen)
+    weights = sum(value.numel() for value in seen.parameters.values())
+    shadows = max(1, _ENTRIES // (weights * clients))
+    distinct = training.steps if training.batches == "different" else 1
+    normal = normalize(pool.inputs, seen.model)
+    found: list[Tensors] = []
+    for part in coins.split(shadows):
+        own = [each for row in part for each in pool.deal(row, clients, rng)]
+        least = min(map(len, own))
+        if least < training.batch_size:
+            raise AttackFailed(
+                f"a shadow client holds {least} examples, and a batch has {training.batch_size}; "
+                "grant public examples (public: test), or set `held`"
+            )
+        batches = []
+        for _ in range(distinct):
+            chosen = torch.stack(
+                [
+                    each[torch.randperm(len(each), generator=rng)[: training.batch_size]]
+                    for each in own
+                ]
+            )
+            batches.append((normal[chosen], pool.labels[chosen]))
+        start = {n: value.expand(len(own), *value.shape) for n, value in seen.parameters.items()}
+        updates = local_updates(
+            model, start, seen.buffers, batches * (training.steps // distinct), training
+        )
+        found.append(
+            {n: u.detach().unflatten(0, (len(part), clients)).mean(1) for n, u in updates.items()}
+        )
+    return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+
+
+def _shadow_odds(seen: Observation, updates: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Returns log-odds (S, N) of the labels under the shadows' models."""
+    model, images = rebuild(seen).eval(), normalize(inputs, seen.model)
+    scale = -seen.training.lr if seen.training.algorithm == "fedsgd" else 1.0
+
+    def logits(update: Tensors) -> Tensor:
+        moved = {name: seen.parameters[name] + scale * update[name] for name in update}
+        out: Tensor = functional_call(model, {**seen.buffers, **moved}, (images,))
+        return out
+
+    each: Callable[[Tensors], Tensor] = torch.vmap(logits, chunk_size=8)
+    with torch.no_grad():
+        return odds_of_logits(each(updates).double(), labels)
+
+
+def _moments(each: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean (N,) of the `chosen` entries of each column, and all columns' variance."""
+    counts = chosen.sum(0).clamp(min=1)
+    mean = (each * chosen).sum(0) / counts
+    # One variance for all, since few shadows tell little of each candidate's own.
+    variance = ((each - mean).square() * chosen).sum() / (chosen.sum() - len(mean)).clamp(min=1)
+    return mean, variance
+
+
+def _log_normal(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Returns log densities of normal distributions, up to a common constant."""
+    variance = variance.clamp(min=1e-30)
+    density: Tensor = -0.5 * ((value - mean).square() / variance + variance.log())
+    return density

@@ -1,0 +1,76 @@
+"""Scores a property of a client's data: the share of each class in what an update is of."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.metric import Metric, ScoringError, ordered
+from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess
+from fedsim.types import Truth
+
+
+def class_share_error(claimed: Tensor, truth: Tensor) -> float:
+    """Returns the total variation distance of two distributions over classes, in [0, 1].
+
+    It is the share of examples whose class would have to change. `claimed` (K,) and `truth` (L,)
+    are shares of the first classes; the shorter one lacks classes of share 0.
+    """
+    size = max(len(claimed), len(truth))
+    padded = [
+        torch.cat([each.double(), torch.zeros(size - len(each))]) for each in (claimed, truth)
+    ]
+    return float((padded[0] - padded[1]).abs().sum() / 2)
+
+
+class ClassShares(Target):
+    """Shares of the classes among all examples that the clients of an update trained on."""
+
+    part: ClassVar[str] = "class_shares"
+    noun: ClassVar[str] = "class shares"
+    singular: ClassVar[str] = "class share"
+    order: ClassVar[float] = 6.0
+    ranks_by: ClassVar[Any] = "own"
+    leaks: ClassVar[float] = 0.05
+    works: ClassVar[float | None] = 0.1
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="class_share_error",
+            compute=ordered(class_share_error),
+            unit="share",
+            larger_leaks=False,
+            heading="class mix",
+            meaning="share of the client's examples whose class would have to change for the "
+            "answered shares of classes to be right",
+        ),
+    )
+
+    def truth_of(self, truth: Truth) -> Tensor | None:
+        """Returns the shares (K,) of classes 0 to K - 1 in the true labels; None without labels."""
+        labels = truth.tensors().get("labels")
+        if labels is None or not len(labels):
+            return None
+        return torch.bincount(labels.cpu()).double() / len(labels)
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses answers that are no distribution over classes.
+
+        Raises:
+            ScoringError: the answer is not (K,), or not of shares that sum to 1.
+        """
+        shares = answer.double()
+        near = (
+            answer.ndim == 1 and bool((shares >= 0).all()) and abs(float(shares.sum()) - 1) < 1e-3
+        )
+        if not near:
+            raise ScoringError("class_shares: expected a share of each class, (K,), that sum to 1")
+
+    def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
+        """Returns the score of equal shares of all classes; None if no shares were answered."""
+        answer = None if request.found is None else self.answer_of(request.found)
+        if answer is None:
+            return None
+        equal = torch.full((len(answer),), 1 / len(answer))
+        return TargetGuess(metrics=self.compare(equal, request.truth, aids).means())
