@@ -151,7 +151,8 @@ class _TappedRun:
             for each in exchanges
         }
         known = {id: tapped_mods if found is None else found for id, found in mods.items()}
-        privacy = read_privacy(exchanges, known, read_parts(source, "strategies"))
+        strategies = read_parts(source, "strategies")
+        privacy = read_privacy(exchanges, known, strategies, left_out(source))
         return cls(source, exchanges, said, chosen, privacy)
 
 

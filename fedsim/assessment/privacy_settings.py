@@ -21,7 +21,7 @@ from fedsim.contracts.stack import Stack
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.deployed_parts import DeployedPart
-from fedsim.recording.exchanges import Exchange
+from fedsim.recording.exchanges import CHANGED, TWICE, Exchange
 from fedsim.results.record import Row
 from fedsim.scenario import build_stack
 from fedsim.scenario.model import PluginRef
@@ -35,7 +35,7 @@ _PASS_ON = (
     "flwr.clientapp.mod.comms_mods.arrays_size_mod",
 )
 """Mods of Flower's that change nothing."""
-_EXACT = "of the tensors alone, as if computed with exact numbers"
+_EXACT = "of the tensors alone, with exact numbers and noise that nobody can foretell"
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class FoundDefenses:
     parts: tuple[DeployedPart, ...] = ()
     """Parts, outermost first, without those that change nothing."""
     refs: tuple[PluginRef, ...] = ()
+    """Defenses of the last answer."""
+    variants: tuple[tuple[PluginRef, ...], ...] = ()
+    """Defenses of all answers, which differ where the server sets a norm anew."""
     unproven: str = ""
     """Reason why nothing is proven of them; empty if the ledger is to be asked."""
 
@@ -100,11 +103,12 @@ class PrivacySettings:
         self, found: FoundDefenses, exchange: Exchange, training: LocalTraining
     ) -> tuple[PrivacyClaim, str]:
         """Returns the ledger's claim of `found`, and what it comes to against any other update."""
-        stack = build_stack(found.refs)
         sent = exchange.read_reply()
-        stack.note_shapes(sent.values())
-        claimed = stack.claimed_epsilon
+        stacks = [build_stack(refs) for refs in found.variants or (found.refs,)]
+        for stack in stacks:
+            stack.note_shapes(sent.values())
         if found.unproven:
+            claimed = stacks[-1].claimed_epsilon
             return replace(_claim_nothing(found.unproven), claimed_epsilon=claimed), ""
         entry = Entry(
             rounds=self.rounds,
@@ -112,16 +116,19 @@ class PrivacySettings:
             delta=_delta_of(found.parts),
             unprotected=[name for name, value in sent.items() if not value.is_floating_point()],
         )
-        stated = claim(stack, training, entry)
+        # Each round is at least as private as those of the weakest settings.
+        claims = [claim(stack, training, entry) for stack in stacks]
+        stated, weakest = max(zip(claims, stacks, strict=True), key=lambda pair: pair[0].epsilon)
         if math.isinf(stated.epsilon):
             return stated, ""
-        return replace(stated, covers=_EXACT), _against_any_other(stack, training, entry)
+        return replace(stated, covers=_EXACT), _against_any_other(weakest, training, entry)
 
 
 def read_privacy(
     exchanges: Sequence[Exchange],
     mods: Mapping[str, Sequence[DeployedPart] | None],
     strategies: Sequence[DeployedPart] | None,
+    left_out: Sequence[str] = (),
 ) -> PrivacySettings:
     """Returns the privacy settings of a recorded app.
 
@@ -129,8 +136,12 @@ def read_privacy(
         exchanges: All recorded exchanges, at least one.
         mods: Message id -> mods of the client that answered, outermost first; None if unknown.
         strategies: The server's strategies, outermost first; None if unknown.
+        left_out: Lines that say why the tap left messages out.
     """
     found = _read_defenses(exchanges, mods)
+    doubts = [line for line in left_out if line.startswith((TWICE, CHANGED))]
+    if found and doubts:
+        found = replace(found, unproven=f"the tap left answers out: {doubts[0]}")
     rounds = max(each.round for each in exchanges)
     parts = None if found is None else found.parts
     server = read_server_noise(strategies or (), exchanges, mods=parts, delta=_DELTA)
@@ -144,11 +155,14 @@ def _read_defenses(
     if not known:
         return None
     each_found = [_of_one(mods[each.message_id] or (), each) for each in known]
-    first = each_found[-1]
-    # Settings may follow from the round: an adaptive norm does, and is no part of the mod itself.
+    # An adaptive norm is told by the server, and is no setting of the mod itself.
+    variants = {str(found.refs): found.refs for found in each_found}
+    first = replace(each_found[-1], variants=tuple(variants.values()))
     if any(found.parts != first.parts for found in each_found):
-        reason = "mods differ between clients or rounds"
-        return replace(first, unproven=reason)
+        return replace(first, unproven="mods differ between clients or rounds")
+    seen = {each.node_id for each in known}
+    if len(known) < sum(each.node_id in seen for each in exchanges):
+        return replace(first, unproven="a witnessed client gave answers that were not witnessed")
     return first
 
 
@@ -169,7 +183,7 @@ def _of_one(parts: Sequence[DeployedPart], exchange: Exchange) -> FoundDefenses:
             refs.append(ref)
         else:
             unknown = f"it is not known what {printable(part.name)} does"
-    return FoundDefenses(acting, tuple(refs), unknown)
+    return FoundDefenses(acting, tuple(refs), unproven=unknown)
 
 
 def _ref_of(part: DeployedPart, told: Mapping[str, object]) -> PluginRef | None:

@@ -45,6 +45,8 @@ MOST_ROUNDS = 999_999
 _RUN, _ROUND = re.compile(r"run-\d{1,20}"), re.compile(r"round-\d{4,6}")
 _TAP = "tap.json"
 _WRITTEN = (".safetensors", ".json")
+TWICE, CHANGED = "answered twice in a round", "sent with other mods than before"
+"""Reasons of what is left out that leave it open how often, or by which mods, a client answered."""
 _REASONS, _OTHER = 100, "other reasons"
 """Maximum number of reasons that are told apart, since senders can make up any number."""
 _DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -192,7 +194,7 @@ class Recorder:
         base = self._round(round) / f"node-{node_id}"
         # The JSON is written last: where it is, the whole answer is.
         if base.with_suffix(".json").exists():
-            self.leave_out("answered twice in a round")
+            self.leave_out(TWICE)
             return
         digest = self._write(base.with_suffix(".safetensors"), reply)
         if digest is None:
@@ -213,9 +215,15 @@ class Recorder:
             self._used += len(text)
 
     def note_parts(self, kind: PartKind, parts: Sequence[DeployedPart]) -> None:
-        """Keeps what the app consists of, outermost first; parts that were noted are replaced."""
-        if self._parts.get(kind) != list(parts):
+        """Keeps what the app consists of, outermost first; parts that were noted are replaced.
+
+        Mods that change are counted. A strategy's settings change with its state.
+        """
+        before = self._parts.get(kind)
+        if before != list(parts):
             self._parts[kind] = list(parts)
+            if kind == "mods" and before is not None:
+                self.leave_out(CHANGED)
             # Without a recorded answer there is nothing to describe.
             if self.folder.exists():
                 with suppress(OSError):

@@ -33,7 +33,14 @@ from fedsim.federation.live_parts import list_strategies
 from fedsim.federation.local import LocalGrid, identity
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.deployed_parts import DeployedPart, describe_part
-from fedsim.recording.exchanges import Exchange, Recorder, read_exchanges, read_parts, run_folder
+from fedsim.recording.exchanges import (
+    Exchange,
+    Recorder,
+    left_out,
+    read_exchanges,
+    read_parts,
+    run_folder,
+)
 from fedsim.testing.cases import example_training
 from fedsim.types import FedsimError, Tensors
 
@@ -247,12 +254,55 @@ def test_the_norm_of_a_clipping_mod_is_what_the_server_sends(tmp_path: Path) -> 
     assert settings.defenses.refs[0].parameters == {"norm": 0.5}
 
 
+def test_of_norms_that_change_the_largest_is_claimed(tmp_path: Path) -> None:
+    rounds = [
+        each.model_copy(update={"config": {"c": {"clipping_norm": norm}}})
+        for each, norm in zip(exchanges(tmp_path, [[1], [1]]), (0.5, 0.01), strict=True)
+    ]
+    parts = [describe_part(LOCAL_DP), describe_part(fixedclipping_mod)]
+    settings = read_privacy(rounds, {each.message_id: parts for each in rounds}, None)
+    picked = Picked(rounds[-1], None, 0)  # type: ignore[arg-type]
+    privacy, _ = settings.describe_privacy(picked, example_training())
+    multiplier = math.sqrt(2 * math.log(1.25e5)) / 8 / 0.5 / math.sqrt(2)
+    assert privacy["epsilon"] == pytest.approx(float(gaussian.epsilon(multiplier, 1e-5)))
+
+
 def test_what_differs_between_clients_is_not_claimed(tmp_path: Path) -> None:
     found = exchanges(tmp_path, [[1, 1]])
     mods = {"1-0": [describe_part(LOCAL_DP)], "1-1": []}
     settings = read_privacy(found, mods, None)
     assert settings.defenses is not None
     assert "differ" in settings.defenses.unproven
+
+
+@pytest.mark.parametrize(
+    ("mods", "missing", "reason"),
+    [
+        ({"1-0": [describe_part(LOCAL_DP)]}, [], "not witnessed"),
+        (None, ["answered twice in a round: 3 messages"], "answered twice"),
+        (None, ["sent with other mods than before: 1 message"], "other mods"),
+        (None, ["no room below max_gib: 1 message"], ""),
+    ],
+)
+def test_releases_that_nobody_counted_are_not_claimed(
+    mods: Any, missing: list[str], reason: str, tmp_path: Path
+) -> None:
+    found = exchanges(tmp_path, [[1], [1]])
+    mods = mods or {each.message_id: [describe_part(LOCAL_DP)] for each in found}
+    settings = read_privacy(found, mods, None, missing)
+    assert settings.defenses is not None
+    assert reason in settings.defenses.unproven
+    assert bool(settings.defenses.unproven) == bool(reason)
+
+
+def test_mods_that_change_are_counted(tmp_path: Path) -> None:
+    (exchange,) = exchanges(tmp_path, [[1]])
+    folder = exchange.path.parents[1]
+    recorder = Recorder(tmp_path, 1, "client", rounds=None, clients=None, max_bytes=1 << 20)
+    for mods in ([describe_part(LOCAL_DP)], [describe_part(LOCAL_DP)], []):
+        assert left_out(folder) == []
+        recorder.note_parts("mods", mods)
+    assert left_out(folder) == ["sent with other mods than before: 1 message"]
 
 
 def test_settings_that_a_defense_does_not_know_make_a_part_unknown(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def test_mods_act_from_the_last_to_the_first() -> None:
     assert float(global_norm(noised_last)) > 100
 
 
-def aggregated(strategy: Any, updates: list[Tensors]) -> Tensors:
+def aggregated(strategy: Any, updates: Sequence[Tensors]) -> Tensors:
     """The server's mean of updates, after one round of a wrapped strategy."""
     strategy.current_arrays = ArrayRecord(dict(BEFORE))
     order = Message(answer(BEFORE), 1, "train")
