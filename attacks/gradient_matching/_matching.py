@@ -251,7 +251,10 @@ class Matching:
         accelerate(model)
         if width:
             smooth(model, width)
-        self._windows = drop_dead_weights(model, observation.model.input_shape)
+        rule = observation.training.rule
+        # Decay and a proximal term move weights that meet only padding, too: none may be dropped.
+        moved = rule is not None and (rule.weight_decay or rule.proximal)
+        self._windows = {} if moved else drop_dead_weights(model, observation.model.input_shape)
         # The mask of a client's dropout is unknown: its mean is simulated.
         self._training = replace(observation.training, dropout=0.0)
         frozen = {n: self._live(n, t) for n, t in observation.buffers.items() if n in self._windows}

@@ -18,13 +18,16 @@ from fedsim.scenario import Scenario, cautions
 from fedsim.scenario.build import rate_factor
 from fedsim.scenario.resolve import resolve
 from fedsim.testing import make_observation
+from fedsim.training import accounting
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, LocalTraining, StepRule
 
 _STEP = {"name": "step", "every": 2, "factor": 0.1}
 
 
-def scenario(local: dict[str, Any], **training: Any) -> Scenario:
+def scenario(
+    local: dict[str, Any], stack: list[dict[str, Any]] | None = None, **training: Any
+) -> Scenario:
     return resolve(
         {
             "name": "tiny",
@@ -32,7 +35,7 @@ def scenario(local: dict[str, Any], **training: Any) -> Scenario:
             "data": {"source": "digits", "clients": 2},
             "model": {"name": "mlp", "hidden": [8]},
             "training": {"rounds": 5, "local": {"batch_size": 6, "lr": 0.01, **local}, **training},
-            "defenses": {"none": []},
+            "defenses": {"none": stack or []},
             "attacks": [],
         }
     )
@@ -93,6 +96,18 @@ def test_what_attacks_simulate_is_the_training_to_rounding(name: str) -> None:
     untold = workload.observation(1, 0, trained.update, parameters, buffers)
     error = simulation_error(untold, trained.truth)
     assert error is not None and error > 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_step_does_with_a_private_gradient_costs_no_privacy(name: str) -> None:
+    """DP-SGD defends the gradient of each step; optimizer, decay and rate only process it."""
+    local, _ = OPTIMIZERS[name]
+    stack = [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 2.0}]
+    plain, ruled = (
+        accounting.spent(Workload(scenario({**own, "steps": 2}, stack), "none"), 5).epsilon
+        for own in ({}, {**local, "schedule": _STEP})
+    )
+    assert ruled == plain < math.inf
 
 
 def test_rates_fall_as_the_schedule_says() -> None:

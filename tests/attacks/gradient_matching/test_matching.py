@@ -106,6 +106,21 @@ def test_the_objective_is_zero_at_the_truth_under_every_rule(
     assert objective(untold, truth.images, truth.labels, distance) > 1e-4
 
 
+def test_decay_moves_weights_that_meet_only_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_second_order, "_WORTHWHILE", 0)
+    observed = {"stem": "imagenet", "width": 8, "norm": "group"}
+    for rule in (None, StepRule(weight_decay=1.0)):
+        training = LocalTraining(algorithm="fedavg", steps=1, batch_size=1, lr=0.01, rule=rule)
+        images = torch.rand(1, 3, 17, 17, generator=torch.Generator().manual_seed(0))
+        labels = torch.tensor([1])
+        observation, _ = make_observation(
+            images, labels, model="resnet18", model_parameters=observed, training=training
+        )
+        assert bool(Matching(observation)._windows) == (rule is None)
+        for distance in (cosine_distance, squared_distance):
+            assert abs(objective(observation, images, labels, distance)) < 1e-6
+
+
 def test_the_gaussian_distance_is_that_of_its_formula() -> None:
     update, target = example_updates()
     leaves = [u.clone().requires_grad_() for u in update]
