@@ -193,12 +193,10 @@ def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> Non
             ["--attack", "inverting_gradients", "--set", "iterations=x"],
             "--set iterations=x: iterations: expected a whole number, got 'x'",
         ),
-        (["--attack", "inverting_gradients", "--set", "restarts=2"], "restarts: unknown key"),
         (
             ["--attack", "inverting_gradients", "--grant", "labls=known"],
             "--grant labls=known: knowledge.labls: unknown key; did you mean 'labels'?",
         ),
-        (["--attack", "inverting_gradients", "--grant", "bn=exakt"], "did you mean 'exact'?"),
         (
             ["--attack", "inverting_gradients", "--grant", "known"],
             "--grant known: expected key=value, such as labels=known",
@@ -209,7 +207,6 @@ def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> Non
             "no public images were recorded",
         ),
         (["--attack", "row_reconstruction"], "and clients send updates of a model"),
-        (["--attack", "nonsense"], "--attack nonsense: no plugin named 'nonsense' in attacks"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -256,13 +253,6 @@ def test_leaderboard_in_three_formats(finished: Path, monkeypatch: pytest.Monkey
     ).stdout.splitlines()
     assert "psnr_mean" in header.split(",")
     assert len(lines) == 2, "the same run twice counts once"
-
-
-def test_report_is_written_again(finished: Path, tmp_path: Path) -> None:
-    result = invoke("report", finished, "--out", tmp_path / "r.html")
-    assert result.exit_code == 0, result.output
-    assert result.stdout == f"{tmp_path / 'r.html'}\n"
-    assert "<html" in (tmp_path / "r.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("command", ["leaderboard", "report"])

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.guarantee import Guarantee
-from fedsim.contracts.plugins import load
 from fedsim.contracts.stack import Stack, chain
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.testing.cases import example_training, mixed_update, stream
@@ -158,11 +157,6 @@ def test_local_dp_mod_states_what_follows_from_its_noise() -> None:
     # A sensitivity of a ten thousandth of the clip, as a public platform has it.
     loose = LocalDpMod(clipping_norm=1.0, sensitivity=1e-4, epsilon=10.0, delta=1e-5)
     assert claimed(loose).epsilon == pytest.approx(213_089_418, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["percentile_privacy", "svt_privacy", "local_dp_mod", "soteria"])
-def test_names_are_those_that_a_scenario_gives(name: str) -> None:
-    assert load("fedsim.defenses", name)
 
 
 def test_local_dp_mod_claims_nothing_of_a_single_number() -> None:

@@ -21,14 +21,6 @@ def test_a_page_is_what_the_script_makes_of_the_files(page: str) -> None:
     assert read(page) == results.render(page), "run: python docs/site/results.py"
 
 
-def test_the_page_makes_twelve_claims_each_with_a_table_a_command_and_a_limit() -> None:
-    claims = read("docs/results.md").split("\n## ")[1:]
-    assert len(claims) == 12
-    for claim in claims:
-        assert claim.split("\n")[2].startswith("**"), claim
-        assert "|---|" in claim and "*Command:*" in claim and "*Limit:*" in claim, claim
-
-
 @pytest.mark.parametrize("template", results.TEMPLATES.values())
 def test_no_figure_is_typed(template: str) -> None:
     """A figure in decibels, per cent or with an interval comes from a file."""

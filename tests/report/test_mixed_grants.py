@@ -108,21 +108,14 @@ def test_limits_name_the_threat_model(mixed_update: Path) -> None:
     assert not any("inverting_gradients" in line and "above 3" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"vantage": "client"}, "another participant"),
-        ({"vantage": "eavesdropper"}, "an eavesdropper on the wire"),
-    ],
-)
 @pytest.mark.parametrize("case", GRANTS, ids=str)
 def test_whoever_looks_the_headline_says_what_else_was_had(
-    changes: dict[str, Any], words: str, case: dict[str, Any], tmp_path: Path
+    case: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = judged(tmp_path / "run", granted(case, **changes)).verdicts
+    found = judged(tmp_path / "run", granted(case, vantage="client")).verdicts
     title = leaderboard_rows([tmp_path / "run"])[0].threat.differs
     for verdict in found:
-        assert attacker_of(verdict).startswith(words)
+        assert attacker_of(verdict).startswith("another participant")
         done = {"planted": "server planted weights", "modified": "server put a module"}
         assert (title or done[case["server"]]) in brief(verdict)
 
