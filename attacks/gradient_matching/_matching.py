@@ -8,6 +8,7 @@ several local steps, for one client as for the mean of many.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, final
@@ -20,11 +21,13 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.victim import rebuild
+from fedsim.rng import global_stream
 from fedsim.types import Effect, LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import Tape, pays
 from fedsim_attacks.gradient_matching._image_priors import valid_range
+from fedsim_attacks.gradient_matching._learned_defenses import GivenDraws, orthogonal_distance
 from fedsim_attacks.labels.label_inference import infer_labels
 
 
@@ -38,11 +41,14 @@ class Candidate:
     """(N,) int64; None where soft labels are optimized."""
     logits: Tensor | None
     """(N, K) of soft labels; None where labels are fixed."""
+    drawn: tuple[Tensor, ...] = ()
+    """What the model draws as it computes, in order; empty where that stays random."""
 
     @property
     def variables(self) -> list[Tensor]:
         """The tensors to optimize."""
-        return [self.images] if self.logits is None else [self.images, self.logits]
+        labels = [] if self.logits is None else [self.logits]
+        return [self.images, *labels, *self.drawn]
 
     def targets(self) -> Tensor:
         """Returns labels (N,) int64 or probabilities (N, K), differentiable in the logits."""
@@ -264,6 +270,7 @@ class Matching:
         self.names = [n for n in self._parameters if tensors == "all" or not n.startswith("head.")]
         """Names of the tensors that are compared, in the order of the target."""
         self._target = self._make_target()
+        self._norms = [observation.update[n].to(dtype).norm() for n in self.names]
         if tensors == "body" and not self._target.square:
             raise AttackFailed(
                 "nothing of the observed update is outside of the head: match tensors: all"
@@ -334,7 +341,13 @@ class Matching:
         logits = None
         if labels is None:
             logits = torch.randn(count, model.num_classes, generator=rng).to(self.device)
-        return self.candidate(images, labels, logits)
+        candidate = self.candidate(images, labels, logits)
+        if not self._simulated.drawn:
+            return candidate
+        with GivenDraws() as chance, global_stream(int(torch.randint(2**31, (), generator=rng))):
+            self.update(candidate.images, candidate.targets().detach(), create_graph=False)
+        drawn = tuple(each.detach().clone().requires_grad_() for each in chance.taken)
+        return replace(candidate, drawn=drawn)
 
     def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
         """Computes the update that clients with these `images` would have sent.
@@ -375,19 +388,28 @@ class Matching:
         return loss, tuple(slopes)
 
     def _differentiate(
-        self, distance: Distance, labels: Tensor | None, images: Tensor, *logits: Tensor
+        self, distance: Distance, labels: Tensor | None, images: Tensor, *others: Tensor
     ) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            variables = [self._lay(images), *(each.detach().clone() for each in logits)]
+            variables = [self._lay(images), *(each.detach().clone() for each in others)]
             for variable in variables:
                 variable.requires_grad_()
-            candidate = Candidate(variables[0], labels, variables[1] if logits else None)
-            update = self.update(candidate.images, candidate.targets())
+            soft = variables[1] if labels is None else None
+            candidate = Candidate(variables[0], labels, soft)
+            drawn = variables[1 if labels is not None else 2 :]
+            # Without a mode where nothing is fitted: it would slow every operation.
+            with GivenDraws(drawn) if drawn else nullcontext():
+                update = self.update(candidate.images, candidate.targets())
             pairs = zip(update, self._target.tensors, strict=True)
             # What was removed is seen, as it is zero in the observed update: no slope follows.
             update = [u * (t != 0) if self._simulated.removed else u for u, t in pairs]
         with torch.no_grad():
-            loss, direction, scale = distance([u.detach() for u in update], self._target)
+            found = [u.detach() for u in update]
+            if self._simulated.orthogonal:
+                loss, direction = orthogonal_distance(found, self._target.tensors, self._norms)
+                scale = torch.ones_like(loss)
+            else:
+                loss, direction, scale = distance(found, self._target)
         # Vector-Jacobian product with the distance's own derivative: no graph of the distance.
         slopes = torch.autograd.grad(update, variables, direction)
         return loss, *(slope.mul_(scale).contiguous() for slope in slopes)

@@ -1,0 +1,83 @@
+"""Draws of the model are fitted with the images, and an orthogonal direction's norms are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.data.bundled import Faces
+from fedsim.models.base import normalize
+from fedsim.testing import make_observation
+from fedsim.types import Observation
+from fedsim_attacks.gradient_matching._learned_defenses import GivenDraws, orthogonal_distance
+from fedsim_attacks.gradient_matching._matching import Candidate, Matching, squared_distance
+
+MODEL = {"model": "convnet", "model_parameters": {"width": 8}, "num_classes": 2}
+
+
+def observe(first: int, defense: str) -> tuple[Observation, Tensor, Tensor]:
+    faces = Faces(size=16).load()
+    pixels, labels = faces.train_images.float() / 255, faces.train_labels
+    mine = slice(first, first + 2)
+    seen, _ = make_observation(pixels[mine], labels[mine], defense=[{"name": defense}], **MODEL)  # type: ignore[arg-type]
+    return seen, normalize(pixels, seen.model), labels
+
+
+def stream() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def test_draws_are_variables_and_the_objective_is_zero_at_the_true_ones() -> None:
+    seen, images, labels = observe(0, "precode")
+    blind = Matching(seen).random_candidate(labels[:2], stream())
+    matching = Matching(seen, effects="simulated")
+    drawn = matching.random_candidate(labels[:2], stream()).drawn
+    assert not blind.drawn and [tuple(each.shape) for each in drawn] == [(2, 256)]
+    truth = replace(matching.candidate(images[:2], labels[:2], None), drawn=drawn)
+    # The simulator hands out no draws: the client of these ones is simulated here.
+    update = fitted(matching, truth)
+    client = replace(seen, update=dict(zip(matching.names, update, strict=True)))
+    knows = Matching(client, effects="simulated")
+    loss, slopes = knows.differentiate(truth, squared_distance)
+    assert float(loss) < 1e-9 and len(slopes) == 2
+    other = replace(truth, drawn=tuple(each + 0.1 for each in drawn))
+    loss, slopes = knows.differentiate(other, squared_distance)
+    assert float(loss) > 1e-6 and all(bool(slope.any()) for slope in slopes)
+
+
+def fitted(matching: Matching, candidate: Candidate) -> list[Tensor]:
+    with GivenDraws(candidate.drawn):
+        return matching.update(candidate.images, candidate.targets(), create_graph=False)
+
+
+def test_an_orthogonal_direction_tells_its_batch_from_all_others() -> None:
+    seen, images, labels = observe(4, "censor")
+    matching = Matching(seen, effects="simulated")
+
+    def distance(at: int) -> float:
+        candidate = matching.candidate(images[at : at + 2], labels[at : at + 2], None)
+        return float(matching.differentiate(candidate, squared_distance)[0])
+
+    found = {at: distance(at) for at in range(0, 20, 2)}
+    assert found.pop(4) < 1e-6
+    assert min(found.values()) > 1e-2
+
+
+def test_the_orthogonal_distances_slope_is_autograds() -> None:
+    target = [torch.randn(5, 4, generator=stream()), torch.tensor([3.0]), torch.zeros(3)]
+    norms = [each.norm() for each in target]
+    update = [torch.randn_like(each).double().requires_grad_() for each in target]
+    wide = [each.double() for each in target]
+    _, slopes = orthogonal_distance([u.detach() for u in update], wide, norms)
+    expected = torch.log(update[0].norm() / norms[0]).square() + 20 * (
+        torch.nn.functional.cosine_similarity(update[0].flatten(), wide[0].flatten(), dim=0) ** 2
+    )
+    (slope,) = torch.autograd.grad(expected, update[0])
+    torch.testing.assert_close(slopes[0], slope)
+    assert not slopes[1].any() and not slopes[2].any()
+    assert float(expected) == pytest.approx(
+        float(orthogonal_distance([u.detach() for u in update], wide, norms)[0])
+    )
