@@ -228,10 +228,17 @@ def run_cell(options: argparse.Namespace, size: int, epochs: int, seed: int, end
         return True
     if time.monotonic() > end:
         return False
+    start = time.perf_counter()
     seen = prepare(options, size, epochs, seed)
-    print(shape, f"trained; {len(seen.observations)} updates seen", flush=True)
-    for name in left:
-        if time.monotonic() > end:
+    print(
+        f"{time.perf_counter() - start:.0f} s",
+        shape,
+        f"trained; {len(seen.observations)} updates seen",
+        flush=True,
+    )
+    for number, name in enumerate(left):
+        # One attack at least, or a federation that takes all the time would be trained in vain.
+        if number and time.monotonic() > end:
             return False
         plugin, parameters = ATTACKS[name]
         if plugin == "shadow_likelihood":
