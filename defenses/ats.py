@@ -38,7 +38,7 @@ class Operation(BaseModel):
         return low, high
 
 
-Policy = Annotated[tuple[Operation, ...], Field(min_length=1, max_length=4)]
+TransformPolicy = Annotated[tuple[Operation, ...], Field(min_length=1, max_length=4)]
 
 _HYBRID = (
     (
@@ -68,7 +68,7 @@ class ATS(BatchDefense):
         "Automatic Transformation Search, CVPR 2021, section 5"
     )
 
-    policies: Annotated[tuple[Policy, ...], Field(min_length=1, max_length=8)] = _HYBRID
+    policies: Annotated[tuple[TransformPolicy, ...], Field(min_length=1, max_length=8)] = _HYBRID
     """Policies of one to four operations, of which one is drawn for each image."""
 
     def change(

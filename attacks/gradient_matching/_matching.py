@@ -26,6 +26,7 @@ from fedsim.types import Effect, LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import Tape, pays
+from fedsim_attacks.gradient_matching._changed_batches import ChangedBatch, widen
 from fedsim_attacks.gradient_matching._image_priors import valid_range
 from fedsim_attacks.gradient_matching._learned_defenses import GivenDraws, orthogonal_distance
 from fedsim_attacks.labels.label_inference import infer_labels
@@ -218,8 +219,9 @@ energy, and what images do to the rest is hardly seen in a distance over all of 
 
 
 Effects = Literal["ignored", "simulated"]
-"""Treatments of entries that a defense set to zero or truncated: `ignored` compares them as if they
-were the client's, `simulated` does the same to the recomputed update first."""
+"""Treatments of what a defense changed. Entries that it set to zero or truncated: `ignored` takes
+them as if they were the client's, `simulated` does the same to the recomputed update first. A batch
+that it changed: `ignored` takes it for the images, `simulated` fits and undoes the change."""
 
 
 @final
@@ -243,13 +245,15 @@ class Matching:
             calls: Expected number of calls of `differentiate`; many calls pay for a recording.
             width: Width of the jumps of slopes (`_smooth_slopes`); 0 leaves them as they are.
             tensors: Tensors of the update that are compared.
-            effects: Treatment of entries that a defense set to zero or truncated.
+            effects: Treatment of what a defense changed.
 
         Raises:
             AttackFailed: `tensors` is `body`, and the model has none, or its update is zero.
         """
         self._observation = observation
         self._simulated = observation.effect if effects == "simulated" else Effect()
+        self.changed = ChangedBatch.read(self._simulated.batch)
+        """Changes of a step's batch, as far as they are allowed for."""
         self._replays = pays(calls, self.device)
         self._bound: tuple[Distance, Tensor | None, Callable[..., tuple[Tensor, ...]]] | None = None
         self._dtype = dtype
@@ -282,6 +286,8 @@ class Matching:
             self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
         self.box = valid_range(observation.model, self._target.square)
         """Normalized images of the pixels 0 and 1, (C, 1, 1) each."""
+        self.range = widen(self.box) if self.changed.signed else self.box
+        """Bounds on the entries of a step's inputs, (C, 1, 1) each."""
 
     @property
     def counts(self) -> list[float]:
@@ -433,7 +439,27 @@ class Matching:
         pixels = denormalize(images.detach(), self._observation.model).clamp(0, 1)
         return pixels.float().contiguous()
 
+    def undo_changes(
+        self, inputs: Tensor, labels: Tensor, rng: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the images and labels whose batches a defense changed into those of the steps.
+
+        Args:
+            inputs: normalized inputs (N, C, H, W) of all steps and clients.
+            labels: (N,) int64, or probabilities (N, K).
+            rng: source of the starts of a separation.
+        """
+        if not self.changed.drawn:
+            return inputs, labels
+        size, spec = self._training.batch_size, self._observation.model
+        parts = [
+            self.changed.undo(x, y, spec, self.box, rng)
+            for x, y in zip(inputs.split(size), labels.split(size), strict=True)
+        ]
+        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
     def _direction(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
+        images, labels = self.changed.simulate(images, labels, self._observation.model)
         return gradient(self._loss, parameters, images, labels, create_graph=True)
 
     def _detach(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:

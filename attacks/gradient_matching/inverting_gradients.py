@@ -49,7 +49,7 @@ _WARMUP = 50
 
 @dataclass(kw_only=True)
 class Inversion(AttackState):
-    """The candidate, its optimizer, and the best images so far by own loss."""
+    """The candidate, its optimizer, and the best inputs of a step so far by own loss."""
 
     matching: Matching
     distance: Distance
@@ -57,7 +57,9 @@ class Inversion(AttackState):
     optimizer: Adam
     best_images: Tensor
     best_labels: Tensor
+    """(N,) int64, or probabilities (N, K) where soft labels are optimized."""
     best_loss: Tensor
+    rng: torch.Generator
 
 
 @final
@@ -101,8 +103,8 @@ class InvertingGradients(IterativeAttack[Inversion]):
     """Tensors of the update that are matched: all, or those of the body, that is, all but the
     classifier's head. A planted head has nearly all of the update's energy."""
     effects: Effects = "ignored"
-    """Treatment of entries that a defense set to zero or truncated: as if they were the client's,
-    or simulated on candidates. Not the authors'."""
+    """Treatment of what a defense changed, entries of the update or the batch of a step: as if it
+    were the client's, or simulated on candidates and undone. Not the authors'."""
     stretched: bool = False
     """Whether each image is finally multiplied by what makes it fill the valid pixels. Behind group
     norm an update hardly tells contrast, and total variation takes it away. Not the authors'."""
@@ -132,8 +134,9 @@ class InvertingGradients(IterativeAttack[Inversion]):
             candidate=candidate,
             optimizer=Adam(candidate.variables),
             best_images=candidate.images.detach().clone(),
-            best_labels=candidate.hard_labels(),
+            best_labels=candidate.targets().detach(),
             best_loss=torch.full((), torch.inf, device=matching.device),
+            rng=rng,
         )
 
     def step(self, state: Inversion) -> Inversion:
@@ -151,23 +154,27 @@ class InvertingGradients(IterativeAttack[Inversion]):
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best_images = torch.where(better, images, state.best_images)
-        state.best_labels = torch.where(better, candidate.hard_labels(), state.best_labels)
+        targets = candidate.targets().detach()
+        state.best_labels = torch.where(better, targets, state.best_labels)
         # Soft signs end as plain slopes, as tanh(s g) / s goes to g.
         left = 1 - state.iteration / self.iterations
         # Signed gradients, as in the authors' code.
         slope = slope.sign_() if self.signs == "hard" else soft_sign(slope, left)
         state.optimizer.step([slope, *rest], self._rate(state.iteration))
         # `images` is a detached view of the candidate's memory, which is clamped with it.
-        images.clamp_(*matching.box)
+        images.clamp_(*matching.range)
         state.iteration += 1
         return state
 
     def postprocess(self, state: Inversion) -> Reconstruction:
         """Returns the images of the iteration with the least loss, `stretched` if asked for."""
-        images, box = state.best_images, state.matching.box
+        images, labels = state.matching.undo_changes(
+            state.best_images, state.best_labels, state.rng
+        )
+        box = state.matching.box
         entries = state.matching.pixels(expose(images, box) if self.stretched else images)
         return Reconstruction(
-            labels=state.best_labels,
+            labels=labels.argmax(1) if labels.ndim == 2 else labels,
             loss=float(state.best_loss),
             iterations=state.iteration,
         ).with_parts({"images" if images.ndim == 4 else "records": entries})
@@ -228,6 +235,12 @@ def regularized(
     value, (slope, *rest) = matching.differentiate(candidate, distance)
     if candidate.images.ndim != 4:  # entries of a row that are neighbours are not alike
         return value, (slope, *rest)
-    varies, variation_slope = variation(candidate.images.detach())
+    images = candidate.images.detach()
+    if matching.changed.signed:
+        # Inputs with random signs are not smooth, but their magnitudes are where their images are.
+        varies, variation_slope = variation(images.abs())
+        variation_slope = variation_slope * images.sign()
+    else:
+        varies, variation_slope = variation(images)
     slope = slope.add_(variation_slope, alpha=weight)
     return value + weight * varies, (slope, *rest)

@@ -1,0 +1,187 @@
+"""What an attacker makes of a batch that a defense changed before the gradient was taken.
+
+Copies of an image are simulated: one candidate is fitted to the gradient of all of its views. What
+was drawn is undone instead, after the inputs of the step were fitted as if they were the images. A
+view that was drawn is found as the one that leaves the smoothest image that looks like the input.
+Mixtures are separated by independent component analysis: edges of photographs are sparse, those of
+their mixtures less so. (Bell and Sejnowski, The "independent components" of natural scenes are edge
+filters, Vision Research 1997; Carlini et al., Is Private Learning Possible with Instance Encoding?,
+S&P 2021, break InstaHide by way of the magnitudes, which signs do not hide.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.views import apply_view
+from fedsim.types import Augmentation, ImageChange, Mixture, ModelSpec
+from fedsim_attacks.gradient_matching._drawing import Adam, half_cosine
+from fedsim_attacks.gradient_matching._image_priors import total_variation
+
+_VIEW_STEPS, _VIEW_RATE, _SMOOTHNESS = 150, 0.1, 0.02
+"""Steps of Adam and their size by which a view is undone, and the weight of total variation."""
+_RESTARTS, _MIXTURE_STEPS, _MIXTURE_RATE = 16, 400, 0.05
+"""Starts of the separation, steps of Adam from each, and their size."""
+_INVALID = 10.0
+"""Weight of the mean squared excess over the valid range, beside logarithms."""
+_LEAST_EDGE, _RIDGE = 1e-3, 1e-4
+"""Numbers that keep the logarithm of no edges, and the inverse of equal rows, finite."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ChangedBatch:
+    """The changes of a step's batch, as far as an attack allows for them."""
+
+    copied: tuple[Augmentation, ...] = ()
+    """Changes that are simulated: nothing of them is drawn."""
+    drawn: tuple[Augmentation | Mixture, ...] = ()
+    """Changes that come before those, and are undone."""
+
+    @staticmethod
+    def read(changes: Sequence[Augmentation | Mixture]) -> ChangedBatch:
+        """Parts `changes`, which are in the order in which they act.
+
+        Where copies are changed by chance, nothing is allowed for: each copy is then an input of
+        its own, and there are more of them than images.
+        """
+        copied: list[Augmentation] = []
+        left = list(changes)
+        while left and isinstance(left[-1], Augmentation) and left[-1].copies:
+            copied.insert(0, left.pop())
+        if any(isinstance(change, Augmentation) and change.copies for change in left):
+            return ChangedBatch()
+        return ChangedBatch(copied=tuple(copied), drawn=tuple(left))
+
+    @property
+    def signed(self) -> bool:
+        """Whether inputs have random signs, so that they are not smooth."""
+        return any(isinstance(change, Mixture) and change.signs for change in self.drawn)
+
+    def simulate(self, inputs: Tensor, labels: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+        """Returns the inputs and labels of all copies, differentiable in those of one step."""
+        for change in self.copied:
+            inputs = torch.cat([apply_view(inputs, view, spec) for view in change.views])
+            labels = torch.cat([labels] * len(change.views))
+        return inputs, labels
+
+    def undo(
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        spec: ModelSpec,
+        box: tuple[Tensor, Tensor],
+        rng: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the images and labels that were drawn from to make those of one step.
+
+        Args:
+            inputs: normalized inputs (B, C, H, W) that the gradient was taken of.
+            labels: (B,) int64, or probabilities (B, K).
+            spec: says how images are normalized.
+            box: normalized images of the pixels 0 and 1, (C, 1, 1) each.
+            rng: source of the starts of a separation.
+        """
+        for change in reversed(self.drawn):
+            if isinstance(change, Augmentation):
+                inputs = undo_view(inputs, change.views, spec, box)
+            elif change.signs:
+                inputs = fold_signs(inputs, box)
+            elif len(inputs) > 1:
+                apart = separate(inputs, box, rng).to(inputs.dtype)
+                inputs = torch.einsum("ij,jchw->ichw", apart, inputs)
+                labels = apart @ labels if labels.is_floating_point() else labels
+        return inputs, labels
+
+
+def undo_view(
+    inputs: Tensor,
+    views: Sequence[Sequence[ImageChange]],
+    spec: ModelSpec,
+    box: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Returns for each of `inputs` (B, C, H, W) the image that it most likely is a view of.
+
+    Each of the `views` is undone by least squares with total variation, which also fills what the
+    view does not show. The answer is that of the least objective. `spec` and `box` are as in
+    `ChangedBatch.undo`.
+    """
+    best = torch.full((len(inputs),), torch.inf, device=inputs.device)
+    answer = inputs.clone()
+    for view in views:
+        images = inputs.detach().clone().contiguous()
+        optimizer = Adam([images])
+        for step in range(_VIEW_STEPS):
+            with torch.enable_grad():
+                variable = images.detach().requires_grad_()
+                misfit = (apply_view(variable, view, spec) - inputs).square().mean((1, 2, 3))
+                (slope,) = torch.autograd.grad(misfit.sum(), variable)
+            # The variation is a mean over images, and the misfit is a sum.
+            slope = slope + _SMOOTHNESS * len(inputs) * total_variation(images)[1]
+            optimizer.step([slope.contiguous()], _VIEW_RATE * half_cosine(step / _VIEW_STEPS))
+            images.clamp_(*box)
+        varies = torch.stack([total_variation(image[None])[0] for image in images])
+        misfit = (apply_view(images, view, spec) - inputs).square().mean((1, 2, 3))
+        objective = misfit + _SMOOTHNESS * varies
+        better = objective < best
+        best = torch.where(better, objective, best)
+        answer = torch.where(better[:, None, None, None], images, answer)
+    return answer
+
+
+def fold_signs(inputs: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns `inputs` without their random signs: all entries on the wider side of the range.
+
+    Signs hide on which side of the mean color a pixel is, and not how far. Total variation cannot
+    tell either: it is least if all signs are alike. On the wider side all magnitudes are valid.
+    """
+    low, high = box
+    return inputs.abs() * torch.where(high >= -low, 1.0, -1.0)
+
+
+def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -> Tensor:
+    """Returns W (B, B) such that W times `inputs`, which are mixtures of B images, is the images.
+
+    Rows of the mixing W^-1 are positive and sum to 1. Of several starts the answer is that of the
+    least Σ_i log mean |edges of image i| - log |det W|, by which images have Laplacian edges of any
+    scale, plus a weight for pixels outside of the `box`.
+
+    Args:
+        inputs: normalized mixtures (B, C, H, W), B > 1.
+        box: normalized images of the pixels 0 and 1, (C, 1, 1) each.
+        rng: source of the starts.
+    """
+    count = len(inputs)
+    pixels = inputs.detach().double()
+    edges = torch.cat([(pixels.diff(dim=dim)).flatten(1) for dim in (2, 3)], 1)
+    flat = pixels.flatten(1)
+    low, high = (limit.double().expand(inputs.shape[1:]).flatten() for limit in box)
+    identity = torch.eye(count, dtype=torch.float64)
+    start = 2 * identity + torch.randn(_RESTARTS, count, count, generator=rng).double()
+    identity, logits = identity.to(flat.device), start.to(flat.device)
+    optimizer = Adam([logits])
+    for _ in range(_MIXTURE_STEPS):
+        with torch.enable_grad():
+            variable = logits.detach().requires_grad_()
+            mixing = variable.softmax(2)
+            apart = torch.linalg.inv(mixing + _RIDGE * identity)
+            images = apart @ flat
+            sizes = ((apart @ edges).abs().mean(2) + _LEAST_EDGE).log().sum(1)
+            excess = (images - high).clamp_min(0) + (low - images).clamp_min(0)
+            invalid = excess.square().mean((1, 2))
+            objective = sizes + torch.linalg.slogdet(mixing)[1] + _INVALID * invalid
+            (slope,) = torch.autograd.grad(objective.sum(), variable)
+        optimizer.step([slope.contiguous()], _MIXTURE_RATE)
+    objective = objective.detach().nan_to_num(torch.inf)
+    return apart.detach()[objective.argmin()]
+
+
+def widen(box: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the range of entries in `box` whose signs may be flipped."""
+    size = torch.maximum(-box[0], box[1])
+    return -size, size

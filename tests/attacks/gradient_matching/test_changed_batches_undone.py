@@ -1,0 +1,106 @@
+"""Attacks that allow for a changed batch, whoever changed it: exact where that can be known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.contracts.views import apply_view
+from fedsim.models.base import normalize
+from fedsim.testing import make_observation
+from fedsim.testing.cases import example_batch, example_spec, stream
+from fedsim.types import Augmentation, Effect, ImageChange, Mixture
+from fedsim_attacks.gradient_matching._changed_batches import (
+    ChangedBatch,
+    fold_signs,
+    separate,
+    undo_view,
+)
+from fedsim_attacks.gradient_matching._matching import Effects, Matching, squared_distance
+
+SPEC = example_spec((1, 16, 16), 3)
+BOX = (torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+COPIES = Augmentation(views=((), (ImageChange(name="flip_x"),)), copies=True)
+DRAWN = Augmentation(views=((ImageChange(name="flip_y"),),), copies=False)
+
+
+def blocks(count: int, seed: int = 0) -> Tensor:
+    """Pictures (N, 1, 16, 16) of a few plain rectangles, whose edges are sparse."""
+    draw = stream(seed)
+    images = torch.full((count, 1, 16, 16), 0.1)
+    for image in images:
+        for _ in range(3):
+            top, left = torch.randint(0, 10, (2,), generator=draw).tolist()
+            image[:, top : top + 6, left : left + 5] = float(torch.rand((), generator=draw))
+    return images
+
+
+@pytest.mark.parametrize("effects", ["ignored", "simulated"])
+def test_the_objective_of_copies_is_zero_at_the_images(effects: Effects) -> None:
+    images, labels = example_batch(2)
+    seen, _ = make_observation(images, labels, defense=[{"name": "oasis"}])
+    matching = Matching(seen, effects=effects)
+    at = matching.candidate(normalize(images, seen.model), labels, None)
+    distance = float(matching.differentiate(at, squared_distance)[0])
+    assert distance < 1e-6 if effects == "simulated" else distance > 1e-3
+
+
+def test_what_counts_is_the_effect_and_no_name() -> None:
+    seen, _ = make_observation(*example_batch(2), defense=[{"name": "oasis"}])
+    foreign = replace(seen, defense=({"name": "somebody's"},))
+    assert Matching(foreign, effects="simulated").changed.copied == seen.effect.batch
+    hidden = replace(seen, effect=Effect())
+    assert Matching(hidden, effects="simulated").changed == ChangedBatch()
+
+
+def test_a_drawn_view_is_found_among_all_and_undone() -> None:
+    images = blocks(2, seed=3)
+    views = [
+        [ImageChange(name="translate_x", by=share), ImageChange(name="contrast", by=factor)]
+        for share in (-0.25, 0.25)
+        for factor in (0.6, 1.0)
+    ]
+    shown = torch.cat(
+        [apply_view(images[:1], views[0], SPEC), apply_view(images[1:], views[3], SPEC)]
+    )
+    found = undo_view(shown, views, SPEC, BOX)
+    # A quarter of each image left the frame; the rest is what it was.
+    torch.testing.assert_close(found[0, :, :, :12], images[0, :, :, :12], atol=0.05, rtol=0)
+    torch.testing.assert_close(found[1, :, :, 4:], images[1, :, :, 4:], atol=0.05, rtol=0)
+
+
+def test_mixtures_are_separated() -> None:
+    images = blocks(3)
+    mixing = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.7, 0.3], [0.3, 0.0, 0.7]])
+    mixed = torch.einsum("ij,jchw->ichw", mixing, images)
+    apart = separate(mixed, BOX, stream())
+    found = torch.einsum("ij,jchw->ichw", apart.float(), mixed)
+    nearest = torch.cdist(images.flatten(1), found.flatten(1), p=torch.inf).amin(1)
+    blurred = torch.cdist(images.flatten(1), mixed.flatten(1), p=torch.inf).amin(1)
+    assert float(nearest.max()) < 0.05 < float(blurred.min())
+
+
+def test_labels_are_separated_with_their_images() -> None:
+    images = blocks(2)
+    mixing = torch.tensor([[0.7, 0.3], [0.3, 0.7]])
+    mixed = torch.einsum("ij,jchw->ichw", mixing, images)
+    change = ChangedBatch.read([Mixture(images=2)])
+    _, labels = change.undo(mixed, mixing @ torch.eye(2), SPEC, BOX, stream())
+    torch.testing.assert_close(labels.double(), torch.eye(2).double(), atol=0.1, rtol=0)
+
+
+def test_folding_hides_nothing_but_the_side_of_the_mean() -> None:
+    inputs = torch.tensor([[[[0.5, -1.5], [-0.2, 0.0]]]])
+    wide, narrow = torch.full((1, 1, 1), 2.0), torch.full((1, 1, 1), 1.0)
+    torch.testing.assert_close(fold_signs(inputs, (-narrow, wide)), inputs.abs())
+    torch.testing.assert_close(fold_signs(inputs, (-wide, narrow)), -inputs.abs())
+
+
+def test_copies_behind_chance_are_not_allowed_for() -> None:
+    """Each copy is then an input of its own, of which there are more than images."""
+    assert ChangedBatch.read([DRAWN, COPIES]) == ChangedBatch(copied=(COPIES,), drawn=(DRAWN,))
+    assert ChangedBatch.read([COPIES, DRAWN]) == ChangedBatch()
+    assert ChangedBatch.read([COPIES, Mixture(images=2)]) == ChangedBatch()
