@@ -32,6 +32,53 @@ def tpr_limit(epsilon: float, delta: float, fpr: float) -> float:
     return min(1.0, one_way, other)
 
 
+def certain_rate(accused: int, others: int, error: float = 0.025) -> float:
+    """Returns a false positive rate that a threshold exceeds with probability `error` at most.
+
+    The threshold is the `accused`-th highest of the scores of so many `others`. A further one's
+    chance to lie above it has the distribution Beta(accused, others + 1 - accused), as order
+    statistics of uniform variables have.
+
+    Raises:
+        FedsimError: the threshold is not one of the scores.
+
+    >>> round(certain_rate(1, 999), 4)
+    0.0037
+    """
+    from scipy.stats import beta
+
+    if not 1 <= accused <= others:
+        raise FedsimError(f"accused: expected 1 to {others}, got {accused}")
+    return float(beta.ppf(1 - error, accused, others + 1 - accused))
+
+
+def row_claim(
+    unit: str | None, relation: str | None, epsilon: float, delta: float, *, sampled: bool
+) -> tuple[float, float] | None:
+    """Returns the (ε, δ) between an update's worlds with and without one example; None if unknown.
+
+    Whoever hides all of a client's data hides one example. Where a contribution is exchanged for
+    zero, two such steps lead from one database to the other (group privacy). Where examples are
+    sampled and each one's contribution is bounded, an absent example contributes zero.
+
+    Args:
+        unit: `client` or `example`.
+        relation: The claim's neighbours.
+        epsilon: ε of the claim.
+        delta: δ of the claim.
+        sampled: Whether an example's presence changes no other one's place in a batch.
+    """
+    if relation == "add_or_remove" or (unit == "client" and relation == "replace_one"):
+        return epsilon, delta
+    if unit == "client" and relation == "zero_out":
+        if epsilon > 350:  # no limit is left, and the exponential would overflow
+            return math.inf, 0.0
+        return 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * delta)
+    if unit == "example" and relation == "zero_out" and sampled:
+        return epsilon, delta
+    return None
+
+
 def auc_limit(epsilon: float, delta: float) -> float:
     """Computes the largest area under a test's ROC curve: the area under `tpr_limit`.
 

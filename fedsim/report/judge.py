@@ -943,6 +943,7 @@ _RELIANCES: Mapping[str, Reliance] = {
     "attack works": "do not rely",
     "audit refutes": "do not rely",
     "training audit refutes": "do not rely",
+    "membership refutes": "do not rely",
 }
 """Reasons for anything but `not shown`."""
 
@@ -971,6 +972,7 @@ def _doubts(
         _state("attack works") if is_leak(verdict.finding) else None,
         _state("audit refutes") if any(map(_is_refuted, rows)) else None,
         _state("training audit refutes") if is_refuted else None,
+        _state("membership refutes") if any(row.refuted_shares for row in rows) else None,
         _state("no defense") if row.undefended else None,
         _why_unmeasured(verdict, rows),
         _weakness(row),

@@ -488,6 +488,11 @@ def _refuted_by_attack(row: LeaderboardRow) -> list[str]:
                 f"{_name_row(row)}: {name} of {least:.3g} or more refutes the ε of the release, "
                 f"which allows {most:.3g}"
             )
+    lines += [
+        f"{_name_row(row)}: {name} of {low:.3g} or more refutes the ε of all rounds seen, which "
+        f"allows {most:.3g}"
+        for name, (low, most) in row.refuted_shares.items()
+    ]
     return lines
 
 

@@ -365,7 +365,14 @@ def _fields(row: LeaderboardRow) -> dict[str, Any]:
 _BY_METRIC = ("gains", "own_gains", "others", "over_others", "limits")
 """Fields of a row that hold something for each metric; of those that rank it is told by name."""
 
-_BOUNDED = ("membership_auc", "membership_tpr", "psnr", "feature_cosine")
+_BOUNDED = (
+    "membership_auc",
+    "membership_tpr",
+    "membership_tpr_at_1_percent",
+    "membership_tpr_at_01_percent",
+    "psnr",
+    "feature_cosine",
+)
 
 _RANKING = {"psnr": "", "subspace_error": "span_", "label_accuracy": "label_"}
 """Metric -> how names begin of what is told of it; of others with their own names."""

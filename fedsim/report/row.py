@@ -290,6 +290,19 @@ class LeaderboardRow:
         return self.limits.get(name) if self.metrics[name] else None
 
     @property
+    def refuted_shares(self) -> dict[str, tuple[float, float]]:
+        """Metric -> (lower end, limit) of shares of members that refute the privacy claim.
+
+        Their interval lies above what the claim allows.
+        """
+        ends = {
+            name: (low.mean, most)
+            for name, most in self.limits.items()
+            if (low := self.metrics.get(f"{name}_low"))
+        }
+        return {name: (low, most) for name, (low, most) in ends.items() if low > most}
+
+    @property
     def exposed(self) -> bool:
         """Whether one trial, or one image, certainly leaked, whatever the others did."""
         if self.ignores_update or self.no_control:

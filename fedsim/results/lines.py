@@ -237,6 +237,10 @@ class TheoryOf(RowPart):
     """Largest AUC of membership that the claim allows; None if it does not bound membership."""
     membership_tpr: float | None = None
     """Largest TPR of membership that the claim allows; None if it does not bound membership."""
+    membership_tpr_at_1_percent: float | None = None
+    """Largest share of members told that the claim for all rounds seen allows, at the false
+    positive rate that the threshold certainly does not exceed. None as above."""
+    membership_tpr_at_01_percent: float | None = None
 
 
 class ResultRow(RowPart):

@@ -19,7 +19,7 @@ from fedsim.privacy.recovery import mean_limit, success_limit
 from fedsim.results.lines import ResultRow, describe_tensor_bound
 from fedsim.results.record import Row
 from fedsim.scenario import Scenario
-from fedsim.targets.membership import FALSE_POSITIVES
+from fedsim.targets.membership import FALSE_POSITIVES, LOW_RATES, accused_others
 from fedsim.training.accounting import claim_for_drawn
 from fedsim.training.accounting import claim_of as claim_of
 from fedsim.training.accounting import participations as participations
@@ -127,7 +127,11 @@ class Context:
             knowledge=self.scenario.knowledge.model_dump(),
             theory={
                 **describe_tensor_bound(result),
-                **_membership_limits(guarantee),
+                **(
+                    _membership_limits(guarantee)
+                    if seen.payload != "update"
+                    else _update_limits(server, result)
+                ),
                 **_recovery_limits(server, result),
             },
             utility={
@@ -195,6 +199,35 @@ def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
         "membership_auc": membership.auc_limit(epsilon, delta),
         "membership_tpr": membership.tpr_limit(epsilon, delta, FALSE_POSITIVES),
     }
+
+
+def _update_limits(server: Server, result: Result) -> dict[str, float | None]:
+    """Returns the largest shares of members that the claim for all rounds seen allows.
+
+    They hold at the false positive rates that the row's thresholds certainly do not exceed.
+    """
+    shares = [f"membership_tpr_at_{ending}" for ending in LOW_RATES]
+    found: dict[str, float | None] = dict.fromkeys(("membership_auc", "membership_tpr", *shares))
+    others, seen = result.metrics.get("membership_others"), result.observation
+    if others is None:
+        return found
+    claim = spent(server, seen.round, seen_from=seen.vantage)
+    sampled = server.training.sampling != "without_replacement"
+    if claim.delta is None or claim.reason is not None:
+        return found
+    bounded = membership.row_claim(
+        claim.unit, claim.relation, claim.epsilon, claim.delta, sampled=sampled
+    )
+    if bounded is None:
+        return found
+    found["membership_auc"] = membership.auc_limit(*bounded)
+    for name, rate in {"membership_tpr": FALSE_POSITIVES} | dict(
+        zip(shares, LOW_RATES.values(), strict=True)
+    ).items():
+        if accused := accused_others(int(others), rate):
+            certain = membership.certain_rate(accused, int(others))
+            found[name] = membership.tpr_limit(*bounded, certain)
+    return found
 
 
 _NEIGHBOURS = ("replace_one", "zero_out", "add_or_remove")

@@ -70,6 +70,11 @@ def accused_others(others: int, false_positives: float) -> int:
     return math.floor(false_positives * (others + 1) + 1e-9)
 
 
+def count_others(scores: Tensor, members: Tensor) -> float:
+    """Returns the number of candidates that took no part."""
+    return float((~members).sum())
+
+
 def membership_tpr_end(
     scores: Tensor, members: Tensor, false_positives: float, end: int
 ) -> float | Unavailable:
@@ -160,6 +165,13 @@ class Membership(Target):
             meaning=f"of membership, at {FALSE_POSITIVES:.0%} false positives",
             described=_MEMBERSHIP,
             shown_as="percent",
+        ),
+        Metric(
+            name="membership_others",
+            compute=ordered(count_others),
+            unit="none",
+            larger_leaks=True,
+            digits=0,
         ),
         *(metric for ending, rate in LOW_RATES.items() for metric in _share_and_ends(ending, rate)),
     )

@@ -1,0 +1,41 @@
+"""What a claim says of membership in updates, and at which rate of false accusations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from fedsim.privacy.membership import certain_rate, row_claim
+from fedsim.types import FedsimError
+
+
+def test_a_rate_is_exceeded_as_rarely_as_it_says() -> None:
+    """The true rate of a threshold at the k-th highest of n uniform scores is 1 - that score."""
+    stream = np.random.default_rng(0)
+    thresholds = np.sort(stream.random((20_000, 99)))[:, -2]
+    exceeded = np.mean(1 - thresholds > certain_rate(2, 99))
+    assert abs(exceeded - 0.025) < 4 * math.sqrt(0.025 * 0.975 / 20_000)
+
+
+def test_a_threshold_has_to_be_a_score() -> None:
+    with pytest.raises(FedsimError, match="accused: expected 1 to 9, got 10"):
+        certain_rate(10, 9)
+
+
+def test_only_relations_that_tell_an_examples_presence_bound_it() -> None:
+    assert row_claim("example", "add_or_remove", 2.0, 1e-5, sampled=False) == (2.0, 1e-5)
+    assert row_claim("client", "replace_one", 2.0, 1e-5, sampled=False) == (2.0, 1e-5)
+    assert row_claim("example", "zero_out", 2.0, 1e-5, sampled=True) == (2.0, 1e-5)
+    # Without sampling another example takes the place of an absent one.
+    assert row_claim("example", "zero_out", 2.0, 1e-5, sampled=False) is None
+    assert row_claim("example", "replace_one", 2.0, 1e-5, sampled=True) is None
+    assert row_claim("example", "close", 2.0, 1e-5, sampled=True) is None
+
+
+def test_two_steps_by_zero_are_a_group_of_two() -> None:
+    epsilon, delta = row_claim("client", "zero_out", 2.0, 1e-5, sampled=False) or (0, 0)
+    assert epsilon == 4.0
+    assert delta == pytest.approx((1 + math.exp(2)) * 1e-5)
+    assert row_claim("client", "zero_out", 1000.0, 1e-5, sampled=False) == (math.inf, 0.0)
