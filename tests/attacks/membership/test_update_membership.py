@@ -1,0 +1,117 @@
+"""The score test on known answers, a control without members, and what it reads of a defense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.contracts.grant import Knowledge, MembershipCandidates
+from fedsim.targets.membership import membership_auc
+from fedsim.testing import make_observation
+from fedsim.types import Observation
+from fedsim_attacks.membership._gaussian_fit import InnerProducts
+from fedsim_attacks.membership.update_membership import UpdateMembership
+
+
+def problem(count: int = 6, entries: int = 15) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns random gradients (count, entries), a vector, means and variances."""
+    stream = torch.Generator().manual_seed(1)
+    rows = torch.randn(count, entries, generator=stream, dtype=torch.float64)
+    vector = torch.randn(entries, generator=stream, dtype=torch.float64)
+    mean, variance = torch.rand(2, count, generator=stream, dtype=torch.float64)
+    return rows, vector, mean, variance + 0.1
+
+
+def test_scores_are_the_exact_score_test_of_the_linear_model() -> None:
+    rows, vector, mean, variance = problem()
+    products = InnerProducts(
+        gram=rows @ rows.T, inner=rows @ vector, energy=float(vector @ vector), entries=15
+    )
+    fit = products.fit(mean, variance, 0.3, scored=True)
+    left = vector - mean @ rows
+    eye = torch.eye(15, dtype=torch.float64)
+    whole = rows.T @ torch.diag(variance) @ rows + 0.3 * eye
+    for i, row in enumerate(rows):
+        without = torch.linalg.inv(whole - variance[i] * torch.outer(row, row))
+        expected = row @ without @ left / (row @ without @ row).sqrt()
+        torch.testing.assert_close(fit.scores[i], expected)
+    law = torch.distributions.MultivariateNormal(mean @ rows, whole)
+    other = products.fit(mean, variance, 0.5, scored=False)
+    changed = torch.distributions.MultivariateNormal(mean @ rows, whole + 0.2 * eye)
+    difference = law.log_prob(vector) - changed.log_prob(vector)
+    assert fit.log_likelihood - other.log_likelihood == pytest.approx(float(difference))
+
+
+def asked(members: int, others: int, **changes: object) -> tuple[Observation, Knowledge, Tensor]:
+    """Returns an update of random images, candidates, and which of these are members.
+
+    With `members` 0 no candidate took part in the update.
+    """
+    stream = torch.Generator().manual_seed(3)
+    images = torch.rand(members + others + 20, 1, 8, 8, generator=stream)
+    labels = torch.randint(4, (len(images),), generator=stream)
+    used = slice(0, members) if members else slice(others, others + 20)
+    observation, _ = make_observation(
+        images[used],
+        labels[used],
+        model="mlp",
+        model_parameters={"hidden": [16]},
+        num_classes=4,
+        **changes,  # type: ignore[arg-type]
+    )
+    known = MembershipCandidates(
+        inputs=images[: members + others], labels=labels[: members + others], seen=(observation,)
+    )
+    return observation, Knowledge(candidates=known), torch.arange(members + others) < members
+
+
+def test_members_of_a_single_gradient_are_told_exactly() -> None:
+    observation, knowledge, members = asked(30, 30)
+    found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
+    assert found is not None and membership_auc(found, members) == 1.0
+
+
+def test_without_members_the_scores_know_nothing() -> None:
+    observation, knowledge, _ = asked(0, 400)
+    found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
+    assert found is not None
+    coins = torch.rand(400, generator=torch.Generator().manual_seed(0)) < 0.5
+    auc = membership_auc(found, coins)
+    # Four standard deviations of the AUC of 200 against 200 exchangeable scores.
+    assert isinstance(auc, float) and abs(auc - 0.5) < 4 * 0.029
+
+
+@pytest.mark.parametrize(
+    ("defense", "least"),
+    [
+        ([{"name": "clip", "norm": 0.01}], 1.0),
+        ([{"name": "gradient_pruning", "ratio": 0.5}], 0.9),
+        ([{"name": "gaussian_noise", "std": 0.01}], 0.7),
+    ],
+)
+def test_members_are_told_behind_weak_defenses(
+    defense: list[dict[str, object]], least: float
+) -> None:
+    observation, knowledge, members = asked(30, 30, defense=defense)
+    found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
+    assert found is not None
+    auc = membership_auc(found, members)
+    assert isinstance(auc, float) and auc >= least
+
+
+def test_rounds_add_up_and_no_candidates_are_a_stated_failure() -> None:
+    observation, knowledge, _ = asked(10, 10)
+    assert knowledge.candidates is not None
+    twice = replace(knowledge.candidates, seen=(observation, observation))
+    one, two = (
+        solve(UpdateMembership(), observation, Knowledge(candidates=c), 0).reconstruction
+        for c in (knowledge.candidates, twice)
+    )
+    assert one.membership is not None and two.membership is not None
+    torch.testing.assert_close(two.membership, one.membership * 2**0.5)
+    with pytest.raises(AttackFailed, match="no candidates"):
+        solve(UpdateMembership(), observation, Knowledge(), 0)
