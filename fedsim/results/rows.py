@@ -221,9 +221,8 @@ def _update_limits(server: Server, result: Result) -> dict[str, float | None]:
     if bounded is None:
         return found
     found["membership_auc"] = membership.auc_limit(*bounded)
-    for name, rate in {"membership_tpr": FALSE_POSITIVES} | dict(
-        zip(shares, LOW_RATES.values(), strict=True)
-    ).items():
+    rates = dict(zip(shares, LOW_RATES.values(), strict=True))
+    for name, rate in {"membership_tpr": FALSE_POSITIVES, **rates}.items():
         if accused := accused_others(int(others), rate):
             certain = membership.certain_rate(accused, int(others))
             found[name] = membership.tpr_limit(*bounded, certain)
