@@ -57,3 +57,28 @@ def test_there_is_no_limit_where_more_is_known_than_the_release(tmp_path: Path) 
     assert "features=known" in known["loud"]["limit_reason"]
     outside = theory(tmp_path / "outside", defenses=stacks, privacy={"probes": "outside"})
     assert "outside" in outside["loud"]["limit_reason"]
+
+
+def test_shares_of_members_stand_beside_what_all_rounds_allow(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "data": {"source": {"name": "digits", "size": 8}, "clients": 2},
+        "training": {
+            "rounds": 2,
+            "local": {"steps": 2, "batch_size": 20, "lr": 0.1, "sampling": "poisson"},
+        },
+        "defenses": {"none": [], "loud": STACKS["loud"]},
+        "attacks": ["update_membership"],
+        "observe": {"rounds": [1, 2], "clients": [0], "candidates": 240},
+        "knowledge": {"labels": "none", "public": "test"},
+    }
+    found = theory(tmp_path / "run", **changes)
+    assert found["none"]["membership_tpr_at_1_percent"] is None
+    loud = found["loud"]
+    assert 0.01 < loud["membership_tpr_at_1_percent"] < 0.2
+    # About 120 of 240 took no part, which is too few for a rate of 0.1%.
+    assert loud["membership_tpr_at_01_percent"] is None
+    assert 0.5 < loud["membership_auc"] < 0.7
+    rows = [json.loads(line) for line in (tmp_path / "run/results.jsonl").read_text().splitlines()]
+    # Both rounds are asked about at once, at the last one.
+    assert [(row["round"], row["status"]) for row in rows] == [(2, "ok"), (2, "ok")]
+    assert 90 < rows[0]["metrics"]["membership_others"] < 150
