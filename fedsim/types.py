@@ -410,8 +410,7 @@ class Effect:
         The factors are those of `scaled` and of `scaled_examples`.
         """
         altered = self.removed or self.truncated is not None or self.rounded or self.mixed
-        altered = altered or self.batch
-        return not altered and not self.noisy
+        return not altered and not self.batch and not self.noisy
 
     def then(self, after: Effect) -> Effect:
         """Returns the effect of this defense followed by `after`."""

@@ -18,7 +18,23 @@ from typing import Any
 import pytest
 
 from fedsim.attacking import question, running
+from fedsim.attacking.targets import join_solutions, questions
+from fedsim.contracts.attack import Attack, AttackState, Solution
+from fedsim.contracts.grant import Grant
 from fedsim.system import processes
+from fedsim.types import Observation, Truth
+
+
+def ask(
+    attack: Attack[AttackState],
+    observation: Observation,
+    truth: Truth | None,
+    granted: Grant,
+    seed: int,
+) -> Solution:
+    """Asks all questions about `observation`, and joins the answers."""
+    asked = questions(attack, observation, truth, granted, seed)
+    return join_solutions([each.answer() for each in asked])
 
 
 class _Here(Executor):

@@ -52,8 +52,9 @@ class ChangedBatch:
         """
         copied: list[Augmentation] = []
         left = list(changes)
-        while left and isinstance(left[-1], Augmentation) and left[-1].copies:
-            copied.insert(0, left.pop())
+        while left and isinstance(last := left[-1], Augmentation) and last.copies:
+            copied.insert(0, last)
+            left.pop()
         if any(isinstance(change, Augmentation) and change.copies for change in left):
             return ChangedBatch()
         return ChangedBatch(copied=tuple(copied), drawn=tuple(left))
@@ -178,7 +179,8 @@ def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -
             (slope,) = torch.autograd.grad(objective.sum(), variable)
         optimizer.step([slope.contiguous()], _MIXTURE_RATE)
     objective = objective.detach().nan_to_num(torch.inf)
-    return apart.detach()[objective.argmin()]
+    best: Tensor = apart.detach()[objective.argmin()]
+    return best
 
 
 def widen(box: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -454,7 +454,7 @@ class Matching:
         size, spec = self._training.batch_size, self._observation.model
         parts = [
             self.changed.undo(x, y, spec, self.box, rng)
-            for x, y in zip(inputs.split(size), labels.split(size), strict=True)
+            for x, y in zip(torch.split(inputs, size), torch.split(labels, size), strict=True)
         ]
         return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 

@@ -64,7 +64,9 @@ class ExampleGradients:
         trained = {name: self._state[name] for name in self._names}
         size = max(1, min(256, _AT_ONCE // self._entries))
         found = []
-        for images, classes in zip(inputs.split(size), labels.split(size), strict=True):
+        for images, classes in zip(
+            torch.split(inputs, size), torch.split(labels, size), strict=True
+        ):
             each = self._each(trained, normalize(images, self._spec), classes)
             flat = torch.cat([each[name].flatten(1) for name in self._names], dim=1)
             found.append(self._compare(flat.detach()))

@@ -51,7 +51,8 @@ def log_odds(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor
     model, state = rebuild(seen).eval(), {**seen.buffers, **weights}
     found = []
     with torch.no_grad():
-        for images, classes in zip(inputs.split(_AT_ONCE), labels.split(_AT_ONCE), strict=True):
+        batches = zip(torch.split(inputs, _AT_ONCE), torch.split(labels, _AT_ONCE), strict=True)
+        for images, classes in batches:
             logits = functional_call(model, state, (normalize(images, seen.model),)).double()
             found.append(odds_of_logits(logits, classes))
     return torch.cat(found)
@@ -87,4 +88,5 @@ class UpdateSimilarity:
     def cosine(self, update: Tensors) -> Tensor:
         """Returns the cosine (N,) of each gradient and the update; 0 for one without length."""
         norms = self._rows.norm(dim=1) * self._gradients.vector(update).norm()
-        return self.inner(update) / norms.double().clamp(min=1e-30)
+        cosines: Tensor = self.inner(update) / norms.double().clamp(min=1e-30)
+        return cosines

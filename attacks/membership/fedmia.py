@@ -89,6 +89,6 @@ class FedMIA(DirectAttack):
         z = (measured[own] - mean) / variance.sqrt()
         if self.statistic == "z":
             return z
-        return (
-            torch.special.ndtr(z) if self.statistic == "probability" else torch.special.log_ndtr(z)
-        )
+        chance = torch.special.ndtr if self.statistic == "probability" else torch.special.log_ndtr
+        levels: Tensor = chance(z)
+        return levels

@@ -84,7 +84,7 @@ def _train(
     chances = chances[:, labels.cpu()]
     size = sum(value.numel() for value in seen.parameters.values())
     found, shown = [], []
-    for part in chances.split(max(1, _ENTRIES // (size * clients)) * clients):
+    for part in torch.split(chances, max(1, _ENTRIES // (size * clients)) * clients):
         batches, drawn = [], []
         for _ in range(distinct):
             chosen = torch.multinomial(part, training.batch_size, True, generator=rng)
@@ -94,7 +94,7 @@ def _train(
         made = local_updates(
             model, start, seen.buffers, batches * (training.steps // distinct), training
         )
-        sums = {n: u.detach().unflatten(0, (-1, clients)).mean(1) for n, u in made.items()}
+        sums = {n: torch.unflatten(u.detach(), 0, (-1, clients)).mean(1) for n, u in made.items()}
         found.append(_direction({n: sums[n] for n in seen.update}, len(part) // clients))
         all_drawn = torch.cat(drawn, 1).view(len(part) // clients, -1)
         shown.append(torch.nn.functional.one_hot(all_drawn, shares.shape[1]).double().mean(1))
@@ -104,7 +104,8 @@ def _train(
 def _direction(update: Tensors, count: int = 1) -> Tensor:
     """Returns updates (count, P) of unit length, since clipping changes lengths."""
     flat = torch.cat([value.reshape(count, -1) for value in update.values()], 1).double()
-    return flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    directions: Tensor = flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    return directions
 
 
 def _regress(updates: Tensor, shares: Tensor, observed: Tensor) -> tuple[float, Tensor]:

@@ -142,7 +142,7 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
     distinct = training.steps if training.batches == "different" else 1
     normal = normalize(pool.inputs, seen.model)
     found: list[Tensors] = []
-    for part in coins.split(shadows):
+    for part in torch.split(coins, shadows):
         own = [each for row in part for each in pool.deal(row, clients, rng)]
         least = min(map(len, own))
         if least < training.batch_size:
@@ -164,7 +164,10 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
             model, start, seen.buffers, batches * (training.steps // distinct), training
         )
         found.append(
-            {n: u.detach().unflatten(0, (len(part), clients)).mean(1) for n, u in updates.items()}
+            {
+                n: torch.unflatten(u.detach(), 0, (len(part), clients)).mean(1)
+                for n, u in updates.items()
+            }
         )
     return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 

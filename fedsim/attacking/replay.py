@@ -16,7 +16,7 @@ from fedsim import scoring
 from fedsim.attacking import jobs
 from fedsim.attacking.knowledge import Public
 from fedsim.attacking.question import on_cpu
-from fedsim.attacking.targets import question, unanswerable
+from fedsim.attacking.targets import join_solutions, questions, unanswerable
 from fedsim.contracts.attack import Attack, AttackState, create
 from fedsim.contracts.grant import Grant
 from fedsim.models.base import normalize
@@ -84,7 +84,7 @@ def attack(
         raise FedsimError(f"threads: expected at least 1, got {threads}")
     _refuse_unfit(chosen, name, observation, victim, grant)
     with fix_within(threads):
-        solution = question(
+        asked = questions(
             chosen,
             observation,
             victim,
@@ -93,11 +93,10 @@ def attack(
             public=Public.of(root, grant),
             restarts=restarts,
             seen=_others(chosen, observation, path),
-            progress=on_progress,
         )
+        solution = join_solutions([each.answer(on_progress) for each in asked])
         found = on_cpu(solution.reconstruction)
-        # Only a run has the public images that a guess is learned from.
-        scores = None if victim is None else scoring.score(found, victim)
+        scores = scoring.score(found, victim) if victim else None
         told = scoring.certificate(found, victim, scores.assignments if scores else {})
     return found, {
         "observation": observation.id,

@@ -7,7 +7,7 @@ once, one of them would give away the answer to the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,38 +25,12 @@ from fedsim.contracts.attack import (
     Attack,
     AttackFailed,
     AttackState,
-    Progress,
     Solution,
     images_alone,
     unreadable,
 )
 from fedsim.contracts.grant import Grant
 from fedsim.types import CANDIDATE_MEMBERS, Observation, Reconstruction, RowTruth, Truth
-
-
-def question(
-    attack: Attack[AttackState],
-    observation: Observation,
-    truth: Truth | None,
-    granted: Grant,
-    seed: int,
-    *,
-    public: Public | None = None,
-    restarts: int = 1,
-    seen: Sequence[Observation] = (),
-    progress: Callable[[Progress], None] | None = None,
-) -> Solution:
-    """Asks all `questions` in this process, and joins the answers into one solution.
-
-    Other arguments are those of `questions`; `progress` is called with the progress of each.
-
-    Raises:
-        AttackFailed: `questions` or `Question.answer` raises it, or there is nothing to ask.
-    """
-    asked = questions(
-        attack, observation, truth, granted, seed, public=public, restarts=restarts, seen=seen
-    )
-    return join_solutions([one.answer(progress) for one in asked])
 
 
 def questions(

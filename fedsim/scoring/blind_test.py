@@ -97,7 +97,8 @@ def _fit(shown: Tensor, members: Tensor) -> Tensor:
     """Returns the weights (k,) of a ridge regression of the coins."""
     gram = shown.T @ shown
     ridge = 0.1 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    return torch.linalg.solve(gram + ridge, shown.T @ (members.double() - 0.5))
+    weights: Tensor = torch.linalg.solve(gram + ridge, shown.T @ (members.double() - 0.5))
+    return weights
 
 
 def _rank_p_value(scores: Tensor, members: Tensor) -> float:

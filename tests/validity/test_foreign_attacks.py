@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from one_process import ask
 from plugins_here import Idle
 
-from fedsim.attacking.targets import question
 from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_observation
@@ -35,7 +35,7 @@ def test_what_an_attack_writes_into_its_knowledge_changes_no_truth() -> None:
     observation, truth = make_observation(torch.rand(2, 3, 8, 8), torch.tensor([4, 7]), model="mlp")
     assert truth.features is not None
     features = truth.features.clone()
-    question(Careless(), observation, truth, Grant(labels="known", features="known"), 1)
+    ask(Careless(), observation, truth, Grant(labels="known", features="known"), 1)
     assert truth.labels.tolist() == [4, 7]
     assert torch.equal(truth.features, features)
 
@@ -46,7 +46,7 @@ def test_draws_from_the_global_stream_follow_from_the_seed() -> None:
     before = torch.get_rng_state()
 
     def drawn(seed: int) -> torch.Tensor:
-        images = question(Careless(), observation, truth, Grant.least(), seed).reconstruction.images
+        images = ask(Careless(), observation, truth, Grant.least(), seed).reconstruction.images
         assert images is not None
         return images
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_process import ask
 from sklearn.datasets import load_digits
 from torch import Tensor
 
 from fedsim import rng
 from fedsim.attacking.knowledge import hand_over_row
-from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.target import GuessRequest
@@ -85,7 +85,7 @@ def released(
 
 
 def answer(attack: Attack[AttackState], case: tuple[Observation, RowTruth]) -> Reconstruction:
-    return question(attack, *case, OTHERS, 0).reconstruction
+    return ask(attack, *case, OTHERS, 0).reconstruction
 
 
 def stream(seed: int = 0) -> torch.Generator:
@@ -435,12 +435,12 @@ def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(
         AttackFailed, match="what the defense of the update does to a kernel regression"
     ):
-        question(RowReconstruction(), observation, truth, OTHERS, 0)
+        ask(RowReconstruction(), observation, truth, OTHERS, 0)
     observation, truth = released(MODEL)
     other = {"features": {"scale": 1.0, "tail": 2.0}}
     foreign = replace(observation, spec=replace(observation.release, statistics=other))
     with pytest.raises(AttackFailed, match="what features does"):
-        question(MembershipInference(), foreign, truth, OTHERS, 0)
+        ask(MembershipInference(), foreign, truth, OTHERS, 0)
     with pytest.raises(AttackFailed, match=r"knowledge\.rows: others"):
         solve(RowReconstruction(), observation, Knowledge(), 0)
     known = hand_over_row(truth, 0, OTHERS, False)

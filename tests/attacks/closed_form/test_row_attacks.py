@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 import torch
+from one_process import ask
 from torch import Tensor
 
 from fedsim import rng
 from fedsim.attacking.knowledge import hand_over_row
-from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.target import GuessRequest
@@ -40,7 +40,7 @@ def released(
 
 
 def answer(attack: Attack[AttackState], case: tuple[Observation, RowTruth]) -> Reconstruction:
-    return question(attack, *case, OTHERS, 0).reconstruction
+    return ask(attack, *case, OTHERS, 0).reconstruction
 
 
 def members(truth: RowTruth) -> Tensor:
@@ -151,12 +151,12 @@ def test_a_row_is_asked_for_by_itself() -> None:
 def test_the_wrong_kind_is_refused() -> None:
     images = make_observation(torch.rand(1, 1, 16, 16), torch.tensor([1]))
     with pytest.raises(AttackFailed, match=r"reads sketch and .*clients send updates of a model"):
-        question(MembershipInference(), *images, Grant.least(), 0)
+        ask(MembershipInference(), *images, Grant.least(), 0)
     with pytest.raises(AttackFailed, match=r"reads updates of a model.*releases of kind sketch"):
-        question(DeepLeakage(iterations=1), *released(), OTHERS, 0)
+        ask(DeepLeakage(iterations=1), *released(), OTHERS, 0)
     observation, _ = released()
     with pytest.raises(AttackFailed, match="one at a time"):
-        question(RowReconstruction(), observation, None, OTHERS, 0)
+        ask(RowReconstruction(), observation, None, OTHERS, 0)
     with pytest.raises(AttackFailed, match=r"knowledge\.rows: others"):
         solve(RowReconstruction(), observation, Knowledge(), 0)
     with pytest.raises(AttackFailed, match="no candidate"):
