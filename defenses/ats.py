@@ -93,6 +93,7 @@ class ATS(BatchDefense):
 
     def effect(self, training: LocalTraining) -> Effect:
         """Returns the effect of one view in the place of an image."""
+        # Policies may share views, of which an attacker has to try each only once.
         views = dict.fromkeys(view for policy in self._views() for view in policy)
         return Effect(batch=(Augmentation(views=tuple(views), copies=False),))
 

@@ -49,6 +49,7 @@ class Censor(TrainingDefense):
             true = step.gradient(parameters, images, labels, rng)
             at = {name: value.detach() for name, value in parameters.items()}
             best = dict(true)
+            # From infinity on, the first direction with a finite loss replaces the gradient.
             least = _loss(step, at, images, labels) if self.falls_back else torch.inf
             for _ in range(self.trials):
                 drawn = draw_orthogonal(true, rng)
@@ -73,11 +74,14 @@ def draw_orthogonal(gradient: Tensors, rng: torch.Generator) -> dict[str, Tensor
     """Draws tensors as long as those of `gradient`, each uniform among those orthogonal to it."""
     drawn = {}
     for name, random in standard_normal(gradient, rng).items():
+        # In float64: rounding of the projection would leave a part along the gradient.
         true = gradient[name].detach().double()
         norm = true.norm()
         unit = true / norm.clamp_min(torch.finfo(true.dtype).tiny)
+        # Normal values have no preferred direction, nor has their projection in its subspace.
         left = random - (random * unit).sum() * unit
         size = left.norm()
+        # One entry has no orthogonal direction: what is left of it is rounding, and becomes 0.
         scale = torch.where(size > _NOTHING_LEFT * random.norm(), norm / size, 0)
         drawn[name] = (scale * left).to(gradient[name].dtype)
     return drawn

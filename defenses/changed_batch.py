@@ -43,6 +43,7 @@ class BatchDefense(TrainingDefense):
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
         ) -> Tensors:
+            # `change` is promised at least one image.
             if not len(images):
                 return step.gradient(parameters, images, labels, rng)
             if images.ndim != 4:

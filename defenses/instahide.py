@@ -52,6 +52,7 @@ class InstaHide(BatchDefense):
         """Mixes images and labels, and flips the signs of the images' normalized entries."""
         count = len(images)
         weights = self._draw_weights(count, rng)
+        # Each image is the first of one mean, so that none is left out of training.
         partners = [torch.arange(count)]
         partners += [permutation(count, rng) for _ in range(self.images - 1)]
         chosen = torch.stack(partners, 1)
@@ -68,6 +69,7 @@ class InstaHide(BatchDefense):
         redrawn = torch.ones(count, dtype=torch.bool)
         while bool(redrawn.any()):
             drawn = normal((int(redrawn.sum()), self.images), rng).abs()
+            # Only refused rows are drawn again, so that an accepted one is never looked at twice.
             weights[redrawn] = drawn / drawn.sum(1, keepdim=True)
             redrawn = (weights > self.largest).any(1) & (self.images > 1)
         return weights

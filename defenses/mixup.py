@@ -36,6 +36,7 @@ class MixUp(BatchDefense):
         # Imported here: it takes long, and only a step needs it.
         from scipy.special import betaincinv
 
+        # By the inverse distribution function: torch's own Beta takes no generator.
         share = float(betaincinv(self.alpha, self.alpha, float(uniform((1,), rng))))
         weights = torch.tensor([share, 1 - share]).expand(len(images), 2)
         partners = torch.stack([torch.arange(len(images)), permutation(len(images), rng)], 1)

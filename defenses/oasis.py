@@ -42,6 +42,7 @@ class Oasis(BatchDefense):
         """Returns all images, then all of their first view, and so on; nothing is drawn."""
         views = self._views()
         inputs = torch.cat([apply_view(images, view, spec) for view in views])
+        # Inputs are ordered by view, each of which has the labels of the whole batch.
         return inputs, labels.repeat(len(views), 1)
 
     def effect(self, training: LocalTraining) -> Effect:
@@ -53,4 +54,5 @@ class Oasis(BatchDefense):
         changes += [ImageChange(name="shear", by=by) for by in self.shears]
         if self.flips:
             changes += [ImageChange(name="flip_x"), ImageChange(name="flip_y")]
+        # The view without a change is the image itself, which stays in the batch.
         return ((), *((change,) for change in changes))

@@ -58,7 +58,9 @@ class VariationalBottleneck(LossTerm):
         """Returns decoded draws (B, d) of `features` (B, ...); in evaluation, decoded means."""
         mean, raw = self.encoder(features.flatten(1)).chunk(2, dim=1)
         deviation = F.softplus(raw)
+        # Kept for `loss_term`, since what is returned here goes into the classifier.
         self._divergence = divergence(mean, deviation).mean()
+        # A function of μ and σ and of noise without parameters, so that both have gradients.
         drawn = mean + deviation * torch.randn_like(mean) if self.training else mean
         decoded: Tensor = self.decoder(drawn)
         return decoded

@@ -47,6 +47,7 @@ class _JobTape:
 
     def __init__(self, out: str, side: TapSide, max_gib: float) -> None:
         self._out, self._side, self._max_gib = out, side, max_gib
+        # Clients' events may come in threads of their own, and share the recorder and the orders.
         self._lock = threading.Lock()
         self._recorder: Recorder | None = None
         self._orders: dict[str, tuple[int, str]] = {}
@@ -71,6 +72,7 @@ class _JobTape:
         with self._lock:
             task_id = str(context.get_prop(FLContextKey.TASK_ID))
             order = self._orders.pop(task_id, None)
+            # Without the recorded model that it answers, an answer cannot be attacked.
             if order is None:
                 return
             said = {key: plain_value(value) for key, value in dict(answer.meta or {}).items()}
@@ -181,8 +183,10 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
         """Records the answer `dxo`, and leaves it as it is."""
         filters = list_filters(fl_ctx, dxo.data_kind)
         client = fl_ctx.get_identity_name()
+        # Taken once: an answer without training must not get the steps of an earlier task.
         steps, self._steps = self._steps, None
         if tape := self._tape:
+            # Each is guarded alone, so that a failure of one does not lose the others.
             _guard(lambda: tape.note_filters(filters, fl_ctx))
             _guard(lambda: tape.record(dxo, fl_ctx, client))
         if steps is not None and self.witnessed:
@@ -210,14 +214,17 @@ def list_filters(context: FLContext, data_kind: str) -> list[DeployedPart]:
     marks = {"acts_on_weights": 1} if data_kind == DataKind.WEIGHTS else {}
     return [
         describe_part(each, marks)
+        # NVFlare applies them in order, so that the last is the outermost.
         for each in reversed(live)
         if not isinstance(each, ClientTap)
+        # A filter that names no kinds acts on all.
         and data_kind in (getattr(each, "data_kinds", None) or [data_kind])
     ]
 
 
 def node_id(client: str) -> int:
     """Returns the number that stands for a client's name."""
+    # Seven bytes stay below 2⁶³, and so fit signed integers of 64 bits.
     return int.from_bytes(hashlib.sha256(client.encode()).digest()[:7])
 
 
@@ -249,6 +256,7 @@ def _round_of(task: Shareable) -> int:
     round = task.get_header(AppConstants.CURRENT_ROUND)
     if round is None:
         round = from_shareable(task).get_meta_prop(MetaKey.CURRENT_ROUND)
+    # NVFlare counts from 0. What is no number of a round is taken for the first.
     known = isinstance(round, int) and 0 <= round < MOST_ROUNDS
     return int(round) + 1 if known else 1
 

@@ -52,6 +52,7 @@ class ChangedBatch:
         """
         copied: list[Augmentation] = []
         left = list(changes)
+        # Copies that were made last are functions of a step's inputs, without chance.
         while left and isinstance(last := left[-1], Augmentation) and last.copies:
             copied.insert(0, last)
             left.pop()
@@ -88,6 +89,7 @@ class ChangedBatch:
             box: normalized images of the pixels 0 and 1, (C, 1, 1) each.
             rng: source of the starts of a separation.
         """
+        # What acted last is undone first.
         for change in reversed(self.drawn):
             if isinstance(change, Augmentation):
                 inputs = undo_view(inputs, change.views, spec, box)
@@ -96,6 +98,7 @@ class ChangedBatch:
             elif len(inputs) > 1:
                 apart = separate(inputs, box, rng).to(inputs.dtype)
                 inputs = torch.einsum("ij,jchw->ichw", apart, inputs)
+                # Probabilities were mixed with the same weights; class numbers cannot be parted.
                 labels = apart @ labels if labels.is_floating_point() else labels
         return inputs, labels
 
@@ -159,25 +162,31 @@ def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -
     """
     count = len(inputs)
     pixels = inputs.detach().double()
+    # Differences are linear: those of the images are W times those of the inputs.
     edges = torch.cat([(pixels.diff(dim=dim)).flatten(1) for dim in (2, 3)], 1)
     flat = pixels.flatten(1)
     low, high = (limit.double().expand(inputs.shape[1:]).flatten() for limit in box)
     identity = torch.eye(count, dtype=torch.float64)
+    # Each input starts as mostly one image of its own, which the rows' order then follows.
     start = 2 * identity + torch.randn(_RESTARTS, count, count, generator=rng).double()
     identity, logits = identity.to(flat.device), start.to(flat.device)
     optimizer = Adam([logits])
     for _ in range(_MIXTURE_STEPS):
         with torch.enable_grad():
             variable = logits.detach().requires_grad_()
+            # Softmax makes each row positive with sum 1, as coefficients are.
             mixing = variable.softmax(2)
             apart = torch.linalg.inv(mixing + _RIDGE * identity)
             images = apart @ flat
+            # The logarithm is what a Laplacian's likelihood leaves once its scale is the likeliest.
             sizes = ((apart @ edges).abs().mean(2) + _LEAST_EDGE).log().sum(1)
             excess = (images - high).clamp_min(0) + (low - images).clamp_min(0)
             invalid = excess.square().mean((1, 2))
+            # The determinant is of W^-1. Without it, W = 0 would have the smallest edges.
             objective = sizes + torch.linalg.slogdet(mixing)[1] + _INVALID * invalid
             (slope,) = torch.autograd.grad(objective.sum(), variable)
         optimizer.step([slope.contiguous()], _MIXTURE_RATE)
+    # A start that diverged must not be the least.
     objective = objective.detach().nan_to_num(torch.inf)
     best: Tensor = apart.detach()[objective.argmin()]
     return best

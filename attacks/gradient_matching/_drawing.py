@@ -185,6 +185,7 @@ class UNet(nn.Module):
         levels = resolutions(height, columns)
         widths = [width] + [2 * width] * (levels - 1)
         sizes = [max(height, columns) >> level for level in range(levels)]
+        # A buffer: it moves with the weights and is never trained.
         self.register_buffer("start", _NOISE * torch.randn(count, width, height, columns))
         self.down = nn.ModuleList(
             _Level(w, features, s) for w, s in zip(widths, sizes, strict=True)
@@ -210,6 +211,7 @@ class UNet(nn.Module):
                 x = self.shrink[level](x)
         for level in reversed(range(len(self.up))):
             x = F.interpolate(x, size=skips[level].shape[2:])
+            # Details that shrinking lost come from the same level on the way down.
             x = self.up[level](self.merge[level](torch.cat([skips[level], x], 1)), features)
         drawn: Tensor = self.out(x)
         # In (0, 1) by construction: a clamp would have no slope beyond the ends.

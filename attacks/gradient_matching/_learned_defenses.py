@@ -43,6 +43,7 @@ class GivenDraws(TorchFunctionMode):
         """Calls `function`, or answers in its place if it draws."""
         if function not in _DRAWS:
             return function(*args, **(kwargs or {}))
+        # In order, so that a draw is the same variable in each recomputation.
         drawn: Tensor = self._left.pop(0) if self._left else function(*args, **(kwargs or {}))
         self.taken.append(drawn)
         return drawn

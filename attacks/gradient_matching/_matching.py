@@ -219,9 +219,12 @@ energy, and what images do to the rest is hardly seen in a distance over all of 
 
 
 Effects = Literal["ignored", "simulated"]
-"""Treatments of what a defense changed. Entries that it set to zero or truncated: `ignored` takes
-them as if they were the client's, `simulated` does the same to the recomputed update first. A batch
-that it changed: `ignored` takes it for the images, `simulated` fits and undoes the change."""
+"""Treatments of what a defense changed. `ignored` takes the update for one of the images alone.
+
+`simulated` does as the defense does: it zeroes and truncates the recomputed update, fits all copies
+as one image, and makes a model's random draws variables beside the images. Orthogonal updates are
+compared by their norms, and by an inner product of zero. Drawn views and mixtures are undone at
+the end."""
 
 
 @final

@@ -103,8 +103,9 @@ class InvertingGradients(IterativeAttack[Inversion]):
     """Tensors of the update that are matched: all, or those of the body, that is, all but the
     classifier's head. A planted head has nearly all of the update's energy."""
     effects: Effects = "ignored"
-    """Treatment of what a defense changed, entries of the update or the batch of a step: as if it
-    were the client's, or simulated on candidates and undone. Not the authors'."""
+    """Treatment of what a defense changed: ignored, or simulated. `simulated` zeroes and truncates
+    alike, fits a model's random draws and copies, compares orthogonal updates by norm and inner
+    product, and undoes drawn views and mixtures. Not the authors'."""
     stretched: bool = False
     """Whether each image is finally multiplied by what makes it fill the valid pixels. Behind group
     norm an update hardly tells contrast, and total variation takes it away. Not the authors'."""

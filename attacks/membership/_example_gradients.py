@@ -61,7 +61,9 @@ class ExampleGradients:
             inputs: (n, ...) pixels or entries on [0, 1].
             labels: (n,) int64.
         """
+        # Only what the update names is differentiated; all else is a constant of the model.
         trained = {name: self._state[name] for name in self._names}
+        # Each example has a gradient as large as the model, so that few are made at a time.
         size = max(1, min(256, _AT_ONCE // self._entries))
         found = []
         for images, classes in zip(
@@ -84,5 +86,7 @@ class ExampleGradients:
             flat = flat * self._mask
         if self._sums is None:
             return flat
+        # Each entry is added with its sign to one sum. Products of different entries that meet
+        # there have either sign, so that their mean is 0.
         sketch = torch.zeros(len(flat), SKETCHED)
         return sketch.index_add_(1, self._sums, flat * self._signs)

@@ -54,10 +54,13 @@ class InnerProducts:
         whitened.diagonal().add_(1.0)
         factor = torch.linalg.cholesky(whitened)
         towards = torch.mv(self.gram, mean)
+        # D^(1/2) G x / s, which M^-1 takes to q.
         right = root * (self.inner - towards) / noise
         solved = torch.cholesky_solve(right[:, None], factor)[:, 0]
+        # |x|² without x, whose size is P.
         rest = self.energy - 2 * float(mean @ self.inner) + float(mean @ towards)
         misfit = rest / noise - float(right @ solved)
+        # |C| = s^P |M|, and |M| is the squared product of its Cholesky factor's diagonal.
         determinant = self.entries * math.log(noise) + 2 * float(factor.diagonal().log().sum())
         scores = solved[:0]
         if scored:

@@ -35,6 +35,7 @@ def require_candidates(knowledge: Knowledge) -> MembershipCandidates:
 
 def weights_after(seen: Observation) -> Tensors:
     """Returns the weights that the observed update leads to; for a gradient, after one step."""
+    # A gradient is descended at the learning rate; an update is itself the change of weights.
     scale = -seen.training.lr if seen.training.algorithm == "fedsgd" else 1.0
     return {n: value + scale * seen.update[n] for n, value in seen.parameters.items()}
 
@@ -69,6 +70,7 @@ def odds_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 def losses(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
     """Returns each example's cross-entropy (N,) under `weights`; arguments as in `log_odds`."""
+    # -log p = log(1 + exp(-odds)), which is exact also where p rounds to 1.
     return F.softplus(-log_odds(seen, weights, inputs, labels))
 
 
@@ -79,6 +81,7 @@ class UpdateSimilarity:
         """Computes the gradients of the examples at the weights that `seen` started from."""
         self._gradients = ExampleGradients(seen)
         self._rows = self._gradients.of(inputs, labels)
+        # An update of weights points against the gradients; a gradient itself does not.
         self._sign = 1.0 if mean_gradient_factor(seen.training) > 0 else -1.0
 
     def inner(self, update: Tensors) -> Tensor:

@@ -63,6 +63,7 @@ class FedMIA(DirectAttack):
         for _, group in groupby(candidates.seen, key=lambda seen: seen.round):
             seen = list(group)
             own = [i for i, each in enumerate(seen) if each.client == observation.client]
+            # A null of one other client has no variance.
             if own and len(seen) > 2:
                 found.append(self._compare(self._measure(seen, candidates), own[0]))
         if not found:
@@ -85,10 +86,12 @@ class FedMIA(DirectAttack):
         others = torch.cat([measured[:own], measured[own + 1 :]])
         mean, variance = others.mean(0), others.var(0, correction=0) + _FLOOR
         if self.statistic == "z":
+            # Few clients estimate a variance poorly, so that it is drawn to the mean of all.
             variance = (variance + variance.mean()) / 2
         z = (measured[own] - mean) / variance.sqrt()
         if self.statistic == "z":
             return z
+        # Far below the null the probability underflows to 0. Its logarithm is computed as such.
         chance = torch.special.ndtr if self.statistic == "probability" else torch.special.log_ndtr
         levels: Tensor = chance(z)
         return levels

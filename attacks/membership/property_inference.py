@@ -57,6 +57,7 @@ class PropertyInference(DirectAttack):
         shares = _draw_shares(labels, classes, self.shadows * observation.num_clients, rng)
         updates, shown = _train(observation, inputs, labels, shares, rng)
         lost, answer = _regress(updates, shown, _direction(observation.update)[0])
+        # A regression knows no bounds. Where no positive share is left, all classes count alike.
         answer = answer.clamp(min=0)
         answer = answer / answer.sum() if bool(answer.sum()) else torch.ones(classes) / classes
         return Reconstruction(more={"class_shares": answer.float()}, loss=lost, iterations=0)
@@ -66,6 +67,7 @@ def _draw_shares(labels: Tensor, classes: int, count: int, rng: torch.Generator)
     """Returns shares (count, K), uniform over all distributions on classes that are public."""
     # Exponential variables over their sum are Dirichlet(1, ..., 1).
     drawn = -torch.rand(count, classes, generator=rng, dtype=torch.float64).clamp(min=1e-12).log()
+    # No shadow can train on a class without public examples.
     drawn = drawn * (torch.bincount(labels.cpu(), minlength=classes) > 0)
     return drawn / drawn.sum(1, keepdim=True)
 
@@ -84,6 +86,7 @@ def _train(
     chances = chances[:, labels.cpu()]
     size = sum(value.numel() for value in seen.parameters.values())
     found, shown = [], []
+    # A part is a multiple of the clients, so that those of one sum stay together.
     for part in torch.split(chances, max(1, _ENTRIES // (size * clients)) * clients):
         batches, drawn = [], []
         for _ in range(distinct):
@@ -94,8 +97,11 @@ def _train(
         made = local_updates(
             model, start, seen.buffers, batches * (training.steps // distinct), training
         )
+        # The first axis is (shadow, client), and a shadow is the mean of its clients.
         sums = {n: torch.unflatten(u.detach(), 0, (-1, clients)).mean(1) for n, u in made.items()}
         found.append(_direction({n: sums[n] for n in seen.update}, len(part) // clients))
+        # Shares of what was drawn and not of what it was drawn from: batches are small, and the
+        # update depends on the former.
         all_drawn = torch.cat(drawn, 1).view(len(part) // clients, -1)
         shown.append(torch.nn.functional.one_hot(all_drawn, shares.shape[1]).double().mean(1))
     return torch.cat(found), torch.cat(shown)
@@ -112,6 +118,7 @@ def _regress(updates: Tensor, shares: Tensor, observed: Tensor) -> tuple[float, 
     """Returns the least error on shadows left out, and the shares of the observed update."""
     mean, center = updates.mean(0), shares.mean(0)
     centered = updates - mean
+    # In the dual form: the matrix to invert has the size of the shadows, not of the entries.
     gram, target = centered @ centered.T, shares - center
     inner = centered @ (observed - mean)
     best: tuple[float, Tensor] | None = None

@@ -121,11 +121,13 @@ class _ShadowPool:
 
     def deal(self, coins: Tensor, clients: int, rng: torch.Generator) -> list[Tensor]:
         """Returns the examples of each of a sum's `clients`, whose candidates `coins` (N,) say."""
+        # Who holds a candidate is unknown in a sum, so that each shadow draws it anew.
         owners = torch.randint(clients, (self.candidates,), generator=rng)
         public = len(self.labels) - self.candidates
         each = []
         for client in range(clients):
             own = (coins & (owners == client)).nonzero().flatten()
+            # Rounded up: no client of a sum goes without where `held` is at least 1.
             drawn = torch.randperm(public, generator=rng)[: -(-self.held // clients)]
             each.append(torch.cat([own, self.candidates + drawn]))
         return each
@@ -139,9 +141,11 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
     model = rebuild(seen)
     weights = sum(value.numel() for value in seen.parameters.values())
     shadows = max(1, _ENTRIES // (weights * clients))
+    # One batch for all steps is drawn once and repeated below.
     distinct = training.steps if training.batches == "different" else 1
     normal = normalize(pool.inputs, seen.model)
     found: list[Tensors] = []
+    # Stacked weights take memory for each shadow and client, so that few train together.
     for part in torch.split(coins, shadows):
         own = [each for row in part for each in pool.deal(row, clients, rng)]
         least = min(map(len, own))
@@ -163,6 +167,7 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
         updates = local_updates(
             model, start, seen.buffers, batches * (training.steps // distinct), training
         )
+        # The first axis is (shadow, client), and a shadow is the mean of its clients.
         found.append(
             {
                 n: torch.unflatten(u.detach(), 0, (len(part), clients)).mean(1)
@@ -182,6 +187,7 @@ def _shadow_odds(seen: Observation, updates: Tensors, inputs: Tensor, labels: Te
         out: Tensor = functional_call(model, {**seen.buffers, **moved}, (images,))
         return out
 
+    # In chunks, which bound the memory of the activations.
     each: Callable[[Tensors], Tensor] = torch.vmap(logits, chunk_size=8)
     with torch.no_grad():
         return odds_of_logits(each(updates).double(), labels)
@@ -192,6 +198,7 @@ def _moments(each: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     counts = chosen.sum(0).clamp(min=1)
     mean = (each * chosen).sum(0) / counts
     # One variance for all, since few shadows tell little of each candidate's own.
+    # Each column's mean takes a degree of freedom.
     variance = ((each - mean).square() * chosen).sum() / (chosen.sum() - len(mean)).clamp(min=1)
     return mean, variance
 

@@ -73,6 +73,7 @@ class UpdateMembership(DirectAttack):
             scores, loss = _score(seen, inputs, labels, len(total))
             total += scores
             losses.append(loss)
+        # A score is about N(0, 1) for a candidate that took no part, and the root keeps it so.
         return Reconstruction(
             membership=total / math.sqrt(len(rounds)), loss=sum(losses) / len(losses), iterations=0
         )
@@ -84,10 +85,12 @@ def _score(seen: Observation, inputs: Tensor, labels: Tensor, asked: int) -> tup
     Raises:
         AttackFailed: all gradients are 0.
     """
+    # The defense removed entries of the update, so that they are left out of gradients, too.
     kept = {n: t != 0 for n, t in seen.update.items()} if seen.effect.removed else None
     gradients = ExampleGradients(seen, kept)
     rows = gradients.of(inputs, labels)
     vector = gradients.vector(seen.update) * mean_gradient_factor(seen.training)
+    # The fits below cost as much as examples have inner products, whatever the model's size.
     products = InnerProducts(
         gram=(rows @ rows.T).double(),
         inner=(rows @ vector).double(),
@@ -97,6 +100,8 @@ def _score(seen: Observation, inputs: Tensor, labels: Tensor, asked: int) -> tup
     if not products.gram.any():
         raise AttackFailed("the gradients of all candidates are 0")
     variance = _noise_variance(seen)
+    # After one step all gradients are of the same weights. With several, weights move, and
+    # gradients leave the span of those that are computed here.
     one_step = seen.training.steps == 1
     best: tuple[float, tuple[InnerProducts, Tensor, Tensor, float]] | None = None
     for others in _OTHERS:
@@ -104,6 +109,7 @@ def _score(seen: Observation, inputs: Tensor, labels: Tensor, asked: int) -> tup
         for drift in (_ROUNDING,) if one_step else _DRIFTS:
             at, noise, scale = _scaled(products, mean, spread, drift, variance)
             found = at.fit(mean, spread, noise, scored=False).log_likelihood
+            # The density of v itself, which is comparable: that of v / scale is larger by scale^P.
             found -= products.entries * math.log(scale)
             if best is None or found > best[0]:
                 best = found, (at, mean, spread, noise)
@@ -128,13 +134,17 @@ def _coefficients(
     draws = seen.training.batch_size * seen.training.steps * seen.num_clients
     # Dealt examples take part alike; else the number of times that one is drawn is binomial.
     dealt = seen.training.sampling == "balls_in_bins"
+    # E a² of a member: its squared share, and the variance of how often it is drawn.
     square = 1 / members**2 + (0.0 if dealt else 1 / (members * draws))
+    # A candidate's fair coin halves both moments; the variance is then E a² less (E a)².
     mean = torch.full((examples,), 0.5 / members, dtype=torch.float64)
     spread = torch.full((examples,), 0.5 * square - 0.25 / members**2, dtype=torch.float64)
     unknown = members - asked / 2
+    # Public examples stand for unknown members, or, where there are none, the candidates do.
     public = slice(asked, examples) if examples > asked else slice(0, asked)
     count = len(range(examples)[public])
     if examples > asked:
+        # Nothing is public of a client's data, but a fit takes no variance of 0.
         mean[public], spread[public] = 0.0, 1e-6 * square / count
     # The sum of unknown members is as a sum of `count` alike with random weights.
     mean[public] += unknown / members / count
@@ -174,6 +184,7 @@ def _noise_variance(seen: Observation) -> float:
             share = sum(w**2 for w in weights) / sum(weights) ** 2
             total += noise.variance * share / seen.num_clients
         elif noise.on == "update":
+            # Each client draws its own noise, so that the mean of n has 1/n of the variance.
             total += noise.variance * factor**2 / seen.num_clients
         else:
             total += noise.variance * factor**2 / seen.num_clients**2

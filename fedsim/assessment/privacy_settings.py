@@ -161,6 +161,7 @@ def _read_defenses(
     if any(found.parts != first.parts for found in each_found):
         return replace(first, unproven="mods differ between clients or rounds")
     seen = {each.node_id for each in known}
+    # Whether the mods acted on the answer that nobody witnessed is unknown.
     if len(known) < sum(each.node_id in seen for each in exchanges):
         return replace(first, unproven="a witnessed client gave answers that were not witnessed")
     return first
@@ -216,6 +217,8 @@ def _against_any_other(stack: Stack, training: LocalTraining, entry: Entry) -> s
     mechanism = stack.guarantees(training)[-1].mechanism
     if not isinstance(mechanism, Mechanism) or mechanism.relation != "zero_out":
         return ""
+    # Two clipped updates differ by twice the norm of one, and T rounds compose to one with a
+    # multiplier smaller by the root of T.
     multiplier = mechanism.noise_multiplier / 2 / math.sqrt(max(1, entry.rounds))
     return f"; against any other update ε = {gaussian.epsilon(multiplier, entry.delta):.3g}"
 

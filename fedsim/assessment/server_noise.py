@@ -129,8 +129,10 @@ def _find_shares(
         if weight is None or weight <= 0:
             return f"not all clients state {weighted_by!r}, by which they are weighted"
         rounds[each.round][each.node_id] = weight
+    # A round that is missing spent privacy, too, and its weights are not known.
     if sorted(rounds) != list(range(1, max(rounds) + 1)):
         return "not all rounds were recorded"
+    # A share needs the weights of all answers in its mean.
     if any(len(weights) != sampled for weights in rounds.values()):
         return f"not every round has {sampled} recorded answers"
     shares: dict[int, list[float]] = defaultdict(list)

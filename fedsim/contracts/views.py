@@ -27,6 +27,7 @@ def apply_view(images: Tensor, view: Sequence[ImageChange], spec: InputSpec) -> 
     if not view or images.ndim != 4:
         return images
     mean, std = (images.new_tensor(each)[:, None, None] for each in (spec.mean, spec.std))
+    # On pixels, where what enters is 0 and black; a normalized 0 would be the mean color.
     pixels = images * std + mean
     for change in view:
         pixels = _change(pixels, change)
@@ -46,6 +47,7 @@ def _change(pixels: Tensor, change: ImageChange) -> Tensor:
         return (middle + change.by * (pixels - middle)).clamp(0, 1)
     height, width = pixels.shape[-2:]
     matrix = _affine(change, height, width)
+    # Places -1 and 1 are the outer edges of the image, so that a pixel is 2 / side wide.
     grid = F.affine_grid(
         pixels.new_tensor(matrix).expand(len(pixels), 2, 3), list(pixels.shape), align_corners=False
     )

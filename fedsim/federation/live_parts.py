@@ -25,6 +25,7 @@ def list_mods(call_next: Callable[..., Any]) -> list[DeployedPart]:
 
     `call_next` is what the calling mod was handed. fedsim's own mods are left out.
     """
+    # Mods further out have called on and wait: they are among the frames of this thread.
     outer = [f.f_locals[_MOD] for f in _frames() if {_NEXT, _MOD} <= f.f_locals.keys()]
     found = [*reversed(outer), *_list_inner(call_next)]
     described = [describe_part(mod) for mod in found]
@@ -44,6 +45,7 @@ def find_strategy() -> Strategy | None:
     """Returns the outermost strategy among the callers of this function; None if there is none."""
     callers = (frame.f_locals.get("self") for frame in _frames())
     found = [each for each in callers if isinstance(each, Strategy)]
+    # Frames come innermost first, so that the last is the outermost.
     return found[-1] if found else None
 
 
@@ -53,6 +55,7 @@ def list_strategies(strategy: Strategy) -> list[DeployedPart]:
     inner: Any = strategy
     while isinstance(inner, Strategy):
         found.append(describe_part(inner, _read_accountant(inner)))
+        # A wrapper of Flower's keeps what it wraps under this name.
         inner = getattr(inner, "strategy", None)
     return found
 

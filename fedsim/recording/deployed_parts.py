@@ -32,6 +32,7 @@ class DeployedPart(BaseModel):
     def number(self, key: str) -> float | None:
         """Returns the setting `key` as a number; None if it is none."""
         value = self.settings.get(key)
+        # To Python a truth value is an integer.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if is_number else None  # type: ignore[arg-type]
 
@@ -46,6 +47,7 @@ def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> Deployed
 
     `extra` has further settings, which are kept in the same way.
     """
+    # A function has a name of its own, an object that of its class.
     named = live if hasattr(live, "__qualname__") else type(live)
     given = {**getattr(live, "__dict__", {}), **(extra or {})}
     settings = {

@@ -212,6 +212,7 @@ def _update_limits(server: Server, result: Result) -> dict[str, float | None]:
     if others is None:
         return found
     claim = spent(server, seen.round, seen_from=seen.vantage)
+    # Without replacement, an absent example would let another one into its batch.
     sampled = server.training.sampling != "without_replacement"
     if claim.delta is None or claim.reason is not None:
         return found
@@ -224,6 +225,7 @@ def _update_limits(server: Server, result: Result) -> dict[str, float | None]:
     rates = dict(zip(shares, LOW_RATES.values(), strict=True))
     for name, rate in {"membership_tpr": FALSE_POSITIVES, **rates}.items():
         if accused := accused_others(int(others), rate):
+            # The threshold is estimated from these others, and its true rate may be above `rate`.
             certain = membership.certain_rate(accused, int(others))
             found[name] = membership.tpr_limit(*bounded, certain)
     return found

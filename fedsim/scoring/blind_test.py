@@ -70,12 +70,14 @@ def blind_p_value(inputs: Tensor, labels: Tensor, members: Tensor) -> float:
     if len(members) < _LEAST:
         return 1.0
     shown = _features(inputs.cpu(), labels.cpu())
+    # Fitted on one half and tested on the other: a fit memorises its own coins.
     half = torch.arange(len(members)) % 2 == 0
     coins = members.cpu()
     p_values = [
         _rank_p_value(shown[test] @ _fit(shown[~test], coins[~test]), coins[test])
         for test in (half, ~half)
     ]
+    # Bonferroni: either of two tests may refuse.
     return min(1.0, 2 * min(p_values))
 
 
@@ -84,6 +86,7 @@ def _features(inputs: Tensor, labels: Tensor) -> Tensor:
     flat = inputs.flatten(1).double()
     # Few enough that a fit to half of the candidates generalizes.
     count = max(1, min(_PROJECTIONS, flat.shape[1], len(flat) // 10))
+    # The seed is fixed, so that the same candidates always pass or are always refused.
     directions = torch.randn(
         flat.shape[1], count, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -97,6 +100,7 @@ def _fit(shown: Tensor, members: Tensor) -> Tensor:
     """Returns the weights (k,) of a ridge regression of the coins."""
     gram = shown.T @ shown
     ridge = 0.1 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    # Features have mean 0, so that coins of ±1/2 need no intercept.
     weights: Tensor = torch.linalg.solve(gram + ridge, shown.T @ (members.double() - 0.5))
     return weights
 
@@ -111,5 +115,6 @@ def _rank_p_value(scores: Tensor, members: Tensor) -> float:
     level = torch.searchsorted(ordered, inside, side="right") - below
     wins = float((below.double() + 0.5 * level).sum())
     mean = len(inside) * len(outside) / 2
+    # The statistic of n and m scores has variance n m (n + m + 1) / 12 and mean n m / 2.
     deviation = math.sqrt(mean * (len(scores) + 1) / 6)
     return 0.5 * math.erfc((wins - mean) / deviation / math.sqrt(2))

@@ -48,6 +48,7 @@ def split_candidates(
     Raises:
         FedsimError: a client has too few examples without a copy, or would keep too few.
     """
+    # Compared by content, since a copy has an index of its own.
     digests = [rng.of_bytes(each.contiguous().numpy().tobytes()) for each in inputs]
     times = Counter(digests)
     single = torch.tensor([times[digest] == 1 for digest in digests])
@@ -60,6 +61,7 @@ def split_candidates(
                 f"without a copy, and {count} candidates were asked for; ask for fewer, lower "
                 "data.clients or use a larger source"
             )
+        # A stream of its own: a client's coins do not depend on how many clients there are.
         stream = rng.generator(seed, "candidates", client)
         drawn = fit[torch.randperm(len(fit), generator=stream)[:count]].sort().values
         members = torch.rand(count, generator=stream) < 0.5
