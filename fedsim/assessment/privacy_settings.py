@@ -21,12 +21,12 @@ from fedsim.contracts.stack import Stack
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.deployed_parts import DeployedPart
-from fedsim.recording.exchanges import CHANGED, TWICE, Exchange
+from fedsim.recording.exchanges import CHANGED, NO_ROOM, TWICE, Exchange
 from fedsim.results.record import Row
 from fedsim.scenario import build_stack
 from fedsim.scenario.model import PluginRef
 from fedsim.types import LocalTraining, PrivacyClaim
-from fedsim.words import printable
+from fedsim.words import number_of, printable
 
 _DELTA = 1e-5
 """δ of a claim whose settings state none."""
@@ -35,6 +35,7 @@ _PASS_ON = (
     "flwr.clientapp.mod.comms_mods.arrays_size_mod",
 )
 """Mods of Flower's that change nothing."""
+_NVFLARE = "nvflare."
 _EXACT = "of the tensors alone, with exact numbers and noise that nobody can foretell"
 
 
@@ -82,7 +83,12 @@ class PrivacySettings:
             if math.isfinite(stated.epsilon):
                 privacy["epsilon"] = stated.epsilon
             mods = " and ".join(map(str, reversed(found.parts)))
-            lines.append(f"privacy: clients apply {printable(mods)}: {_word(stated)}{more}")
+            counted = (
+                "" if math.isinf(stated.epsilon) else f" after {number_of(self.rounds, 'round')}"
+            )
+            lines.append(
+                f"privacy: clients apply {printable(mods)}: {_word(stated)}{counted}{more}"
+            )
         if self.server:
             lines.append(f"privacy: the server applies {printable(self.server.text)}")
             if not privacy:
@@ -139,7 +145,7 @@ def read_privacy(
         left_out: Lines that say why the tap left messages out.
     """
     found = _read_defenses(exchanges, mods)
-    doubts = [line for line in left_out if line.startswith((TWICE, CHANGED))]
+    doubts = [line for line in left_out if line.startswith((TWICE, CHANGED, NO_ROOM))]
     if found and doubts:
         found = replace(found, unproven=f"the tap left answers out: {doubts[0]}")
     rounds = max(each.round for each in exchanges)
@@ -168,17 +174,16 @@ def _read_defenses(
 
 
 def _of_one(parts: Sequence[DeployedPart], exchange: Exchange) -> FoundDefenses:
-    told = {
-        key: value
-        for record in (*exchange.config.values(), *exchange.metrics.values())
-        for key, value in record.items()
-    }
+    told = {key: v for record in exchange.config.values() for key, v in record.items()}
+    stated = {key: v for record in exchange.metrics.values() for key, v in record.items()}
     acting = tuple(part for part in parts if part.name not in _PASS_ON)
     refs: list[PluginRef] = []
     unknown = ""
     # The mod nearest to the app's own function changes the answer first.
     for part in reversed(acting):
-        if ref := _ref_of(part, told):
+        # Flower's mods read settings in the order. NVFlare's filters read them in the answer, of
+        # which a metric may be called like a mod's setting.
+        if ref := _ref_of(part, stated if part.name.startswith(_NVFLARE) else told):
             # What the first defense proves holds of anything that it is handed.
             unknown = unknown if refs else ""
             refs.append(ref)
@@ -190,7 +195,7 @@ def _of_one(parts: Sequence[DeployedPart], exchange: Exchange) -> FoundDefenses:
 def _ref_of(part: DeployedPart, told: Mapping[str, object]) -> PluginRef | None:
     """Returns the defense that declares to be `part`, with its settings; None if there is none.
 
-    `told` has what client and server told each other, from which some parts take settings.
+    `told` has what the order or the answer states, from which some parts take settings.
     """
     for installed in plugins.list_installed("fedsim.defenses"):
         cls = installed.cls

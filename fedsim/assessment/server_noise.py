@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.deployed_parts import DeployedPart
 from fedsim.recording.exchanges import Exchange
+from fedsim.types import Tensors
+from fedsim.words import printable
 
 _HOME = "flwr.serverapp.strategy."
 _FIXED, _ADAPTIVE = f"{_HOME}dp_fixed_clipping.", f"{_HOME}dp_adaptive_clipping."
@@ -102,6 +104,8 @@ def _find_epsilon(
         # What acts behind a clip may enlarge the update again.
         if not mods or not mods[0].name.startswith(_CLIPS):
             return "clients do not clip, so that nothing is bounded"
+    if unbounded := _find_unbounded(exchanges[-1].read_reply()):
+        return unbounded
     shares = _find_shares(exchanges, str(inner[0].settings.get("weighted_by_key")), int(sampled))
     if isinstance(shares, str):
         return shares
@@ -117,6 +121,20 @@ def _find_epsilon(
         for own in shares.values()
     ]
     return float(gaussian.epsilon(1 / math.sqrt(max(ratios)), delta))
+
+
+def _find_unbounded(reply: Tensors) -> str:
+    """Returns why Flower's clip or noise does not act on all tensors of a reply; empty if both do.
+
+    NumPy makes a copy of a single number, which is scaled in place of the update's own. Noise on
+    integers is rounded to integers.
+    """
+    for name, value in reply.items():
+        if not value.ndim:
+            return f"{printable(name)} is a single number, which the clip does not scale"
+        if not value.is_floating_point():
+            return f"{printable(name)} has no floating-point numbers, for which noise is rounded"
+    return ""
 
 
 def _find_shares(

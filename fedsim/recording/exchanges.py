@@ -46,6 +46,7 @@ _RUN, _ROUND = re.compile(r"run-\d{1,20}"), re.compile(r"round-\d{4,6}")
 _TAP = "tap.json"
 _WRITTEN = (".safetensors", ".json")
 TWICE, CHANGED = "answered twice in a round", "sent with other mods than before"
+NO_ROOM = "no room below max_gib"
 """Reasons of what is left out that leave it open how often, or by which mods, a client answered."""
 _REASONS, _OTHER = 100, "other reasons"
 """Maximum number of reasons that are told apart, since senders can make up any number."""
@@ -271,7 +272,7 @@ class Recorder:
         """Returns whether `size` more bytes fit below the bound, and counts it if they do not."""
         if self._used + size <= self._max_bytes:
             return True
-        self.leave_out("no room below max_gib")
+        self.leave_out(NO_ROOM)
         return False
 
 

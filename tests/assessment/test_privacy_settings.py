@@ -201,6 +201,29 @@ def test_the_servers_noise_is_not_accounted_unless_it_is_proven(
     assert reason in noise.text
 
 
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [(torch.zeros(()), "single number"), (torch.zeros(2, dtype=torch.int64), "floating-point")],
+)
+def test_the_servers_noise_is_not_accounted_of_tensors_it_does_not_clip(
+    tensor: torch.Tensor, reason: str, tmp_path: Path
+) -> None:
+    strategy = DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 1)
+    found = exchanges(tmp_path, [[1]], {"w": torch.zeros(4), "n": tensor})
+    noise = read_server_noise(list_strategies(strategy), found, mods=None, delta=1e-5)
+    assert noise and noise.epsilon == math.inf
+    assert reason in noise.text
+
+
+def test_a_metric_is_no_setting_of_a_clipping_mod(tmp_path: Path) -> None:
+    (found,) = exchanges(tmp_path, [[1]], None, {"clipping_norm": 0.5})
+    stating = found.model_copy(update={"metrics": {"m": {"clipping_norm": 0.01}}})
+    parts = [describe_part(LOCAL_DP), describe_part(fixedclipping_mod)]
+    settings = read_privacy([stating], {stating.message_id: parts}, None)
+    assert settings.defenses is not None
+    assert settings.defenses.refs[0].parameters == {"norm": 0.5}
+
+
 def settings_of(
     mods: list[Any], folder: Path, rounds: int = 1, reply: Tensors | None = None
 ) -> tuple[PrivacySettings, Picked]:
@@ -224,6 +247,7 @@ def test_local_dp_is_claimed_beside_what_holds(mod: Any, rounds: int, tmp_path: 
     assert (privacy["unit"], privacy["relation"]) == ("client", "zero_out")
     against_any = float(gaussian.epsilon(multiplier / 2, 1e-5))
     assert any(f"{against_any:.3g}" in line for line in lines)
+    assert any(f"after {rounds} round" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +305,8 @@ def test_what_differs_between_clients_is_not_claimed(tmp_path: Path) -> None:
         ({"1-0": [describe_part(LOCAL_DP)]}, [], "not witnessed"),
         (None, ["answered twice in a round: 3 messages"], "answered twice"),
         (None, ["sent with other mods than before: 1 message"], "other mods"),
-        (None, ["no room below max_gib: 1 message"], ""),
+        (None, ["no room below max_gib: 1 message"], "no room"),
+        (None, ["a client answered with an error: 1 message"], ""),
     ],
 )
 def test_releases_that_nobody_counted_are_not_claimed(
