@@ -114,7 +114,7 @@ class Control:
     """Value that the metric has to reach for the control to pass."""
     due: float | None = None
     """Part of a gain that is due to the update, dB."""
-    is_uninformed: bool = False
+    is_blind: bool = False
     """Whether the attack does as well with another update, and so passes no control."""
     batch_size: int | None = None
     """The smallest that was attacked; None without an undefended stack."""
@@ -600,7 +600,7 @@ def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
         value=gain,
         required=main.leaks,
         due=None if passed or uninformed or gain < main.leaks else due,
-        is_uninformed=uninformed and gain >= main.leaks,
+        is_blind=uninformed and gain >= main.leaks,
     )
 
 
@@ -641,7 +641,7 @@ def _control_by(basis: Control, rows: Sequence[LeaderboardRow], target: Target) 
         metric=name,
         value=value,
         required=target.leaks * guess if by_mean else at_least,
-        is_uninformed=enough and not informed,
+        is_blind=enough and not informed,
     )
 
 

@@ -460,7 +460,7 @@ def describe_control(control: Control) -> str:
         return measured
     lesson = _TEXTS["lessons"]["alone" if control.is_alone else "defended"]
     failed = f"{measured}, where {required}: {lesson}{_TEXTS['try']}"
-    if control.is_uninformed:
+    if control.is_blind:
         failed = f"{measured}{_TEXTS['uninformed']}{_TEXTS['try']}"
     besides = _words_of_failures(control.failures)
     return f"{failed}; besides, {besides}" if besides else failed

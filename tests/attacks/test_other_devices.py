@@ -153,7 +153,8 @@ def _attack_there(suite: type[AnyAttackContract], device: str) -> None:
 
 
 def _lies_on(found: Any, device: str) -> None:
-    tensors = [each for each in vars(found).values() if isinstance(each, torch.Tensor)]
+    answers = [*vars(found).values(), *found.more.values()]
+    tensors = [each for each in answers if isinstance(each, torch.Tensor)]
     assert tensors
     assert {tensor.device.type for tensor in tensors} == {device}
 
