@@ -39,6 +39,7 @@ class Operation(BaseModel):
 
 
 TransformPolicy = Annotated[tuple[Operation, ...], Field(min_length=1, max_length=4)]
+"""Operations in the order in which they act on an image."""
 
 _HYBRID = (
     (

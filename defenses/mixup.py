@@ -48,7 +48,7 @@ class MixUp(BatchDefense):
 
 
 def permutation(count: int, rng: torch.Generator) -> Tensor:
-    """Returns a random order (B,) of `count` numbers from 0 on."""
+    """Returns the numbers from 0 to `count` - 1 in random order, (`count`,) int64."""
     return uniform((count,), rng).argsort()
 
 
@@ -60,6 +60,7 @@ def mix(values: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
         weights: (B, k), whose rows sum to 1.
         partners: (B, k) int64, places in the batch of the values in each mean.
     """
+    # One weight for all entries of an image.
     spread = weights.to(values)[(..., *[None] * (values.ndim - 1))]
     mixed: Tensor = (spread * values[partners.to(values.device)]).sum(1)
     return mixed

@@ -223,7 +223,7 @@ def list_filters(context: FLContext, data_kind: str) -> list[DeployedPart]:
 
 
 def node_id(client: str) -> int:
-    """Returns the number that stands for a client's name."""
+    """Returns the number that stands for a client's name: 56 bits of its SHA-256 digest."""
     # Seven bytes stay below 2⁶³, and so fit signed integers of 64 bits.
     return int.from_bytes(hashlib.sha256(client.encode()).digest()[:7])
 

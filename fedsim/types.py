@@ -78,11 +78,13 @@ class StepRule:
     """Describes how steps of somebody's own training differ from SGD of the mean cross-entropy."""
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    """Rule of a step, as torch.optim has it."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates (β1, β2) of Adam's means of gradients and of their squares."""
     eps: float = 1e-8
     """ε that is added to the root in Adam's step."""
     nesterov: bool = False
+    """Whether the momentum of SGD is Nesterov's, as torch.optim has it."""
     weight_decay: float = 0.0
     """Factor of the weights that is added to the gradient, as in torch.optim. AdamW instead takes
     it off the weights directly."""
@@ -91,7 +93,9 @@ class StepRule:
     rates: tuple[float, ...] | None = None
     """Learning rate of each step; None if they are all `lr`."""
     label_smoothing: float = 0.0
+    """Share of each label that is spread evenly over all classes, as in torch's cross-entropy."""
     class_weights: tuple[float, ...] | None = None
+    """Weight of each class in the loss, as in torch's cross-entropy; None if all are alike."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,6 +129,7 @@ def undo_view(
             slope = slope + _SMOOTHNESS * len(inputs) * total_variation(images)[1]
             optimizer.step([slope.contiguous()], _VIEW_RATE * half_cosine(step / _VIEW_STEPS))
             images.clamp_(*box)
+        # One by one, since the variation of several images is their mean, and each is judged alone.
         varies = torch.stack([total_variation(image[None])[0] for image in images])
         misfit = (apply_view(images, view, spec) - inputs).square().mean((1, 2, 3))
         objective = misfit + _SMOOTHNESS * varies

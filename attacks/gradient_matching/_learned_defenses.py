@@ -68,6 +68,7 @@ def orthogonal_distance(
     losses, slopes = [], []
     for u, t, norm in zip(update, target, norms, strict=True):
         if u.numel() < 2 or not norm:
+            # A slope of zero, so that slopes stay in the places of their tensors.
             slopes.append(torch.zeros_like(u))
             continue
         size = u.norm().clamp_min(torch.finfo(u.dtype).tiny)

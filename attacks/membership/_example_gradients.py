@@ -55,7 +55,7 @@ class ExampleGradients:
         return F.cross_entropy(logits, label[None])
 
     def of(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Returns the gradients (n, k) of the loss of each example, as compared.
+        """Returns the gradients (n, k) of each example's loss: k entries, or k sums of a sketch.
 
         Args:
             inputs: (n, ...) pixels or entries on [0, 1].

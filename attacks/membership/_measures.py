@@ -85,7 +85,7 @@ class UpdateSimilarity:
         self._sign = 1.0 if mean_gradient_factor(seen.training) > 0 else -1.0
 
     def inner(self, update: Tensors) -> Tensor:
-        """Returns the inner product (N,) of each gradient and the update, as a gradient."""
+        """Returns the inner products (N,) of gradients and `update`, with a gradient's sign."""
         return (self._rows @ (self._sign * self._gradients.vector(update))).double()
 
     def cosine(self, update: Tensors) -> Tensor:

@@ -60,6 +60,7 @@ class FedMIA(DirectAttack):
                 "update_membership, or observe where updates are seen one by one"
             )
         found = []
+        # Recordings are ordered by round, which `groupby` relies on.
         for _, group in groupby(candidates.seen, key=lambda seen: seen.round):
             seen = list(group)
             own = [i for i, each in enumerate(seen) if each.client == observation.client]

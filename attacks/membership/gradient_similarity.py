@@ -38,5 +38,6 @@ class GradientSimilarity(DirectAttack):
         each = []
         for seen in candidates.of_victim(observation):
             similarity = UpdateSimilarity(seen, candidates.inputs, candidates.labels)
+            # Values of the option are the names of the two methods.
             each.append(getattr(similarity, self.measure)(seen.update))
         return Reconstruction(membership=torch.stack(each).mean(0), loss=0.0, iterations=0)

@@ -47,4 +47,5 @@ class LossTrajectory(DirectAttack):
         after = torch.stack([losses(each, weights_after(each), *asked) for each in seen])
         if self.summary == "fall":
             after = after - torch.stack([losses(each, each.parameters, *asked) for each in seen])
+        # A member's loss is low, and its score has to be high.
         return Reconstruction(membership=-after.mean(0), loss=0.0, iterations=0)

@@ -79,6 +79,7 @@ class ShadowLikelihood(DirectAttack):
             coins = drawn < len(total) // 2
             coins = torch.cat([coins, ~coins])
             updates = _train(seen, pool, coins, rng)
+            # Logarithms of ratios add up, as if rounds were independent.
             total += self._ratio(seen, candidates, updates, coins)
         return Reconstruction(membership=total, loss=0.0, iterations=0)
 

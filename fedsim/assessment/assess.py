@@ -150,6 +150,7 @@ class _TappedRun:
             each.message_id: said[each.message_id].said.mods if each.message_id in said else None
             for each in exchanges
         }
+        # What was witnessed is of this very answer; what the tap noted is of the app as a whole.
         known = {id: tapped_mods if found is None else found for id, found in mods.items()}
         strategies = read_parts(source, "strategies")
         privacy = read_privacy(exchanges, known, strategies, left_out(source))

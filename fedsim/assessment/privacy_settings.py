@@ -72,8 +72,12 @@ class PrivacySettings:
     def describe_privacy(self, each: Picked, training: LocalTraining) -> tuple[Row, list[str]]:
         """Returns a result's `privacy` of one attacked client, and lines that explain it.
 
-        The privacy is that against the server, which sees the client's answer. It is empty where
-        nothing was found that claims any.
+        The privacy is that against the server, which sees the client's answer. It has the fields of
+        a `PrivacyClaim`, and is empty where nothing was found that claims any.
+
+        Args:
+            each: The attacked answer of a client.
+            training: Local training of that client.
         """
         found, lines = self.defenses, []
         privacy: Row = {}

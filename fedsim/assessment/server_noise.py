@@ -38,6 +38,7 @@ class ServerNoise:
     """What a wrapper of the server claims, and the ε for those who see its model alone."""
 
     text: str
+    """Wrapper and its settings, what it claims, and `epsilon` or why there is none."""
     epsilon: float
     """ε of all recorded rounds against the client's absence; inf with a reason in `text`."""
     claimed_epsilon: float | None
@@ -98,6 +99,7 @@ def _find_epsilon(
         return "its δ is not between 0 and 1"
     if [each.name for each in inner] not in [[name] for name in _MEANS]:
         return "the strategy inside may move the model by more than the mean of the updates"
+    # The other wrappers clip what arrives themselves.
     if "ClientSide" in wrapper.name:
         if mods is None:
             return "it is not known whether clients clip"

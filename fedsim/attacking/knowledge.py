@@ -116,6 +116,7 @@ def hand_over_candidates(
         return None
     device = next(iter(observation.parameters.values())).device
     return MembershipCandidates(
+        # Copies, so that no attack can write into the truth that it is scored by.
         inputs=secret[CANDIDATE_INPUTS].to(device, copy=True),
         labels=secret[CANDIDATE_LABELS].to(device, copy=True),
         seen=tuple(_withhold(each, granted) for each in seen) or (observation,),

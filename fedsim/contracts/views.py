@@ -17,11 +17,11 @@ _GRAY = (0.299, 0.587, 0.114)
 def apply_view(images: Tensor, view: Sequence[ImageChange], spec: InputSpec) -> Tensor:
     """Returns `images` after the changes of `view`, one after the other; differentiable.
 
-    What comes from outside of an image is black. Nothing is made of rows, which have no pixels.
+    What comes from outside of an image is black. Rows of a table are returned as they are.
 
     Args:
         images: normalized images (N, C, H, W).
-        view: changes, none of which leaves the images bit for bit as they are.
+        view: changes, in the order in which they act. Without any, `images` are returned.
         spec: says how the images are normalized.
     """
     if not view or images.ndim != 4:

@@ -35,6 +35,7 @@ def list_mods(call_next: Callable[..., Any]) -> list[DeployedPart]:
 def _list_inner(function: Callable[..., Any]) -> Iterator[Any]:
     while inspect.isfunction(function):
         held = inspect.getclosurevars(function).nonlocals
+        # The innermost function is the app's own, which holds neither.
         if not {_NEXT, _MOD} <= held.keys():
             return
         yield held[_MOD]

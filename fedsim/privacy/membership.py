@@ -40,7 +40,7 @@ def certain_rate(accused: int, others: int, error: float = 0.025) -> float:
     statistics of uniform variables have.
 
     Raises:
-        FedsimError: the threshold is not one of the scores.
+        FedsimError: `accused` is not in 1 to `others`, so that no score is the threshold.
 
     >>> round(certain_rate(1, 999), 4)
     0.0037
@@ -62,8 +62,9 @@ def row_claim(
     sampled and each one's contribution is bounded, an absent example contributes zero.
 
     Args:
-        unit: `client` or `example`.
-        relation: The claim's neighbours.
+        unit: `client` or `example`; None if unknown.
+        relation: How the claim's neighbouring databases differ in one unit: `replace_one`,
+            `zero_out` or `add_or_remove`; None if unknown.
         epsilon: ε of the claim.
         delta: δ of the claim.
         sampled: Whether an example's presence changes no other one's place in a batch.
@@ -73,6 +74,7 @@ def row_claim(
     if unit == "client" and relation == "zero_out":
         if epsilon > 350:  # no limit is left, and the exponential would overflow
             return math.inf, 0.0
+        # Of two steps, ε adds up, and the first δ is enlarged by the second step's e^ε.
         return 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * delta)
     if unit == "example" and relation == "zero_out" and sampled:
         return epsilon, delta

@@ -210,6 +210,7 @@ def tensor_bound(
     """
     if activation not in _ACTIVATIONS or not 0 < independence <= 1:
         raise ValueError("expected a known activation and an independence in (0, 1]")
+    # Checked before the rate is looked at: without a unique decomposition it has no meaning.
     if images > dimension:
         return TensorBound(
             reason=f"{images} images are more than the {dimension} dimensions of their features, "
@@ -227,6 +228,7 @@ def tensor_bound(
         < neurons,
         f"{value:.3g} is above the {_FARTHEST:.3g} that no unit vector exceeds": value > _FARTHEST,
     }
+    # One broken condition is enough, and the first is the one that is told.
     reason = next((why for why, is_so in failed.items() if is_so), None)
     return TensorBound(rate=rate, value=value, reason=reason)
 

@@ -228,6 +228,7 @@ def rate_factor(training: Training, round: int) -> float:
     if schedule.name == "step":
         assert schedule.every is not None
         return float(schedule.factor ** ((round - 1) // schedule.every))
+    # 0 in the first round, and 1 in the last, which then has lr times `factor`.
     done = (round - 1) / max(1, training.rounds - 1)
     # Loshchilov and Hutter, SGDR, ICLR 2017, equation 5, without restarts.
     return schedule.factor + (1 - schedule.factor) * (0.5 + 0.5 * math.cos(math.pi * done))

@@ -61,6 +61,7 @@ class ClassShares(Target):
             ScoringError: the answer is not (K,), or not of shares that sum to 1.
         """
         shares = answer.double()
+        # Shares in float32 sum to 1 up to rounding only.
         near = (
             answer.ndim == 1 and bool((shares >= 0).all()) and abs(float(shares.sum()) - 1) < 1e-3
         )

@@ -18,10 +18,13 @@ class TrainingOrder:
     """Identifies the order by which a client trained."""
 
     run_id: int
+    """Number of the app's run."""
     round: int
     """Round that the order names; 0 if it names none."""
     node_id: int
+    """Number of the client's node."""
     message_id: str
+    """Identifies the order's message within the run."""
     partition: int | None = None
     """The client's number among the partitions of the data, if it has one."""
 
