@@ -277,6 +277,7 @@ class Matching:
         self.names = [n for n in self._parameters if tensors == "all" or not n.startswith("head.")]
         """Names of the tensors that are compared, in the order of the target."""
         self._target = self._make_target()
+        # Of all entries, padding included: a defense kept the length of the whole tensor.
         self._norms = [observation.update[n].to(dtype).norm() for n in self.names]
         if tensors == "body" and not self._target.square:
             raise AttackFailed(
@@ -353,6 +354,7 @@ class Matching:
         candidate = self.candidate(images, labels, logits)
         if not self._simulated.drawn:
             return candidate
+        # A pass whose update is thrown away tells how many draws there are, and their shapes.
         with GivenDraws() as chance, global_stream(int(torch.randint(2**31, (), generator=rng))):
             self.update(candidate.images, candidate.targets().detach(), create_graph=False)
         drawn = tuple(each.detach().clone().requires_grad_() for each in chance.taken)

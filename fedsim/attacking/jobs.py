@@ -131,6 +131,7 @@ def asked_about(
     kept = list(recorded)
     last = {(seen.vantage, seen.client): seen.id for seen in kept if seen.payload == "update"}
     for seen in kept:
+        # None: no update was recorded there, and each recording is a question of its own.
         if not attack.asked_of_candidates or last.get((seen.vantage, seen.client)) in (
             None,
             seen.id,

@@ -227,6 +227,7 @@ def _plate(scored: Sequence[Trial], victim: str | None) -> Plate:
     first = (row.victims or []).index(victim) if with_victim and victim else 0
     if first >= len(truth):
         raise ReportError(f"{path}: holds {len(truth)} images where its row names {first + 1}")
+    # The victim comes first, so that plates of several defenses begin with the same image.
     order = [first, *(at for at in range(len(truth)) if at != first)][:_PAIRS]
     both = _as_bytes(truth[order], reconstruction[order])
     values = psnr(reconstruction[order], truth[order]).tolist()
