@@ -74,7 +74,7 @@ def draw_orthogonal(gradient: Tensors, rng: torch.Generator) -> dict[str, Tensor
     """Draws tensors as long as those of `gradient`, each uniform among those orthogonal to it."""
     drawn = {}
     for name, random in standard_normal(gradient, rng).items():
-        # In float64: rounding of the projection would leave a part along the gradient.
+        # In float64: rounding in float32 would leave more of what lies along the gradient.
         true = gradient[name].detach().double()
         norm = true.norm()
         unit = true / norm.clamp_min(torch.finfo(true.dtype).tiny)

@@ -168,7 +168,7 @@ def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -
     flat = pixels.flatten(1)
     low, high = (limit.double().expand(inputs.shape[1:]).flatten() for limit in box)
     identity = torch.eye(count, dtype=torch.float64)
-    # Each input starts as mostly one image of its own, which the rows' order then follows.
+    # Starts favour the image of an input's own place, so that images keep the inputs' order.
     start = 2 * identity + torch.randn(_RESTARTS, count, count, generator=rng).double()
     identity, logits = identity.to(flat.device), start.to(flat.device)
     optimizer = Adam([logits])
