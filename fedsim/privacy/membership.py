@@ -57,9 +57,10 @@ def row_claim(
 ) -> tuple[float, float] | None:
     """Returns the (ε, δ) between an update's worlds with and without one example; None if unknown.
 
-    Whoever hides all of a client's data hides one example. Where a contribution is exchanged for
-    zero, two such steps lead from one database to the other (group privacy). Where examples are
-    sampled and each one's contribution is bounded, an absent example contributes zero.
+    Whoever hides all of a client's data hides one example. The client takes part in both worlds.
+    Where a claim exchanges it for zero or for none, two such steps lead from one world to the other
+    (group privacy). Where examples are sampled and each one's contribution is bounded, an absent
+    example contributes zero.
 
     Args:
         unit: `client` or `example`; None if unknown.
@@ -69,9 +70,9 @@ def row_claim(
         delta: δ of the claim.
         sampled: Whether an example's presence changes no other one's place in a batch.
     """
-    if relation == "add_or_remove" or (unit == "client" and relation == "replace_one"):
+    if (unit, relation) in (("example", "add_or_remove"), ("client", "replace_one")):
         return epsilon, delta
-    if unit == "client" and relation == "zero_out":
+    if unit == "client" and relation in ("zero_out", "add_or_remove"):
         if epsilon > 350:  # no limit is left, and the exponential would overflow
             return math.inf, 0.0
         # Of two steps, ε adds up, and the first δ is enlarged by the second step's e^ε.

@@ -34,8 +34,10 @@ def test_only_relations_that_tell_an_examples_presence_bound_it() -> None:
     assert row_claim("example", "close", 2.0, 1e-5, sampled=True) is None
 
 
-def test_two_steps_by_zero_are_a_group_of_two() -> None:
-    epsilon, delta = row_claim("client", "zero_out", 2.0, 1e-5, sampled=False) or (0, 0)
+@pytest.mark.parametrize("relation", ["zero_out", "add_or_remove"])
+def test_a_client_that_goes_and_comes_is_a_group_of_two(relation: str) -> None:
+    """The client takes part in both worlds, with and without the example."""
+    epsilon, delta = row_claim("client", relation, 2.0, 1e-5, sampled=False) or (0, 0)
     assert epsilon == 4.0
     assert delta == pytest.approx((1 + math.exp(2)) * 1e-5)
-    assert row_claim("client", "zero_out", 1000.0, 1e-5, sampled=False) == (math.inf, 0.0)
+    assert row_claim("client", relation, 1000.0, 1e-5, sampled=False) == (math.inf, 0.0)

@@ -56,6 +56,14 @@ OTHERS = trials(FAILS, attack="dlg", privacy=PROVEN)
 WEAKER = [row | {"attack": row["attack"] | {"parameters": {"iterations": 1}}} for row in DP]
 UNSCORED = [row | {"status": "unscored", "metrics": None} for row in DP]
 
+
+def told(low: float, count: int = 5) -> Lines:
+    """Rows of dp whose share of members told is 0.6, and of which the ε allows 0.3."""
+    name = "membership_tpr_at_1_percent"
+    found = {name: 0.6, f"{name}_low": low, f"{name}_high": 0.7}
+    return changed(DP[:count], metrics=found, theory={name: 0.3})
+
+
 LIMITS: dict[str, tuple[Lines, dict[str, float], list[str]]] = {
     # Case -> rows, limits, and the first words of each line.
     "no image is above": (LINES, {"max_psnr": 90.0}, []),
@@ -103,6 +111,15 @@ LIMITS: dict[str, tuple[Lines, dict[str, float], list[str]]] = {
         of_dp([row | {"metrics": {"membership_auc": area}, "theory": {"membership_auc": 0.7311}}
                for row, area in zip(DP, [0.5, 0.6, 0.7, 0.8, 0.9], strict=True)]),
         {"max_epsilon": 8.0}, ["pruning: "],
+    ),
+    "a share of members refutes it": (
+        of_dp(told(0.5)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "],
+    ),
+    "that of one trial does": (
+        of_dp(told(0.5, 1)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "],
+    ),
+    "a share whose interval reaches the limit does not": (
+        of_dp(told(0.2)), {"max_epsilon": 8.0}, ["pruning: "],
     ),
 }  # fmt: skip
 

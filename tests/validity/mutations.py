@@ -177,6 +177,18 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "least > 1",
             LIMITS,
         ),
+        "a share of members that refutes no ε": swap(
+            "fedsim/report/row.py:refuted_shares",
+            "low > most",
+            "low > 1",
+            LIMITS,
+        ),
+        "a client that keeps an ε between its going and coming": swap(
+            "fedsim/privacy/membership.py:row_claim",
+            "2 * epsilon",
+            "epsilon",
+            "tests/privacy/test_update_membership_limits.py",
+        ),
         "noise whose low bits are shown": swap(
             "fedsim/contracts/defense.py:_rounded_to", "2.0 ** 52", "0", LOW_BITS
         ),
