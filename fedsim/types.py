@@ -603,7 +603,8 @@ class RowTruth(Truth):
 
     asked_singly: ClassVar[bool] = True
     rows: Tensor
-    """(N, d + 1) float64: features and target."""
+    """(N, d + 1) float64: features and target; in the target's place, an entry for each of
+    `classes` if there are any."""
     members: Tensor
     """(N,) bool: whether the row took part."""
     clients: Tensor

@@ -455,10 +455,11 @@ class Profile:
         return total
 
     def spread(self, point: Tensor, labels: Tensor) -> float:
-        """Estimates the standard deviation of an image's Y around the part that all images share.
+        """Estimates the standard deviation of an entry of Y around the part that all images share.
 
-        Y is the features' part outside the span of the classifier's rows. The estimate is made by
-        expectation and maximization, at the error signals of `point` (n,) with `labels` (N,).
+        Y is the features' part outside the span of the classifier's rows. `point` (n,) are the
+        unknowns of one fit (`Fits.points`, `unknowns`), and `labels` (N,) int64 its classes. The
+        estimate is made by expectation and maximization, at the error signals that these imply.
         """
         errors = self.errors(point, labels) / len(labels)
         count, noise = len(labels), self.classifier.deviation**2

@@ -164,7 +164,10 @@ class _JointDescent:
 
     @property
     def settled(self) -> bool:
-        """Whether all widths are done."""
+        """Whether the descent has ended; `run` must not be called any more then.
+
+        It ends after the last of `_WIDTHS`, by which jumps of the activation's slope are smoothed.
+        """
         return not self._widths
 
     def _begin(self) -> None:

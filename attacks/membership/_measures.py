@@ -89,7 +89,11 @@ class UpdateSimilarity:
         return (self._rows @ (self._sign * self._gradients.vector(update))).double()
 
     def cosine(self, update: Tensors) -> Tensor:
-        """Returns the cosine (N,) of each gradient and the update; 0 for one without length."""
+        """Returns the cosine (N,) of each gradient and the update; 0 for one without length.
+
+        `update` is taken as observed: FedSGD's gradient, or else a change of weights, which is
+        turned around here. So a larger cosine always speaks for membership.
+        """
         norms = self._rows.norm(dim=1) * self._gradients.vector(update).norm()
         cosines: Tensor = self.inner(update) / norms.double().clamp(min=1e-30)
         return cosines

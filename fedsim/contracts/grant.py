@@ -199,12 +199,14 @@ class Knowledge:
     true_labels: Tensor | None = None
     """(N,) int64, set only if `labels` are known."""
     exact_bn: Tensors | None = None
-    """Statistics of the victim batch, set only if `bn` is exact."""
+    """Mean and biased variance of each channel of every batch-norm layer's input, over the victim
+    batch: (channels,), named `<module>.mean` and `<module>.var`. Set only if `bn` is exact."""
     true_features: Tensor | None = None
     """(N, d) inputs of the head, set only if `features` are known."""
     other_rows: tuple[Tensor, ...] = ()
     """(n, d + 1) float64 of each client that the release is of: the rows that took part, but for
-    the target. Set only if `rows` are those of the others."""
+    the target. A row has its features first, then the value to predict, or an entry for each class
+    in its place (`RowTruth.rows`). Set only if `rows` are those of the others."""
     target_client: int = 0
     """Client whose row the target is, counted in `other_rows`."""
     public_images: Tensor | None = None

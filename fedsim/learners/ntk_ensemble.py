@@ -235,7 +235,10 @@ class _Ensemble(_KernelRegression):
         return counted_once({MODEL: form})
 
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """Computes x'Qx of every row x and class, (a, c)."""
+        """Computes x'Qx of every row x and class, (a, c).
+
+        `rows` are (a, d), features alone, and `parameters` hold Q (c, d, d) as `form`.
+        """
         return ntk.evaluate_form(rows, parameters[MODEL])
 
 

@@ -316,7 +316,11 @@ class LeaderboardRow:
 
     @property
     def due(self) -> Summary | None:
-        """Gain in dB that counts: the part due to this update, where a control can tell it."""
+        """Gain that counts, in the metric that ranks `main`: PSNR in dB.
+
+        Where a control can tell (`is_decided`), it is the lesser of the gains over the guess and
+        over another update. Else it is that over the guess. None where no trial measured it.
+        """
         return self.due_by(self.main.ranking.name)
 
     def due_by(self, name: str) -> Summary | None:

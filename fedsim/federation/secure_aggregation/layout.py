@@ -221,7 +221,11 @@ class Layout:
         return self._decode(part, numbers[:-1], terms.most_examples / weight, count)
 
     def read_masked(self, vector: Ring, part: int) -> Update:
-        """Decodes `part` of a masked `vector` like an update, as an attacker would see it."""
+        """Decodes one part of a client's masked `vector` like an update, as an attacker sees it.
+
+        `vector` has all parts, and `part` is a position in `plan.parts`. The count of examples is
+        masked, too. So nothing is divided by it, and `num_examples` is 1 whatever the client has.
+        """
         return self._decode(part, from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1)
 
     def fixed_point(self, part: int) -> FixedPoint:

@@ -36,8 +36,10 @@ _CERTAIN = 1e-10
 class NormalPair:
     """Two normal distributions as a log-likelihood ratio, for `quadratic`.
 
-    The exponent is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c, with d standard normal Z_j. `apart` says that
-    the two have different supports: then every δ is 1, and the arrays are empty.
+    At draws x of the first, log N2(x) / N1(x) is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c. The d numbers
+    Z_j are standard normal. The constant c is no field, since it follows from the others: the mean
+    of N2 / N1 is 1. Signs of b_j make no difference. `apart` says that the two have different
+    supports: then every δ is 1, and the arrays are empty.
     """
 
     a: Array
