@@ -35,6 +35,7 @@ class CorrelatedNoise(StatefulTrainingDefense):
     It replaces the gradient of training defenses before it. Batch norm in train mode is refused.
     """
 
+    from_loss: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Kalinin et al., DP-CGD: Efficient Noise Correlation for Differentially Private Model "
         "Training, 2026; Population Risk Bounds for Kolmogorov-Arnold Networks Trained by DP-SGD "

@@ -34,6 +34,7 @@ class DPSGD(TrainingDefense):
     Examples must not see each other: batch norm in train mode is refused.
     """
 
+    from_loss: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Abadi et al., Deep Learning with Differential Privacy, CCS 2016, Algorithm 1"
     )

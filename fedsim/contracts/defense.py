@@ -233,6 +233,9 @@ class AskedEpsilon:
 class TrainingDefense(Plugin):
     """Changes how the client trains."""
 
+    from_loss: ClassVar[bool] = False
+    """Whether its direction is computed from the loss, whatever the direction so far."""
+
     @property
     def target(self) -> AskedEpsilon | None:
         """ε for which this defense's noise has to be found; None where the noise is declared.

@@ -142,8 +142,11 @@ class Stack:
             # By name and parameters, from which an attacker builds the same altered model.
             named = plugins.reference("fedsim.defenses", alteration)
             whole = whole.then(replace(alteration.effect(training), model=(named,)))
-        for defense in self.training_defenses:
-            whole = whole.then(defense.effect(training))
+        last = max((i for i, d in enumerate(self.training_defenses) if d.from_loss), default=0)
+        for index, defense in enumerate(self.training_defenses):
+            # A direction that a later defense computes anew has no part in the update.
+            if index >= last:
+                whole = whole.then(defense.effect(training))
         # `proven` goes on behind the last update defense, so that it is longer.
         for member, held in zip(self.update_defenses, proven, strict=False):
             whole = whole.then(member.effect(held))

@@ -92,6 +92,12 @@ def test_oasis_takes_the_mean_over_all_copies() -> None:
         )
 
 
+def test_a_change_that_dp_sgd_replaces_is_not_declared() -> None:
+    dp_sgd = DPSGD(norm=1.0, noise_multiplier=1.0)
+    assert chain(MixUp(), dp_sgd).effect(TRAINING) == chain(dp_sgd).effect(TRAINING)
+    assert chain(dp_sgd, ATS()).effect(TRAINING).batch == ATS().effect(TRAINING).batch
+
+
 def test_ats_shows_one_of_its_views() -> None:
     images = torch.rand(40, 1, 8, 8, generator=stream())
     defense = ATS()
