@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -48,14 +49,18 @@ class Censor(TrainingDefense):
         ) -> Tensors:
             true = step.gradient(parameters, images, labels, rng)
             at = {name: value.detach() for name, value in parameters.items()}
-            best = dict(true)
-            # From infinity on, the first direction with a finite loss replaces the gradient.
-            least = _loss(step, at, images, labels) if self.falls_back else torch.inf
-            for _ in range(self.trials):
+
+            def moved(by: Tensors) -> Tensors:
+                return {**at, **{n: at[n] - self.step_size * by[n] for n in by}}
+
+            # Without `falls_back` a first direction replaces the gradient whatever its loss: where
+            # weights have diverged, losses are NaN, and nothing would compare as less.
+            best = dict(true) if self.falls_back else draw_orthogonal(true, rng)
+            least = _loss(step, at if self.falls_back else moved(best), images, labels)
+            for _ in range(self.trials - (not self.falls_back)):
                 drawn = draw_orthogonal(true, rng)
-                moved = {name: at[name] - self.step_size * drawn[name] for name in drawn}
-                loss = _loss(step, {**at, **moved}, images, labels)
-                if loss < least:
+                loss = _loss(step, moved(drawn), images, labels)
+                if loss < least or math.isnan(least):
                     best, least = drawn, loss
             return best
 

@@ -470,7 +470,12 @@ def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leakin
         return True
     if told.ranking.uninformed is None and gain.n < LEAST:
         return False
-    return gain.certain >= told.leaks and not fits_any_update(row, what)
+    certain = gain.certain
+    # One trial says nothing of chance by itself, but its candidates do: `_low` is its own interval.
+    low = row.metrics.get(f"{told.ranking.name}_low")
+    if gain.low is None and low is not None:
+        certain = min(certain, told.ranking.gain(low.mean, told.ranking.uninformed or 0.0))
+    return certain >= told.leaks and not fits_any_update(row, what)
 
 
 def _is_given(row: LeaderboardRow, what: Leaking) -> bool:

@@ -41,6 +41,20 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
     return float((below.double() + 0.5 * level).mean() / len(outside))
 
 
+def membership_auc_low(scores: Tensor, members: Tensor) -> float | Unavailable:
+    """Returns the lower end of a 95% interval of `membership_auc`, from these candidates alone.
+
+    Arguments and reasons are those of `membership_auc`. The width is that of an attacker who
+    guesses (Mann and Whitney, 1947): a better one's is smaller, so that the end is never too high.
+    """
+    area = membership_auc(scores, members)
+    if isinstance(area, Unavailable):
+        return area
+    inside, outside = int(members.sum()), int((~members).sum())
+    deviation = math.sqrt((inside + outside + 1) / (12 * inside * outside))
+    return max(0.0, area - 1.96 * deviation)
+
+
 def membership_tpr(
     scores: Tensor, members: Tensor, false_positives: float = FALSE_POSITIVES
 ) -> float | Unavailable:
@@ -165,6 +179,12 @@ class Membership(Target):
             meaning=f"of membership, at {FALSE_POSITIVES:.0%} false positives",
             described=_MEMBERSHIP,
             shown_as="percent",
+        ),
+        Metric(
+            name="membership_auc_low",
+            compute=ordered(membership_auc_low),
+            unit="share",
+            larger_leaks=True,
         ),
         Metric(
             name="membership_others",

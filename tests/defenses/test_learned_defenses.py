@@ -104,6 +104,17 @@ def test_censor_that_falls_back_releases_the_gradient_where_no_direction_helps()
     assert after < other
 
 
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_censor_never_releases_the_gradient_where_losses_are_nan(
+    falls_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true, _ = softmax_step(Censor(falls_back=True, step_size=3.0), seed=1)
+    monkeypatch.setattr("fedsim_defenses.censor._loss", lambda *_: math.nan)
+    drawn, _ = softmax_step(Censor(falls_back=falls_back), seed=1)
+    name = "head.output.weight"
+    assert abs(float((drawn[name] * true[name]).sum())) < 1e-6
+
+
 def test_censor_proves_nothing_and_alone_is_orthogonal() -> None:
     training = example_training()
     assert math.isinf(Censor().guarantee(Guarantee(), training).sensitivity)

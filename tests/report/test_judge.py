@@ -88,6 +88,7 @@ def in_one(rows: Lines, number: int, **parts: dict[str, Any]) -> Lines:
 
 
 LABELS = trials(FAILS, privacy=PROVEN, label_accuracy=1.0)
+AREA = ("membership_auc", "membership_auc_low")
 MEMBERS = changed(SAFE, baseline={"membership_auc": 0.5})
 
 FINDINGS: dict[str, tuple[Lines, str]] = {
@@ -130,6 +131,19 @@ FINDINGS: dict[str, tuple[Lines, str]] = {
         ],
         "some trials",
     ),
+    **{
+        f"members of one trial, {text}": (
+            [
+                in_one(MEMBERS[:1], 0, metrics=dict(zip(AREA, (area, low), strict=True)))[0]
+                | {"control": {"other_update": OTHER | {"membership_auc": 0.5}}}
+            ],
+            finding,
+        )
+        for text, area, low, finding in [
+            ("many candidates", 0.7, 0.65, "membership"),
+            ("few of them", 0.7, 0.45, "some trials"),
+        ]
+    },
     "exact features beside images that are none": (with_features(SAFE, 1e-4), "features"),
     "a certificate that holds": (stating(with_features(SAFE, 0.89), 40, 0), "features"),
     "one of twenty is false": (stating(with_features(SAFE, 0.89), 40, 2), "features"),
