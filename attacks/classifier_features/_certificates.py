@@ -55,9 +55,10 @@ def is_explained(problem: Consistency | Profile, loss: float) -> bool:
 def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
     """Bounds the relative error of each image's features (N,), of start number `index` of `fits`.
 
-    The bound follows from the noise in the gradient, or from what the fit leaves, if that is more.
-    The bound is infinite for an image whose error signal has vanished. It is of first order:
-    `widen_bounds` corrects large ones.
+    An error's norm is bounded over the features' norm, at three standard deviations. The bound
+    follows from the noise in the gradient, or from what the fit leaves, if that is more. It is
+    infinite for an image whose error signal has vanished. It is of first order: `widen_bounds`
+    corrects large ones.
     """
     classifier = problem.classifier
     try:
@@ -112,6 +113,9 @@ def certify_images(
 ) -> Tensor:
     """Returns a mask (N,) of the images whose features and labels are known to be right.
 
+    Features are right up to a relative error of 3 %. All entries are False where the gradient is
+    not declared to be the client's own (`is_declared`).
+
     Args:
         classifier: the classifier's weights and observed gradient, with no true features.
         features: (N, d), the features to certify.
@@ -150,7 +154,8 @@ def tolerance(classifier: ClassifierGradient) -> float:
 def is_reproduced(problem: Consistency, fit: Fits) -> bool:
     """Says whether `fit` leaves no more of the gradient unexplained than rounding does.
 
-    The whole gradient counts, although only its strongest directions are fitted.
+    The whole gradient counts, although only its strongest directions are fitted. Only the first
+    start of `fit` is judged.
     """
     return float(fit.losses[0]) + problem.outside <= tolerance(problem.classifier)
 
@@ -158,7 +163,7 @@ def is_reproduced(problem: Consistency, fit: Fits) -> bool:
 def is_overdetermined(problem: Consistency, fit: Fits) -> bool:
     """Says whether `fit` meets too many equations of `problem` for a coincidence.
 
-    Only the equations beyond the number of unknowns count.
+    Only the equations beyond the number of unknowns count, and only the first start of `fit`.
     """
     images, unknowns = problem.classifier.num_images, fit.points.shape[1]
     return exceeds_chance(problem.classifier, images, unknowns, float(fit.losses[0]))

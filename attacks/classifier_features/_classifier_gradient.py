@@ -46,7 +46,8 @@ class ClassifierGradient:
     num_images: int
     """Number N of images in the batch."""
     factors: int
-    """Number of factors in (0, 1] that only the client knows: 0, 1, or one for each image (N)."""
+    """Number of clipping's factors in (0, 1], which only the client knows: 0, 1, or N (one for each
+    image)."""
     removed: bool
     """Whether a defense set entries of the gradient to zero."""
     mixed: bool
@@ -58,11 +59,12 @@ class ClassifierGradient:
     dropout: bool
     """Whether each image met other features (dropout)."""
     rates: tuple[float, ...]
-    """Learning rate after each local step on the same batch but the last; none if there is one."""
+    """Learning rate of each local step but the last, if all are on the same batch; else empty."""
     momentum: float
     """Momentum of those steps."""
     bias_weight: float = 1.0
-    """Precision of the bias's gradient over that of an entry of the weights' gradient."""
+    """Spacing of the values that the weights' gradient was rounded to, over that of the bias's
+    gradient; 1 if either is not known."""
     removed_below: Tensor | None = None
     """(d + 1,): magnitude that an entry of each column which is set to zero had at most; infinite
     where that is not known."""
@@ -222,7 +224,7 @@ class ClassifierGradient:
             errors: (N, K), error signals that features imply, without clipping.
 
         Returns:
-            (1, 1), one factor for all images; or (N, 1), where each image has its own.
+            (1, 1), one factor for all images, or 1 without any; or (N, 1), where each has its own.
         """
         if not self.factors:
             return read.new_ones(1, 1)
@@ -290,7 +292,7 @@ def _spacing(tensor: Tensor) -> float:
 
 
 def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
-    """Returns the head's only linear layer and its name.
+    """Returns the head's only linear layer and its name in the model, which begins with `head`.
 
     Raises:
         AttackFailed: the head has none, or several.
@@ -323,8 +325,9 @@ def derive_signals(
         features: (N, d), in their true lengths.
 
     Returns:
-        Labels (N,); error signals ∂L/∂x (N, d) of the features; clipping's factor (0-d). The factor
-        is 1 where each image has its own, which its error signal then contains.
+        Labels (N,) int64; error signals ∂L/∂x (N, d) of the features, L the mean loss; clipping's
+        factor (0-d). The factor is 1 where each image has its own, which its error signal then
+        contains.
     """
     whole = classifier.with_constant(features.double())
     # ∂L/∂[W b] = D'X / N solved for D (N, K), by least squares.

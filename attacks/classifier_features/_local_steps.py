@@ -31,8 +31,9 @@ _DECAY = 0.75
 def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation:
     """Turns an observed update of several steps into an observation of one gradient.
 
-    That gradient is the steps' mean. The new observation's weights are the sent ones plus a `share`
-    in [0, 1] of the update. The approximation is good for small learning rates only.
+    The new observation's update is the steps' mean gradient, not negated, and its training a single
+    FedSGD step. Its weights are the sent ones plus a `share` in [0, 1] of the update. The
+    approximation is good for small learning rates only.
     """
     factor = mean_gradient_factor(observation.training)
     return replace(
@@ -54,7 +55,8 @@ def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation
 def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
     """Computes for each step the share of the update, in [0, 1], that was made before the step.
 
-    `sizes` are the sizes of the steps' gradients along the update, in any common unit.
+    `sizes` are the sizes of the steps' gradients along the update, one for each step, positive
+    downhill, in any common unit. The steps' momentum is that of `training`.
     """
     found, position, velocity = [], 0.0, 0.0
     for size in sizes:
@@ -66,7 +68,7 @@ def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
 
 
 def decaying(training: LocalTraining) -> list[float]:
-    """Computes `positions` for gradients that shrink by the factor `_DECAY` with every step."""
+    """Computes `positions` for gradients that shrink by the factor 0.75 with every step."""
     return positions(training, [_DECAY**step for step in range(training.steps)])
 
 
@@ -92,7 +94,10 @@ _RIDGE = 1e-2
 
 
 def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
-    """Draws images of `shape` (N, C, H, W) with a natural spectrum: amplitudes fall as 1/f."""
+    """Draws images of `shape` (N, C, H, W) with a natural spectrum: amplitudes fall as 1/f.
+
+    Each image has mean 0 and variance 1, plus a random brightness of standard deviation 0.5.
+    """
     spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
     frequency = torch.hypot(
         torch.fft.fftfreq(shape[-2])[:, None], torch.fft.rfftfreq(shape[-1])[None]

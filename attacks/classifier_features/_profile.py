@@ -44,7 +44,11 @@ J'r (S, n)."""
 
 
 def make_normals(jacobians: Batched) -> Normals:
-    """Returns a function that computes J'J and J'r from the Jacobians J of `jacobians`."""
+    """Returns a function that computes J'J and J'r from the Jacobians J of `jacobians`.
+
+    `jacobians` computes J (S, e, n) from points (S, n) of S starts and constants of each start. The
+    function takes both and residuals r (S, e); it returns J'J (S, n, n) and J'r (S, n).
+    """
 
     def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         slopes = jacobians(points, given).transpose(1, 2)
@@ -179,7 +183,11 @@ class Consistency:
         return len(self.classifier.weights)
 
     def unknowns(self, features: Tensor) -> Tensor:
-        """Projects `features` (S, N, d) of S starts to the n unknowns of each, (S, n)."""
+        """Projects `features` (S, N, d) of S starts to the n unknowns of each, (S, n).
+
+        Unknowns are coordinates in the row space, image by image. They end with the logarithms of
+        clipping's factors, if there are any: 0 here.
+        """
         features = self.classifier.with_constant(features.double())
         inside = (features @ self._basis.T - self._origin) @ self._free
         # A factor is stored as its logarithm: no step makes it negative, and 0 is no clipping.
@@ -197,7 +205,8 @@ class Consistency:
         """Fits the gradient from `points` (S, n) with fixed `labels` (S, N).
 
         At most `iterations` steps are made. All descents end once one start leaves no more than the
-        share `enough` of the gradient's squared norm.
+        share `enough` of the gradient's squared norm. Starts that were not yet reached by then are
+        missing at the end of the result.
         """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
@@ -303,7 +312,10 @@ class Consistency:
         return normal.flatten(3).flatten(1, 2), downhill.flatten(1)
 
     def residual(self, point: Tensor, targets: Tensor) -> Tensor:
-        """Computes the residual of the gradient at `point` (n,) with one-hot `targets` (N, K)."""
+        """Computes the residual of the gradient at `point` (n,) with one-hot `targets` (N, K).
+
+        It is the implied gradient less the observed one, in N coordinates of the row space: (K N,).
+        """
         coordinates, scale, weights = self._coordinates(point), self.scale(point), self._weights
         velocity = total = torch.zeros_like(weights)
         entered = momentum = 0.0
@@ -320,7 +332,10 @@ class Consistency:
         return left
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the first step's error signals (N, K) at `point` (n,), scaled as released."""
+        """Computes the first step's error signals (N, K) at `point` (n,) with `labels` (N,).
+
+        Clipping's factors are part of them.
+        """
         logits = self._coordinates(point) @ self._weights.T
         errors: Tensor = self.scale(point) * (logits.softmax(-1) - F.one_hot(labels, self.classes))
         return errors
@@ -355,7 +370,10 @@ _EXPECTATIONS = 30
 
 
 class _Parts(NamedTuple):
-    """Parts that explain the gradient's columns, for each of S starts."""
+    """Parts that explain the gradient's c columns, for each of S starts.
+
+    r is the number of dimensions that the classifier's rows span.
+    """
 
     errors: Tensor
     """D (S, N, K)."""
@@ -485,7 +503,11 @@ class Profile:
         return float(variance**0.5)
 
     def unknowns(self, features: Tensor) -> Tensor:
-        """Projects `features` (S, N, d) of S starts to the n unknowns of each, (S, n)."""
+        """Projects `features` (S, N, d) of S starts to the n unknowns of each, (S, n).
+
+        Unknowns are coordinates in the span of the classifier's rows, image by image. They end with
+        the logarithms of clipping's factors, if there are any: 0 here.
+        """
         inside = features.double() @ self._span
         unknowns: Tensor = F.pad(inside.flatten(1), (0, self.classifier.factors))
         return unknowns
@@ -499,7 +521,10 @@ class Profile:
         return whole
 
     def compute_gradient(self, points: Tensor, labels: Tensor) -> Tensor:
-        """Computes the gradient (S, K, d + 1) that `points` (S, n) with `labels` (S, N) imply."""
+        """Computes the gradient (S, K, d + 1) that `points` (S, n) with `labels` (S, N) imply.
+
+        Without a bias it is (S, K, d).
+        """
         errors = self._parts(points, F.one_hot(labels, self.classes).double()).errors
         features = self.classifier.with_constant(self.features(points, labels))
         gradient: Tensor = errors.transpose(1, 2) @ features / self.classifier.num_images
@@ -539,7 +564,10 @@ class Profile:
         return fit
 
     def residuals(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes the residuals (S, e) at `points` (S, n) with one-hot `targets` (S, N, K)."""
+        """Computes the residuals (S, e) at `points` (S, n) with one-hot `targets` (S, N, K).
+
+        They are the implied gradient less the observed one, of which the best Y is taken off.
+        """
         return self._parts(points, targets).left.flatten(1)
 
     def jacobians(self, points: Tensor, targets: Tensor) -> Tensor:
@@ -567,7 +595,10 @@ class Profile:
         return torch.cat([whole, each.flatten(1, 2)], 2)
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the error signals (N, K) at `point` (n,) with `labels` (N,), as released."""
+        """Computes the error signals (N, K) at `point` (n,) with `labels` (N,).
+
+        Clipping's factors are part of them.
+        """
         return self._parts(point[None], F.one_hot(labels, self.classes).double()[None]).errors[0]
 
     def _parts(self, points: Tensor, targets: Tensor) -> _Parts:
@@ -639,6 +670,8 @@ _STILL = 1e-9
 
 def complete_gradient(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
     """Fills in the gradient's missing entries in `problem`, from `fits` of one start.
+
+    Entries of 0 count as missing. None is filled in beyond `ClassifierGradient.removed_below`.
 
     Returns:
         The problem with the completed gradient, and its fit.

@@ -232,7 +232,8 @@ def log_likelihoods(model: KernelModel, rows: Tensor, alpha: bool) -> Tensor:
 def best_assignment(likelihoods: Tensor) -> tuple[list[int], float]:
     """Assigns each of m rows a place of its own, so that the summed log-likelihood is largest.
 
-    `likelihoods` is (m, n), m <= n. Returns the place of each row, and the sum.
+    `likelihoods` is (m, n), m <= n. Returns the column that each row is assigned, counted from 0,
+    and the sum.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -316,7 +317,10 @@ class KernelPosterior:
         return torch.cat([rows[:, :d] / norm, rows[:, d:]], dim=1)
 
     def released_row(self) -> Tensor:
-        """Returns the released row itself and its classes' probabilities: (d + c,)."""
+        """Returns the released row itself and its classes' probabilities: (d + c,).
+
+        With `alpha` these are its one-hot label, else the classes' shares by the prior.
+        """
         return torch.cat([self.matched.model.rows[-1], self._classes()])
 
     def loss(self) -> Tensor:
@@ -326,7 +330,8 @@ class KernelPosterior:
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
         """Estimates the posterior mean of the missing row from `samples` draws made by `rng`.
 
-        The result is (d + c,): d features and c class shares. `maxima` is not used.
+        The result is (d + c,): d features, and the classes' probabilities of `released_row`.
+        `maxima` is not used.
         """
         prior = class_prior(self.others, self._dimension, self.learned)
         row = posterior_mean(self.matched, prior, self.alpha, samples, rng)
@@ -425,7 +430,7 @@ def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
 
     `matched` is the released model, matched with the known rows x_j. The values follow from the
     mixture α̃ u of the columns that is 1 at x and has the least error. Returns None if α̃ does not
-    depend on the kernel.
+    depend on the kernel (no draws), if it is of several clients' rows, or if no row is known.
     """
     model, (m, d) = matched.model, (len(matched.others), len(row))
     # Coefficients are of one client's rows; without draws α̃ is Y / λ and tells nothing of K.
@@ -468,11 +473,14 @@ def posterior_mean(
 ) -> Tensor:
     """Estimates the missing row's features (d,), the mean of their posterior.
 
+    Of a release without noise, it is the released row itself.
+
     Args:
         matched: the released model, matched with the known rows.
         prior: the distribution of the features before the release.
         alpha: whether the coefficients, and with them the row's label, are used.
-        samples: number of draws that are averaged, after a fifth as many that are discarded.
+        samples: number of draws that are averaged, after a fifth as many (at least 20) that are
+            discarded.
         generator: source of the draws.
     """
     model = matched.model

@@ -25,7 +25,10 @@ from fedsim.words import number_of
 
 
 def pack(symmetric: Tensor) -> Tensor:
-    """Packs symmetric matrices (n, k, k) as vectors (n, k (k + 1) / 2), an isometry."""
+    """Packs symmetric matrices (n, k, k) as vectors (n, k (k + 1) / 2), an isometry.
+
+    Vectors hold the upper triangle row by row, with entries off the diagonal times √2.
+    """
     row, column = torch.triu_indices(*symmetric.shape[1:], device=symmetric.device)
     return symmetric[:, row, column] * _weights(row, column, symmetric)
 
@@ -68,15 +71,15 @@ def decompose_form(
 ) -> tuple[Tensor, Tensor]:
     """Decomposes a quadratic predictor into n rows (n, d) and their coefficients (n, c).
 
-    Rows have length 1 and arbitrary signs.
+    Rows have length 1, arbitrary signs and no particular order. All tensors are float64.
 
     Args:
-        form: Q (c, d, d), a matrix for each class.
-        kernel: S (d, d).
+        form: Q (c, d, d), a symmetric matrix for each class.
+        kernel: S (d, d), symmetric and positive definite.
         generator: draws mixtures of the classes' matrices.
 
     Raises:
-        AttackFailed: no rows make such a Q, or Q does not tell its rows apart.
+        AttackFailed: no rows make such a Q, Q does not tell its rows apart, or S is singular.
     """
     parts = _unsmooth(form, kernel)
     c, d = parts.shape[:2]
@@ -114,11 +117,12 @@ def decompose_form(
 def complete_rows(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     """Finds the one row of a quadratic predictor that is missing in `known` (n - 1, d).
 
-    `form` is Q (c, d, d), a matrix for each class, and `kernel` is S (d, d). Returns all rows (n,
-    d) and their coefficients (n, c). The missing row is last, with length 1 and an arbitrary sign.
+    `form` is Q (c, d, d), a matrix for each class, and `kernel` is S (d, d), both float64.
+    Returns all rows (n, d) and their coefficients (n, c). The missing row is last, with length 1
+    and an arbitrary sign.
 
     Raises:
-        AttackFailed: not exactly one row is missing, or too many rows are known.
+        AttackFailed: not exactly one row is missing, too many rows are known, or S is singular.
     """
     parts = _unsmooth(form, kernel)
     d = parts.shape[1]

@@ -63,7 +63,8 @@ class ReleaseLikelihood:
     def log_likelihood(self, rows: Tensor) -> Tensor:
         """Computes the log-likelihood (k,) of each candidate in `rows` (k, d + 1).
 
-        It is up to a constant. A row of zeros stands for no row at all.
+        Rows are float64: d features, then the target, scaled to the norm's bound as clients do. The
+        result is up to a constant. A row of zeros stands for no row at all.
         """
         sketch = self.kind == "sketch"
         rows = self.scale * rows if sketch else rows
@@ -108,8 +109,12 @@ class ReleaseLikelihood:
 def release_likelihood(observation: Observation, knowledge: Knowledge) -> ReleaseLikelihood:
     """Builds the likelihood of the observed release for an attacker who knows all rows but one.
 
+    The release has to be of one of the kinds `KNOWN`. The missing row is taken to be one of client
+    `knowledge.target_client`.
+
     Raises:
-        AttackFailed: `knowledge` does not grant the others' rows.
+        AttackFailed: `knowledge` does not grant the others' rows, or a defense does not declare its
+            effect.
     """
     spec = observation.release
     if not knowledge.other_rows:

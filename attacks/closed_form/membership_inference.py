@@ -58,7 +58,9 @@ class MembershipInference(DirectAttack):
     ) -> Reconstruction:
         """Returns as the row's score the log-likelihood ratio of releases with it and without.
 
-        The loss is the lesser of the two negative log-likelihoods.
+        The score (1,) is log P(release | row) - log P(release | no such row): above 0, the release
+        was more likely computed from the row. The loss is the lesser of the two negative
+        log-likelihoods.
 
         Raises:
             AttackFailed: no candidate or no other rows are given, or the release cannot be read.

@@ -77,7 +77,10 @@ class Prior:
     """Values that the target can have if it is one of two classes; else empty."""
 
     def log_density(self, rows: Tensor) -> Tensor:
-        """Computes the log density (k,) of `rows` (k, d + 1), up to a constant."""
+        """Computes the log density (k,) of `rows` (k, d + 1), up to a constant.
+
+        The normal distribution's density is meant: ranges are not looked at.
+        """
         deviation = rows - self.mean
         return -((deviation @ self.precision) * deviation).sum(1) / 2
 
@@ -152,8 +155,9 @@ class RowPosterior:
     def width(self, row: Tensor, places: Tensor) -> Tensor:
         """Computes directions (k, k) of the k entries `places`, scaled to the posterior's width.
 
-        Directions are columns. The density around `row` (d + 1,) falls equally fast along each.
-        Their lengths may differ by a factor of a million.
+        `places` (k,) int64 are indices of entries that are searched. Directions are columns. The
+        density around `row` (d + 1,) falls equally fast along each. Their lengths may differ by a
+        factor of a million.
         """
         with torch.enable_grad():
             entries = row[places].clone().requires_grad_()
@@ -171,7 +175,7 @@ class RowPosterior:
         """Estimates the posterior mean (d + 1,) of the row, scaled as clients scale rows.
 
         Args:
-            maxima: rows (d + 1,) of high density, the likeliest first.
+            maxima: rows (d + 1,) of high density, not yet scaled, the likeliest first.
             samples: number of draws from the prior, and of draws around the first maximum; of each
                 class, if there are classes.
             rng: source of the draws.
@@ -285,7 +289,13 @@ class RowReconstruction(Attack[RowSearch]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> RowSearch:
-        """Computes estimates in closed form, and chooses the likeliest of them as starts."""
+        """Computes estimates in closed form, and chooses the likeliest of them as starts.
+
+        Of a kernel regression there are no starts: nothing is searched.
+
+        Raises:
+            AttackFailed: the other rows are not granted, or the release cannot be read.
+        """
         if observation.payload in KERNELS:
             return self._match(observation, knowledge, rng)
         known = release_likelihood(observation, knowledge)

@@ -247,9 +247,9 @@ def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
 def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Finds factors (n,) that bring `features` (n, d) to their true lengths.
 
-    Returns the factors, and the relative squared residuals (n,) that remain. Under ReLU the
-    gradient determines `errors` D (K, n) only up to these lengths. They are chosen so that N D_i =
-    softmax(f(x_i)) - y_i holds best.
+    Returns the factors, and the relative squared residuals (n,) that remain. For activations other
+    than ReLU and leaky ReLU the factors are 1. Under ReLU the gradient determines `errors` D (K, n)
+    only up to these lengths. They are chosen so that N D_i = softmax(f(x_i)) - y_i holds best.
     """
     preactivation = features @ head.hidden.T
     label = errors.argmin(0)
@@ -407,8 +407,9 @@ def _solve(gram: Tensor, right: Tensor) -> Tensor:
 class WholeHead:
     """Computes the mean squared residual of the head's whole gradient, over the noise's variance.
 
-    |p - o|² is computed as |p|² - 2 <p, o> + |o|². For ∂L/∂W that takes products with N vectors,
-    and no tensor of its size is ever written.
+    The head's `noise` must not be 0. With p the implied and o the observed gradient, |p - o|² is
+    computed as |p|² - 2 <p, o> + |o|². For ∂L/∂W that takes products with N vectors, and no tensor
+    of its size is ever written.
     """
 
     def __init__(self, head: HeadGradient, labels: Tensor) -> None:
@@ -457,7 +458,7 @@ class WholeHead:
 def residual_over_noise(head: HeadGradient, features: Tensor) -> float:
     """Computes `WholeHead` at `features` (N, d) with the labels they imply.
 
-    The value is about 1 at the true features.
+    The value is about 1 at the true features. `head.noise` must not be 0.
     """
     labels = labels_of(head, features, Objective(head)(features).errors)
     return float(WholeHead(head, labels)(features.detach()).detach())

@@ -67,7 +67,7 @@ class JointSolver(FeatureSolver):
     def start(
         cls, head: HeadGradient, starts: int, budget: int, rng: torch.Generator
     ) -> JointSolver:
-        """Prepares all attempts to fit the gradient.
+        """Prepares all attempts to fit the gradient, for which `joint_fit_applies` must hold.
 
         Args:
             head: the observed gradient.
@@ -108,7 +108,11 @@ class JointSolver(FeatureSolver):
                 self.output, self.descent = self.attempts.pop(), None
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features. The loss is `WholeHead` at them."""
+        """Returns the best features. The loss is `WholeHead` at them.
+
+        There are none before the first step of a fit of the whole gradient: `improve` until
+        `features` is not None.
+        """
         assert self.features is not None
         return Reconstruction(
             features=self.features.float(), loss=float(self.loss), iterations=self.iteration
@@ -133,7 +137,10 @@ def joint_fit_applies(head: HeadGradient) -> bool:
 
 
 def fit_whole_gradient(head: HeadGradient, features: Tensor) -> Tensor:
-    """Fits the head's whole gradient from near `features` (N, d); returns features (N, d)."""
+    """Fits the head's whole gradient from near `features` (N, d); returns features (N, d).
+
+    `features` are in their true lengths, and `head.noise` must not be 0.
+    """
     descent = _JointDescent(head, features)
     while not descent.settled:
         descent.run()

@@ -99,9 +99,10 @@ def rows_suffice(head: HeadGradient) -> bool:
 
 
 def rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
-    """Computes the share, in [0, 1], of the kept entries of ∂L/∂W that is not explained.
+    """Computes the share of the squared norm of ∂L/∂W's kept entries that is not explained.
 
-    They are explained by `features` (N, d), in their true lengths, and `errors` D (K, N).
+    It is 0 where all is explained, and may exceed 1 for wrong features. Entries are explained
+    by `features` (N, d), in their true lengths, and `errors` D (K, N).
     """
     kept = head.grad_hidden != 0
     missed = (_row_signals(head, features, errors)[0] @ features - head.grad_hidden) * kept
@@ -290,7 +291,8 @@ class OutputFit:
     splits_failed: bool = False
     """Whether all splits have been tried without a gain."""
     before_rows: tuple[float, Tensor, Tensor] | None = None
-    """Misfit of the rows, features (N, d) and loss before the last fit of the rows."""
+    """Misfit of the rows, features (N, d) and loss before the last fit of the rows; None before the
+    first."""
 
     @classmethod
     def start(
@@ -309,7 +311,8 @@ class OutputFit:
             starts: the features to start from.
             splitting: whether to leave local minima by splitting features.
             all_neurons: whether all neurons count from the start.
-            weights: the least number of weights of the neurons that count, unless all do.
+            weights: the least number of entries of W that the neurons which count have together,
+                unless all count.
 
         Raises:
             AttackFailed: nothing is left of ∂L/∂A.
@@ -606,7 +609,7 @@ class CoarseToFine(FeatureSolver):
         return self.fit.misfit
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the features and labels of the present fit."""
+        """Returns the features (N, d) of the present fit and its loss; labels are not recovered."""
         return self.fit.reconstruction()
 
 

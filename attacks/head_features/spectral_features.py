@@ -54,9 +54,9 @@ class SpectralFeatures(DirectAttack):
 def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Computes the `rank` leading right-singular vectors (rank, d) float64 of `rows` (m, d).
 
-    Returns also the share of energy outside their span (0-d). The vectors are eigenvectors of rows'
-    rows, which costs m d² and is exact for directions down to 1e-8 of the strongest. If all rows
-    are zero, the directions are arbitrary.
+    The strongest comes first. Returns also the share of the rows' squared norm outside their span
+    (0-d). The vectors are eigenvectors of rows' rows, which costs m d² and is exact for directions
+    down to 1e-8 of the strongest. If all rows are zero, the directions are arbitrary.
     """
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
     for chunk in torch.split(rows, _CHUNK):
@@ -71,8 +71,9 @@ def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Computes ascending eigenvalues (n,) and eigenvectors (n, n) of a symmetric matrix.
 
-    LAPACK's divide and conquer, which torch uses, may give up where many eigenvalues are the same,
-    as in the span of the few rows that heavy pruning leaves; QR iteration does not.
+    Eigenvectors are columns. LAPACK's divide and conquer, which torch uses, may give up where many
+    eigenvalues are the same, as in the span of the few rows that heavy pruning leaves; QR iteration
+    does not.
     """
     try:
         values, vectors = torch.linalg.eigh(matrix)

@@ -271,9 +271,9 @@ def decompose(
         head: the head's gradient.
         variance_reduction: subtract the constant and linear part of the rows.
         whiten: bring the sample covariance of W to I.
-        rows: which functions of the weights moments are taken of.
+        rows: which functions of the weights moments are taken of (`TensorFeatures.rows`).
         iterations: number of iterations of the power method.
-        contraction: order of the moment that gives the span.
+        contraction: order of the moment that gives the span (`TensorFeatures.contraction`).
         rng: source of the power method's start and of the contractions.
 
     Raises:
@@ -421,9 +421,10 @@ def order_greedily(estimates: Tensor, truth: Tensor) -> Tensor:
 def combine_rows(head: HeadGradient) -> Tensor:
     """Sums rows to g (v,) = Σ_k c_k ∂L/∂a_kj with a nearly constant r_i = Σ_k c_k (p_ki - y_ki).
 
-    Rows in two groups: c adds a class of each group, and r_i = p_1i + p_2i - y_1i - y_2i, where
-    p_1 + p_2 is 2 / K for even K and near it for odd K (Appendix B, Remark B.2); with rows all
-    equal, or two or three classes, c is one class and r_i = 1 / K - y_1i (Remark B.3).
+    v is the number of planted neurons. With A's rows in two groups, c adds a class of each, and r_i
+    = p_1i + p_2i - y_1i - y_2i. There p_1 + p_2 is 2 / K for even K and near it for odd K
+    (Appendix B, Remark B.2). With rows all equal, or two or three classes, c is one class and r_i =
+    1 / K - y_1i (Remark B.3).
     """
     outer = head.grad_output[:, head.planted]
     classes = len(outer)

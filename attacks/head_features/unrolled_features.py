@@ -210,8 +210,9 @@ def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tu
 def mark_implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
     """Returns 1 for features of implausible length, and 0 for the others: (n,).
 
-    The `count` features of least misfit whose lengths are alike set the standard. `length` and
-    `misfit` are (n,), with a misfit of 1 for no feature at all.
+    The `count` features of least misfit whose lengths are alike set the standard; lengths are
+    implausible beyond 4 times, or below 1/4 of it. `misfit` (n,) are the relative squared residuals
+    of `find_norms`, and `length` (n,) the features' norms.
     """
     apart = (length[:, None] / length).log().abs() > math.log(_PLAUSIBLE)
     worst = (misfit + apart.to(misfit)).sort(dim=1).values[:, min(count, len(misfit)) - 1]

@@ -40,7 +40,7 @@ class Inputs:
     layer: Layer
     """The layer that they enter."""
     values: Tensor
-    """(k, n), at their scale."""
+    """(k, n): the n entries of each input, with their true norms."""
     errors: Tensor
     """(k,): root of the summed variances of an input's entries, over its norm."""
     separate: bool
@@ -49,7 +49,7 @@ class Inputs:
 
     @property
     def certain(self) -> Tensor:
-        """Boolean mask (k,) of the inputs whose relative error is surely below `_DETERMINED`."""
+        """Boolean mask (k,) of the inputs whose relative error is surely below 3 %."""
         return (_SURE * self.errors < _DETERMINED) & self.separate
 
 
@@ -59,8 +59,9 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
     Where ReLU has left an input 0, that image's error signal at the layer before is 0, too. This
     tells each image's combination of the gradient's columns, whose inverse gives the inputs.
 
-    Returns None if none of the model's `layers` with a bias feeds that one. So it does if the
-    earlier gradient does not tell the `count` images apart.
+    Inputs that do not reproduce the known ones get infinite errors. Returns None if none of the
+    model's `layers` (`trace_layers`) with a bias feeds that one. So it does if the earlier gradient
+    does not tell the batch's `count` images apart, or if the zeros do not tell a combination.
     """
     before = next((layer for layer in layers if layer.name == inputs.layer.fed_by), None)
     # Without the gradient in the bias an input has no scale.
@@ -140,7 +141,8 @@ def build_answer(
     Args:
         observation: what the server saw of N images.
         inputs: the inputs that were found, of k images.
-        pixels: the inputs of the first layer, if those have led there.
+        pixels: the inputs of the first layer, if those have led there; if None, no images are
+            returned.
         features: (k, d), features of the inputs.
         iterations: number of iterations that the search took.
     """
@@ -202,9 +204,9 @@ float32."""
 def certify_inputs(observation: Observation, answer: Reconstruction) -> Tensor:
     """Returns a mask (N,) of the images whose answer is known to be right: all, or none.
 
-    The inputs have to be determined by their zeros. Features computed from them have to explain the
-    classifier's gradient to rounding. The gradient has to be declared the client's own, up to
-    clipping.
+    `answer` is what `build_answer` returned. The inputs have to be determined by their zeros.
+    Features computed from them have to explain the classifier's gradient to rounding. The gradient
+    has to be declared the client's own, up to clipping.
     """
     classifier = ClassifierGradient.read(observation)
     assert answer.determined is not None

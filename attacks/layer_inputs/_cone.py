@@ -42,7 +42,7 @@ ZERO = 4.0
 def sharpen(
     start: Tensor, vectors: Tensor, deviation: float, surely: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Fits a combination (r,) of vectors so that as many of its entries as possible are 0.
+    """Fits a combination (r,) of vectors so that as many entries of their sum as possible are 0.
 
     Entries count the more, the nearer they are to 0 (iteratively reweighted least squares), down to
     their errors.
@@ -50,12 +50,12 @@ def sharpen(
     Args:
         start: (r,), a combination near the fitted one.
         vectors: (r, e), the vectors that are combined.
-        deviation: standard deviation of the error of each of their entries.
+        deviation: standard deviation of the error of each of their entries, above 0.
         surely: number of the smallest entries that are 0 in any case.
 
     Returns:
-        The combination, and a mask (e,) of its zeros. None if one zero does not follow from the
-        others, as any combination can be made to have r - 1 zeros.
+        The combination, of unit length, and a mask (e,) of the sum's zeros. None if one zero does
+        not follow from the others, as any combination can be made to have r - 1 zeros.
     """
     combination = start / start.norm()
     at = combination @ vectors
@@ -126,12 +126,16 @@ def find_rays(
 ) -> Rays:
     """Finds combinations of `rows` whose `entries` are non-negative, many of them 0.
 
+    There are as many as rows at most, and fewer or none if the search finds no more.
+
     Args:
         entries: (r, e), linear in the rows; their combinations must not be negative.
         rows: (r, n), orthogonal, with errors of at least `deviation` in each entry.
         deviation: standard deviation of the error of an entry of either.
         generator: source of the linear functions.
-        signal_of: function that finds an input's error signal; None if nothing tells it.
+        signal_of: function of an input (n,) and its relative error that finds its error signal, or
+            returns None if the gradient has no such input, which is then dropped. Without the
+            function no signal is looked for.
     """
     rank = len(entries)
     if rank == 1:  # the only ray, whether it has zeros or not

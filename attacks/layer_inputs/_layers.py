@@ -70,9 +70,11 @@ class Layer:
 def trace_layers(observation: Observation) -> list[Layer]:
     """Finds the body's layers, in the order in which the model calls them.
 
+    Layers whose weights are not in the update are left out.
+
     Raises:
-        AttackFailed: entries of the gradient are removed or mixed, or each image met another
-            model (dropout).
+        AttackFailed: entries of the gradient are removed or mixed, each image met another model
+            (dropout), or the clients' optimizer changes entries.
     """
     effect = observation.effect
     if effect.removed is not None or effect.mixed:
@@ -304,8 +306,8 @@ class RowSpace:
         Directions that noise hides are left out.
 
         Raises:
-            AttackFailed: the layer is too small for this number of images, nothing is left of its
-                gradient, or the gradient has other inputs, too.
+            AttackFailed: the layer is too small for this number of images, or nothing of its
+                gradient stands out of noise.
         """
         rows, columns = layer.gradient.shape
         if count > min(rows, columns):

@@ -39,10 +39,11 @@ _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
 def sample_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Draws `number` sets of r - 1 rows of `space`; returns combinations (c, r) in their kernels.
+    """Draws `number` sets of r - 1 neurons; returns combinations (c, r) in their rows' kernels.
 
-    Only combinations with at least the share `sparsity` of zeros are returned. Each is refitted to
-    all of its zeros.
+    Neurons are rows of `space.columns` (m, r). A combination of the columns has an entry for each
+    neuron: only those with at least the share `sparsity` of zeros are returned. Each is refitted to
+    all of its zeros, and of unit length.
     """
     unit, kernels = _draw_kernels(space, number, generator)
     at = (kernels @ unit.T).abs()
@@ -55,10 +56,10 @@ def sample_kernels(
 def descend_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Descends from the kernels of `number` drawn sets of r - 1 rows to sparse combinations.
+    """Descends from the kernels of `number` drawn sets of r - 1 neurons to sparse combinations.
 
-    Returns combinations (c, r) of the columns of `space` with at least the share `sparsity` of
-    zeros.
+    Neurons are rows of `space.columns` (m, r). Returns combinations (c, r) of its columns, of unit
+    length, with at least the share `sparsity` of zeros among the m neurons.
 
     The method is iteratively reweighted least squares with weights that sharpen as it goes on
     (Chartrand and Yin, Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
@@ -120,7 +121,10 @@ class Candidates:
         self.combinations = space.columns.new_zeros(0, space.rank)
 
     def add(self, combinations: Tensor) -> None:
-        """Adds the new ones among `combinations` (c, r), and sorts all by their number of zeros."""
+        """Adds the new ones among `combinations` (c, r), and sorts all by their number of zeros.
+
+        They are of unit length, such as those of `sample_kernels`.
+        """
         for each in combinations:
             if _is_new(each, self.combinations, _PRECISELY_SAME):
                 self.combinations = torch.cat([self.combinations, each[None]])
@@ -131,7 +135,7 @@ class Candidates:
         """Selects r combinations greedily; returns the inputs they give, and their score.
 
         The selection begins with the sparsest that are linearly independent. It exchanges one for
-        another as long as the score, at most 1, rises. Returns None if there are too few.
+        another as long as the score, at most 1, rises. Returns None if fewer are independent.
         """
         chosen: list[int] = []
         for index in range(len(self.combinations)):

@@ -55,6 +55,8 @@ class PatchLayer:
 def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
     """Finds the patch embedding of the observed `model` and its position embedding.
 
+    The model is put into evaluation mode, and its observed parameters then require gradients.
+
     Raises:
         AttackFailed: the model has no patch embedding, or its position embedding is not trained.
     """
