@@ -67,7 +67,7 @@ class ClassifierGradient:
     gradient; 1 if either is not known."""
     removed_below: Tensor | None = None
     """(d + 1,): magnitude that an entry of each column which is set to zero had at most; infinite
-    where that is not known."""
+    where that is not known, and None if it is known of no column."""
     divisor: float = 1.0
     """Always 1: only a two-layer head divides its logits."""
     rounding: float = 2.0**-24

@@ -211,7 +211,10 @@ class ClassifierSolver(FeatureSolver):
         return self.problem.unknowns(features)
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features and labels, with masks of those determined and certified."""
+        """Returns the best features and labels, with masks of those determined and certified.
+
+        There are none before the search has a fit (`best`).
+        """
         assert self.best is not None
         errors = widen_bounds(bound_errors(self.problem, self.best, 0))
         certain = (errors < _DETERMINED) & is_explained(self.problem, float(self.loss))

@@ -50,7 +50,7 @@ class HeadGradient:
     bias: Tensor
     """b (m,)."""
     output: Tensor
-    """A (K, m)."""
+    """A (K, m), divided by `divisor`."""
     activation: Callable[[Tensor], Tensor]
     """σ, element-wise."""
     config: HeadConfig
@@ -60,13 +60,14 @@ class HeadGradient:
     grad_bias: Tensor
     """∂L/∂b (m,)."""
     grad_output: Tensor
-    """∂L/∂A (K, m)."""
+    """∂L/∂A (K, m), multiplied by `divisor`."""
     num_images: int
     """Number N of images in the batch."""
     pruned: bool
     """Whether the declared defenses set entries to zero."""
     smallest_removed: bool
-    """Whether the removed entries are smaller than all that are left."""
+    """Whether removed entries have smaller magnitudes than all that are left of their tensor; also
+    True if none are removed."""
     noisy: bool
     """Whether the declared defenses add noise."""
     exact: bool

@@ -59,7 +59,7 @@ class Best(FeatureSolver):
         return self.solver is None or self.solver.finished
 
     def improve(self) -> None:
-        """Takes a step of the solver that suits the observation."""
+        """Takes a step of the solver that suits the observation, unless `finished`."""
         assert self.solver is not None
         self.solver.improve()
         self.loss, self.iteration = self.solver.misfit, self.solver.iteration

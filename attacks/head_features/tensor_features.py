@@ -118,6 +118,7 @@ def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tenso
     Starts come from the simultaneous diagonalization of two random contractions (Kuleshov, Chaganty
     and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015, for components that need
     not be orthogonal); the decomposition that leaves least is kept. Order and signs are arbitrary.
+    Row c is u_c; of a tensor of zeros the rows are those of the identity, and the residual is 1.
     All draws come from `rng`, and TensorLy's choice of a backend stays as it was. T (r, r, s) has
     to be finite and each slice T[:, :, k] symmetric, as those of a symmetric (r, r, r) are.
 

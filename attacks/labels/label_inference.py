@@ -62,6 +62,9 @@ class LabelInference(DirectAttack):
 
         Either all labels are certified or none. All are where the bias's gradient admits no other
         counts: ∂L/∂b_k > -n_k / N gives each class a least count n_k, and these sum to N.
+
+        Raises:
+            AttackFailed: no linear layer of the model's head is in the update.
         """
         labels, residual = _infer(observation)
         sure = _are_demanded(observation, labels)
@@ -78,7 +81,7 @@ def infer_labels(observation: Observation) -> Tensor:
     clients and local steps.
 
     Raises:
-        AttackFailed: the model's head has no linear layer.
+        AttackFailed: no linear layer of the model's head is in the update.
     """
     return _infer(observation)[0]
 

@@ -37,8 +37,9 @@ rounding of a neuron's input, over the largest."""
 class ExtremeRays(DirectAttack):
     """Reads inputs that are never negative off a layer's gradient, by linear programs.
 
-    Layers are tried from the first to the last until one shows all images. Pixels, between 0 and 1,
-    are such inputs, too. They are found if many of them are exactly 0 or 1.
+    Layers are tried in their order until one shows all images. Pixels, between 0 and 1, are such
+    inputs, too, but a layer that takes them is tried last. They are found if many of them are
+    exactly 0 or 1.
     """
 
     paper: ClassVar[str] = (

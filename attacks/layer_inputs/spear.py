@@ -276,6 +276,8 @@ class Spear(IterativeAttack[SpearState]):
     def postprocess(self, state: SpearState) -> Reconstruction:
         """Returns what the inputs of the layer tell of the images: pixels, or features.
 
+        No image is marked as determined unless all neurons agree with the selection.
+
         Raises:
             AttackFailed: too few combinations have been found.
         """
