@@ -77,8 +77,8 @@ def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tens
 def widen_bounds(bounds: Tensor) -> Tensor:
     """Widens the first-order bounds (N,) of a batch's relative errors where they do not hold.
 
-    All bounds are multiplied by the largest one if it exceeds 1. An image may then be wrong
-    altogether, and with it the features and labels of all others.
+    All bounds are multiplied by the largest one if it exceeds 1, by 1,000 at most. An image may
+    then be wrong altogether, and with it the features and labels of all others.
     """
     return bounds * bounds.max().nan_to_num(_FARTHEST).clamp(1.0, _FARTHEST)
 

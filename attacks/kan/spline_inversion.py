@@ -188,7 +188,7 @@ def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
 
     Args:
         span: (N, d, K), an orthonormal basis of the space.
-        forms: (q, K, K), the forms, applied at each of the d entries.
+        forms: (q, K, K), the forms, applied at each of the d entries; q may be 0 only if N is 1.
         rng: draws pairs of matrices to diagonalize.
     """
     count = len(span)

@@ -133,9 +133,8 @@ def find_rays(
         rows: (r, n), orthogonal, with errors of at least `deviation` in each entry.
         deviation: standard deviation of the error of an entry of either.
         generator: source of the linear functions.
-        signal_of: function of an input (n,) and its relative error that finds its error signal, or
-            returns None if the gradient has no such input, which is then dropped. Without the
-            function no signal is looked for.
+        signal_of: function from an input (n,) and its relative error to its error signal. An input
+            for which it returns None is dropped. Without the function no signal is looked for.
     """
     rank = len(entries)
     if rank == 1:  # the only ray, whether it has zeros or not
