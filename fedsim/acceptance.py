@@ -177,7 +177,10 @@ def open_scenario(
 
 @contextmanager
 def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
-    """Adds file and line to each FedsimError from inside that begins with a key of `document`."""
+    """Adds file and line to a FedsimError of the block whose text begins with a key of a file.
+
+    Of a `document` that comes from no file, errors stay as they are.
+    """
     try:
         yield
     except FedsimError as error:

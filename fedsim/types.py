@@ -739,13 +739,13 @@ class Dataset:
         return self.test_labels
 
     def labelled(self) -> Dataset:
-        """Returns the data as a model is trained on them."""
+        """Returns these data themselves, on which a model is trained as they are."""
         return self
 
     def without_training(self) -> Dataset:
         """Returns a copy without training examples: the description and the test split.
 
-        The copy may leave the clients.
+        No example of a client is in it, so that the server may hold it.
         """
         return replace(
             self,
@@ -880,7 +880,7 @@ class Table:
     def without_training(self) -> Table:
         """Returns a copy without training rows: the description and the test split.
 
-        The copy may leave the clients.
+        No row of a client is in it, so that the server may hold it.
         """
         return replace(
             self,
@@ -892,7 +892,11 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyClaim:
-    """States what a defense stack guarantees. ε = ∞ unless the stack is a known mechanism."""
+    """States what a defense stack guarantees. ε = ∞ unless the stack is a known mechanism.
+
+    `epsilon` holds at `delta`, and `accountant` says how it was found. `delta` and `accountant` are
+    None if nothing is proven.
+    """
 
     epsilon: float
     delta: float | None

@@ -33,7 +33,8 @@ class AssessmentContext:
     guess_is_public: bool
     """Whether the guess was learned from others' images, and not from the victims' own."""
     simulation_errors: Mapping[str, float | None]
-    """Share of the update that the simulation misses, by observation id; None if not simulated."""
+    """Observation id -> `fedsim.attacking.replay.simulation_error`, a share of the update's L2
+    norm; None if not simulated."""
     privacy: Mapping[str, Row]
     """Privacy of each observation against the server; empty where nothing is accounted."""
 
@@ -124,7 +125,7 @@ def _join_values(values: Sequence[float]) -> str:
 
 
 def slug(name: str) -> str:
-    """Returns `name` in a form that a file can have, or `app` if nothing of it is left.
+    """Returns `name` as a file may be called, or `app` if nothing of it is left.
 
     Characters other than letters, digits and `_+-` become hyphens, and 64 characters are kept.
     """

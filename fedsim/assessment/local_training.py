@@ -171,7 +171,11 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns the clients' defenses: (stack's name, announced members, effect)."""
+        """Returns the clients' defenses: (stack's name, announced members, effect).
+
+        `training` is what the method `training` returned. A member is a defense's `name` and its
+        parameters, as in `Observation.defense`.
+        """
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)

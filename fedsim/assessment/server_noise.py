@@ -1,8 +1,9 @@
 """Noise that a Flower server adds to its model, accounted for those who see that model alone.
 
-Flower's wrappers add N(0, (z C / n)²) to the mean of n clipped updates. z is the multiplier that
-holds for a client of weight 1/n in that mean. FedAvg weights clients by their examples: a client of
-weight w moves the mean by w C, and its multiplier is z / (n w).
+Flower's wrappers add N(0, (z C / n)²) to the mean of n clipped updates, where C is the
+L2 norm to which each update is clipped. z is the multiplier that holds for a client of weight 1/n
+in that mean. FedAvg weights clients by their examples: a client of weight w moves the mean by w C,
+and its multiplier is z / (n w).
 
 With adaptive clipping the count of clipped updates is released as well, with noise of deviation σ,
 since the next clipping norm follows from it. One client moves it by 1. (Andrew et al.,

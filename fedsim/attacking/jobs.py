@@ -45,7 +45,7 @@ class Setting:
 
     @property
     def aids(self) -> Aids:
-        """What targets prepare for scores, built anew at every access, which is slow."""
+        """Part of a target -> what it prepared for scores; built anew, slowly, at every access."""
         return scoring.prepare(
             Resources(
                 guesser=self.guesser,
@@ -233,7 +233,11 @@ def score_answer(
 
 
 def cost(solution: Solution) -> dict[str, float | int | None]:
-    """Returns what an attack cost, over all its restarts, as fields of a row."""
+    """Returns what an attack cost, over all its restarts, as fields of a row.
+
+    They are `seconds`, `iterations`, `iterations_per_second` (None if either is 0) and
+    `peak_memory_bytes`.
+    """
     iterations, seconds = solution.iterations, solution.seconds
     return {
         "seconds": seconds,

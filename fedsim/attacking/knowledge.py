@@ -31,7 +31,7 @@ class Public:
     """Public data that a threat model can grant, as a run's folder holds them for all attacks."""
 
     images: Tensor | None = None
-    """(P, C, H, W) uint8, of the test split."""
+    """(P, C, H, W) uint8, or rows (P, D) float32, of the test split; None if not granted."""
     labels: Tensor | None = None
     """(P,) int64: their classes; None if not recorded."""
 

@@ -13,8 +13,8 @@ from fedsim.types import Observation
 def observed_rate(observation: Observation) -> float | None:
     """Returns theory's error rate of attacks on an observation (`tensor_rate`); None if unknown.
 
-    Theory says nothing without a two-layer head, if noise is all of the update, and where entries
-    were removed, rounded or mixed.
+    The error of an attack is proportional to the rate. Theory says nothing without a two-layer
+    head, if noise is all of the update, and where entries were removed, rounded or mixed.
 
     The noise is the one that defenses announce. One image's part of an entry of ∂L/∂A, the gradient
     in the output weights A of the head, is estimated. It is the entries' mean square less the

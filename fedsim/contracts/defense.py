@@ -44,7 +44,8 @@ class LocalStep:
     loss: LossFn
     features: FeaturesFn
     gradient: GradientFn
-    """Direction so far: that of the plain loss, changed by the defenses before this one."""
+    """Function (parameters, images, labels, rng) -> direction so far, named like the parameters. It
+    is the plain loss's gradient, which a step subtracts, changed by the defenses before this."""
     spec: ModelSpec
     """Description of the model: its number of classes, and how its inputs are normalized."""
     batch_size: int
@@ -411,7 +412,8 @@ class SumTerms:
     norm: float
     """L2 bound on an update that noise is made for; inf without noise."""
     noise: float
-    """Standard deviation of the noise on a sum with the fewest honest clients that it may have."""
+    """Standard deviation of the noise on an entry of a sum with the fewest honest clients allowed.
+    The sum is that of clipped updates, each times its weight."""
 
     def client_noise(self, participants: int) -> float:
         """Returns the noise's standard deviation on an entry, as each of `participants` adds it."""

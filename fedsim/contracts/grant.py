@@ -210,8 +210,8 @@ class Knowledge:
     target_client: int = 0
     """Client whose row the target is, counted in `other_rows`."""
     public_images: Tensor | None = None
-    """(P, C, H, W) uint8: images of the kind that clients hold, of which none holds any. Set only
-    if `public` is the test split."""
+    """(P, C, H, W) uint8, or (P, D) float32 of rows: images of the kind that clients hold, of
+    which none holds any. Set only if `public` is the test split."""
     public_labels: Tensor | None = None
     """(P,) int64: classes of the public images; None where they were not recorded."""
     candidates: MembershipCandidates | None = None

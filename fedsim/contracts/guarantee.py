@@ -114,7 +114,7 @@ class CurveMechanism(ABC):
 
     @abstractmethod
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns log δ at each of `epsilons` >= 0.
+        """Returns the natural logarithm of δ at each of `epsilons` >= 0, in the same shape.
 
         It is the largest over neighbours, in both directions.
         """
@@ -194,10 +194,11 @@ class Release:
 class Guarantee:
     """States what is proven of an update on its way through a stack.
 
-    `sensitivity` bounds the L2 norm of the whole update (all tensors together) whatever the data;
-    `mechanism` is the release it has been through; `reason` says why there is none. `pooled` is
-    what the plain mean of all clients' updates is, where they share the noise among them. `shapes`
-    are those of the update's floating-point tensors; None where they are not known yet.
+    `sensitivity` bounds the L2 norm of the whole update (all tensors together) whatever the data
+    (inf: no bound); `mechanism` is the release it has been through; `reason` says why there is
+    none. `pooled` is what the plain mean of all clients' updates is, where they share the noise
+    among them. `shapes` are those of the update's floating-point tensors; None where they are not
+    known yet.
     """
 
     sensitivity: float = math.inf

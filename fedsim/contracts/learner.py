@@ -53,11 +53,12 @@ class Problem:
     model: Named | None = None
     """Network as the scenario names it; None if it names none."""
     weights: str | None = None
-    """Path of the weights to start from."""
+    """Path of the weights to start from; None for fresh ones."""
     plants: bool = False
     """Whether the server plants neurons in what it sends with a probe, and trains without them."""
     projection_radius: float | None = None
-    """Radius of the ball around the initial weights in which the global model is held."""
+    """L2 radius of the ball around the initial weights in which the global model is held; None: it
+    is held in none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,8 @@ class Computed:
     """Holds what a client computed, before the update defenses."""
 
     update: Tensors
-    """Update on any device, named and shaped like the parameters."""
+    """Update on any device, named and shaped like the parameters. Of training it is a gradient or a
+    change of weights, as `LocalTraining` says; else the release."""
     buffers: Tensors
     """New floating-point buffers (batch-norm statistics)."""
     num_examples: int
@@ -147,7 +149,11 @@ class Computation(ABC):
 
     @abstractmethod
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Returns a global parameter after a client's `update` of it; `before` is its value."""
+        """Returns a global parameter after a client's `update` of it; `before` is its value.
+
+        The result is what the strategy averages over clients. `training` gives the learning rate,
+        where the update is a gradient.
+        """
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
         """Returns the clients' mean update of one parameter, float64, as two global models tell it.
@@ -168,7 +174,8 @@ class Computation(ABC):
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """Returns the new global parameters, given the strategy's `mean` over the clients.
 
-        `clients` is the number of clients in the mean.
+        The mean is of what `apply_update` returned, and not of updates. `clients` is the number of
+        clients in it.
         """
 
     @abstractmethod

@@ -25,7 +25,7 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 
     If M > N, only the first N reconstructions count: an attack that hands in many guesses must rank
     them itself, for choosing among them by the truth would be an oracle. If M < N, N - M truths
-    are left `MISSING`.
+    are left `MISSING` (-1).
     """
     claimed = reconstruction[: len(truth)].flatten(1).double()
     targets = truth.flatten(1).double()

@@ -74,7 +74,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Installed:
-    """Describes a plugin as `fedsim list` shows it; `error` says why it cannot be loaded."""
+    """Describes a plugin as `fedsim list` shows it.
+
+    `error` says why it cannot be loaded, or is None; `cls` is its class, or None.
+    """
 
     group: str
     name: str

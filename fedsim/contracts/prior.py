@@ -20,10 +20,10 @@ class GuessChances:
     """
 
     levels: tuple[float, ...]
-    """Values of the score from least to most, both ends of its range included."""
+    """Values of the score, ascending, both ends of its range included."""
     chances: tuple[float, ...]
-    """Largest probability of a single answer to reach each level, of a truth that is one of the
-    candidates, each as likely."""
+    """Bound on the probability of a single answer to reach each of `levels`, in their order. The
+    truth is one of the candidates, each as likely."""
     candidates: int
     answers: int = 1
     """Number of answers of which the best counts."""

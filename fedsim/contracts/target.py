@@ -55,7 +55,7 @@ class TargetScores:
     """Metric -> how it was computed, where only like values compare."""
 
     def per_image(self) -> dict[str, list[float]]:
-        """Returns the values of metrics that have one for each truth."""
+        """Returns metric -> values, of metrics with one for each truth, in the truth's order."""
         return {n: v.tolist() for n, v in self.values.items() if isinstance(v, Tensor)}
 
     def means(self) -> dict[str, float]:

@@ -26,7 +26,10 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws each of `indices` independently with probability `batch_size` / len(`indices`)."""
+    """Draws each of `indices` independently with probability `batch_size` / len(`indices`).
+
+    `indices` must not be empty. The result may be, and keeps their order.
+    """
     # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
     # rate that the accountant takes.
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)
@@ -73,7 +76,10 @@ def of_trial(
 
 
 def distinct(indices: Tensor, images: Tensor) -> Tensor:
-    """Returns the first of `indices` for each different image in `images` (N, C, H, W)."""
+    """Returns the first of `indices` for each different image that they have in `images`.
+
+    `images` (N, C, H, W) are all images, into which the indices point.
+    """
     first: dict[int, int] = {}
     for index in indices.tolist():
         # A digest stands for the image, so that memory does not grow with the pixels.

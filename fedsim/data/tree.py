@@ -57,7 +57,10 @@ class UnreadableError(FedsimError):
 
 
 class Tree(ABC):
-    """Gives access to image files by their path relative to the root."""
+    """Gives access to image files by their path relative to the root.
+
+    A path is the tuple of its parts: folders' names, then the file's.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root

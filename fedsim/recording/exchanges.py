@@ -145,7 +145,11 @@ class Recorder:
         self._parts = _noted_parts(self.folder / _TAP)
 
     def wants(self, round: int, node_id: int) -> bool:
-        """Returns whether to record an answer of this node in this round, and notes the node."""
+        """Returns whether to record an answer of this node in this round, and notes the node.
+
+        Only as many nodes as the recorder takes are noted, those that come first; later ones are
+        not wanted.
+        """
         # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:
             return False
@@ -189,8 +193,8 @@ class Recorder:
             node_id: Node that answered.
             message_id: Id of the order that is answered, by which a client's truth is found.
             broadcast: Digest that `save_broadcast` returned for that order.
-            config: Settings in the order.
-            metrics: Metrics in the answer.
+            config: Settings in the order: name of a record -> key -> value.
+            metrics: Metrics in the answer, likewise.
         """
         base = self._round(round) / f"node-{node_id}"
         # The JSON is written last: where it is, the whole answer is.
@@ -218,7 +222,8 @@ class Recorder:
     def note_parts(self, kind: PartKind, parts: Sequence[DeployedPart]) -> None:
         """Keeps what the app consists of, outermost first; parts that were noted are replaced.
 
-        Mods that change are counted. A strategy's settings change with its state.
+        `kind` is `strategies` (the server's) or `mods` (a client's). Mods that change are counted.
+        A strategy's settings change with its state.
         """
         before = self._parts.get(kind)
         if before != list(parts):
@@ -357,6 +362,8 @@ def left_out(folder: Path) -> list[str]:
 
 def read_parts(folder: Path, kind: PartKind) -> list[DeployedPart] | None:
     """Returns what the recorded app consists of, outermost first; None if that is not known.
+
+    `folder` is that of one run, and `kind` is `strategies` (the server's) or `mods` (a client's).
 
     Raises:
         FedsimError: The tap's file is damaged.

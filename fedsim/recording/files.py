@@ -207,7 +207,8 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
 def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> None:
     """Writes the `images` (P, C, H, W), uint8, that the threat model grants every attack.
 
-    `root` is the run's folder, and `labels` (P,) int64 are the images' classes.
+    They may be rows (P, D), float32, of a table. `root` is the run's folder, and `labels`
+    (P,) int64 are the images' classes.
     """
     write_tensors(
         root / _PUBLIC, {"images": images} | ({} if labels is None else {"labels": labels})

@@ -48,6 +48,8 @@ Piece = bytes | memoryview
 def pieces(arrays: Arrays) -> Iterator[Piece]:
     """Yields the bytes of a safetensors file of contiguous `arrays`, piece by piece.
 
+    `arrays` are numpy arrays by name, here as in all functions of this module.
+
     Raises:
         FedsimError: An array is of a type that such files do not hold.
     """

@@ -107,7 +107,8 @@ class Testimony:
 def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
     """Writes what a client trained on below `out`, for its owner alone to read.
 
-    `said` describes the training, and `tensors` holds its images, labels and order of batches.
+    `said` describes the training. `tensors` has its distinct `images`, their `labels`, and the
+    `order` in which steps used them, as indices.
     """
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
