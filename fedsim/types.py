@@ -206,7 +206,7 @@ class ModelSpec(InputSpec):
 
     @property
     def server(self) -> Manipulation:
-        """Manipulation of the model by the server."""
+        """Server's manipulation of the model: `honest`, `planted` or `modified` (`server_of`)."""
         return server_of(self.parameters)
 
     def as_model(self, id: str) -> ModelSpec:
@@ -226,7 +226,10 @@ class ModelSpec(InputSpec):
 
 
 def watcher_of(vantage: str) -> str:
-    """Returns the watcher at a `vantage`: `server` at the `aggregate`, else the same name."""
+    """Returns the watcher at a `vantage`: `server` at the `aggregate`, else the same name.
+
+    Vantages are `server`, `aggregate`, `client` and `eavesdropper`; others are not refused.
+    """
     return "server" if vantage == "aggregate" else vantage
 
 
@@ -373,7 +376,8 @@ class Effect:
     noise: tuple[Noise, ...] = ()
     """Noises that are added, in order of the defenses."""
     removed: Removal | None = None
-    """Rule by which entries are set to zero; None if none are."""
+    """Rule by which entries are set to zero; None if none are. `smallest`: the smallest of all.
+    `smallest_of_tensor`: the same share of each tensor's smallest. `others`: another rule."""
     truncated: float | None = None
     """Largest magnitude of an entry before noise: larger ones are cut to it. None if none are."""
     scaled: bool = False
@@ -417,7 +421,7 @@ class Effect:
         return not altered and not self.batch and not self.noisy
 
     def then(self, after: Effect) -> Effect:
-        """Returns the effect of this defense followed by `after`."""
+        """Returns the effect of this defense followed by one of effect `after`."""
         bounds = [bound for bound in (self.bound, after.bound) if bound is not None]
         cuts = [cut for cut in (self.truncated, after.truncated) if cut is not None]
         # Where two rules act, a zero no longer says which of them set it: the rule is then
@@ -494,7 +498,7 @@ class Observation:
 
     @property
     def server(self) -> Manipulation:
-        """Manipulation of the model by the server; `honest` for a release of rows."""
+        """Manipulation of the model by the server (`server_of`); `honest` for a release of rows."""
         return self.spec.server
 
     @property
@@ -517,7 +521,10 @@ class Observation:
 
     @property
     def payload(self) -> Payload:
-        """Kind of message that was observed; an attack has to be able to read it."""
+        """Kind of message that was observed; an attack has to be able to read it.
+
+        It is `update` for a model's update, or a `ReleaseSpec.kind`.
+        """
         return self.spec.payload
 
     @property

@@ -264,7 +264,7 @@ def result_without_attack(observation: Observation, status: Status, reason: str)
 
     Args:
         observation: The observation that was planned, without its tensors.
-        status: State of the job.
+        status: State of the job: `failed`, or `unseen` where the vantage shows no update.
         reason: Why there is no attack.
     """
     nothing = scoring.no_metrics()

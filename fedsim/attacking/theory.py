@@ -48,9 +48,10 @@ def observed_rate(observation: Observation) -> float | None:
 
 
 def observed_bound(observation: Observation) -> TensorBound:
-    """Returns the paper's bound of the error of attacks on an observation.
+    """Returns the paper's bound of the error of attacks on an observation (`tensor_bound`).
 
-    Its `reason` names the condition of the theorem that fails, if any.
+    Its `value` is a root mean square distance of unit features; None if theory says nothing. Its
+    `reason` names the condition of the theorem that fails; None if none does.
     """
     head, effect = observation.model.parameters.get("head"), observation.effect
     if not head or "head.output.weight" not in observation.update:

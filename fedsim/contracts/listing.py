@@ -16,8 +16,9 @@ Row = dict[str, Any]
 def rows(kinds: Sequence[str]) -> list[Row]:
     """Returns a row for every plugin of `kinds` (see `plugins.GROUPS`), broken or not.
 
-    A row has kind, name, package, version, summary, paper, parameters (name, type, default,
-    required, range, description) and error (None, or why the plugin cannot be used).
+    A kind is a group without `fedsim.` in front, such as `attacks`. A row has kind, name, package,
+    version, summary, paper, parameters (name, type, default, required, range, description) and
+    error (None, or why the plugin cannot be used).
     """
     return [
         {

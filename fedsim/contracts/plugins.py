@@ -109,7 +109,10 @@ def _entry_points() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Returns the names registered in `group`, sorted, and loads nothing."""
+    """Returns the names registered in `group`, sorted, and loads nothing.
+
+    `group` is one of `GROUPS`, such as `fedsim.attacks`, here and below.
+    """
     return tuple(sorted(_entry_points()[group]))
 
 

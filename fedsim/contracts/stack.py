@@ -157,7 +157,7 @@ class Stack:
 
     @property
     def vantage(self) -> Vantage:
-        """View of the server: each client's update, or only their combination."""
+        """View of the server: `server` (each client's update) or `aggregate` (all combined)."""
         return "aggregate" if self.aggregation else "server"
 
     def training(self, declared: LocalTraining) -> LocalTraining:
@@ -301,7 +301,11 @@ class Stack:
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns (defended update, next state); integer tensors pass all update defenses by."""
+        """Returns (defended update, next state); integer tensors pass all update defenses by.
+
+        `state` is what `init` or the previous round returned, and is not changed. The next state is
+        that of update defenses alone. `rng` is the only source of randomness.
+        """
         defended = _floating(update)
         after: dict[str, Tensor] = {}
         for index, defense in enumerate(self.update_defenses):
