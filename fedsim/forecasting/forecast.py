@@ -39,15 +39,17 @@ class Forecast:
     estimate: Estimate
     first_attack: str
     beyond: str
-    """The means of the first attack that the formula does not cover; empty if it covers all."""
+    """What `first_attack` does, as a verb phrase, where the formula does not cover it; else empty.
+    The formula covers matching gradients and reading a closed form."""
     source: str
     """Origin of the stand-in images."""
 
     @property
     def gain(self) -> float | None:
-        """Gain, dB over the guess, that the best attack is expected to have.
+        """Gain that the best attack is expected to have, dB of PSNR over the guess.
 
-        It is None where there is a `reason`.
+        The guess is the image that an attacker answers who saw no update. The gain is None where
+        there is a `reason`.
         """
         return None if self.reason else self.estimate.gain
 

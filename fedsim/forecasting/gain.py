@@ -66,7 +66,8 @@ def _is_plain(plan: UpdatePlan) -> bool:
 def reads_in_closed_form(plan: UpdatePlan) -> bool:
     """Returns whether the first layer's update gives images away without a search.
 
-    An imprint module does so, and so does a KAN of no more images than hidden units.
+    An imprint module does so, and so does a KAN of no more images than hidden units. The update has
+    to be a single gradient, behind noise and clipping at most.
     """
     spec = plan.first.model
     if not _is_plain(plan) or spec.parameters.get("imprint"):
@@ -78,7 +79,8 @@ def reads_in_closed_form(plan: UpdatePlan) -> bool:
 def rows_are_the_image(plan: UpdatePlan) -> bool:
     """Returns whether the update is of one image, and the first layer is dense.
 
-    Each row of that layer's exact gradient is then a multiple of the image.
+    Each row of that layer's exact gradient is then a multiple of the image. The update has to be a
+    single gradient, behind noise and clipping at most; else the answer is false.
     """
     first = plan.first
     if not _is_plain(plan) or first.num_images != 1:
@@ -239,7 +241,8 @@ class Spectrum:
 class UpdateMap:
     """Map U from normalized images (N, C, H, W) to the mean update of all clients.
 
-    The update is one vector of m entries, in float64.
+    The update is one vector of m entries, in float64. Under fedsgd it is the gradient, else the
+    weights after local training less those before.
     """
 
     def __init__(
@@ -268,7 +271,7 @@ class UpdateMap:
         self.names = tuple(self._parameters)
 
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
-        """Returns the update by the names of its tensors.
+        """Returns the mean update of all clients: name of each tensor -> the tensor, in float64.
 
         `differentiable` says whether the update can be differentiated by the images.
         """
@@ -482,9 +485,9 @@ def _mean_gain(errors: Sequence[float]) -> float:
 
 
 def gain_of(error: float) -> float:
-    """Returns the gain, dB, from 0 to `MOST_GAIN`.
+    """Returns the gain, -10 log10(`error`) dB, kept from 0 to `MOST_GAIN`.
 
-    `error` is the share of the guess's squared error that is left.
+    `error` is an attack's mean squared error over the guess's; 1 or more gains nothing.
     """
     return min(MOST_GAIN, max(0.0, -10 * math.log10(min(1.0, max(error, 1e-12)))))
 

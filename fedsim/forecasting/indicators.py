@@ -34,11 +34,11 @@ class Indicator:
     """The value as a number; None where it is a word."""
     helps: Advantage
     why: str
-    """The reason in a clause."""
+    """Why the property helps that side, in a clause."""
 
 
 def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
-    """Returns all indicators of `plan`; `estimate` is its expected gain."""
+    """Returns all indicators of `plan`; `estimate` has to be the estimate of the same plan."""
     observation, clients = plan.first, plan.first.num_clients
     steps = plan.training.steps if plan.training.batches == "different" else 1
     clients = max(1, min(clients, MOST_IMAGES // steps))

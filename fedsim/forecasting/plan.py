@@ -36,7 +36,7 @@ from fedsim.words import number_of
 
 @dataclass(frozen=True, kw_only=True)
 class StandIns:
-    """Images in the place of the victims', whom nobody needs to forecast by."""
+    """Images that stand in for those of the victims, which a forecast does not need."""
 
     pixels: Tensor
     """(P, C, H, W) in [0, 1]."""

@@ -40,7 +40,8 @@ class Series:
     """One defense in a chart."""
 
     color: int
-    """Number of the color; defenses beyond the last color share one."""
+    """Number of the color: 0 for the undefended stack, then 1, 2, and so on. Those beyond the last
+    color share one."""
     points: Sequence[Point]
     shape: Literal["dots", "line", "steps"] = "dots"
     label: str = ""

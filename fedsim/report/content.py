@@ -67,7 +67,7 @@ class MatrixColumn:
     batch_size: int
     round: int
     case: str
-    """What sets the column apart from others of the same attack."""
+    """Batch size and round in words, each where columns differ in it; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

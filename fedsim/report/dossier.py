@@ -153,7 +153,10 @@ SOURCE = (
 
 
 class Coverage(NamedTuple):
-    """Says whether a run has measured a numbered attacker, and how that is known."""
+    """Says whether a run has measured one of the attackers, and how that is known.
+
+    The attackers are those that `SOURCE` names A to H.
+    """
 
     letter: str
     name: str
@@ -184,7 +187,7 @@ def _has_surrogate(row: ResultRow) -> bool:
 
 
 def coverage(rows: Sequence[ResultRow]) -> list[Coverage]:
-    """Returns, for each numbered attacker in order, whether the scored `rows` cover it."""
+    """Returns, for each attacker in the order of letters, whether the scored `rows` cover it."""
     return [_cover(stated, rows) for stated in read_texts()["attackers"]]
 
 

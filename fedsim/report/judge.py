@@ -90,7 +90,7 @@ class Failure:
     reason: str
     count: int
     n: int
-    """Trials of the attack where it failed for that reason."""
+    """Number of all trials, failed or not, of the leaderboard rows in which it failed so."""
     defenses: tuple[str, ...]
 
 
@@ -109,15 +109,17 @@ class Control:
     metric: str | None = None
     """Metric that decides: that of the main target, or of another that tells more."""
     value: float | None = None
-    """What the attack reached: its gain in the main target's metric, else the metric's mean."""
+    """What the attack reached: its gain over guessing, if `metric` is the main target's; else the
+    mean of `metric`. None without an attack to judge."""
     required: float | None = None
-    """Value that the metric has to reach for the control to pass."""
+    """What `value` has to reach for the control to pass; of an error, to fall to."""
     due: float | None = None
-    """Part of a gain that is due to the update, dB."""
+    """The part of `value` that is due to the update, dB, where it falls short of `required` though
+    the whole gain does not; else None."""
     is_blind: bool = False
-    """Whether the attack does as well with another update, and so passes no control."""
+    """Whether the attack reached enough, but as well with another update, and so does not pass."""
     batch_size: int | None = None
-    """The smallest that was attacked; None without an undefended stack."""
+    """The smallest batch size attacked on the undefended stack; None without such a stack."""
     failures: tuple[Failure, ...] = ()
     """Attacks on the undefended stack that crashed or refused, where the control failed."""
     is_alone: bool = False
@@ -158,13 +160,14 @@ class Costs:
     """What a defense leaves of the model, and what it takes, beside no defense."""
 
     points: float | None = None
-    """Test accuracy less that without a defense, in percent; None where that compares nothing."""
+    """Test accuracy less that without a defense, in percentage points: negative if the defense
+    costs accuracy. None where there is nothing to compare."""
     is_apart: bool = True
     """Whether test sets of this size tell the two accuracies apart."""
     is_measured: bool = True
     """Whether the model without a defense learned something to compare with."""
     seconds: float | None = None
-    """Mean seconds of a round."""
+    """Mean seconds of a round behind the defense; None if no run states them."""
     usual_seconds: float | None = None
     """Mean seconds of a round without a defense."""
 
@@ -182,7 +185,7 @@ class Verdict:
     level: Level
     finding: Finding
     besides: tuple[Leaking, ...]
-    """What else leaks for certain."""
+    """What leaks for certain besides the `finding`; empty where the finding is no leak."""
     strongest: LeaderboardRow
     """The attack that the defense is judged by; it may be uninformed, or have failed."""
     gain: Summary | None
@@ -195,21 +198,25 @@ class Verdict:
     is_bounded: bool
     """Whether the interval of the gain excludes a leak."""
     leaking: Share | None
-    """Trials that gained `Target.leaks` or more from their update, of the attack with most."""
+    """Share of trials that gained `Target.leaks` or more from their update, of the attack with the
+    largest share; None if none was measured."""
     times: Times | None
-    """Number of trials in which pictures are recognizable that are not on average."""
+    """In how many trials of one attack pictures are recognizable, where they are not on average;
+    else None."""
     is_rare: bool
-    """Whether no interval, but a trial shows that something leaks."""
+    """Whether a trial is too good for chance, though no interval makes a leak certain."""
     exposed_image: float | None
-    """PSNR of the best image that leaks by itself, dB."""
+    """PSNR of the best image that leaks by itself, dB; None if none does."""
     features: Shown | None
-    """The least span error of features that leak beside pictures."""
+    """The attack with the least error of features, of those that tried pictures, too; None if none
+    of them certainly leaks features."""
     told: Mapping[Leaking, Shown]
-    """What an attack told best of labels, members and others beyond guessing, if any tried."""
+    """Part of a target (`labels`, `membership`, ...) -> the attack that told it best, which need
+    not beat guessing. Parts that no attack tried, or that it was given, are missing."""
     certificates: Shown | None
     """The attack that knows of most answers that they are right; None if no attack says."""
     may_leak: tuple[Leaking, ...]
-    """What is told better than by guessing on average, for all that is known."""
+    """Parts of targets that an attack told better than guessing on average, certain or not."""
     labels_stand: bool
     """Whether labels were recovered where nothing else has an answer: that needs no control."""
     costs: Costs
@@ -318,6 +325,7 @@ def best_of_several(
 def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
     """Returns how badly `row` leaks pictures or features, judged by the lower end of intervals.
 
+    The levels are `leak`, `partial`, `features`, `undecided`, `unseen`, `unknown` and `failed`.
     `rows` are all rows that `row` was chosen among. A gain that prior knowledge alone explains is
     no leak. Labels and membership are judged by `leaks_told`.
     """
@@ -407,7 +415,7 @@ def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool
 
 
 def targets_by_mean() -> dict[Leaking, Target]:
-    """Returns part -> target of the targets judged by their mean error, such as features.
+    """Returns `Target.part` -> target, of targets judged by their mean error, such as features.
 
     Such a target leaks where the error is at most the share `Target.leaks` of the guess's error.
     """
@@ -418,7 +426,8 @@ def targets_by_mean() -> dict[Leaking, Target]:
 def leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
     """Whether features were read off the update, or are known to be right by a certificate.
 
-    `what` is a key of `targets_by_mean`, and `rows` are all rows that `row` was chosen among.
+    Features that the attacker was granted do not count. `what` is a key of `targets_by_mean`, and
+    `rows` are all rows that `row` was chosen among.
     """
     target = targets_by_mean()[what]
     name = target.ranking.name
@@ -446,7 +455,7 @@ def _is_certified(row: LeaderboardRow) -> bool:
 
 
 def told_targets() -> dict[Leaking, Target]:
-    """Returns part -> target of the targets of which values are told, such as labels and members.
+    """Returns `Target.part` -> target, of targets whose values are told: labels, members.
 
     Main targets and features are none of them. Such a target leaks from a gain of `Target.leaks`
     over guessing and over another update. Without a control it leaks only where the guess is known
@@ -501,7 +510,8 @@ def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
 def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
     """Whether labels, or members, were told better than by guessing on average.
 
-    `what` is a key of `told_targets`.
+    The mean gain has to be `Target.leaks` or more, without regard to its interval. `what` is a key
+    of `told_targets`.
     """
     told = told_targets()[what]
     gain, over = row.above_guess(told.ranking.name), row.above_other(told.ranking.name)
@@ -785,7 +795,7 @@ _OF_LEVEL: Mapping[Level, Finding] = {
 
 
 def is_leak(finding: Finding) -> bool:
-    """Whether `finding` says that something leaks for certain."""
+    """Whether `finding`, such as `Verdict.finding`, says that something leaks for certain."""
     return finding in ("recognizable", "colors only", *_leakable())
 
 

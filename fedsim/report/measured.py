@@ -21,9 +21,9 @@ class Measured:
     """Mean over trials, with its interval where the metric shows one."""
     guess: str
     above: str
-    """How much more leaks than the guess tells, with its interval."""
+    """Gain over the guess, with its sign and interval; positive where more leaks."""
     above_other: str
-    """How much more leaks than the same attack yields on another update."""
+    """Gain over the same attack's answer to another update; a dash without that control."""
     worst: str
     limit: str
     """The most that the privacy claim allows."""
@@ -81,7 +81,10 @@ def measure_row(row: LeaderboardRow, name: str) -> Measured:
 
 
 def excess(row: LeaderboardRow, name: str) -> float | None:
-    """Returns the mean gain of metric `name` over the guess; None without a value or a guess."""
+    """Returns the mean gain of metric `name` over the guess; None without a value or a guess.
+
+    It is positive where the attack's answer is better than the guess, also for errors.
+    """
     if paired := row.above_guess(name):
         return paired.mean
     metric, value, guess = METRICS[name], row.metrics.get(name), row.baseline.get(name)

@@ -142,7 +142,11 @@ def brief(verdict: Verdict) -> str:
 
 
 def grounds(verdict: Verdict) -> list[tuple[str, str]]:
-    """Returns (name, words) of each line below `brief`: evidence, knowledge, costs, promise."""
+    """Returns (name, words) of each line below `brief`: evidence, knowledge, costs, promise.
+
+    Names are `Shown by`, `It knows`, `It costs` and `It promises`. Lines without words are left
+    out, and where the verdict is no answer, costs and promise are, too.
+    """
     # A certificate needs no control: the attacker has it before anybody scores.
     knows = ("It knows", describe_certificates(verdict.certificates))
     if verdict.finding == "no answer":

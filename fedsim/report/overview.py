@@ -132,7 +132,10 @@ def _read_pairs(path: Path) -> list[tuple[Tensor, Tensor, float]]:
 
 
 def choose_victims(recoveries: Sequence[Recovery]) -> list[Recovery]:
-    """Returns all images of each round; of many only the worst, median and best by PSNR."""
+    """Returns the images of each round, by round; of more than three in a round only three.
+
+    These are the worst, the median and the best by PSNR.
+    """
     victims = []
     for round in sorted({each.round for each in recoveries}):
         own = [each for each in recoveries if each.round == round]

@@ -30,7 +30,7 @@ OTHERS: Mapping[ControlKind | None, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
-    """How much more alike pictures are than the guess, and than those of another update."""
+    """Gains in one metric of likeness: over the guess, and over those and another update's."""
 
     over_guess: Summary
     own: Summary
@@ -44,9 +44,9 @@ class Certificates:
     images: int
     """Number of images that it answered with."""
     determined: int | None
-    """None if it says nothing of that."""
+    """Number of images that it calls determined; None if it says nothing of that."""
     certified: int | None
-    """None if it certifies nothing."""
+    """Number of images that it certifies; None if it certifies nothing."""
     false: int | None
     """Certified images that are not right, by the truth; None if that was not compared."""
 
@@ -90,16 +90,18 @@ class LeaderboardRow:
     metrics: dict[str, Summary | None]
     """Metric -> its summary over the trials; None where it was not measured."""
     worst: dict[str, float | None]
-    """The most that leaked in one trial, or of one image where the rows have values per image."""
+    """Metric -> its value in the trial, or for the image, that leaked most; None without any. So it
+    is the least value where a smaller one leaks more."""
     baseline: dict[str, float | None]
-    """Mean of the zero-information guess."""
+    """Metric -> its mean for the zero-information guess; None where the guess has none."""
     gains: Mapping[str, Summary]
     """Metric -> how much more leaks than the zero-information guess, trial by trial."""
     own_gains: Mapping[str, Summary]
     """Metric -> the lesser of what leaks over the guess and over another update, trial by trial; of
     trials with a control, if any has one."""
     others: Mapping[str, Summary]
-    """Metric -> its value of what the same attack made of another update."""
+    """Metric -> its summary for the same attack's answers to another update, against the truths of
+    this one; missing without a control."""
     over_others: Mapping[str, Summary]
     """Metric -> how much more leaks of the own update than of another."""
     leaking: Share | None
@@ -112,7 +114,7 @@ class LeaderboardRow:
     uncontrolled: int = 0
     """Number of trials with an answer and no control, where others have one."""
     exposed_image: float | None = None
-    """PSNR of the best image that is a leak by itself, dB."""
+    """PSNR of the best image that is a leak by itself, dB; None if none is."""
     may_expose: bool = False
     """Whether a trial, or an image of one, is so good that chance does not explain it away, though
     it makes nothing certain."""
@@ -134,7 +136,7 @@ class LeaderboardRow:
     diverged: int
     """Number of trials on recordings whose local training diverges."""
     epsilon: float | None
-    """inf: nothing is guaranteed. None: it was not accounted."""
+    """ε of all releases of the run. inf: nothing is guaranteed. None: it was not accounted."""
     delta: float | None
     accountant: str | None
     unit: str | None
@@ -291,9 +293,10 @@ class LeaderboardRow:
 
     @property
     def refuted_shares(self) -> dict[str, tuple[float, float]]:
-        """Metric -> (lower end, limit) of shares of members that refute the privacy claim.
+        """Metric -> (lower end, limit) of shares of members told that refute the privacy claim.
 
-        Their interval lies above what the claim allows.
+        The lower end of the measured share's interval lies above the limit, the largest share that
+        the claim allows. Empty if nothing refutes the claim.
         """
         ends = {
             name: (low.mean, most)
@@ -394,12 +397,15 @@ class LeaderboardRow:
 
     @property
     def own_gain(self) -> Summary | None:
-        """Lesser of `gain` and `over_other`, trial by trial."""
+        """Lesser of `gain` and `over_other`, trial by trial; without any control, `gain`."""
         return self.own_gains.get(self.main.ranking.name)
 
     @property
     def over_other(self) -> Summary | None:
-        """Gain of the main target over another update."""
+        """Gain of the main target over the same attack's answer to another update.
+
+        None without a control.
+        """
         return self.over_others.get(self.main.ranking.name)
 
     @property

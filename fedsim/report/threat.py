@@ -42,7 +42,8 @@ class ThreatModel:
     """
 
     altered: int = 0
-    """What the server has done to the model, as a position in the order of shown servers."""
+    """What the server has done to the model: 0 nothing (`honest`), 1 it planted weights
+    (`planted`), 2 it put a module in (`modified`)."""
     beyond: tuple[str, ...] = ()
     """What it had that no honest server has by itself, as `labels=known`, and what the attack
     brought along."""

@@ -54,7 +54,10 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 class Metrics(RowPart):
-    """Scores of one reconstruction, by the names of the table of metrics."""
+    """Scores of one reconstruction, by the names of the table of metrics.
+
+    `scores[name]` is the value of a metric; None if it does not apply or was not scored.
+    """
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, float | None]
@@ -162,7 +165,8 @@ class UtilityOf(RowPart):
     test_chance: float | None = None
     """Share of the test set's most frequent class."""
     local_losses: tuple[float | Literal["inf"], float | Literal["inf"]] | None = None
-    """Loss on the recorded images, before local training and after it."""
+    """Mean loss on the recorded images, before local training and after it. None where a client
+    sent a gradient, or the recording does not say."""
 
     @property
     def diverged(self) -> bool:
@@ -224,11 +228,13 @@ class TheoryOf(RowPart):
     tensor_bound_reason: str | None = None
     """The condition that fails."""
     psnr: float | None = None
-    """Largest mean PSNR that the claim allows any attack, over the prior; None with a reason."""
+    """Largest PSNR, dB, that the claim allows any attack on average, where the truth is drawn from
+    `limit_prior`. None where nothing is limited; `limit_reason` then says why."""
     feature_cosine: float | None = None
-    """Largest mean cosine of features that the claim allows any attack, over the prior."""
+    """Largest cosine of features that the claim allows any attack on average, where the truth is
+    drawn from `limit_prior`. None where nothing is limited."""
     limit_prior: str | None = None
-    """Prior of these limits, in words."""
+    """Prior of `psnr` and `feature_cosine`: what the truth is drawn from, in words."""
     limit_unit: str | None = None
     """Unit whose data the limits protect."""
     limit_reason: str | None = None
@@ -290,7 +296,8 @@ class ResultRow(RowPart):
     stages: int | None = None
     """Number of stages that the attack cut the body into; None if none, and in earlier rows."""
     simulation_error: float | None = None
-    """Distance of the update that attacks simulate from the recorded one, of an assessed app."""
+    """L2 distance of the update that attacks simulate at the truth from the recorded one, over the
+    recorded one's length. None but for an assessed app, or where the truth does not tell."""
     folder: Path = Path()
     """Folder of the run that the row was read from."""
     ended: bool = True
@@ -363,7 +370,10 @@ class ResultRow(RowPart):
 
     @property
     def other_update(self) -> Metrics | None:
-        """Scores of the same attack on another update, against this truth; None without any."""
+        """Scores of the same attack's answer to another update, against this row's truth.
+
+        None without a control.
+        """
         return self.control.other_update if self.control else None
 
     @property

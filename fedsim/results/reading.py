@@ -136,7 +136,8 @@ class StoredRun:
     at_work: bool
     """Whether a process is at work in the folder."""
     apart: dict[str, Any] = field(default_factory=dict)
-    """Settings or digests that set it apart from runs of its name that were read with it."""
+    """Settings (dotted keys) or digests (`recording`, `run`, `figures`) and their values, which set
+    it apart from runs of its name that were read with it."""
 
     @property
     def attack_runs(self) -> int:
@@ -191,7 +192,10 @@ class StoredRun:
 
     @property
     def figures(self) -> dict[str, str]:
-        """Scenario's seed and `ResultRow.place` of each row, as one text -> `ResultRow.content`."""
+        """Place of each row -> digest of what it measured (`ResultRow.content`).
+
+        The key is one text: the scenario's seed, followed by `ResultRow.place`.
+        """
         seed = str(self.setting("seed"))
         return {seed + row.place: row.content for row in self.rows}
 

@@ -62,6 +62,8 @@ def parse_override(text: str, option: str = "--set") -> Override:
 def apply(document: Document, overrides: Sequence[Override]) -> Document:
     """Returns the document with every override in place, later ones winning.
 
+    `document` itself stays as it is.
+
     A mapping on the way that does not exist is created; a plugin written as just its name becomes a
     mapping that parameters can be added to.
 

@@ -84,7 +84,11 @@ def as_written(scenario: Scenario) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a scenario where a plugin is named."""
+    """A place in a scenario where a plugin is named.
+
+    It has the key path, the group of the plugin (such as `fedsim.attacks`), and what is written
+    there: a name, or a mapping of name and parameters.
+    """
 
     path: KeyPath
     group: str
