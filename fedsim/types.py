@@ -330,9 +330,11 @@ class ImageChange:
 
     name: Literal["rotate", "shear", "translate_x", "translate_y", "flip_x", "flip_y", "contrast"]
     by: float = 0.0
-    """Degrees of a rotation, counterclockwise. Columns that a shear moves a row by, for each row
-    below the center. Share of the side of a translation. Factor of the contrast. Flips have none.
-    """
+    """Degrees of a rotation, counterclockwise. Columns that a shear moves a row to the left by, for
+    each row below the center. Share of the width that a translation moves to the left
+    (`translate_x`), or of the height that it moves up (`translate_y`), in whole pixels. Factor of
+    the contrast around the mean brightness. Flips, of left and right (`flip_x`) or top and bottom,
+    have none."""
 
 
 @dataclass(frozen=True, kw_only=True)

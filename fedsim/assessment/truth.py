@@ -27,7 +27,8 @@ class Picked:
     exchange: Exchange
     testimony: Testimony
     number: int
-    """Number of the client, from 0."""
+    """Number of the client, from 0: its partition-id where all nodes have one of their own, else
+    its node's place by node id."""
 
 
 def pick(

@@ -187,7 +187,8 @@ class Release:
     statistics: tuple[Statistic, ...] = ()
     """Statistics that it is computed from; empty where it is computed from the rows directly."""
     gain: float = 1.0
-    """s, the largest eigenvalue of S in the kernel (x'z)(x'Sz), which is public."""
+    """s, the largest eigenvalue of the matrix S, in the kernel (x'z)(x'Sz) of two examples'
+    features x and z. It is public."""
 
 
 @dataclass(frozen=True, kw_only=True)

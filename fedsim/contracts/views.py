@@ -17,7 +17,8 @@ _GRAY = (0.299, 0.587, 0.114)
 def apply_view(images: Tensor, view: Sequence[ImageChange], spec: InputSpec) -> Tensor:
     """Returns `images` after the changes of `view`, one after the other; differentiable.
 
-    What comes from outside of an image is black. Rows of a table are returned as they are.
+    What comes from outside of an image is black, and contrast keeps pixels in [0, 1]. Rows of a
+    table are returned as they are.
 
     Args:
         images: normalized images (N, C, H, W).

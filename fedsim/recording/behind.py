@@ -53,7 +53,8 @@ class WorkQueue:
         """Waits until all jobs are done; returns at once if a job itself calls it.
 
         Args:
-            stalled: Seconds without a finished job after which it gives up; default never.
+            stalled: Seconds without a finished job after which it returns, with work left; default
+                never.
         """
         if threading.get_ident() == self._thread:
             return
@@ -119,7 +120,7 @@ def later(job: Callable[[], None], size: int = 0) -> None:
 def finish(stalled: float | None = None) -> None:
     """Waits until all jobs of this process are done, see `WorkQueue.finish`.
 
-    `stalled` is the number of seconds without progress after which it gives up.
+    `stalled` is the number of seconds without progress after which it returns, with work left.
     """
     _behind.finish(stalled)
 

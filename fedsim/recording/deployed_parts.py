@@ -30,7 +30,7 @@ class DeployedPart(BaseModel):
     """Public attributes that are numbers, truth values, short texts, or lists of these texts."""
 
     def number(self, key: str) -> float | None:
-        """Returns the setting `key` as a number; None if it is none."""
+        """Returns the setting `key` as a number; None if it is missing, a truth value or a text."""
         value = self.settings.get(key)
         # To Python a truth value is an integer.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -343,6 +343,8 @@ def write_json(path: Path, value: object) -> None:
 def copy_file(path: Path, source: Path, target: Path) -> None:
     """Copies `path` from below the folder `source` to the same place below `target`.
 
+    The copy replaces a file that is there, and its owner alone can read it.
+
     Raises:
         FedsimError: A link is on the way from `source` to it, or it is no regular file that fits
             into memory.

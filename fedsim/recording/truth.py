@@ -63,7 +63,7 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
 def forget_truth(root: Path, id: str, client: int) -> None:
     """Removes what `client` wrote for the observation `id`, since its answer was left out.
 
-    `root` is the run's folder.
+    `root` is the run's folder. Nothing happens where nothing was written.
     """
     _path(root, id, client).unlink(missing_ok=True)
 

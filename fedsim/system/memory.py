@@ -55,6 +55,8 @@ def limit() -> int:
 def check(needed: float, content: str, remedy: str, device: torch.device | None = None) -> None:
     """Refuses what does not fit the memory of the process, or of the accelerator `device`.
 
+    Memory counts in full (`limit`, or the device's total), whatever of it is in use.
+
     Args:
         needed: Estimated number of bytes.
         content: Words for what takes the bytes, with the key of the scenario in front.
