@@ -79,7 +79,11 @@ class Forecast:
 
     @property
     def attackable(self) -> Attackable:
-        """`yes` or `no` where the whole band agrees, else `with luck`; `not told` without one."""
+        """Whether attacks are expected to gain 3 dB (`LEAK`) or more.
+
+        `yes`: the whole `band` lies there. `no`: none of it does. `with luck`: a part does.
+        `not told`: there is no band.
+        """
         return "not told" if self.reason else _answer(self.estimate.gain)
 
     @property

@@ -85,7 +85,7 @@ class MatrixCell:
     detailed: bool
     """Whether the page has room for its details."""
     setting: str
-    """What of the attacker is not usual: a malicious server, a grant, who looks."""
+    """What of the attacker is not usual: a malicious server, a grant, a vantage; else empty."""
 
     @property
     def gain(self) -> str:
@@ -143,7 +143,7 @@ class ComparisonSection:
     lines: list[MatrixCell]
     columns: list[MatrixColumn]
     shared: str
-    """Batch size and round, where all columns share them."""
+    """Batch size and round in words, each where all columns share it; else empty."""
     defenses: list[DefenseLine]
     threats: list[tuple[str, str]]
     warnings: list[str]

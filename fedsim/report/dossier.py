@@ -292,8 +292,9 @@ def criteria(content: Content) -> dict[str, str]:
     """Returns what was measured of the criteria of the EDPB's Opinion 28/2024: key -> text.
 
     The opinion (adopted on 17 December 2024) is about trained models: one is anonymous only if it
-    is insignificantly likely that personal data are extracted from it, directly or by queries. A
-    criterion of which nothing was measured is missing.
+    is insignificantly likely that personal data are extracted from it, directly or by queries. The
+    keys are `means`, `context`, `information`, `cost`, `design`, `membership`, `reconstruction` and
+    `trials`. Other criteria of the opinion, which no run measures, are missing.
     """
     rows, runs = content.rows, content.runs
     tried = number_of(len(list_tried(content.results)), "attack")

@@ -105,7 +105,8 @@ class LeaderboardRow:
     over_others: Mapping[str, Summary]
     """Metric -> how much more leaks of the own update than of another."""
     leaking: Share | None
-    """Share of trials whose gain that is `due` is `Target.leaks` or more."""
+    """Share of trials whose gain that is `due` is `Target.leaks` or more; None if none was
+    measured."""
     no_control: str | None
     """Why the attack was not run on another update; None if it was, or if every trial failed."""
     control: ControlKind | None = None

@@ -185,7 +185,11 @@ def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = (
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
-    """Returns (verb, words) of what the attackers of `rows` see, know, are granted and refused."""
+    """Returns (verb, words) of what the attackers of `rows` see, know, are granted and refused.
+
+    The verbs are `Sees`, `Knows`, `Is granted` and `Never sees`, in this order. Without rows the
+    result is empty.
+    """
     if not rows:
         return []
     texts = read_texts()

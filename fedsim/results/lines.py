@@ -226,7 +226,7 @@ class TheoryOf(RowPart):
     tensor_bound_valid: bool | None = None
     """Whether the theorem's conditions hold; None of attacks that it does not speak of."""
     tensor_bound_reason: str | None = None
-    """The condition that fails."""
+    """The condition of the theorem that fails, in words; None if all hold."""
     psnr: float | None = None
     """Largest PSNR, dB, that the claim allows any attack on average, where the truth is drawn from
     `limit_prior`. None where nothing is limited; `limit_reason` then says why."""
@@ -242,7 +242,8 @@ class TheoryOf(RowPart):
     membership_auc: float | None = None
     """Largest AUC of membership that the claim allows; None if it does not bound membership."""
     membership_tpr: float | None = None
-    """Largest TPR of membership that the claim allows; None if it does not bound membership."""
+    """Largest true positive rate of membership, at 5% false accusations, that the claim allows.
+    None if it does not bound membership."""
     membership_tpr_at_1_percent: float | None = None
     """Largest share of members told that the claim for all rounds seen allows, at the false
     positive rate that the threshold certainly does not exceed. None as above."""

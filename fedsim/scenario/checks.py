@@ -42,9 +42,10 @@ _EXAMPLES = {"alpha": "0.5", "shards_per_client": "2", "path": "clients.csv"}
 def check(
     sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]
 ) -> Iterator[SectionProblem]:
-    """Yields every problem between `sections`, which has the valid ones alone, by name.
+    """Yields (key path, message) of every problem between `sections`.
 
-    `sound(path)` says whether everything at `path` is known to be right so far.
+    `sections` maps the name of each valid top-level section to its validated value; others are
+    missing. `sound(path)` says whether no problem has been found at `path` or below so far.
     """
     data, training, observe = (sections.get(name) for name in ("data", "training", "observe"))
     attacks, knowledge = sections.get("attacks"), sections.get("knowledge")
