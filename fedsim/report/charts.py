@@ -47,7 +47,8 @@ class Series:
     label: str = ""
     """Text beside the last point."""
     bars: Sequence[tuple[Span | None, Span | None]] = ()
-    """(horizontal, vertical) interval of each point; None where a point has none."""
+    """(horizontal, vertical) interval of each point, each (low, high) on its axis; None where a
+    point has none. Empty if no point has any."""
     hollow: bool = False
     """Whether its dots are rings."""
     rings: Sequence[Point] = ()
@@ -64,7 +65,7 @@ class Axis:
     counts: bool = False
     """Whether the axis counts, so that ticks are whole numbers."""
     least: float = 0.0
-    """Least length of the axis, so that noise does not look like a difference."""
+    """Least length of the axis, in its own unit, so that noise does not look like a difference."""
 
     def range_of(self, values: Sequence[float]) -> Span:
         """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`."""

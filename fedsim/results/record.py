@@ -111,7 +111,10 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes a last line that a kill cut short, so that the file can be appended to."""
+    """Removes a last line that a kill cut short, so that the file can be appended to.
+
+    Nothing happens where there is no file, or its last line is whole.
+    """
     if not path.exists():
         return
     with paths.open_regular(path, paths.LINES) as file:
@@ -143,7 +146,10 @@ CONTROL = "control"
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns the sorted files below `folder` that match the glob `pattern`, but in `CONTROL`."""
+    """Returns the sorted paths below `folder`, at any depth, that match the glob `pattern`.
+
+    What lies in a folder named `CONTROL` is left out.
+    """
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 
