@@ -13,6 +13,8 @@ from fedsim.types import Tensors
 def share(ratio: float, total: int) -> Fraction:
     """Returns `ratio` of `total`, exact in the decimal that the user wrote.
 
+    The result is a fraction, which is not rounded to a whole number.
+
     >>> int(0.29 * 100), int(share(0.29, 100))
     (28, 29)
     """

@@ -194,6 +194,10 @@ def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -
 
 
 def widen(box: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the range of entries in `box` whose signs may be flipped."""
+    """Returns (-size, size): the range of entries in `box` whose signs may be flipped.
+
+    `box` holds the normalized values of the pixels 0 and 1, (C, 1, 1) each. The size is the larger
+    magnitude of both, of the same shape.
+    """
     size = torch.maximum(-box[0], box[1])
     return -size, size

@@ -75,7 +75,10 @@ class ExampleGradients:
         return torch.cat(found)
 
     def vector(self, update: Tensors) -> Tensor:
-        """Returns an update as a vector (k,) that gradients can be compared with."""
+        """Returns an update as a vector (k,) that gradients can be compared with.
+
+        The sign of `update` stays: a change of weights points against gradients.
+        """
         return self._compare(self._flat(update)[None])[0]
 
     def _flat(self, tensors: Tensors) -> Tensor:

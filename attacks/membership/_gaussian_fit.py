@@ -30,9 +30,9 @@ class InnerProducts:
     """Holds what the model needs to know of the gradients and of the vector."""
 
     gram: Tensor
-    """(n, n) A, float64."""
+    """(n, n) float64: A, the inner products g_i' g_j of the gradients."""
     inner: Tensor
-    """(n,) b, float64."""
+    """(n,) float64: b, the inner products g_i' v of the gradients and the vector."""
     energy: float
     """|v|²."""
     entries: int
@@ -42,9 +42,9 @@ class InnerProducts:
         """Fits the model to v.
 
         Args:
-            mean: (n,) m.
-            variance: (n,) d, > 0.
-            noise: s, > 0.
+            mean: (n,) m, the means of the coefficients a_i.
+            variance: (n,) d > 0, the variances of the coefficients.
+            noise: s > 0, the variance of the noise in each entry of v.
             scored: Whether scores are computed, too; else they are empty.
         """
         # With D = diag(d) and M = I + D^(1/2) A D^(1/2) / s, whose size is n and not P, Woodbury's

@@ -85,7 +85,11 @@ class UpdateSimilarity:
         self._sign = 1.0 if mean_gradient_factor(seen.training) > 0 else -1.0
 
     def inner(self, update: Tensors) -> Tensor:
-        """Returns the inner products (N,) of gradients and `update`, with a gradient's sign."""
+        """Returns the inner products (N,) of each example's gradient and the `update`.
+
+        `update` is taken as observed: a change of weights is negated here, a gradient is not. A
+        larger value speaks for membership.
+        """
         return (self._rows @ (self._sign * self._gradients.vector(update))).double()
 
     def cosine(self, update: Tensors) -> Tensor:

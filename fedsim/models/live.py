@@ -69,7 +69,10 @@ def copy_for_processes(name: str) -> Mapping[str, Classifier]:
 
 
 def adopt(models: Mapping[str, Classifier]) -> None:
-    """Keeps the `models` by the names that `copy_for_processes` returned in another process."""
+    """Keeps the `models` by the names that `copy_for_processes` returned in another process.
+
+    `models` maps each name to its model. Afterwards `again` copies them in this process.
+    """
     _models.update(models)
 
 

@@ -184,7 +184,8 @@ def local_update(
 ) -> Tensors:
     """Computes the update that `training` makes of `batches`, by the parameters' names.
 
-    Under fedsgd that is the direction on the single batch, else the change of the weights.
+    Under fedsgd that is the direction on the single batch, else the change of the weights: those
+    after the last step minus `parameters`, which stay as they are.
 
     Args:
         direction: one step's gradient as a function of (parameters, images, labels), or what a
@@ -262,7 +263,8 @@ def _ruled_update(
 def step_weights(training: LocalTraining) -> list[float]:
     """Returns the weight of each local step's gradient in the update, in units of -lr.
 
-    Under fedsgd the result is [1].
+    The update is thus -lr Σ_s w_s g_s, with the gradient g_s of step s. Under fedsgd the update is
+    the gradient itself, and the result is [1].
     """
     if training.algorithm == "fedsgd":
         return [1.0]
@@ -280,7 +282,8 @@ def step_weights(training: LocalTraining) -> list[float]:
 def mean_gradient_factor(training: LocalTraining) -> float:
     """Returns the factor that turns an update into the mean gradient over its local steps.
 
-    The mean has the weights of `step_weights`.
+    The mean has the weights of `step_weights`. The factor is 1 under fedsgd. Else it is negative,
+    -1 / (lr Σ_s w_s), since a change of weights points against gradients.
     """
     if training.algorithm == "fedsgd":
         return 1.0

@@ -175,7 +175,7 @@ class Client:
         return rng.generator(secret, "secure sum", *self._path(round, probe), *again, *at)
 
     def there(self, examples: Tensor) -> Tensor:
-        """Returns `examples`, which are indices, without those that are `absent`."""
+        """Returns `examples`, indices among those of training, without those that are `absent`."""
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
