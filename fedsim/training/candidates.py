@@ -21,11 +21,11 @@ class CandidateSplit:
     examples: Tensor
     """(N,) indices of the candidates among the training examples, ascending."""
     members: Tensor
-    """(N,) bool, each by a fair coin of its own."""
+    """(N,) bool: whether the client trains on each candidate, by a fair coin of its own."""
 
     @property
     def held_out(self) -> Tensor:
-        """Indices of the candidates that the client does not train on."""
+        """Indices among the training examples of candidates that the client does not train on."""
         return self.examples[~self.members]
 
 
@@ -33,6 +33,8 @@ def split_candidates(
     parts: Sequence[Tensor], inputs: Tensor, count: int, seed: int, *, least: int = 1
 ) -> list[CandidateSplit]:
     """Draws `count` candidates of each client, and tosses the coin of each.
+
+    The result has an entry for each client, in the order of `parts`.
 
     Candidates and others of a client are drawn alike, so that nothing but the coin tells members
     from others. An example whose content occurs twice among all training examples is no candidate:

@@ -64,7 +64,8 @@ class Client:
     memory that a release is computed from, so that no two values share their noise. None: they are
     drawn from `seed`, and are the same for all values."""
     absent: Tensor | None = None
-    """Examples of `own` that batches draw as usual but leave out, as in a neighbouring database."""
+    """Entries of `own` whose examples batches draw as usual but leave out, as in a neighbouring
+    database. None: nothing is left out."""
 
     candidates: CandidateSplit | None = None
     """Examples that membership attacks are asked about; None if none are."""

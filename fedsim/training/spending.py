@@ -172,7 +172,9 @@ class Account:
     def public(self, round: int, stack: Stack) -> set[tuple[bool, ...]]:
         """Returns whether a client takes part, round by round, for all clients.
 
-        It is empty unless the stack's server adds noise, whose accounting needs this.
+        Each tuple has an entry for each of the rounds 1 to `round`. Clients with the same rounds
+        share a tuple. The set is empty unless the stack's server adds noise, whose accounting needs
+        this.
         """
         if not isinstance(stack.aggregation, NoisyAggregation):
             return set()
