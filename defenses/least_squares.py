@@ -26,11 +26,14 @@ _UP = 1 + 1e-7
 class LeastSquaresMechanism(DataDefense):
     """Makes coefficients (ε, δ)-private: the learner regresses on [D; σ I], D = [B, b].
 
-    B are the features and b the targets. With method `ls` of learner least_squares it is M_LS,
-    whose curve is exact at any leverages p in B and q in [B, b]. σ holds q to the largest bound at
-    which every p <= q is private. With `als` it is M_ALS, of which only the limit for many columns
-    is known exactly. It is accounted as computed from a sketch, which is proven. One row is hidden,
-    against its absence.
+    B are the features and b the targets. The rows σ I are appended to D, and σ is in the units of
+    the rows. l is the public bound on the L2 norm of a row of D.
+
+    With method `ls` of learner least_squares the release is the paper's mechanism M_LS. Its curve
+    is exact at any leverages p in B and q in [B, b] of the row that is hidden. σ holds q to the
+    largest bound at which every p <= q is private. With `als` it is the paper's M_ALS, of which
+    only the limit for many columns is known exactly. It is accounted as computed from a sketch,
+    which is proven. One row is hidden, against its absence.
     """
 
     paper: ClassVar[str] = (

@@ -33,11 +33,16 @@ def require_candidates(knowledge: Knowledge) -> MembershipCandidates:
     return knowledge.candidates
 
 
-def weights_after(seen: Observation) -> Tensors:
-    """Returns the weights that the observed update leads to; for a gradient, after one step."""
+def weights_after(seen: Observation, update: Tensors) -> Tensors:
+    """Returns the weights that an `update` of the global model leads to.
+
+    Of a gradient (FedSGD) they are those after one step of descent. Weights that the update lacks
+    stay as they are.
+    """
     # A gradient is descended at the learning rate; an update is itself the change of weights.
     scale = -seen.training.lr if seen.training.algorithm == "fedsgd" else 1.0
-    return {n: value + scale * seen.update[n] for n, value in seen.parameters.items()}
+    moved = {name: seen.parameters[name] + scale * change for name, change in update.items()}
+    return {**seen.parameters, **moved}
 
 
 def log_odds(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:

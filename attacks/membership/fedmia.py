@@ -77,7 +77,9 @@ class FedMIA(DirectAttack):
         """Returns measurements (clients, N) of one round."""
         asked = candidates.inputs, candidates.labels
         if self.measure == "loss":
-            return torch.stack([-losses(each, weights_after(each), *asked) for each in seen])
+            return torch.stack(
+                [-losses(each, weights_after(each, each.update), *asked) for each in seen]
+            )
         # All clients of a round start from the same weights.
         similarity = UpdateSimilarity(seen[0], *asked)
         return torch.stack([similarity.cosine(each.update) for each in seen])

@@ -44,7 +44,9 @@ class LossTrajectory(DirectAttack):
         seen = candidates.of_victim(observation)
         if self.summary == "last":
             seen = seen[-1:]
-        after = torch.stack([losses(each, weights_after(each), *asked) for each in seen])
+        after = torch.stack(
+            [losses(each, weights_after(each, each.update), *asked) for each in seen]
+        )
         if self.summary == "fall":
             after = after - torch.stack([losses(each, each.parameters, *asked) for each in seen])
         # A member's loss is low, and its score has to be high.

@@ -98,7 +98,7 @@ class ShadowLikelihood(DirectAttack):
                 [measure({n: u[s] for n, u in updates.items()}) for s in range(len(coins))]
             )
         else:
-            own = log_odds(seen, weights_after(seen), *asked)
+            own = log_odds(seen, weights_after(seen, seen.update), *asked)
             each = _shadow_odds(seen, updates, *asked)
         inside, outside = _moments(each, coins), _moments(each, ~coins)
         return _log_normal(own, *inside) - _log_normal(own, *outside)
@@ -181,11 +181,10 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
 def _shadow_odds(seen: Observation, updates: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
     """Returns log-odds (S, N) of the labels under the shadows' models."""
     model, images = rebuild(seen).eval(), normalize(inputs, seen.model)
-    scale = -seen.training.lr if seen.training.algorithm == "fedsgd" else 1.0
 
     def logits(update: Tensors) -> Tensor:
-        moved = {name: seen.parameters[name] + scale * update[name] for name in update}
-        out: Tensor = functional_call(model, {**seen.buffers, **moved}, (images,))
+        state = {**seen.buffers, **weights_after(seen, update)}
+        out: Tensor = functional_call(model, state, (images,))
         return out
 
     # In chunks, which bound the memory of the activations.

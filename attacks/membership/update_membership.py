@@ -27,6 +27,7 @@ from fedsim.types import Observation, Reconstruction, as_pixels
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.membership._example_gradients import ExampleGradients
 from fedsim_attacks.membership._gaussian_fit import InnerProducts
+from fedsim_attacks.membership._measures import require_candidates
 
 _DRIFTS = (0.02, 0.1, 0.4)
 """Energy of what the weights moved, over that of the gradients' sum, that is tried."""
@@ -58,9 +59,7 @@ class UpdateMembership(DirectAttack):
         Raises:
             AttackFailed: there are no candidates, or all of their gradients are 0.
         """
-        candidates = knowledge.candidates
-        if candidates is None:
-            raise AttackFailed("there are no candidates to ask about (observe.candidates)")
+        candidates = require_candidates(knowledge)
         inputs, labels = candidates.inputs, candidates.labels
         if knowledge.public_images is not None and knowledge.public_labels is not None:
             shown = as_pixels(knowledge.public_images[: self.public])

@@ -128,11 +128,15 @@ _AT_BOUND = 1 - 1e-6
 
 
 def remove_truncated(observation: Observation) -> Observation:
-    """Returns the observation with zeros for truncated entries, declared as removed by a rule.
+    """Returns a copy of the observation, with zeros for entries that a defense truncated.
 
-    An update with noise is returned as it is: nothing tells which entries were truncated. Where the
-    update was scaled afterwards, the bound was too: truncated entries are then the largest, and
-    alike.
+    Truncated entries are those that a defense cut to a largest magnitude, `effect.truncated`. An
+    entry counts as truncated if it reaches that bound. The copy declares them as removed, by the
+    rule `others`, and no more as truncated.
+
+    The observation itself is returned if no defense truncates, or if noise hides which entries were
+    truncated. One client's update may have been scaled by an unknown factor. The bound is then at
+    most the update's largest magnitude, as the factor shrinks truncated entries alike.
     """
     effect = observation.effect
     if effect.truncated is None or effect.noisy:

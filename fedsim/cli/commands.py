@@ -507,7 +507,11 @@ def _version(
 
 
 def make_printable() -> None:
-    """Replaces characters that a terminal cannot show, and drops output if there is no terminal."""
+    """Changes `sys.stdout` and `sys.stderr`, so that printing any text does not end the process.
+
+    A character that the stream's encoding lacks is printed as its backslash escape. A stream that
+    is None, since the process was started without it, is replaced by one that drops all output.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A process may be started without the stream, and printing to None would end it.

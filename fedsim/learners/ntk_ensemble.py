@@ -229,7 +229,11 @@ class _Ensemble(_KernelRegression):
         return {MODEL: torch.zeros(self._classes, d, d, dtype=torch.float64)}, self.buffers()
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the client's predictor Q, (c, d, d)."""
+        """Returns the client's predictor Q as `update["form"]`, (c, d, d), for c classes.
+
+        d is the number of features. Q is fitted to the first batch of `request`, and `rng` draws
+        the noise of the stack's defenses.
+        """
         rows, alpha = self.fit(request, rng)
         form = ntk.quadratic_form(rows, alpha, self._weights, scale=self._learner.scale)
         return counted_once({MODEL: form})

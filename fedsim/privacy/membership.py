@@ -45,11 +45,11 @@ def certain_rate(accused: int, others: int, error: float = 0.025) -> float:
     >>> round(certain_rate(1, 999), 4)
     0.0037
     """
-    from scipy.stats import beta
+    from scipy.special import betaincinv
 
     if not 1 <= accused <= others:
         raise FedsimError(f"accused: expected 1 to {others}, got {accused}")
-    return float(beta.ppf(1 - error, accused, others + 1 - accused))
+    return float(betaincinv(accused, others + 1 - accused, 1 - error))
 
 
 def row_claim(

@@ -87,11 +87,15 @@ class Failure:
     """An attack that failed for one reason, on the stacks of a comparison."""
 
     attack: str
+    """`LeaderboardRow.attack`."""
     reason: str
+    """A key of `LeaderboardRow.failures`."""
     count: int
+    """Number of trials that failed for this reason."""
     n: int
     """Number of all trials, failed or not, of the leaderboard rows in which it failed so."""
     defenses: tuple[str, ...]
+    """`LeaderboardRow.defense` of those rows, each once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,7 +484,7 @@ def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leakin
     if told.ranking.uninformed is None and gain.n < LEAST:
         return False
     certain = gain.certain
-    # One trial says nothing of chance by itself, but its candidates do: `_low` is its own interval.
+    # Trials without an interval say nothing of chance by themselves, but their candidates do.
     low = row.metrics.get(f"{told.ranking.name}_low")
     if gain.low is None and low is not None:
         certain = min(certain, told.ranking.gain(low.mean, told.ranking.uninformed or 0.0))

@@ -137,9 +137,11 @@ class ControlOf(RowPart):
     """Holds scores of the same attack's answer to another update, against this row's truth."""
 
     other_update: Metrics | None = None
+    """Scores of the answer to the other update; None without a control."""
     of: ControlKind | None = None
     """Source of the other update; None without a control, and in rows that do not say."""
     per_image: PerImage = {}
+    """Those of the scores that are kept for each true image; empty if none are."""
 
 
 class CertificateOf(RowPart):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.metric import ScoringError
+from fedsim.scoring.statistics import area_deviation, rank_area
 from fedsim.types import CANDIDATE_INPUTS, CANDIDATE_LABELS, CANDIDATE_MEMBERS, Truth
 
 FALSE_REFUSALS = 1e-6
@@ -110,11 +111,5 @@ def _rank_p_value(scores: Tensor, members: Tensor) -> float:
     inside, outside = scores[members], scores[~members]
     if not len(inside) or not len(outside):
         return 1.0
-    ordered = outside.sort().values
-    below = torch.searchsorted(ordered, inside, side="left")
-    level = torch.searchsorted(ordered, inside, side="right") - below
-    wins = float((below.double() + 0.5 * level).sum())
-    mean = len(inside) * len(outside) / 2
-    # The statistic of n and m scores has variance n m (n + m + 1) / 12 and mean n m / 2.
-    deviation = math.sqrt(mean * (len(scores) + 1) / 6)
-    return 0.5 * math.erfc((wins - mean) / deviation / math.sqrt(2))
+    z = (rank_area(inside, outside) - 0.5) / area_deviation(len(inside), len(outside))
+    return 0.5 * math.erfc(z / math.sqrt(2))

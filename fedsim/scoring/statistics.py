@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 LEAST = 3
 """Least number of values for which an interval is stated."""
@@ -165,3 +166,23 @@ def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary |
         high=high,
         confidence=confidence,
     )
+
+
+def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
+    """Returns the chance that one of the scores `inside` is above one of `outside`.
+
+    That is the area under the ROC curve. Both are (n,) and (m,), with at least one score each; ties
+    count half.
+    """
+    members, others = np.asarray(inside, np.float64), np.sort(np.asarray(outside, np.float64))
+    # Mann and Whitney's statistic: how many of the others lie below each, and how many tie.
+    below, upto = (np.searchsorted(others, members, side=side) for side in ("left", "right"))
+    return float((below + upto).mean() / (2 * len(others)))
+
+
+def area_deviation(inside: int, outside: int) -> float:
+    """Returns the standard deviation of `rank_area` of so many scores that differ by chance alone.
+
+    Source: Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
+    """
+    return math.sqrt((inside + outside + 1) / (12 * inside * outside))

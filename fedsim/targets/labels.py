@@ -83,10 +83,13 @@ class Labels(Target):
         check_labels(answer, "reconstruction")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Compares labels as multisets.
+        """Scores `answer`, integer labels (M,), by `label_accuracy`: the share of labels recovered.
+
+        Labels are compared as multisets with the N true ones, so that their order does not count.
+        Of more than N, the first N count. `answer` has passed `check`, and `aids` are not used.
 
         Raises:
-            ScoringError: the true labels are no batch of labels.
+            ScoringError: the true labels are no integers of shape (N,).
         """
         check_labels(truth.tensors()["labels"], "truth")
         return super().compare(answer, truth, aids)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedsim.contracts.metric import Metric, ScoringError, Term, Unavailable, ordered
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess
 from fedsim.scoring.blind_test import refuse_unlike
+from fedsim.scoring.statistics import area_deviation, rank_area, share
 from fedsim.types import CANDIDATE_MEMBERS, Reconstruction, Tensors, Truth
 
 FALSE_POSITIVES = 0.05
@@ -33,26 +34,19 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
     """
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
-    inside, outside = scores[members].double(), scores[~members].double()
-    ordered = outside.sort().values
-    # Mann and Whitney's statistic: how many non-members lie below each member, and how many tie.
-    below = torch.searchsorted(ordered, inside, side="left")
-    level = torch.searchsorted(ordered, inside, side="right") - below
-    return float((below.double() + 0.5 * level).mean() / len(outside))
+    return rank_area(scores[members], scores[~members])
 
 
 def membership_auc_low(scores: Tensor, members: Tensor) -> float | Unavailable:
-    """Returns the lower end of a 95% interval of `membership_auc`, from these candidates alone.
+    """Returns `membership_auc` less 1.96 deviations of an attacker who guesses.
 
-    Arguments and reasons are those of `membership_auc`. The width is that of an attacker who
-    guesses (Mann and Whitney, 1947): a better one's is smaller, so that the end is never too high.
+    Above 0.5 the area is more than chance, in one trial, with a probability of 97.5%. Arguments and
+    reasons are those of `membership_auc`.
     """
     area = membership_auc(scores, members)
     if isinstance(area, Unavailable):
         return area
-    inside, outside = int(members.sum()), int((~members).sum())
-    deviation = math.sqrt((inside + outside + 1) / (12 * inside * outside))
-    return max(0.0, area - 1.96 * deviation)
+    return max(0.0, area - 1.96 * area_deviation(int(members.sum()), int((~members).sum())))
 
 
 def membership_tpr(
@@ -96,14 +90,12 @@ def membership_tpr_end(
 
     `end` is 0 for the lower one, 1 for the upper one. The threshold is taken as given.
     """
-    from scipy.stats import binomtest
-
-    share = membership_tpr(scores, members, false_positives)
-    if isinstance(share, Unavailable):
-        return share
+    told = membership_tpr(scores, members, false_positives)
+    if isinstance(told, Unavailable):
+        return told
     asked = int(members.sum())
-    found = binomtest(round(share * asked), asked).proportion_ci(CONFIDENCE, "exact")
-    return float((found.low, found.high)[end])
+    found = share(round(told * asked), asked, confidence=CONFIDENCE)
+    return (found.low, found.high)[end]
 
 
 def _is_one_sided(members: Tensor) -> bool:

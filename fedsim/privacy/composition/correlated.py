@@ -107,9 +107,19 @@ def log_delta_revealed(
 def log_delta_known_bin(
     noise_multiplier: float, epsilon: float, *, steps: int, bins: int, correlation: float
 ) -> float:
-    """Computes `log_delta_revealed` of an example in every `bins`-th step from a random one on.
+    """Computes log of a bound on δ(ε) for an example in every `bins`-th step.
 
-    The contribution is exchanged for zero (factor 1).
+    The first of these is uniformly one of the first `bins` steps, and the attacker knows which. The
+    bound is that of `log_delta_revealed`, and the contribution is exchanged for zero (factor 1).
+    Where `steps` times `bins` is very large, it is looser: every bin counts as the
+    first ⌈`steps` / `bins`⌉ steps, which reach farthest.
+
+    Args:
+        noise_multiplier: σ over the clipping norm.
+        epsilon: ε, finite and at least 0.
+        steps: T, the number of steps.
+        bins: number of bins; the example is in one of them, and each step takes the next bin.
+        correlation: λ in [0, 1).
     """
     # Too large for a matrix of all bins: the worst places of as many participations bound each.
     if steps * bins > _MOST_CELLS:

@@ -79,7 +79,7 @@ def test_members_of_a_small_client_stand_out(attack, asked):
 
 def test_trajectory_is_the_mean_loss_under_the_clients_models(asked):
     observation, known = asked
-    weights = weights_after(observation)
+    weights = weights_after(observation, observation.update)
     spec = observation.model
     mean, std = torch.tensor(spec.mean), torch.tensor(spec.std)
     images = (known.candidates.inputs - mean[0]) / std[0]
