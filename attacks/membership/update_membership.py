@@ -72,7 +72,7 @@ class UpdateMembership(DirectAttack):
             scores, loss = _score(seen, inputs, labels, len(total))
             total += scores
             losses.append(loss)
-        # A score is about N(0, 1) for a candidate that took no part, and the root keeps it so.
+        # Scores of those that took no part have about unit spread, and the root keeps it so.
         return Reconstruction(
             membership=total / math.sqrt(len(rounds)), loss=sum(losses) / len(losses), iterations=0
         )

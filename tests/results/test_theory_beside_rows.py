@@ -74,7 +74,9 @@ def test_shares_of_members_stand_beside_what_all_rounds_allow(tmp_path: Path) ->
     found = theory(tmp_path / "run", **changes)
     assert found["none"]["membership_tpr_at_1_percent"] is None
     loud = found["loud"]
-    assert 0.01 < loud["membership_tpr_at_1_percent"] < 0.2
+    # At ε = 0.003 the most is hardly above the false alarms, whose true rate may be three times as
+    # high at a threshold that was estimated from 120 others.
+    assert 0.02 < loud["membership_tpr_at_1_percent"] < 0.2
     # About 120 of 240 took no part, which is too few for a rate of 0.1%.
     assert loud["membership_tpr_at_01_percent"] is None
     assert 0.5 < loud["membership_auc"] < 0.7

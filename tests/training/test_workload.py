@@ -232,3 +232,17 @@ def test_participations_of_two_clients_are_not_added_up(monkeypatch: pytest.Monk
     taken = {(1, 3, 4), (2,)}
     most = accounting.account_of(once).most(5)
     assert [(m.trained, m.repeated) for m in most] == [(3, 0)]
+
+
+def test_a_client_trains_on_the_candidates_that_its_coins_say_and_no_others() -> None:
+    observe = {"clients": "all", "candidates": 100}
+    own = Workload(scenario(observe=observe, attacks=["update_membership"]), "none")
+    plain = Workload(scenario(), "none")
+    for client, before in zip(own.clients, plain.parts, strict=True):
+        split = client.candidates
+        assert split is not None
+        members, others = split.examples[split.members], split.examples[~split.members]
+        assert len(members) and len(others) and not torch.isin(others, client.own).any()
+        assert torch.isin(members, client.own).all()
+        # All that is no candidate stays with the client.
+        assert len(client.own) == len(before) - len(others)

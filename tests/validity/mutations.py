@@ -672,6 +672,12 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     },
     # N trials are n victims.
     11: {
+        "a client that trains on candidates which its coins hold out": swap(
+            "fedsim/training/candidates.py:CandidateSplit.held_out",
+            "~self.members",
+            "self.members",
+            "tests/training/test_workload.py",
+        ),
         "victims drawn anew in each trial": swap(
             "fedsim/data/batches.py:of_trial", "(step * trials + trial) * batch_size", "0", VICTIMS
         ),

@@ -72,6 +72,20 @@ def test_a_drawn_view_is_found_among_all_and_undone() -> None:
     torch.testing.assert_close(found[1, :, :, 4:], images[1, :, :, 4:], atol=0.05, rtol=0)
 
 
+def test_each_step_and_its_labels_are_undone_apart() -> None:
+    images, labels = example_batch(2)
+    seen, _ = make_observation(images, labels)
+    drawn = replace(seen, effect=Effect(batch=(DRAWN,)))
+    flipped = normalize(images.flip(2), seen.model)
+    matching = Matching(drawn, effects="simulated")
+    found, kept = matching.undo_changes(flipped, labels, stream())
+    # Total variation, which fills what a view does not show, smooths a little.
+    torch.testing.assert_close(found, normalize(images, seen.model), atol=0.1, rtol=0)
+    assert torch.equal(kept, labels)
+    hidden = Matching(drawn, effects="ignored").undo_changes(flipped, labels, stream())[0]
+    assert torch.equal(hidden, flipped)
+
+
 def test_mixtures_are_separated() -> None:
     images = blocks(3)
     mixing = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.7, 0.3], [0.3, 0.0, 0.7]])

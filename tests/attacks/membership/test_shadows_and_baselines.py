@@ -90,6 +90,17 @@ def test_trajectory_is_the_mean_loss_under_the_clients_models(asked):
     torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_that_an_update_lacks_stay_and_gradients_are_descended(asked):
+    observation, _ = asked[:2]
+    name, *left = observation.update
+    partial = {name: observation.update[name]}
+    moved = weights_after(observation, partial)
+    sent = observation.parameters
+    factor = -observation.training.lr if observation.training.algorithm == "fedsgd" else 1.0
+    torch.testing.assert_close(moved[name], sent[name] + factor * partial[name])
+    assert all(moved[each] is sent[each] for each in left) and left
+
+
 def test_odds_hold_where_probabilities_are_rounded_to_one():
     logits = torch.tensor([[1.0, 0.0], [60.0, 0.0], [0.0, 800.0]], dtype=torch.float64)
     found = odds_of_logits(logits, torch.tensor([0, 0, 0]))

@@ -12,7 +12,7 @@ from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge, MembershipCandidates
 from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_observation
-from fedsim.types import Observation
+from fedsim.types import Algorithm, LocalTraining, Observation
 from fedsim_attacks.membership._gaussian_fit import InnerProducts
 from fedsim_attacks.membership.update_membership import UpdateMembership
 
@@ -69,8 +69,11 @@ def asked(members: int, others: int, **changes: object) -> tuple[Observation, Kn
     return observation, Knowledge(candidates=known), torch.arange(members + others) < members
 
 
-def test_members_of_a_single_gradient_are_told_exactly() -> None:
-    observation, knowledge, members = asked(30, 30)
+@pytest.mark.parametrize(("algorithm", "steps"), [("fedsgd", 1), ("fedavg", 1), ("fedavg", 3)])
+def test_members_without_a_defense_are_told_exactly(algorithm: Algorithm, steps: int) -> None:
+    """A gradient points along those of members, a change of weights against them."""
+    training = LocalTraining(algorithm=algorithm, steps=steps, batch_size=30 // steps, lr=0.1)
+    observation, knowledge, members = asked(30, 30, training=training)
     found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
     assert found is not None and membership_auc(found, members) == 1.0
 
@@ -101,6 +104,18 @@ def test_members_are_told_behind_weak_defenses(
     assert found is not None
     auc = membership_auc(found, members)
     assert isinstance(auc, float) and auc >= least
+
+
+@pytest.mark.parametrize("std", [0.02, 0.2])
+def test_scores_of_others_have_unit_spread_behind_declared_noise(std: float) -> None:
+    observation, knowledge, members = asked(
+        60, 200, defense=[{"name": "gaussian_noise", "std": std}]
+    )
+    found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
+    assert found is not None
+    # Their mean lies below 0: the model expects half of every candidate. Three standard deviations
+    # of the spread of 200 scores.
+    assert float(found[~members].std()) == pytest.approx(1.0, abs=3 / 400**0.5)
 
 
 def test_rounds_add_up_and_no_candidates_are_a_stated_failure() -> None:
