@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--images", type=Path, help="folder or zip of images; default: digits")
-    parser.add_argument("--limit", type=int, default=20_000, help="training images used")
+    parser.add_argument("--limit", type=int, default=1000, help="training images of each class")
     parser.add_argument("--model", default="convnet")
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--clients", type=int, default=10)
@@ -218,6 +218,8 @@ def run_cell(options: argparse.Namespace, size: int, epochs: int, seed: int, end
         "attacked": options.attacked,
         "rounds": options.rounds,
         "observed": options.observed,
+        "limit": options.limit if options.images else "",
+        "lr": options.lr,
         "batch_size": size,
         "epochs": epochs,
         "seed": seed,
@@ -257,7 +259,7 @@ def run_cell(options: argparse.Namespace, size: int, epochs: int, seed: int, end
     return True
 
 
-_KEYS = 12
+_KEYS = 14
 """Number of first columns that say which cell a line is of."""
 
 
