@@ -100,8 +100,8 @@ class Target(Plugin):
     """Its noun in sentences, in the plural: `images`."""
     singular: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]
-    """Metrics of the target; the first one ranks attacks. If one has its name with `_low`, that is
-    what chance leaves of it in a trial, which one trial alone is judged by."""
+    """Metrics of the target; the first one ranks attacks. If one has its name followed by
+    `_beyond_chance`, trials without an interval are judged by that."""
     order: ClassVar[float] = 10.0
     """Place among targets. The first one that an attack answers ranks the attack."""
     itemwise: ClassVar[bool] = False

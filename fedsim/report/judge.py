@@ -485,9 +485,9 @@ def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leakin
         return False
     certain = gain.certain
     # Trials without an interval say nothing of chance by themselves, but their candidates do.
-    low = row.metrics.get(f"{told.ranking.name}_low")
-    if gain.low is None and low is not None:
-        certain = min(certain, told.ranking.gain(low.mean, told.ranking.uninformed or 0.0))
+    beyond = row.metrics.get(f"{told.ranking.name}_beyond_chance")
+    if gain.low is None and beyond is not None:
+        certain = min(certain, told.ranking.gain(beyond.mean, told.ranking.uninformed or 0.0))
     return certain >= told.leaks and not fits_any_update(row, what)
 
 

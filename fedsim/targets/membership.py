@@ -37,7 +37,7 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
     return rank_area(scores[members], scores[~members])
 
 
-def membership_auc_low(scores: Tensor, members: Tensor) -> float | Unavailable:
+def membership_auc_beyond_chance(scores: Tensor, members: Tensor) -> float | Unavailable:
     """Returns `membership_auc` less 1.96 deviations of an attacker who guesses.
 
     Above 0.5 the area is more than chance, in one trial, with a probability of 97.5%. Arguments and
@@ -173,8 +173,8 @@ class Membership(Target):
             shown_as="percent",
         ),
         Metric(
-            name="membership_auc_low",
-            compute=ordered(membership_auc_low),
+            name="membership_auc_beyond_chance",
+            compute=ordered(membership_auc_beyond_chance),
             unit="share",
             larger_leaks=True,
         ),

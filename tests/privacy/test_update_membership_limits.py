@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedsim.privacy.membership import certain_rate, row_claim
-from fedsim.targets.membership import membership_auc_low
+from fedsim.targets.membership import membership_auc_beyond_chance
 from fedsim.types import FedsimError
 
 
@@ -48,9 +48,11 @@ def test_a_client_that_goes_and_comes_is_a_group_of_two(relation: str) -> None:
 def test_the_auc_of_few_candidates_is_sure_of_little() -> None:
     for count, low in ((3, 0.501), (10, 0.741), (1000, 0.974)):
         members = torch.arange(2 * count) < count
-        assert membership_auc_low(members.double(), members) == pytest.approx(low, abs=2e-3)
+        assert membership_auc_beyond_chance(members.double(), members) == pytest.approx(
+            low, abs=2e-3
+        )
     # Of guesses 97.5% lie below the bound, so that their lower ends are below a coin's.
     draws = torch.rand(400, 40, generator=torch.Generator().manual_seed(0))
     members = torch.arange(40) < 20
-    above = sum(float(membership_auc_low(each, members)) > 0.5 for each in draws)
+    above = sum(float(membership_auc_beyond_chance(each, members)) > 0.5 for each in draws)
     assert above <= 0.05 * len(draws)

@@ -88,7 +88,7 @@ def in_one(rows: Lines, number: int, **parts: dict[str, Any]) -> Lines:
 
 
 LABELS = trials(FAILS, privacy=PROVEN, label_accuracy=1.0)
-AREA = ("membership_auc", "membership_auc_low")
+AREA = ("membership_auc", "membership_auc_beyond_chance")
 MEMBERS = changed(SAFE, baseline={"membership_auc": 0.5})
 
 FINDINGS: dict[str, tuple[Lines, str]] = {

@@ -94,7 +94,7 @@ CASES = [
     for part, target in targets().items()
     for metric in target.metrics
     # Ends of intervals and counts stand beside a metric, and are none.
-    if not metric.name.endswith(("_low", "_high", "_others"))
+    if not metric.name.endswith(("_low", "_high", "_others", "_beyond_chance"))
 ]
 CASES.append((Rows.classes, "classes"))
 
