@@ -59,7 +59,7 @@ class Soteria(TrainingDefense):
         """Returns what held before, but no mechanism: which columns are zero depends on images."""
         if before.mechanism:
             # Zeros that images choose are no post-processing: behind noise they show the choice.
-            return Guarantee(reason="soteria prunes by the images, behind the noise: put it first")
+            return Guarantee(reason="soteria prunes by the images, behind the noise: use one alone")
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
