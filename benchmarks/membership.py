@@ -10,6 +10,11 @@ are not computed again, and nothing is begun after `--minutes`: call it again to
 
     python benchmarks/membership.py --csv FILE [--images ../shared/data/cifar10-images.zip]
         [--batch-sizes 64] [--epochs 1] [--seeds 1] [--model convnet --width 8] [--alpha 0.5]
+
+docs/results/membership-cifar.csv is of CIFAR-10 with `--lr` 0.01 and 0.08 and, in both cases,
+
+    --limit 800 --clients 8 --attacked 3 --rounds 8 --observed 4 --batch-sizes 25 --epochs 2
+    --seeds 1 2 --attacks update_membership cosine FedMIA-II "FedMIA-II, z" FedMIA-I "loss, mean"
 """
 
 from __future__ import annotations
