@@ -55,15 +55,18 @@ class OneRelease(Computation):
 
 
 def counted_once(update: Tensors) -> Computed:
-    """Wraps a release as a client's result, which counts as one example whatever rows it holds."""
+    """Wraps a release as a client's result, which counts as one example whatever rows it holds.
+
+    `update` holds the release's tensors, by name.
+    """
     return Computed(update=update, buffers={}, num_examples=1, truth=None, loss=None)
 
 
 def all_members(rows: Tensor, scored: Tensor, classes: int = 0) -> RowTruth:
     """Returns the truth of a release in which all `rows` (n, columns) took part.
 
-    `scored` (columns,) says which columns are scored. `classes` is the number of columns that
-    encode the label.
+    `scored` (columns,), bool, says which columns are scored. `classes` is the number of the last
+    columns, which encode the label. All rows are those of client 0.
     """
     return RowTruth(
         rows=rows,
@@ -105,7 +108,8 @@ class ClosedForm(OneRelease):
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
         """Computes what is released of regularized `rows` (n, d + 1), the target being last.
 
-        `rng` is the client's secret stream.
+        `rng` is the client's secret stream. A sketch is (d + 1, r), of r columns, and regression
+        coefficients are (d,).
         """
 
     def describe(self) -> ReleaseSpec:
@@ -140,17 +144,30 @@ class ClosedForm(OneRelease):
         return all_members(inputs, scored)
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Lets the defense of rows check its assumptions on every client's rows."""
+        """Lets the defense of rows check its assumptions on every client's rows.
+
+        `clients` has (rows (n, d + 1), labels) by client; labels are without effect.
+
+        Raises:
+            FedsimError: rows break an assumption of the privacy claim.
+        """
         defense = self._stack.data_defense
         if defense and defense.assumes:
             defense.check({client: rows for client, (rows, _) in clients.items()})
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns zeros: there is no model before the first release."""
+        """Returns (parameters, buffers): zeros as `release`, and no buffers.
+
+        There is no model before the first release.
+        """
         return {VALUE: torch.zeros(self._shape, dtype=torch.float64)}, {}
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the release of the client's rows, regularized as the stack says."""
+        """Returns the release of the client's rows, regularized as the stack says.
+
+        The rows are the first batch of `request`, and randomness comes from `request.stream`;
+        `rng` is without effect.
+        """
         rows = regularize(request.batches[0][0], self._stack.sigma(self.release))
         return counted_once({VALUE: self.value(rows, request.stream)})
 

@@ -150,7 +150,11 @@ class _KernelRegression(OneRelease):
         )
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
-        """Returns the truth of a release of all `inputs`: unit features and the one-hot label."""
+        """Returns the truth of a release of all `inputs`: unit features and the one-hot label.
+
+        `inputs` are pixels (n, C, H, W) in [0, 1], and `labels` classes (n,). Features are scored,
+        the label's columns are not.
+        """
         d = self.release.features
         rows = torch.cat([self._features.of(inputs), ntk.one_hot(labels, self._classes)], 1)
         return all_members(rows, torch.arange(d + self._classes) < d, self._classes)
@@ -163,7 +167,13 @@ class _KernelRegression(OneRelease):
         return {KERNEL: self._weights.T @ self._weights / len(self._weights)}
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Lets defenses of features and kernels check their assumptions on every client."""
+        """Lets defenses of features and kernels check their assumptions on every client.
+
+        `clients` has (pixels (n, C, H, W), labels (n,)) by client.
+
+        Raises:
+            FedsimError: a client's data break an assumption of the privacy claim.
+        """
         feature_defenses = self._stack.assumed_of("features")
         kernel_defenses = self._stack.assumed_of("kernel")
         if not feature_defenses and not kernel_defenses:
@@ -182,6 +192,7 @@ class _KernelRegression(OneRelease):
     def fit(self, request: Request, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Computes a client's (X̃ (n, d), α̃ (n, c)) from statistics that the stack made private.
 
+        X̃ are the features of the first batch of `request`, and α̃ the coefficients of each class.
         `rng` draws the noise.
         """
         pixels, classes = request.batches[0]
@@ -204,7 +215,10 @@ class _KernelRegression(OneRelease):
 
     @abstractmethod
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """Computes (a, c) values of the classes for `rows` (a, d) of features."""
+        """Computes (a, c) values of the classes for `rows` (a, d) of features.
+
+        `parameters` are the global ones, by name. The largest value of a row is its class.
+        """
 
 
 @final
@@ -270,7 +284,11 @@ class _Single(_KernelRegression):
         return zeros, self.buffers()
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the client's model (X̃, α̃)."""
+        """Returns the client's model as `features`, X̃ (n, d), and `alpha`, α̃ (n, c).
+
+        n is the number of all training examples; rows beyond those of the batch are zeros. `rng`
+        draws the noise of the stack's defenses.
+        """
         rows, alpha = self.fit(request, rng)
         # F.pad takes the last axis first. A release of fewer rows, as of a probe, keeps the
         # declared shape.
@@ -278,7 +296,7 @@ class _Single(_KernelRegression):
         return counted_once({FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)})
 
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """Computes K(x, X) α of every row x, (a, c)."""
+        """Computes K(x, X) α of every row x of `rows` (a, d): (a, c), one column a class."""
         return ntk.predict(
             rows,
             parameters[FEATURES],

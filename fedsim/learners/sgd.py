@@ -120,9 +120,10 @@ class _SGDTraining(Computation):
         )
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Trains locally from the request's global model.
+        """Trains locally from the request's global model, and returns the update that this makes.
 
-        `rng` draws the defenses' noise and dropout.
+        The update is the gradient under fedsgd, and weights after minus before under fedavg, on the
+        device of the problem. `rng` draws the defenses' noise and dropout.
         """
         parameters = {name: value.to(self._device) for name, value in request.parameters.items()}
         buffers = {name: value.to(self._device) for name, value in request.buffers.items()}
@@ -164,7 +165,11 @@ class _SGDTraining(Computation):
         return -moved / training.lr if training.algorithm == "fedsgd" else moved
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the strategy's weights `mean`, projected onto the ball that holds them."""
+        """Returns the strategy's weights `mean`, projected onto the ball that holds them.
+
+        The ball is of L2 radius `Problem.projection_radius` around the initial weights. Without a
+        radius, `mean` is returned as it is.
+        """
         radius = self._problem.projection_radius
         if radius is None:
             return mean
@@ -180,7 +185,10 @@ class _SGDTraining(Computation):
         return self.initial()[0]
 
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns `parameters` with the server's neurons planted, a function of `seed`."""
+        """Returns a copy of `parameters` with the server's neurons planted, a function of `seed`.
+
+        A model without such neurons keeps all its parameters.
+        """
         return plant_neurons(self.model, parameters, seed)
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
@@ -256,7 +264,10 @@ class _SGDTraining(Computation):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Holds the result of local training, before the update defenses."""
+    """Holds the result of local training, before the update defenses.
+
+    `update` is the gradient under fedsgd, and weights after minus before under fedavg.
+    """
 
     update: Tensors
     buffers: Tensors
@@ -282,7 +293,7 @@ def train(
 
     Args:
         model: computes the loss.
-        spec: describes the model.
+        spec: describes the model, for defenses.
         parameters: the global weights to start from.
         buffers: the global buffers; they stay as they are.
         batches: (normalized images (B, C, H, W), labels (B,)), one per step; where B varies,

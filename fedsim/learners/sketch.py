@@ -17,7 +17,7 @@ from fedsim.types import ReleaseKind, Table, Tensors
 class Sketch(Learner):
     """Client i releases D_i'G_i, G_i its own n_i x r standard normal matrix; the server adds up.
 
-    The sum is D'G, the sketch of all clients' rows (features and target), for the G_i are
+    The sum S is D'G, the sketch of all clients' rows (features and target), for the G_i are
     independent; the same alone and behind secure aggregation. SS'/r estimates D'D, so that lengths
     and angles of the columns are kept. The test loss says how far that estimate is from the test
     rows' own matrix, in the Frobenius norm, both scaled to a norm of 1 (there is no model to test).

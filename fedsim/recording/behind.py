@@ -20,7 +20,10 @@ class WorkQueue:
     """A queue of work and the thread that does it; safe to use from several threads."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        """Starts no thread before there is work."""
+        """Starts no thread before there is work.
+
+        `most_bytes` is the maximum number of bytes that wait, see `later`.
+        """
         self._most = most_bytes
         self._bytes = 0
         """Number of bytes of all work that is not done."""
@@ -40,7 +43,7 @@ class WorkQueue:
         Args:
             job: Work to do. Its exceptions are lost: it has to report its failures itself.
             size: Number of bytes that are held until the job is done. One job may be larger than
-                the bound, and then waits alone.
+                what the queue takes (`MOST_BYTES` by default), and then waits alone.
         """
         with self._changed:
             while self._bytes and self._bytes + size > self._most:

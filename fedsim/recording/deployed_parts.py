@@ -45,7 +45,8 @@ class DeployedPart(BaseModel):
 def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> DeployedPart:
     """Returns the description of a live object, which may also be a function.
 
-    `extra` has further settings, which are kept in the same way.
+    `extra` has further settings, which are kept in the same way, and win over attributes of the
+    same name.
     """
     # A function has a name of its own, an object that of its class.
     named = live if hasattr(live, "__qualname__") else type(live)
@@ -61,9 +62,10 @@ def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> Deployed
 
 
 def plain_value(value: object) -> bool | int | float | str | None:
-    """Returns a number or a short text as JSON can hold it; None for anything else.
+    """Returns a number, truth value or text as JSON can hold it; None for anything else.
 
-    Infinite numbers and NaN become texts, since JSON has neither.
+    Texts are cut to `LONGEST` characters. Infinite numbers and NaN become texts, since JSON has
+    neither.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

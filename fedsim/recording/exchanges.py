@@ -55,7 +55,11 @@ _DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, Recur
 
 
 class Exchange(BaseModel):
-    """Describes one order to train and its answer, without tensors: the JSON beside a reply."""
+    """Describes one order to train and its answer, without tensors: the JSON beside a reply.
+
+    `config` holds the numbers and short texts of the order, and `metrics` those of the answer: name
+    of a record -> key -> value.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -76,16 +80,22 @@ class Exchange(BaseModel):
     def read_broadcast(self) -> Tensors:
         """Returns the tensors that the server sent, by the app's names.
 
+        The exchange must come from `read_exchanges`.
+
         Raises:
-            FedsimError: The file is missing or damaged.
+            FedsimError: The file is damaged.
+            OSError: The file is missing, or may not be read.
         """
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
         """Returns the tensors that the client answered, by the app's names.
 
+        The exchange must come from `read_exchanges`.
+
         Raises:
-            FedsimError: The file is missing or damaged.
+            FedsimError: The file is damaged.
+            OSError: The file is missing, or may not be read.
         """
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
@@ -164,9 +174,12 @@ class Recorder:
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
-        """Writes the sent tensors `arrays` unless they are there; returns their digest.
+        """Writes the tensors `arrays` sent in `round` unless they are there; returns their digest.
 
-        The result is None if there is no room.
+        If there is no room, the result is None, and one more is counted as left out.
+
+        Raises:
+            FedsimError: An array cannot be written as safetensors (`streaming.pieces`).
         """
         digest = streaming.digest_of(arrays)
         path = self._round(round) / _broadcast_name(digest)
@@ -187,6 +200,8 @@ class Recorder:
     ) -> None:
         """Writes one answer; an answer without room on the disk is counted as left out.
 
+        So is a second answer of the same node in the same round: the first stays.
+
         Args:
             reply: Arrays that the client sent.
             round: Round, counted from 1.
@@ -195,6 +210,9 @@ class Recorder:
             broadcast: Digest that `save_broadcast` returned for that order.
             config: Settings in the order: name of a record -> key -> value.
             metrics: Metrics in the answer, likewise.
+
+        Raises:
+            FedsimError: An array cannot be written as safetensors (`streaming.pieces`).
         """
         base = self._round(round) / f"node-{node_id}"
         # The JSON is written last: where it is, the whole answer is.
@@ -222,8 +240,9 @@ class Recorder:
     def note_parts(self, kind: PartKind, parts: Sequence[DeployedPart]) -> None:
         """Keeps what the app consists of, outermost first; parts that were noted are replaced.
 
-        `kind` is `strategies` (the server's) or `mods` (a client's). Mods that change are counted.
-        A strategy's settings change with its state.
+        `kind` is `strategies` (the server's) or `mods` (a client's). Mods that differ from those
+        noted before are counted like what is left out, under the reason `CHANGED`. A strategy's
+        settings change with its state, and are not counted.
         """
         before = self._parts.get(kind)
         if before != list(parts):
@@ -315,7 +334,10 @@ def read_exchanges(folder: Path) -> list[Exchange]:
 
 
 def digest_of(exchanges: Sequence[Exchange]) -> str:
-    """Returns a digest of all that was sent and answered; two recordings never share it."""
+    """Returns a hexadecimal SHA-256 digest of all that `exchanges` sent and answered.
+
+    Two recordings never share it. The order of `exchanges` does not matter.
+    """
     # Ids of messages are unique, so that two runs with equal tensors differ, too.
     said = sorted((e.round, e.node_id, e.message_id, e.broadcast, e.reply) for e in exchanges)
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
@@ -348,8 +370,11 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 def left_out(folder: Path) -> list[str]:
     """Returns a line of text for each reason for which the tap left messages out of `folder`.
 
+    `folder` is that of one run. Each line ends with the number of messages; without a reason there
+    is none.
+
     Raises:
-        FedsimError: The tap's file is damaged.
+        FedsimError: The tap's file is missing or damaged.
     """
     behind.finish()
     path = folder / _TAP
@@ -366,7 +391,7 @@ def read_parts(folder: Path, kind: PartKind) -> list[DeployedPart] | None:
     `folder` is that of one run, and `kind` is `strategies` (the server's) or `mods` (a client's).
 
     Raises:
-        FedsimError: The tap's file is damaged.
+        FedsimError: The tap's file is missing or damaged.
     """
     behind.finish()
     return _parts_in(folder / _TAP, kind)

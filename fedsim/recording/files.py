@@ -136,7 +136,8 @@ def path_of(root: Path, id: str) -> Path:
 def save_observation(observation: Observation, root: Path) -> Path:
     """Writes `observation` below `root/observations`; returns the path of its JSON file.
 
-    The global weights are shared by all observations of a round and written once.
+    The global weights are shared by all observations of a round: the first one writes them, and
+    those of later ones are not looked at.
     """
     base = root / "observations" / checked_id(observation.id)
     shared = base.parent / GLOBAL
@@ -166,7 +167,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     The tensors are on `device`.
 
     Raises:
-        FedsimError: The recording is missing or damaged, or the file is none.
+        FedsimError: The recording is missing or damaged, or the file is no recording.
     """
     if not path.name:
         raise FedsimError(
@@ -219,7 +220,8 @@ def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> Non
 def load_public(root: Path) -> Tensor:
     """Reads the public images (P, C, H, W), uint8, or rows (P, D), float32, of the run in `root`.
 
-    P is their number, and D the number of columns.
+    P is their number, and D the number of columns. The tensor is kept for the next call, so that it
+    must not be changed.
 
     Raises:
         FedsimError: None were recorded, or they cannot be read.
@@ -251,7 +253,8 @@ def load_public_labels(root: Path) -> Tensor | None:
 def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
     """Reads what the watcher of a recording of training saw up to its round, ordered by round.
 
-    Of a round, clients are in ascending order. A participant and an aggregating server see one
+    The attacked recording is among them, the last of its client. All tensors are on the CPU. Of a
+    round, clients are in ascending order. A participant and an aggregating server see one
     update a round, other watchers those of all recorded clients. Weights that several recordings
     start from are held once.
 
@@ -358,7 +361,7 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: b
     """Writes `content` whole or not at all: a reader sees the old file or the new one.
 
     `private` lets the file's owner alone read it. If not `durable`, a crash of the machine may lose
-    it. See `write_pieces`.
+    it. The file's folder is made. See `write_pieces`.
     """
     write_pieces(path, [content], private=private, durable=durable)
 

@@ -51,7 +51,8 @@ def pieces(arrays: Arrays) -> Iterator[Piece]:
     `arrays` are numpy arrays by name, here as in all functions of this module.
 
     Raises:
-        FedsimError: An array is of a type that such files do not hold.
+        FedsimError: An array is of a type that such files do not hold, or is called `__metadata__`;
+            or the names are too long together.
     """
     names, header = _header(arrays)
     yield header
@@ -104,7 +105,8 @@ def digest_of_file(path: Path) -> str:
     """Returns the XXH3-128 digest of a file, in hexadecimal.
 
     Raises:
-        FedsimError: The file cannot be read.
+        FedsimError: The file is no regular file, or has more than a TiB.
+        OSError: The file is missing, or may not be read.
     """
     digest = xxhash.xxh3_128()
     with paths.open_regular(path, paths.ARCHIVE) as file:

@@ -135,7 +135,8 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
     """Reads the truth of all clients of the observation `id`, joined in the order of the clients.
 
     `root` is the run's folder. `clients` is the number of clients that must have left truth; None:
-    any.
+    any. Local losses are averaged over the clients, and other tensors are left out if one client
+    lacks them. Of rows, `clients` of the result counts the clients that left truth from 0.
 
     Raises:
         IncompleteTruth: The number of clients that left truth is not `clients`.

@@ -28,7 +28,10 @@ from fedsim.words import printable
 
 
 class Witnessed(BaseModel):
-    """Describes how one client trained on one order: the JSON beside its images."""
+    """Describes how one client trained on one order: the JSON beside its images.
+
+    `optimizer` is the name of the optimizer's class; None if nothing was stepped.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,7 +46,7 @@ class Witnessed(BaseModel):
     images: int = Field(ge=1)
     """Number of distinct images that were kept."""
     left_out: int = Field(ge=0)
-    """Number of images that were left out, as they were beyond the bound."""
+    """Number of images that were left out, as more than the witness's `max_images` were seen."""
     sizes: list[Annotated[int, Field(ge=1)]]
     """Number of images of each step."""
     optimizer: str | None
@@ -71,14 +74,21 @@ class Witnessed(BaseModel):
 
 @dataclass(frozen=True)
 class Testimony:
-    """What a witness kept of one client's training on one order: description and images."""
+    """What a witness kept of one client's training on one order: description and images.
+
+    `path` is the JSON file, and `said` its content.
+    """
 
     path: Path
     said: Witnessed
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of an image, (C, H, W)."""
+        """Shape (C, H, W) of an image: channels, height and width.
+
+        Raises:
+            FedsimError: The file of the images is missing or damaged.
+        """
         channels, height, width = self.images()[0].shape[1:]
         return channels, height, width
 
@@ -107,8 +117,8 @@ class Testimony:
 def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
     """Writes what a client trained on below `out`, for its owner alone to read.
 
-    `said` describes the training. `tensors` has its distinct `images`, their `labels`, and the
-    `order` in which steps used them, as indices.
+    `said` describes the training. `tensors` has its distinct `images` (N, C, H, W), their `labels`
+    (N,), and the `order` in which steps used them: indices of images, one step after the other.
     """
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
@@ -123,7 +133,8 @@ def save_unseen(
 ) -> None:
     """Writes the `reason` why nothing is kept of an order that a client trained on.
 
-    `out` is the witness's folder. The other arguments are those of the order's message.
+    `out` is the witness's folder. `run_id`, `round` (0 if unknown), `node_id` and `message_id` are
+    those of the order's message.
     """
     path = _base(out, run_id, round, "unseen", node_id, message_id).with_suffix(".json")
     text = json.dumps({"format": 1, "reason": reason}, indent=2) + "\n"

@@ -18,6 +18,9 @@ T = TypeVar("T")
 def resolve_device(device: str) -> str:
     """Returns the name `device`; `auto` becomes `cuda` if torch can use CUDA, else `cpu`.
 
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. Whether there is a card of number N is not
+    checked.
+
     Raises:
         FedsimError: The text is no name of a device, or a CUDA device is asked for and there is
             none.
@@ -50,7 +53,7 @@ def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()
     Args:
         value: The dataclass. Dataclasses within it are copied so, too; other fields stay.
         device: Device to move to; a tensor that is there already is not copied.
-        but: Names of fields to leave where they are.
+        but: Names of fields of `value` itself to leave where they are.
     """
     assert is_dataclass(value) and not isinstance(value, type)
     found: dict[str, Any] = {}

@@ -24,7 +24,9 @@ _BUFFER = 256 * _BLOCK
 
 
 def write(handle: int, pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes `pieces`, one after the other, to the empty file that is open as `handle`.
+    """Writes `pieces`, one after the other, to the empty file whose descriptor is `handle`.
+
+    The file stays open.
 
     Raises:
         OSError: The file cannot be written.

@@ -71,7 +71,8 @@ def say(write: Callable[[str], object]) -> None:
 def command() -> Iterator[None]:
     """Runs a whole command: interrupted anywhere, it exits with status 130 and says how to go on.
 
-    A signal that is ignored when the process starts (`nohup`, a script's background job) stays so.
+    It is entered once in a process, in the main thread. A signal that is ignored when the process
+    starts (`nohup`, a script's background job) stays so.
     """
     _install()
     try:

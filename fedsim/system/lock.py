@@ -34,10 +34,11 @@ def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Ite
     """Locks `folder` inside the block against other runs, also of this process.
 
     The folder is made, for its owner alone, if it is missing. `option` names the option by which a
-    user chooses another folder, for the error's text.
+    user chooses another folder, for the error's text. On a file system without locks a warning is
+    given, and nothing is locked.
 
     Raises:
-        FedsimError: Another run is in the folder, or the lock's file is none.
+        FedsimError: Another run is in the folder, or its `.lock` is no regular file.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / NAME
@@ -50,7 +51,10 @@ def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Ite
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a run is at work in `folder`, as far as its file system knows."""
+    """Returns whether a run is at work in `folder`, as far as its file system knows.
+
+    The result is False for a missing folder, and on a file system without locks.
+    """
     try:
         handle = os.open(folder / NAME, os.O_RDONLY | _FLAGS)
     except OSError:

@@ -61,7 +61,7 @@ def check(needed: float, content: str, remedy: str, device: torch.device | None 
         needed: Estimated number of bytes.
         content: Words for what takes the bytes, with the key of the scenario in front.
         remedy: Words for what the user should change.
-        device: Device whose memory is needed; by default the process's memory.
+        device: CUDA device whose memory is needed; for None or a CPU it is the process's memory.
 
     Raises:
         FedsimError: The bytes do not fit.

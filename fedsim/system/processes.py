@@ -67,10 +67,11 @@ class _SpawnContext(SpawnContext):
 def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Queue[Any]]]:
     """Starts `workers` processes inside the block; yields their executor, and a queue.
 
-    Each worker has a copy of `shared` (`get_shared`), and puts messages into the queue (`tell`).
-    Work must be submitted within `interrupts.delay_interrupts`, since submitting starts workers. An
-    exception in the block ends them at once, in the middle of their work, and so does the end of
-    this process.
+    Each worker has a copy of `shared` (`get_shared`), which must be picklable, and puts messages
+    into the queue (`tell`). Work must be submitted within `interrupts.delay_interrupts`, since
+    submitting starts workers. The end of the block waits for work that runs, and cancels what has
+    not begun. An exception in the block ends the workers at once, in the middle of their work, and
+    so does the end of this process.
     """
     context = _SpawnContext()
     news: Queue[Any] = context.Queue()
@@ -91,7 +92,7 @@ def child(target: Callable[..., object], *arguments: object) -> Iterator[BasePro
     """Runs `target(*arguments)` in a process that ends with the block, and with this process.
 
     The process gets no interrupts and no time to clean up. It also ends with the thread that starts
-    it.
+    it. The block gets the process. `target` and `arguments` must be picklable.
     """
     context = _SpawnContext()
     end, lifeline = context.Pipe(duplex=False)
@@ -107,7 +108,7 @@ def child(target: Callable[..., object], *arguments: object) -> Iterator[BasePro
 
 
 def tell(message: Any) -> None:
-    """Puts `message` into the queue of the `pool` that this worker belongs to.
+    """Puts `message`, which must be picklable, into the queue of this worker's `pool`.
 
     It may be called in a worker of a pool alone.
     """
