@@ -33,6 +33,7 @@ from fedsim.types import FedsimError, Tensors
 class FederationJob:
     """Describes the training of one stack to every process of a federation.
 
+    `stack` is the stack's name, and `out` the path of the folder below which everything is written.
     All else that a process needs follows from these fields.
     """
 
@@ -187,6 +188,8 @@ class FederationClient:
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
         """Computes what `client` releases to answer `order`, and keeps its truth and state on disk.
+
+        Nothing is checked of whether the order is planned: `train` and `probe` do that before.
 
         Raises:
             FedsimError: The round is past the scenario's last, or the client has answered a later

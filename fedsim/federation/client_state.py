@@ -112,6 +112,8 @@ class ClientState:
     def answer(self, asked: tuple[int, ...], inputs: Sequence[Tensors]) -> None:
         """Notes that the client answers one order for these `inputs`, and refuses all others later.
 
+        The same order for the same inputs may be answered again, with the same bytes.
+
         Args:
             asked: Key of the release, as `noise_use.release_key` returns it.
             inputs: All that decides the answer beside the client's data: weights, buffers, memory.

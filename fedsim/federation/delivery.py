@@ -170,6 +170,8 @@ class Nodes:
     def gather(self, done: int) -> None:
         """Waits for a node of each client, and tells every node that `done` rounds are done.
 
+        It is called once, before `refresh` and before `by_client` is read.
+
         Raises:
             FedsimError: A client has no node, or two, or a node failed to answer.
         """

@@ -82,7 +82,13 @@ class Deployed:
                 file.write(self.secret)
 
     def servers(self, scenario: Scenario) -> dict[str, Server]:
-        """Returns the `Server` of each stack of `scenario`, by name of the stack."""
+        """Returns the `Server` of each stack of `scenario`, by name of the stack.
+
+        The scenario's own data source is loaded, for a description of the data and the test split.
+
+        Raises:
+            FedsimError: The source cannot be loaded, or a stack cannot work.
+        """
         described = load_dataset(scenario).without_training()
         return {
             name: Server(scenario, name, described, self.census, self._noise_seed(name))

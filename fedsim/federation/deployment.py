@@ -142,7 +142,8 @@ class Deployment(FlowerEngine):
 def most_bytes(server: Server) -> int:
     """Returns the largest size in bytes that the server accepts of a client's answer.
 
-    The limit is twice the size of the tensors asked for and of their names.
+    The limit is twice the size of the tensors asked for, or of the masked vector of a secure sum.
+    4096 bytes are added for each tensor and client, and 1 MiB.
     """
     from fedsim.federation.secure_aggregation import plan
 

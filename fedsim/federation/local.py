@@ -146,7 +146,8 @@ class LocalGrid(Grid):
 def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
     """Trains the remaining rounds of `job` in this process, one client at a time.
 
-    `on_round` is called after every round with its record.
+    `server` is used if it is a `Workload`; otherwise the job's own is built. `on_round` is called
+    after every round with its record.
     """
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario

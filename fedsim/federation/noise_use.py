@@ -40,6 +40,8 @@ def use_once(
 ) -> None:
     """Notes in `path` that the noise of one release is used for `values`, and for no others.
 
+    The same values may come again.
+
     Args:
         path: A file of JSON lines, made if it is not there.
         own: Key of the release, as `release_key` returns it.

@@ -156,7 +156,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     """Runs as the child process of `Simulation.train`.
 
-    It reads the job from stdin, trains it, and writes its rounds to stdout as JSON lines.
+    It reads the job from stdin, trains it, and writes its rounds to stdout as JSON lines. After
+    each of them it waits for a line on stdin, and then writes the checkpoint if one is due.
     """
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     # Whatever a library prints is no line of ours.

@@ -78,7 +78,10 @@ class Spool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def put(self, client: int, answer: WireAnswer) -> None:
-        """Keeps the `answer` of `client`, in place of an earlier one."""
+        """Keeps the `answer` of `client`, in place of an earlier one.
+
+        `zero_updates` counts both. The answer's tensors are not copied, and must not be changed.
+        """
         tensors = {_UPDATE + name: value for name, value in answer.update.tensors.items()}
         tensors |= {_BUFFER + name: value for name, value in answer.update.buffers.items()}
         # What it replaces gives its room back first, so that a running mean stays in memory.
@@ -157,7 +160,11 @@ class Spool:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanRelease:
-    """Mean of several releases of one client, or of the aggregate (client -1)."""
+    """Mean of several releases of one client, or of the aggregate (client -1).
+
+    `releases` is the number of releases in the mean, and `num_clients` the number of clients that
+    each of them combines.
+    """
 
     client: int
     update: Update

@@ -185,7 +185,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def quiet_flower() -> Iterator[None]:
     """Keeps Flower's log at the level FLWR_LOG_LEVEL inside the block.
 
-    Flower may have been imported before fedsim, and then has another level.
+    Flower may have been imported before fedsim, and then has another level. Importing
+    `fedsim.federation` sets FLWR_LOG_LEVEL to ERROR unless it is set.
     """
     logger = logging.getLogger("flwr")
     before = logger.level

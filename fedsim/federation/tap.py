@@ -132,10 +132,16 @@ class TapGrid(WrappedGrid):
     ) -> list[Message]:
         """Sends the strategy's training messages, then the round's probes; records all answers.
 
-        It returns the replies that the strategy is to aggregate: one for each accepted update, by
-        ascending client. A reply's arrays are that client's new weights, which are computed when
-        they are read. If the stack combines updates, there is one reply with the combination. The
-        replies are valid until `end`.
+        It is called once between `begin` and `end`. It returns the replies that the strategy is to
+        aggregate: one for each accepted update, by ascending client, or none. A reply's arrays are
+        that client's new weights, which are computed when they are read. If the stack combines
+        updates, there is one reply with the combination. The replies are valid until `end`.
+
+        `timeout` is how many seconds without any answer are waited for; by default it is the
+        scenario's `federation.timeout`.
+
+        Raises:
+            FedsimError: The strategy sends no arrays, or an aggregation defense breaks its rules.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.

@@ -61,7 +61,10 @@ class MalformedError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A server's order to a client: to train, or to answer a probe."""
+    """A server's order to a client: to train (`probe` is None), or to answer a probe.
+
+    `parameters` and `buffers` are those of the global model, without integer buffers.
+    """
 
     round: int
     parameters: Tensors
@@ -79,7 +82,10 @@ class WireAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Required form of an answer: a tensor of the right type and shape for each name."""
+    """Required form of an answer: a tensor of the right type and shape for each name.
+
+    `loss` says whether the answer must hold a loss; if not, it must hold none.
+    """
 
     update: Tensors
     buffers: Tensors
@@ -130,7 +136,11 @@ def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
 def order(
     round: int, parameters: ArrayRecord, buffers: ArrayRecord, probe: Probe | None
 ) -> RecordDict:
-    """Returns the message content that asks for training (`probe` None) or for a probe."""
+    """Returns the message content that asks for training (`probe` None) or for a probe.
+
+    `round` counts from 1. `parameters` and float `buffers` of the global model are Flower's arrays
+    (`encode`).
+    """
     asked = ConfigRecord({ROUND: round})
     if probe:
         asked[PROBE_SIZE], asked[PROBE_TRIAL] = probe.batch_size, probe.trial

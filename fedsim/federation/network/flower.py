@@ -203,7 +203,7 @@ def check_version() -> None:
 def register(link: Link, public_key: bytes) -> bool:
     """Registers the owner of `public_key`, in OpenSSH's format, as a node at the SuperLink.
 
-    It returns False if the node was registered before.
+    It returns True if the node is new, and False if it was registered before.
 
     Raises:
         FedsimError: The key is none, the SuperLink refuses, or it has unregistered the key's node
@@ -289,7 +289,7 @@ def server_app(
 
     Args:
         link: Way to the SuperLink.
-        config: Configuration of the run.
+        config: Configuration of the run: texts `version`, `scenario`, `stack`, `run` and `held`.
         patience: Seconds for which an unreachable SuperLink is waited for.
         most_bytes: Maximum size of an answer; a larger one becomes an error.
 

@@ -54,7 +54,12 @@ _LINGER_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GateSettings:
-    """Settings of a gate: the SuperLink behind it, its certificate and its limits."""
+    """Settings of a gate: the SuperLink behind it, its certificate and its limits.
+
+    `certificate` and `key` are PEM files by which nodes know the gate. `body_limit` is the maximum
+    size of a request's body in bytes, and `connections` the maximum number of clients' connections
+    at once.
+    """
 
     superlink: str
     """Address of the SuperLink, HOST:PORT; its certificate must name this host."""
@@ -80,7 +85,7 @@ class Gate:
     def start(self) -> Gate:
         """Listens, then starts the process; clients may connect from here on.
 
-        It returns the gate itself.
+        It returns the gate itself, which has `address`, `pid` and `status` from here on.
 
         Raises:
             FedsimError: The address is taken, or a certificate, key or log cannot be used.

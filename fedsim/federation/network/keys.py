@@ -203,7 +203,7 @@ def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
     """Makes an Ed25519 key for each of `count` clients.
 
     It returns the private keys (32 bytes each, by client), and the content of the file of all
-    public keys.
+    public keys: a JSON object of client -> key as hexadecimal text.
     """
     keys = [Ed25519PrivateKey.generate() for _ in range(count)]
     public = {client: key.public_key().public_bytes_raw().hex() for client, key in enumerate(keys)}
@@ -256,7 +256,7 @@ _SECRET = "superexec.secret"  # noqa: S105 - the name of a file
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> list[Path]:
     """Writes a folder of keys for each party, and returns the folders.
 
-    The parties are a SuperLink, its gate, a runner and `nodes` nodes.
+    The parties are a SuperLink, its gate, `nodes` nodes and a runner, in this order.
 
     Args:
         folder: Folder in which theirs are made; these may exist, as mounted volumes do.

@@ -162,7 +162,10 @@ def _tell(say: Callable[[str], None], line: str) -> None:
 
 
 def until_told() -> threading.Event:
-    """Returns an event that SIGINT, SIGTERM and SIGHUP set."""
+    """Returns an event that SIGINT, SIGTERM and SIGHUP set; called in the main thread.
+
+    These signals then do nothing else in this process.
+    """
     stop = threading.Event()
 
     def set_stop(number: int, frame: FrameType | None) -> None:

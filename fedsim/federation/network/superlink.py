@@ -79,7 +79,7 @@ class Child:
         return self._process.poll()
 
     def words(self) -> str:
-        """Returns everything that the program has written."""
+        """Returns everything that the program has written, but for what `bound_log` has removed."""
         return self._log.read_bytes()[self._begin :].decode(errors="replace")
 
     def last_words(self) -> str:

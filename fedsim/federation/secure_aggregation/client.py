@@ -92,7 +92,8 @@ class SumClient:
     def keys(self, secret: Callable[[str], bytes]) -> Published:
         """Draws the client's secrets, and returns the public keys for them.
 
-        `secret` is called with a purpose, and returns 32 bytes that nobody else knows.
+        `secret` is called with a purpose (`sealing`, `masking`, `seed`), and returns 32 bytes that
+        nobody else knows, others for each purpose.
         """
         with self._stage("keys"):
             own = {purpose: secret(purpose) for purpose in ("sealing", "masking", "seed")}

@@ -202,7 +202,7 @@ class Layout:
 
         `part` is a position in `plan.parts`, and `clients` the number of clients in the sum. The
         sum is divided by the number of examples or, with noise, by the number of clients that were
-        asked.
+        asked. `num_examples` of the result is the number of examples in the sum.
 
         Raises:
             AbortedError: The counted examples cannot be those of this number of clients.

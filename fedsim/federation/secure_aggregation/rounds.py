@@ -37,7 +37,10 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A sum without masks."""
+    """A sum without masks.
+
+    `total` has all parts, as `Layout.sum_of` reads them.
+    """
 
     total: Ring
     clients: list[int]
@@ -84,7 +87,10 @@ class SecureSum:
     def run(
         self, clients: Collection[int], model: Model, on_masked: Callable[[int, Ring], None]
     ) -> Opened | None:
-        """Carries out the sum; returns None if nothing is opened, with the reason in the tally.
+        """Carries out the sum, once; returns None if nothing is opened.
+
+        The tally then has the reason as a line. It counts clients that failed, and the bytes of all
+        messages.
 
         Args:
             clients: Clients that are asked.

@@ -51,7 +51,10 @@ class SumServer:
         self._directory = directory
 
     def neighbours(self, client: int) -> list[int]:
-        """Returns the clients for whom `client` has to send a box, ascending."""
+        """Returns the clients for whom `client` has to send a box, ascending.
+
+        It needs the directory that `publish` took.
+        """
         return self._terms.neighbours(client, self._directory, directory_digest(self._directory))
 
     def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
@@ -118,7 +121,10 @@ class SumServer:
         return [client for client in self.sharers if client not in self._signatures]
 
     def agree(self, client: int, signature: bytes) -> None:
-        """Takes `client`'s signature of the lists of clients in the sum and lost."""
+        """Takes `client`'s signature of the lists of clients in the sum and lost.
+
+        The signature is passed on unverified: the other clients verify it.
+        """
         self._agreed[client] = signature
 
     @property
