@@ -47,6 +47,7 @@ from fedsim.types import FedsimError
 def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> float:
     """Computes σ of the rows σ I appended to data: sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε).
 
+    A Gaussian random projection of the data with these rows is then (ε, δ)-private, by the paper.
     Sheffet takes l from the data. That releases l, and the noise of two neighbours then differs.
 
     Args:
@@ -74,7 +75,8 @@ def mutual_information_leverage(delta: float, r: float) -> float:
     """Computes the largest leverage at which a row's mutual information is at most δ² / 2.
 
     The result is in (0, 1). At that leverage or below, a noisy projection onto `r` columns (r >= 1)
-    is (ε, δ)-private for every ε >= 0. `delta` is in (0, 1).
+    is (ε, δ)-private for every ε >= 0. `delta` is in (0, 1). The leverage of a row v of D is
+    v'(D'D + σ² I)^-1 v: that with the noise.
 
     Raises:
         FedsimError: an argument is out of range.
@@ -116,7 +118,7 @@ def kan_independent_epsilon(
     only with a proven bound beside it. No argument is checked.
 
     Args:
-        noise: σ > 0, the noise multiplier of a step.
+        noise: σ > 0, the standard deviation of a step's noise over the clipping norm.
         delta: δ in (0, 1).
         steps: T, the number of steps.
         sampling_rate: q in (0, 1], a batch's share of the examples.
@@ -141,14 +143,14 @@ def kan_noise(
 
     That is sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε), with α = 1/2 and
     η = sqrt(3 ln(1 / (α δ)) / (T q)). Where the exact Gaussian mechanism takes more, that is the
-    result.
+    result. It is in clipping norms, and neighbours exchange an example's contribution for zero.
 
     Args:
         epsilon: ε above 0.
         delta: δ in (0, 1).
         steps: T, the number of steps.
         sampling_rate: q in (0, 1], a batch's share of the examples.
-        correlation: λ in [0, 1) of the noise.
+        correlation: λ in [0, 1), the share of the last step's noise that is taken back.
 
     Raises:
         FedsimError: ε is 0, or η > 1, so that the theorem does not apply.
@@ -199,6 +201,6 @@ def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float
 def kan_least_delta(steps: int, sampling_rate: float) -> float:
     """Returns the least δ to which Theorem F.12 applies, the δ at which η of `kan_noise` is 1.
 
-    The result exceeds 1 where the theorem applies to no δ.
+    The arguments are those of `kan_noise`. The result exceeds 1 where the theorem applies to no δ.
     """
     return math.exp(-steps * sampling_rate / 3) / _SHARE

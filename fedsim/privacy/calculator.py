@@ -78,7 +78,8 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
     """Finds the least noise that makes `mechanism` (ε, δ)-private.
 
-    The answer states the noise in a field such as `sigma` or `noise_multiplier`.
+    The answer states the noise in a field such as `sigma` or `noise_multiplier`. Where the number
+    of draws takes the place of noise, `draws` is the largest that is private.
 
     Args:
         mechanism: name of a registered mechanism.
@@ -222,7 +223,8 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
 def parse(words: list[str] | None) -> dict[str, Any]:
     """Parses words of the form `key=value` into values by key.
 
-    A value that reads as a number becomes an int or a float; any other stays a string.
+    A value that reads as a number becomes an int or a float; any other stays a string. None stands
+    for no words, and gives an empty dict.
 
     Raises:
         FedsimError: a word has no `=`, or a key is given twice.

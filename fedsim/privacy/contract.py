@@ -40,7 +40,9 @@ class Answer:
     method: str
     """Method in words, such as `closed form` or `Monte-Carlo of the dominating pair`."""
     direction: Direction | None = None
-    """The direction with the larger δ, which is the one stated."""
+    """The direction with the larger δ, which is the one stated. `forward`: P(S) <= exp(ε) Q(S) + δ
+    for P with the row and Q without it. `reverse`: the other way round. `both`: they are alike, or
+    δ covers both. None: it is not known which."""
     sigma: float | None = None
     """Standard deviation of the noise, in the units of the release."""
     noise_multiplier: float | None = None
@@ -52,9 +54,9 @@ class Answer:
     bound: float | None = None
     """The largest magnitude of bounded noise, in the units of the release."""
     draws: int | None = None
-    """Number of draws of a sampling mechanism."""
+    """The largest number of draws at which a sampling mechanism is (ε, δ)-private."""
     interval: tuple[float, float] | None = None
-    """Confidence interval of an estimated figure: the one that was asked for."""
+    """(low, high) of the figure that was asked for, δ or ε, where it is an estimate."""
     confidence: float | None = None
     """Probability that the interval holds the figure."""
     unit: str | None = None
@@ -104,7 +106,8 @@ class Curve(Stated):
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
         """Computes log δ at each of `epsilons` >= 0, an array of the same shape for each direction.
 
-        The key is `both` where the directions are not known apart.
+        Keys are `forward` and `reverse` (see `Answer.direction`); the only key is `both` where the
+        directions are alike or not known apart.
         """
         return {"both": np.array([self.delta(float(each)).log_delta for each in epsilons])}
 
@@ -128,11 +131,17 @@ class ExactCurve(Curve):
 
     @abstractmethod
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """Computes log δ at each of `epsilons` >= 0 for each direction, in their shape."""
+        """Computes log δ at each of `epsilons` >= 0, in their shape, for each direction.
+
+        The keys are those of `Curve.log_deltas`.
+        """
 
     @abstractmethod
     def epsilons(self, delta: float) -> Mapping[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), by direction."""
+        """Computes the least ε >= 0 for δ in (0, 1), by direction; inf if there is none.
+
+        The keys are those of `log_deltas`.
+        """
 
     def details(self) -> Mapping[str, Any]:
         """Returns further fields of the answers by name, such as the noise's `sigma`."""
@@ -215,7 +224,8 @@ class Experiment(Keys):
 class KnownMechanism(Plugin):
     """The parts of one mechanism, under the name that it is registered by.
 
-    The calculator lists the first line of a subclass's docstring. A part that it lacks is None.
+    The parts are the classes `curve`, `calibration` and `experiment`; one that it lacks is None.
+    The calculator lists the first line of a subclass's docstring.
     """
 
     curve: ClassVar[type[Curve] | None] = None
@@ -224,6 +234,6 @@ class KnownMechanism(Plugin):
 
     @classmethod
     def parts(cls) -> dict[str, type[Keys]]:
-        """Returns the parts that the mechanism has, by name."""
+        """Returns the classes that are not None, by name: `curve`, `calibration`, `experiment`."""
         named = {"curve": cls.curve, "calibration": cls.calibration, "experiment": cls.experiment}
         return {name: part for name, part in named.items() if part}

@@ -67,9 +67,10 @@ class _DPSGDKeys(Stated):
         return of_steps(1.0, self._training).relation.replace("_", " ")
 
     def ledger(self, noise_multiplier: float, delta: float) -> tuple[float, str]:
-        """Returns (ε, accountant) that a run of this scenario states at δ.
+        """Returns ε, and its accountant's name, as a run of this scenario states them at δ.
 
-        Under `variant: paper` the paper's ε takes its place if that is larger.
+        `noise_multiplier` is the noise's standard deviation over the clipping norm. Under
+        `variant: paper` the paper's ε takes the place of the ledger's if that is larger.
         """
         proven = epsilon_of_steps(
             of_steps(noise_multiplier, self._training),
@@ -122,7 +123,10 @@ class DPSGDCurve(_DPSGDKeys, Curve):
     """z: standard deviation of the noise on the sum of clipped gradients, over the norm."""
 
     def delta(self, epsilon: float) -> Answer:
-        """Finds the least δ at which the ledger states no more than `epsilon`."""
+        """Finds the least δ at which the ledger states no more than `epsilon`.
+
+        No δ below exp(-700) is looked for. If there is none, the answer's δ is just below 1.
+        """
         # ε falls as δ rises. The search runs over log δ, shifted to begin at 0 as `least` needs.
         found = least(
             lambda up: self.ledger(self.noise_multiplier, _delta(up))[0] <= epsilon,

@@ -91,8 +91,8 @@ class Entry:
     release: Release | None = None
     """The release that a closed-form learner makes of all of a client's rows in each round."""
     schedules: Collection[tuple[bool, ...]] = ()
-    """Clients' participations in the rounds so far, for noise of the server that is correlated over
-    rounds; by default one client took part in all."""
+    """For each client, whether it took part in each round so far. Only noise of the server that is
+    correlated over rounds depends on it; by default one client took part in all."""
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
     """By unit, quantities that clients compute with and its data influenced without noise. A unit
     then moves more than its own contribution, and nothing is claimed."""
@@ -109,7 +109,7 @@ class Entry:
 def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
     """Returns the guarantee of `stack` to the client of `entry`.
 
-    Where nothing is guaranteed ε is inf, and the claim has a `reason`.
+    Where nothing is guaranteed ε is inf, `delta` and `unit` are None, and `reason` says why.
 
     `declared` is the local training before the stack's training defenses.
 
@@ -226,7 +226,7 @@ def of_steps(
     delta: float,
     known: float = 0.0,
 ) -> tuple[float, str]:
-    """Returns (ε, accountant) of `rounds` rounds of training whose steps release by `mechanism`.
+    """Returns ε, and its accountant's name, of `rounds` rounds whose steps release by `mechanism`.
 
     Args:
         mechanism: what one step releases.

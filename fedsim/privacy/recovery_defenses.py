@@ -67,13 +67,14 @@ class DefenseBounds:
     valid: bool
     """Whether the conditions of the theorem hold, as far as they can be checked."""
     reason: str | None
-    """The condition that fails."""
+    """Why the theorem does not apply, or says nothing; None if it applies."""
     lower: float | None
-    """Mean sine of any attack's answers to features of uniform direction, at least."""
+    """Least mean sine of the angle between a feature of uniform direction and any attack's best
+    answer to it."""
     identified: float | None
     """Chance of any attack, at most, to name the true image among the candidates."""
     lower_reason: str | None
-    """Why there is no lower bound."""
+    """Why `lower` and `identified` are None; None if they are not."""
 
 
 def make_setting(keys: Mapping[str, Any]) -> RecoverySetting:

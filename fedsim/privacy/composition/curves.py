@@ -45,13 +45,13 @@ _ROUNDING = 1e-14
 def of_mechanisms(parts: tuple[CurveMechanism, ...], delta: float) -> float:
     """Computes `epsilon` at δ of one release by each of `parts`.
 
-    A mechanism may occur several times.
+    A mechanism may occur several times. The errors are those of `epsilon`.
     """
     return epsilon([part.log_delta for part in parts], delta)
 
 
 def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
-    """Computes the least proven ε >= 0 of all releases together at δ; inf if there is none.
+    """Computes the least proven ε in [0, 10^4] of all releases together at δ; inf if there is none.
 
     `curves` has a function for each release, from an array of ε to the array of log δ. The result
     is exact for a single curve, an upper bound for several, and 0 for none.

@@ -106,9 +106,9 @@ class Poisson:
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """Computes (laws, count) log ratios at x: a mixture over z against N(0, σ² I).
+        """Computes (laws, count) logarithms at x of a mixture's density over that of N(0, σ² I).
 
-        The parts of the mixture are N(stretch C z, σ² I), and each row is of one law of z. The
+        The mixture is of N(stretch C z, σ² I) over z, and each row is of one law of z. The
         forward algorithm runs over the grid of y = C z.
 
         Args:
@@ -195,9 +195,9 @@ class BallsInBins:
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """Computes (1, count) log ratios at x: a mixture over z against N(0, σ² I).
+        """Computes (1, count) logarithms at x of a mixture's density over that of N(0, σ² I).
 
-        The parts of the mixture are N(stretch C z, σ² I).
+        The mixture is of N(stretch C z, σ² I) over z.
 
         Args:
             x: (count, at most `bins`) points in the coordinates of `means`.
@@ -233,9 +233,10 @@ Participations = Poisson | BallsInBins
 
 @dataclass(frozen=True, kw_only=True)
 class SampledDelta:
-    """An estimate of δ at an ε, with its interval (`low`, `high`) at the confidence `CONFIDENCE`.
+    """An estimate of δ at an ε, with its interval (`low`, `high`) at a confidence of 99%.
 
-    `direction` is the one whose δ is larger.
+    `direction`, `forward` for the example's removal or `reverse` for its addition, is the one with
+    the larger upper end.
     """
 
     delta: float

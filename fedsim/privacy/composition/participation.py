@@ -51,9 +51,10 @@ class Grid:
     """(M,) indices of the next levels of an example that is in the batch."""
 
     def moves(self, absent: float | Array, present: float | Array) -> Any:
-        """Builds the sparse (M, M) matrix that takes weights of levels one step further.
+        """Builds the sparse (M, M) matrix whose product with weights (M,) is those a step later.
 
-        `absent` and `present` are the weights, numbers or (M,), of the two moves from each level.
+        Its column j has the moves from level j. `absent` and `present` are the weights, numbers or
+        (M,), of the two moves from each level.
         """
         from scipy.sparse import coo_array
 

@@ -406,10 +406,11 @@ class CorrelatedCalibration(_CorrelatedKeys, Calibration):
     """The least noise of T correlated releases that are together (ε, δ)-private."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Finds the least noise multiplier.
+        """Finds the least noise multiplier: the standard deviation of z_t over the clipping norm.
 
-        Where draws are needed, the upper end of δ's interval stays below `delta`. That end is taken
-        from draws that the search has not seen.
+        The answer has it as `noise_multiplier` and as `sigma`. Where draws are needed, the upper
+        end of δ's interval stays below `delta`. That end is taken from draws that the search has
+        not seen.
 
         Raises:
             FedsimError: no noise is enough, Theorem F.12 does not apply, or draws are too few.

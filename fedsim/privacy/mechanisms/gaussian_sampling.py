@@ -149,7 +149,10 @@ class GaussianSamplingCalibration(Neighbours, Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SamplingRelease(CurveMechanism):
-    """A number of draws of a covariance that differs from any neighbour's in two eigenvalues."""
+    """A number of draws of a covariance that differs from any neighbour's in two eigenvalues.
+
+    `samples` is that number in one release.
+    """
 
     samples: int
     eigenvalues: tuple[tuple[float, float], ...]

@@ -36,9 +36,10 @@ _MOST = np.finfo(float).max
 
 
 def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes B, the noise's largest magnitude at scale sensitivity / ε, in the release's units.
+    """Computes B, the least bound of noise of scale sensitivity / ε that is (ε, δ)-private.
 
-    The arguments broadcast.
+    The noise of one number is within ± B, in the units of `sensitivity`, the largest distance of
+    neighbours' values. `delta` is in (0, 1). The arguments broadcast.
 
     Raises:
         FedsimError: an argument is out of range, or ε = 0.

@@ -462,7 +462,10 @@ class RegressionRelease(ExactMechanism):
     accountant: str = "exact least squares, worst row"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Computes ε of the worst row at δ, over all leverages in B; `releases` of them add up."""
+        """Computes ε of the worst row at δ, over all leverages in B.
+
+        It is `releases` (at least 1) times that of one draw at δ / `releases`: basic composition.
+        """
         keys = (self.leverage, self.residual, self.columns, self.features)
         return releases * _epsilon(*keys, delta / releases)
 
@@ -487,8 +490,9 @@ def _epsilon(leverage: float, residual: float, r: int, d: int, delta: float) -> 
 class LeastSquaresExperiment(Leverages, Experiment):
     """N(x, |e|² (B'B)⁻¹ / r) for least squares' solution x and residuals e, seen along one row.
 
-    In units of the release with the row, the release without it has mean m and variance v along
-    M^-½ b and variance w in the other d - 1 directions. `sabotage` scales the regularization.
+    M is B'B with the row, and u the row's entries in B. In units in which the release with the row
+    is N(0, I), that without it has another mean and variance along M^-½ u, and another variance in
+    the other d - 1 directions. `sabotage` scales the regularization.
     """
 
     claims = LeastSquaresCurve

@@ -54,11 +54,21 @@ class NormalCurve(ExactCurve):
         return super().epsilon(delta)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0, by direction."""
+        """Computes log δ at each of `epsilons` >= 0, by direction.
+
+        `forward` is of the file's first distribution against the second, `reverse` of the second
+        against the first.
+
+        Raises:
+            FedsimError: the file cannot be read, or holds no such distributions.
+        """
         return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), by direction."""
+        """Computes the least ε >= 0 for δ in (0, 1), by direction.
+
+        Directions and errors are those of `log_deltas`.
+        """
         return {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
 
     def _pairs(self) -> dict[Direction, NormalPair]:
