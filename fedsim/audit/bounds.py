@@ -121,7 +121,8 @@ def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
     """Computes the μ >= 0 below which the scores refute μ-GDP.
 
     The scores are those of `threshold_bound`. Each of the two error rates is bounded with the error
-    probability `error`, so that the result is wrong with at most twice that.
+    probability `error`, so that the result is wrong with at most twice that. It is 0 where the
+    scores refute nothing.
     """
     from scipy.special import ndtri
 
@@ -226,7 +227,7 @@ def _worlds(
 
 
 def error_probability(delta: float, confidence: float) -> float:
-    """Returns 1 - confidence.
+    """Returns 1 - confidence, after both arguments are checked.
 
     Raises:
         FedsimError: `delta` or `confidence` is not above 0 and below 1.
@@ -259,11 +260,14 @@ def one_run_bound(
         confidence: in (0, 1).
         guesses: even numbers of canaries to guess, half of them (the highest) as included and half
             (the lowest) as left out. They must not depend on `included`. Several share the error
-            probability. By default m, m / 2, m / 4 and m / 8.
+            probability. By default m, m / 2, m / 4 and m / 8, rounded down to even numbers.
+
+    Returns:
+        The bound; its ε is 0 if the canaries refute none, and never above 64.
 
     Raises:
-        FedsimError: an argument is out of range, shapes differ, a score is NaN, or there is no
-            canary.
+        FedsimError: an argument is out of range, shapes differ, a score is NaN, or there are fewer
+            than 2 canaries.
 
     >>> included = np.random.default_rng(0).random(1000) < 0.5
     >>> round(one_run_bound(included + 0.0, included, delta=1e-5).epsilon, 2)  # nothing hidden

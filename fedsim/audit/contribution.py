@@ -28,10 +28,10 @@ class Contributions:
         """(parameters, buffers) of the model at which contributions are computed."""
 
     def client_update(self, *path: int) -> Tensors:
-        """Returns an update of twice the stack's bound on a client's, in a random direction.
+        """Returns an update in a random direction, of twice the L2 norm that the stack allows.
 
-        `path` selects the direction, such as a client's number: the same numbers give the same
-        update.
+        The stack has to bound the norm of a client's update. `path` selects the direction, such as
+        a client's number: the same numbers give the same update.
         """
         proven = self._workload.stack.guarantees(self._workload.declared)
         # The last stage without a mechanism has the bound that noise is then added to.
@@ -46,10 +46,12 @@ class Contributions:
         return {name: size * value for name, value in toward.items()}
 
     def unit_gradient(self, image: Tensor, label: Tensor) -> Tensors:
-        """Computes the gradient of one example's loss, scaled to a norm of 1.
+        """Computes the gradient of one example's loss, scaled to a norm of 1, on the CPU.
+
+        It is the gradient itself; an update of a descent step goes the other way.
 
         Args:
-            image: (1, C, H, W), as the dataset holds it.
+            image: (1, C, H, W), not normalized: bytes, or pixels in [0, 1].
             label: 0-d class of the image.
         """
         assert self._workload.spec is not None
@@ -82,13 +84,14 @@ def images(workload: Workload) -> Dataset:
 def other_label(data: Dataset, label: Tensor) -> Tensor:
     """Returns the class that a canary labelled `label` has in the other world.
 
-    `label` is one label or (m,), and `data` has the classes.
+    That is the next class, and the first after the last. `label` is one label or (m,), and `data`
+    has the classes.
     """
     return (label + 1) % len(data.classes)
 
 
 def along(update: Tensors, toward: Tensors) -> float:
-    """Returns the inner product of `update` and `toward`, all tensors together."""
+    """Returns the inner product of `update` and `toward`, summed over the tensors of `toward`."""
     return sum(
         float(torch.dot(update[name].flatten().double(), value.flatten().double()))
         for name, value in toward.items()

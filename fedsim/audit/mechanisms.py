@@ -14,7 +14,8 @@ from fedsim.privacy.contract import Experiment
 from fedsim.types import AuditMethod, FedsimError
 
 DRAWS: dict[AuditMethod, int] = {"two_worlds": 1_000_000, "one_run": 10_000}
-"""Default number of draws. In one run, more than about 0.1 / δ canaries would show less."""
+"""Default number of draws by method: of each world, or canaries of one run. In one run, more than
+about 0.1 / δ canaries would show less."""
 
 _MOST_DRAWS = 100_000_000
 _MOST_WORK = 2_000_000_000
@@ -49,7 +50,7 @@ class MechanismVerdict:
 
     @property
     def text(self) -> str:
-        """The verdict in words, as people read it."""
+        """The verdict in words: `holds`, or a text that begins with REFUTED."""
         return "holds" if self.holds else "REFUTED: the mechanism leaks more than it claims"
 
 
@@ -76,7 +77,7 @@ def audit(
 
     Raises:
         FedsimError: the mechanism or a key is unknown, a value is missing or out of its range, or
-            there are too few draws.
+            there are too few draws or too many.
     """
     experiment = calculator.make(mechanism, "experiment", keys)
     assert isinstance(experiment, Experiment)

@@ -138,7 +138,8 @@ class _Cast(ABC):
     def score_canaries(self, seen: dict[int, Tensor]) -> NDArray[np.float64]:
         """Computes (m,) scores: how much of each canary is in what the server saw.
 
-        `seen` has for each client the (entries,) sum of what it sent.
+        `seen` has by client number the (entries,) sum of what it sent, times `sign`. Where the
+        server sees aggregates alone, the only key is -1, with their sum.
         """
         found = torch.zeros(len(self.owners), dtype=torch.float64)
         parts = []
@@ -273,7 +274,7 @@ class _CanaryRegression:
         self.projected = self._vectors.T @ rows[:, -1]
 
     def weights(self, scale: float) -> Tensor:
-        """Computes the posterior means of the rows' weights.
+        """Computes the posterior means of the rows' weights; canaries come first, in their order.
 
         `scale` is the prior variance of a weight, in units of the noise's variance on an entry.
         """

@@ -96,7 +96,10 @@ class Looks:
     def features(self, seen: Sequence[Tensors]) -> Array:
         """Computes the (F,) features of a trial, of which `seen` has what is seen of each round.
 
-        They are the weighted sum of all, an entry, the rounds' difference, and the rest.
+        `seen` points the way in which the canary moves the release. The first feature is the sum
+        along the canary over all rounds, weighted. The next are the entry of the first round that
+        shows it best, and a difference of the last two rounds. Then come sums by tensor and by
+        round, sums of a round along the canary of the round before, and two entries.
         """
         own = np.array(
             [
@@ -128,8 +131,9 @@ class Looks:
 def choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
     """Returns scores (n,) and (m,) of all trials, by the look that shows the canary best.
 
-    A look is a weighted sum of features. It is chosen on the first half of each world's trials, so
-    that a bound may count the second halves alone.
+    A look is a weighted sum of features, the larger the likelier with the canary. It is chosen on
+    the first half of each world's trials, so that a bound may count the second halves alone. Where
+    a half has fewer than `LEAST_DRAWS` trials, it is the first feature.
 
     Args:
         absent: (n, F) `Looks.features` of trials without the canary.
@@ -178,15 +182,16 @@ def scores(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Trains one client many times; returns its scores without the canary and with it.
 
-    Both are (canaries,).
+    Both are (canaries,), and higher scores are likelier with the canary.
 
     Args:
         workload: the federation under one stack.
         unit: the unit that the claim hides.
         relation: the claim's relation between neighbours.
-        taken: rounds that each client takes part in. The canary's client is the worst off: the
-            client with the most rounds. Where the server's own noise goes on while a client is
-            away, it is the client that is farthest from not taking part.
+        taken: for each client, the numbers of the rounds that it takes part in, from 1. The
+            canary's client is the worst off: the client with the most rounds. Where the server's
+            own noise goes on while a client is away, it is the client that is farthest from not
+            taking part.
         canaries: number of trainings in each world.
         on_progress: called with (trainings done, all trainings).
 

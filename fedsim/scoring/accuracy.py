@@ -25,7 +25,7 @@ class Accuracy:
     """Share of the test set's most frequent class, which needs no model."""
     low: float
     high: float
-    """Wilson's interval of the share."""
+    """`low` and `high` are the ends of Wilson's interval of the share, at `confidence`."""
     confidence: float
 
     @property

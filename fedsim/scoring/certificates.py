@@ -45,7 +45,8 @@ class Certificate:
     cannot be compared."""
     per_image: dict[str, list[bool]]
     """One truth value an image under the keys `determined` and `certified`, in the order of the
-    true images; in the order of the answer where it is labels alone."""
+    true images; False where one has no answer. In the order of the answer where that is labels
+    alone. A key of which the attack says nothing is missing."""
 
 
 def certificate(
@@ -96,7 +97,8 @@ def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
     """Returns the number of certified images that match no true image.
 
     Each true image matches one answer at most. Matching features have a cosine of at least `COSINE`
-    and nearly the same length; matching labels are equal. Parts that the answer lacks do not count.
+    and lengths that differ by a share of at most `LENGTH`; matching labels are equal. Parts that
+    the answer lacks do not count.
     The result is None if the attack certifies nothing, or nothing can be compared.
     """
     if found.certified is None or (found.features is None and found.labels is None):

@@ -48,13 +48,14 @@ class Guess:
     """Name of the guess: `mean_image`, `mean_by_brightness`, `learned_means`, `class_means`,
     `learned_class_means`; `mean_row` for a table."""
     images: Tensor
-    """(N, C, H, W) pixels in [0, 1]."""
+    """(N, C, H, W) pixels in [0, 1]; for a table (N, D) rows on [0, 1]."""
     labels: Tensor
     """(N,) int64: the likeliest multiset; the granted one, if labels are known."""
     public: int
-    """Number of public images that the guess was learned from."""
+    """Number of public images, or rows, that the guess was learned from."""
     public_per_image: float
-    """Public images for each image of the guess; with granted labels, of the label with fewest."""
+    """Public images for each image of the guess; with granted labels, of the label that has the
+    fewest."""
 
     def answer(self, *, labels_alone: bool = False) -> Reconstruction:
         """Returns the guess as an attack's answer, whose loss is NaN.
@@ -194,7 +195,7 @@ class RowGuesser:
         return self._rows[:: -(-len(self._rows) // max_rows)]
 
     def count_copies(self, rows: Tensor) -> int:
-        """Returns how many of the `rows` (N, D) are among the public ones."""
+        """Returns how many of the `rows` (N, D) equal a public one, to an L2 distance of 1e-6."""
         return int((torch.cdist(rows.double(), self._rows.double()) < _SAME_ROW).any(1).sum())
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
@@ -241,7 +242,8 @@ def _likeliest(labels: Tensor, count: int) -> Tensor:
 def mean_image(images: Tensor) -> Tensor:
     """Returns the mean image, (C, H, W) float32 pixels in [0, 1].
 
-    `images` are (N, C, H, W), of uint8 levels or of pixels in [0, 1].
+    `images` are (N, C, H, W), of uint8 levels or of pixels in [0, 1]. Of rows (N, D) on [0, 1] the
+    result is the mean row, (D,).
 
     Raises:
         ScoringError: there is no image.
@@ -259,9 +261,9 @@ def mean_image(images: Tensor) -> Tensor:
 def near_copies(images: Tensor, public: Tensor) -> int:
     """Returns how many of the `images` (N, C, H, W) have a near copy in `public` (P, C, H, W).
 
-    Images are averaged to 16x16 pixels or fewer, their means are removed, and they are compared by
-    their angle. So brightness and contrast do not matter. Copies that are cropped, moved or
-    mirrored are not noticed. An image of one level has no copy, since it tells nothing.
+    Images are averaged to 16x16 pixels or fewer, and their means are removed. Then near copies have
+    a cosine of at least 0.99. So brightness and contrast do not matter. Copies that are cropped,
+    moved or mirrored are not noticed. An image of one level has no copy, since it tells nothing.
     """
     known = _outlines(public)
     parts = torch.split(images, CHUNK)

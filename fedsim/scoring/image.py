@@ -54,7 +54,7 @@ def rmse(reconstruction: Tensor, truth: Tensor) -> Tensor:
 def psnr(reconstruction: Tensor, truth: Tensor) -> Tensor:
     """Returns the peak signal-to-noise ratio of each image (N, C, H, W): (N,) dB.
 
-    Values are at most `PSNR_CAP`.
+    Values are at most 60 (`PSNR_CAP`), which identical images have.
     """
     # 10 log10(range² / MSE) with a range of 1.
     return -10 * mse(reconstruction, truth).clamp(min=10 ** (-PSNR_CAP / 10)).log10()

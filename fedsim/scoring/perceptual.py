@@ -40,7 +40,10 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class LpipsMetric:
-    """Computes LPIPS v0.1 of matched pixels in [0, 1]; the value is 0 for identical images."""
+    """Computes LPIPS v0.1 of matched pixels in [0, 1]; the value is 0 for identical images.
+
+    It is called with a reconstruction and the truth, (N, C, H, W) each, and returns (N,) float64.
+    """
 
     backbone: Backbone
     weights_sha256: str

@@ -133,6 +133,7 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
 
     Returns:
         The `baseline` of a row: the guess's name, what the guess was learned from, its metrics.
+        Fields are None where nothing was guessed.
     """
     guesses = [target.guess(request, aids) for target in targets().values()]
     made = [guess for guess in guesses if guess is not None]
@@ -166,6 +167,8 @@ def tensors_to_save(
 ) -> dict[str, Tensor]:
     """Returns the truth and, in the order of the truth, exactly what was scored against it.
 
+    The keys are the names by which each target saves its tensors (`Target.saved_as`).
+
     Args:
         found: The attack's answer.
         truth: Truth of the same observation.
@@ -179,7 +182,10 @@ def tensors_to_save(
 
 
 def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
-    """Returns the answer and the truth from the tensors that `tensors_to_save` returned."""
+    """Returns the answer and the truth from the tensors that `tensors_to_save` returned.
+
+    The answer's loss is NaN.
+    """
     answers: dict[str, Tensor] = {}
     true: dict[str, Tensor] = {}
     for part, target in targets().items():

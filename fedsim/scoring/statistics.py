@@ -30,7 +30,7 @@ class Summary:
     max: float
     low: float | None
     high: float | None
-    """Student's interval of the mean, at `confidence` for all that were `compared` together.
+    """`low` and `high`: Student's interval of the mean, at `confidence` for all `compared` samples.
 
     None for equal values and for too few. A spread of zero would read as certainty, though it
     says nothing of what is rare.
@@ -64,7 +64,8 @@ class Share:
     n: int
     low: float
     high: float
-    """Ends of Clopper and Pearson's interval at `confidence`, which holds for rare events, too."""
+    """`low` and `high` are the ends of Clopper and Pearson's interval of `count` / `n`, at
+    `confidence`. It holds for rare events, too."""
     confidence: float
 
     def best_of(self, compared: int) -> Share:

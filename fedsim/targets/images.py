@@ -309,7 +309,8 @@ def guessed_batch(request: GuessRequest, aids: Aids) -> Guess | None:
 def described_guess(guess: Guess, request: GuessRequest, aids: Aids) -> dict[str, Any]:
     """Returns the fields of a row's baseline on the public images that a guess was learned from.
 
-    They are `public`, `public_per_image` and `near_copies`.
+    They are `public` and `public_per_image` of `guess`, and `near_copies`: the number of true
+    images with a near copy among the public ones. `aids` must have the guesser.
     """
     guesser, images = aid_of(aids).guesser, request.truth.tensors()["images"].cpu()
     assert guesser is not None

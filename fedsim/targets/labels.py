@@ -31,7 +31,7 @@ def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
 
     N is the number of true labels. The order of labels in a batch is not observable, only how often
     each occurs. Labels of poor images, which are matched to wrong truths, count the same. If there
-    are more labels than truths, the first N count.
+    are more labels than truths, the first N count. Both are integers, (M,) and (N,).
     """
     claimed = reconstruction[: len(truth)].tolist()
     matches = 0

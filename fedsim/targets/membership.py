@@ -40,8 +40,8 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
 def membership_auc_beyond_chance(scores: Tensor, members: Tensor) -> float | Unavailable:
     """Returns `membership_auc` less 1.96 deviations of an attacker who guesses.
 
-    Above 0.5 the area is more than chance, in one trial, with a probability of 97.5%. Arguments and
-    reasons are those of `membership_auc`.
+    It is at least 0. Above 0.5 the area is more than chance, in one trial, with a probability of
+    97.5%. Arguments and reasons are those of `membership_auc`.
     """
     area = membership_auc(scores, members)
     if isinstance(area, Unavailable):
@@ -55,9 +55,9 @@ def membership_tpr(
     """Returns the share of members above the threshold that few non-members exceed.
 
     `scores` are (N,), and `members` (N,) bool say which candidates took part. The threshold is the
-    lowest at which the rate of non-members above it is at most `false_positives`. That rate is
-    the one expected of a further non-member: k / (n + 1) for the k-th highest of n scores. The
-    reason is returned if all took part, or none, or non-members are too few.
+    lowest at which the rate of non-members above it is at most `false_positives` (default 5%). That
+    rate is the one expected of a further non-member: k / (n + 1) for the k-th highest of n scores.
+    The reason is returned if all took part, or none, or non-members are too few.
     """
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
@@ -73,13 +73,19 @@ def membership_tpr(
 
 
 def accused_others(others: int, false_positives: float) -> int:
-    """Returns k: the k-th highest score of so many non-members is the threshold; 0 if none is."""
+    """Returns k: the k-th highest score of so many non-members is the threshold; 0 if none is.
+
+    k is the largest with k / (others + 1) at most `false_positives`, a rate in (0, 1).
+    """
     # The slack keeps products whole that rounding takes to just below.
     return math.floor(false_positives * (others + 1) + 1e-9)
 
 
 def count_others(scores: Tensor, members: Tensor) -> float:
-    """Returns the number of candidates that took no part."""
+    """Returns the number of candidates that took no part: False in `members`, (N,) bool.
+
+    `scores` do not count.
+    """
     return float((~members).sum())
 
 
@@ -88,7 +94,8 @@ def membership_tpr_end(
 ) -> float | Unavailable:
     """Returns an end of Clopper and Pearson's interval (1934) of the share of `membership_tpr`.
 
-    `end` is 0 for the lower one, 1 for the upper one. The threshold is taken as given.
+    `end` is 0 for the lower one, 1 for the upper one, at 95% confidence. The threshold is taken as
+    given. The other arguments, and the reasons, are those of `membership_tpr`.
     """
     told = membership_tpr(scores, members, false_positives)
     if isinstance(told, Unavailable):
@@ -205,7 +212,10 @@ class Membership(Target):
         assignments: Mapping[str, list[int]],
         aids: Aids,
     ) -> dict[str, Tensor]:
-        """Returns scores and coins, of candidates of an update under a name of their own."""
+        """Returns the scores as `membership`, and who took part, (N,) bool, as `members`.
+
+        For candidates of an update the latter's name is `candidate_members`.
+        """
         saved = super().tensors_to_save(found, truth, assignments, aids)
         if saved and CANDIDATE_MEMBERS in truth.tensors():
             # A truth of "members" would be read back as one of rows.
@@ -213,7 +223,10 @@ class Membership(Target):
         return saved
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the scores (None if there are none), and the coins, from saved `tensors`."""
+        """Returns the scores (None if there are none), and who took part, from saved `tensors`.
+
+        The latter, (N,) bool, is under the name by which it was saved.
+        """
         if CANDIDATE_MEMBERS not in tensors:
             return super().read_saved(tensors)
         return tensors.get(self.part), {CANDIDATE_MEMBERS: tensors[CANDIDATE_MEMBERS]}

@@ -37,7 +37,10 @@ def columns_recovered(pair: ScoredPair) -> Tensor:
 
 
 def record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
-    """Returns the mean absolute difference of claimed and true entries (N, D), by record: (N,)."""
+    """Returns the mean absolute difference of claimed and true entries, by record: (N,).
+
+    Both are (N, D) on [0, 1], so that the difference is a share of a column's range.
+    """
     return (claimed.double() - truth.double()).abs().mean(1)
 
 
@@ -148,7 +151,10 @@ class Records(Target):
         return saved and {**saved, "columns": truth.tensors()["columns"]}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the saved records (None if there are none), and the tensors of their truth."""
+        """Returns the saved records (None if there are none), and the tensors of their truth.
+
+        These are `images`, the true records, and `columns`; without any saved there are none.
+        """
         if "truth_records" not in tensors:
             return None, {}
         known = {"images": tensors["truth_records"], "columns": tensors["columns"]}
