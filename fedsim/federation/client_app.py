@@ -110,6 +110,10 @@ class FederationClient:
 
         The message says how many rounds are done. The workload is built here, so that no round
         waits for it.
+
+        Raises:
+            FedsimError: The context names no client of the scenario.
+            MalformedError: The message does not say how many rounds are done.
         """
         client, done = self.client(context), wire.read_done(message.content)
         ClientState(self.out, self.workload.stack_name, client).rewind(done)
@@ -118,7 +122,12 @@ class FederationClient:
     def left_out(self, message: Message, context: Context) -> Message:
         """Removes the truth of an answer that the server has left out of its recording.
 
-        The message repeats the order of that answer. The reply holds the client's number.
+        The message repeats the round and probe of that order; its tensors may be missing. The reply
+        holds the client's number.
+
+        Raises:
+            FedsimError: The context names no client of the scenario.
+            MalformedError: A part of the message is missing or of another form.
         """
         order = wire.read_order(message.content)
         client, out = self.client(context), self.out

@@ -79,7 +79,10 @@ class ClientState:
             self._path(past).unlink(missing_ok=True)
 
     def save_sent(self, round: int, sent: Tensors) -> None:
-        """Keeps the tensors `sent` of `round`: the client's update, and the weights it began at."""
+        """Keeps the tensors `sent` of `round`: the client's update, and the weights it began at.
+
+        Their names are those of `training.participant.pack_round`.
+        """
         write_tensors(self._sent_path(round), sent)
 
     def load_sent(self, round: int) -> Tensors:

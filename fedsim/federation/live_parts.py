@@ -51,7 +51,11 @@ def find_strategy() -> Strategy | None:
 
 
 def list_strategies(strategy: Strategy) -> list[DeployedPart]:
-    """Returns a strategy and those that it wraps, outermost first, with their accountants."""
+    """Returns a strategy and those that it wraps, outermost first, with their accountants.
+
+    What an accountant is told and has counted are settings of its strategy: `accountant_epsilon`,
+    `accountant_releases`, `accountant_delta` and `accountant_max_epsilon`.
+    """
     found = []
     inner: Any = strategy
     while isinstance(inner, Strategy):

@@ -116,8 +116,9 @@ class TapGrid(WrappedGrid):
     def end(self) -> Tensors:
         """Forgets the round's replies; returns the new global float buffers.
 
-        These are the mean over the accepted answers, whatever the strategy. Buffers are statistics,
-        and a server optimizer could make a variance negative.
+        These are the mean over the accepted answers, weighted by examples, whatever the strategy.
+        If there is no such answer, they are the old ones. Buffers are statistics, and a server
+        optimizer could make a variance negative.
         """
         self._spool.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)

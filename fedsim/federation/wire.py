@@ -125,7 +125,7 @@ def decode(record: ArrayRecord) -> dict[str, Tensor]:
 def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
     """Converts Flower arrays to contiguous NumPy arrays.
 
-    The results share the message's bytes if possible.
+    The results share the message's bytes if possible, and are then read-only.
 
     Raises:
         MalformedError: An array is no NumPy file of numbers.

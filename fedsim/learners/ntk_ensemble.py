@@ -238,7 +238,7 @@ class _Ensemble(_KernelRegression):
             )
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns zeros: there is no model before the first release."""
+        """Returns (parameters, buffers): `form`, Q (c, d, d), as zeros, and `kernel`, S (d, d)."""
         d = self.release.features
         return {MODEL: torch.zeros(self._classes, d, d, dtype=torch.float64)}, self.buffers()
 
@@ -275,7 +275,10 @@ class _Single(_KernelRegression):
         self._num_examples = problem.examples
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns zeros: there is no model before the first release."""
+        """Returns (parameters, buffers): `features` (n, d) and `alpha` (n, c), zeros, and `kernel`.
+
+        n is the number of all training examples, and `kernel` is S (d, d).
+        """
         d, num_examples = self.release.features, self._num_examples
         zeros = {
             FEATURES: torch.zeros(num_examples, d, dtype=torch.float64),

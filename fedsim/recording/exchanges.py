@@ -257,7 +257,8 @@ class Recorder:
     def leave_out(self, reason: str) -> bool:
         """Counts a message that is not recorded; returns whether `reason` is new.
 
-        A count that cannot be written, as on a full disk, is written with the next one.
+        A count that cannot be written, as on a full disk, is written with the next one. Beyond 100
+        reasons, new ones are counted together.
         """
         if reason not in self._left_out and len(self._left_out) >= _REASONS:
             reason = _OTHER

@@ -30,7 +30,9 @@ from fedsim.words import printable
 class Witnessed(BaseModel):
     """Describes how one client trained on one order: the JSON beside its images.
 
-    `optimizer` is the name of the optimizer's class; None if nothing was stepped.
+    `optimizer` is the name of the optimizer's class; None if nothing was stepped. `training_mode`
+    says whether the model was in training mode. `label_smoothing` and `class_weights` are those of
+    the cross-entropy; weights are None where it has none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -48,7 +50,7 @@ class Witnessed(BaseModel):
     left_out: int = Field(ge=0)
     """Number of images that were left out, as more than the witness's `max_images` were seen."""
     sizes: list[Annotated[int, Field(ge=1)]]
-    """Number of images of each step."""
+    """Number of images of each step, in order; an image that comes again counts again."""
     optimizer: str | None
     settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
     """Settings of the optimizer, such as `lr` and `momentum`."""

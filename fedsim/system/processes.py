@@ -92,7 +92,8 @@ def child(target: Callable[..., object], *arguments: object) -> Iterator[BasePro
     """Runs `target(*arguments)` in a process that ends with the block, and with this process.
 
     The process gets no interrupts and no time to clean up. It also ends with the thread that starts
-    it. The block gets the process. `target` and `arguments` must be picklable.
+    it. The block gets the process. `target` must be a function of a module that can be imported,
+    not of the script, and `arguments` must be picklable.
     """
     context = _SpawnContext()
     end, lifeline = context.Pipe(duplex=False)

@@ -65,7 +65,10 @@ class Refusal(Exception):  # noqa: N818 - reads as what happened
 
 @dataclass(frozen=True)
 class Signature:
-    """Identifies a signature that is valid, and the key that made it."""
+    """Identifies a signature that is valid, and the key that made it.
+
+    `key` is the public key in PEM, by which nodes are told apart.
+    """
 
     r: int
     """The first of the two numbers of an ECDSA signature (r, s). Whoever saw a signature can write
@@ -204,7 +207,7 @@ class Signatures:
         """Records whether the SuperLink accepted the request that `signature` is of.
 
         Keys of which no request was ever accepted are not remembered, so that strangers fill no
-        memory.
+        memory. A signature of theirs could pass `claim` again.
         """
         if is_accepted:
             self._accepted.add(signature.key)

@@ -97,7 +97,8 @@ def make_private(home: Path) -> None:
 def secret_seed(home: Path, run: str, use: str = "") -> int:
     """Returns a 256-bit seed of `run`, which follows from the secret in `home`.
 
-    The secret is made if it is missing. Seeds for another `use` tell nothing of this one.
+    The secret is made if it is missing. `use` is any text that says what the seed is for: a seed
+    for another use tells nothing of this one.
 
     Raises:
         FedsimError: The secret's file is damaged, or readable by other users.

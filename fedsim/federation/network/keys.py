@@ -213,8 +213,12 @@ def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
 def read_identity(key: Path | None, peers: Path | None) -> Identity | None:
     """Reads a node's signing key and its peers' public keys; None if neither file is named.
 
+    `key` is a file of 32 raw bytes, and `peers` is JSON of client -> public key as hexadecimal
+    text. `fedsim keys` writes both.
+
     Raises:
-        FedsimError: One of the two is missing or damaged, or other users may read the key.
+        FedsimError: Only one of the two is named, one is missing or damaged, two clients have one
+            key, or other users may read the signing key.
     """
     if key is None and peers is None:
         return None
