@@ -43,7 +43,7 @@ def build(
         server: The stack as the server knows it.
         out: The run's folder.
         on_round: Called after each round with its record.
-        delivery: How messages travel to clients.
+        delivery: How messages travel to clients; by default they take turns on one machine.
     """
     app = ServerApp()
 

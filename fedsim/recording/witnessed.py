@@ -48,7 +48,7 @@ class Witnessed(BaseModel):
     images: int = Field(ge=1)
     """Number of distinct images that were kept."""
     left_out: int = Field(ge=0)
-    """Number of images that were left out, as more than the witness's `max_images` were seen."""
+    """Number of images, counted at each use, that were left out as more than `max_images`."""
     sizes: list[Annotated[int, Field(ge=1)]]
     """Number of images of each step, in order; an image that comes again counts again."""
     optimizer: str | None
@@ -121,6 +121,7 @@ def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
 
     `said` describes the training. `tensors` has its distinct `images` (N, C, H, W), their `labels`
     (N,), and the `order` in which steps used them: indices of images, one step after the other.
+    Images that were left out are not in the order, although `said.sizes` counts them.
     """
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.

@@ -180,6 +180,8 @@ class Passage:
 
         Raises:
             Refusal: The request does not pass, or cannot be answered.
+            OSError: The connection of the client broke off.
+            h11.ProtocolError: The client breaks the rules of HTTP.
         """
         self.request, self.is_answered = "", False
         try:

@@ -79,7 +79,7 @@ def check(server: Server) -> None:
 
 
 def layout(server: Server, round: int) -> Layout:
-    """Returns the layout of the vectors of `round`."""
+    """Returns the layout of the vectors of `round`, whose stack must have secure sums."""
     parameters, buffers = server.initial()
     return Layout(
         sums=tuple(server.sum_terms(part) for part in parts(server, round)),

@@ -89,8 +89,8 @@ class SecureSum:
     ) -> Opened | None:
         """Carries out the sum, once; returns None if nothing is opened.
 
-        The tally then has the reason as a line. It counts clients that failed, and the bytes of all
-        messages.
+        The tally then has the reason as a line. It also counts clients that failed, and the bytes
+        of messages: of answers without the parts that are of probes.
 
         Args:
             clients: Clients that are asked.
