@@ -62,7 +62,7 @@ _INDEPENDENT = ("poisson", "balls_in_bins")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReleases:
-    """The releases of a client besides training: `count` batches, each `releases` times."""
+    """A client's answers to probes, besides training: `count` batches, each `releases` times."""
 
     declared: LocalTraining
     """The local training of a probe, before the stack's training defenses."""
@@ -94,11 +94,11 @@ class Entry:
     """For each client, whether it took part in each round so far. Only noise of the server that is
     correlated over rounds depends on it; by default one client took part in all."""
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
-    """By unit, quantities that clients compute with and its data influenced without noise. A unit
-    then moves more than its own contribution, and nothing is claimed."""
+    """By unit, names of quantities that clients compute with and that the unit's data influenced
+    without noise. A unit then moves more than its own contribution, and nothing is claimed."""
     probes: Collection[ProbeReleases] = ()
     unprotected: Collection[str] = ()
-    """Tensors that clients release and no defense acts on."""
+    """Names of tensors that clients release and no defense acts on; of any, nothing is claimed."""
     drawn: bool = False
     """Whether the example is known to be in every batch, so that drawing batches hides nothing."""
     known: float = 0.0

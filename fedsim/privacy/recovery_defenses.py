@@ -63,7 +63,8 @@ class DefenseBounds:
     defense: str
     rate: float | None
     upper: float | None
-    """Error of the tensor attack on unit features at most, hidden constant and logarithms at 1."""
+    """Upper bound of the tensor attack's error, a root mean square distance of unit features, with
+    the hidden constant and logarithms at 1."""
     valid: bool
     """Whether the conditions of the theorem hold, as far as they can be checked."""
     reason: str | None

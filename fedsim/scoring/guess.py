@@ -74,6 +74,7 @@ class Guess:
 class Guesser:
     """Guesses batches from public images; the same batch size and labels give the same guess.
 
+    It is called with the number of images and, if known, their labels; it returns a `Guess`.
     Guessers of the same images and labels are equal, so that a process learns a guess once.
     """
 
@@ -177,6 +178,7 @@ class Guesser:
 class RowGuesser:
     """Guesses each row of a table by the mean of public ones.
 
+    It is called with the number of rows and, if known, their labels; it returns a `Guess`.
     In a column of categories, the likeliest one has the largest entry of the mean.
     """
 

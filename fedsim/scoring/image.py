@@ -23,7 +23,8 @@ def check_pixels(images: Tensor, what: str) -> None:
     """Refuses tensors that are not a batch of pixels; `what` names them in the message.
 
     Raises:
-        ScoringError: the tensor is not (N, C, H, W), floating-point, finite and within [0, 1].
+        ScoringError: the tensor is empty, or is not (N, C, H, W), floating-point, finite and within
+            [0, 1].
     """
     if images.ndim != 4 or images.numel() == 0:
         raise ScoringError(

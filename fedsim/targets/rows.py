@@ -133,7 +133,7 @@ class Rows(Target):
         return tensors["rows"][tensors["members"]] if "rows" in tensors else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not a row for each that took part, or have impossible entries.
+        """Refuses answers that are not a row for each that took part, or leave [-1, 1].
 
         Raises:
             ScoringError: the answer is refused, or the truth is of no table.

@@ -119,8 +119,9 @@ def squared_norms(
 ) -> tuple[Array, Array, float]:
     """Computes (values, probabilities, rest): the distribution of ||C z||² over z, rounded up.
 
-    `rest` is the probability (at most 1e-12) of all that lies above the largest value. The result
-    is exact for λ = `correlation` = 0. `sampling_rate` is q, and `steps` is T.
+    Values and probabilities are two (k,) arrays; values are in no order, and may repeat. `rest` is
+    the probability (at most 1e-12) of all that lies above the largest value. The result is exact
+    for λ = `correlation` = 0. `sampling_rate` is q, and `steps` is T.
 
     The sum of y_t² grows only where the example participates: with y before the step, by
     (1 + 2 λ y) / (1 - λ²). That counts the whole decay to come; the decay behind the last step is

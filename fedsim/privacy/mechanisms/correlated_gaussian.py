@@ -268,7 +268,7 @@ class _CorrelatedKeys(_Steps):
     def log_delta_of_known_batches(self, noise: float, epsilon: float) -> float:
         """Computes log of a bound on δ at ε for an attacker who knows an example's batches.
 
-        `noise` is the noise multiplier.
+        The contribution is exchanged for zero. `noise` is the noise multiplier.
         """
         if self.sampling == "balls_in_bins":
             return correlated.log_delta_known_bin(
@@ -371,7 +371,8 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     def epsilon_of_known_batches(self, delta: float) -> Answer:
         """Computes ε at δ for an attacker who knows which batches an example was in.
 
-        No random draws are needed. The result bounds ε of sampling that hides the batches, too.
+        The contribution is exchanged for zero. No random draws are needed. The result bounds ε of
+        sampling that hides the batches, too.
         """
         target, noise = math.log(delta), self.noise_multiplier
         found = _least(lambda eps: self.log_delta_of_known_batches(noise, eps) <= target)

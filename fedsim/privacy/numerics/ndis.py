@@ -167,8 +167,8 @@ def estimate(
 ) -> MonteCarloDelta:
     """Estimates δ as the paper does: the mean of (1 - exp(ε - L))+ over log(2 / γ) / (2 α²) draws.
 
-    L is the log-likelihood ratio of `pair`. By Hoeffding's inequality the estimate is within α of δ
-    with probability 1 - γ.
+    L is log N1(x) / N2(x) at draws x of N1, the first distribution of `pair`. By Hoeffding's
+    inequality the estimate is within α of δ with probability 1 - γ.
 
     Args:
         pair: the two distributions.
