@@ -1,8 +1,8 @@
 """What cannot work is refused here before any training: the questions, in their order.
 
 `fedsim run`, `validate` and `up` ask all of them, by `fedsim.acceptance`; a node asks those of its
-stack. What a scenario's sections contradict in each other is refused when it is read
-(`fedsim.scenario.checks`).
+stack. Each question refuses by a `FedsimError`, whose text names the scenario's key. What a
+scenario's sections contradict in each other is refused when it is read (`fedsim.scenario.checks`).
 """
 
 from __future__ import annotations
@@ -71,11 +71,7 @@ def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims)
 
 
 def engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
-    """Refuses a machine that lacks what the engine needs, such as a package or a version of Flower.
-
-    Raises:
-        FedsimError: The engine cannot run here.
-    """
+    """Refuses a machine that lacks what the engine needs, such as a package."""
     build_engine(scenario.federation.engine).check()
 
 
@@ -83,9 +79,6 @@ def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
     """Refuses a strategy with wrong parameters, or one that needs what a stack hides.
 
     A stack may hide single updates or losses.
-
-    Raises:
-        FedsimError: The strategy does not fit.
     """
     federation, trains = scenario.federation, build_learner(scenario.learner).trains
     # Building it checks its parameters.
@@ -119,11 +112,7 @@ OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [
 
 
 def neurons_to_plant(server: Server) -> None:
-    """Refuses to plant neurons (`observe.plant`) without probes, or in a model that has none.
-
-    Raises:
-        FedsimError: There is nothing to plant, or no probe that would use it.
-    """
+    """Refuses to plant neurons (`observe.plant`) without probes, or in a model that has none."""
     observe = server.scenario.observe
     if observe.plant and not observe.batch_sizes:
         raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
@@ -135,11 +124,7 @@ def neurons_to_plant(server: Server) -> None:
 
 
 def somebody_is_observed(server: Server) -> None:
-    """Refuses a scenario with an observed round in which no observed client takes part.
-
-    Raises:
-        FedsimError: There is such a round.
-    """
+    """Refuses a scenario with an observed round in which no observed client takes part."""
     scenario = server.scenario
     if not server.schedule.records or scenario.observe.vantages == ["client"]:
         return
@@ -153,11 +138,7 @@ def somebody_is_observed(server: Server) -> None:
 
 
 def somebody_looks(server: Server) -> None:
-    """Refuses the vantage `client` if no client sees others, or if global models tell no update.
-
-    Raises:
-        FedsimError: The vantage would show nothing.
-    """
+    """Refuses the vantage `client` if no client sees others, or if global models tell no update."""
     scenario = server.scenario
     if "client" not in scenario.observe.vantages:
         return
@@ -182,12 +163,7 @@ def somebody_looks(server: Server) -> None:
 
 
 def enough_share_the_noise(server: Server) -> None:
-    """Refuses noise shared among clients where the honest ones may add too little of it.
-
-    Raises:
-        FedsimError: A round has fewer clients than the noise needs, or clients that add it may
-            collude.
-    """
+    """Refuses noise shared among clients where the honest ones may add too little of it."""
     least, sampled = server.stack.least_clients, len(server.plan(1).participants)
     if sampled < least:
         raise FedsimError(
@@ -218,11 +194,7 @@ OF_STACK: list[Callable[[Server], None]] = [
 
 
 def classes_to_tell_apart(workload: Workload) -> None:
-    """Refuses images that are all of one class, since a classifier has no loss on them.
-
-    Raises:
-        FedsimError: All images are of one class.
-    """
+    """Refuses images that are all of one class, since a classifier has no loss on them."""
     dataset = workload.dataset
     if dataset.noun == "image" and len(dataset.classes or ()) < 2:
         raise FedsimError(
@@ -233,11 +205,7 @@ def classes_to_tell_apart(workload: Workload) -> None:
 
 
 def attacks_answer(workload: Workload) -> None:
-    """Refuses attacks that reconstruct images alone, if the data are rows of a table.
-
-    Raises:
-        FedsimError: The scenario names such an attack.
-    """
+    """Refuses attacks that reconstruct images alone, if the data are rows of a table."""
     if workload.spec is None or not workload.spec.columns:
         return
     for index, entry in enumerate(workload.scenario.attacks):
@@ -247,11 +215,7 @@ def attacks_answer(workload: Workload) -> None:
 
 
 def batches_are_full(workload: Workload) -> None:
-    """Refuses batches larger than a client's data, and trials that would repeat images.
-
-    Raises:
-        FedsimError: A client has too few examples.
-    """
+    """Refuses batches larger than a client's data, and trials that would repeat images."""
     observe, parts = workload.scenario.observe, {one.number: one.own for one in workload.clients}
     everyone = list(parts)
     sizes, trains = [], workload.release is None
@@ -277,11 +241,7 @@ def batches_are_full(workload: Workload) -> None:
 
 
 def data_keep_to_the_claim(workload: Workload) -> None:
-    """Refuses data that break what the stack's claim assumes of each client's rows.
-
-    Raises:
-        FedsimError: The data break an assumption.
-    """
+    """Refuses data that break what the stack's claim assumes of each client's rows."""
     with blaming(f"defenses.{workload.stack_name}"):
         workload.check_assumptions()
 
@@ -291,11 +251,7 @@ _STEP_BYTES = 4
 
 
 def batches_fit_memory(workload: Workload) -> None:
-    """Refuses batches, of training or of probes, that do not fit into memory with their gradients.
-
-    Raises:
-        FedsimError: A batch does not fit.
-    """
+    """Refuses batches, of training or of probes, that do not fit memory with their gradients."""
     spec, observe = workload.spec, workload.scenario.observe
     if spec is None:
         return
@@ -318,9 +274,6 @@ def a_client_can_train(workload: Workload) -> None:
     """Trains one client for at most two steps, and refuses a scenario in which that fails.
 
     It also refuses a learner whose steps bypass the stack's defenses of training.
-
-    Raises:
-        FedsimError: The steps failed, or the learner bypasses the defenses.
     """
     stack = workload.stack
     parameters, buffers = workload.initial()
@@ -351,11 +304,7 @@ OF_CLIENTS: list[Callable[[Workload], None]] = [
 def audit_shows_something(
     scenario: Scenario, servers: Mapping[str, Server], claims: Claims
 ) -> None:
-    """Refuses an audit without a claim that canaries can refute.
-
-    Raises:
-        FedsimError: There is no such claim.
-    """
+    """Refuses an audit without a claim that canaries can refute."""
     from fedsim import audit
 
     if scenario.audit:
@@ -363,11 +312,7 @@ def audit_shows_something(
 
 
 def scorer_is_there(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
-    """Refuses missing or damaged weights for LPIPS before any training.
-
-    Raises:
-        FedsimError: The weights cannot be loaded.
-    """
+    """Refuses missing or damaged weights for LPIPS before any training."""
     from fedsim import scoring
 
     wanted, described = scenario.scoring, next(iter(servers.values())).described

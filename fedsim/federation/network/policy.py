@@ -110,12 +110,7 @@ class Policy(BaseModel):
         return policy
 
     def check(self, scenario: Scenario, stack: str) -> None:
-        """Refuses what the policy does not allow of `stack` of `scenario`.
-
-        Raises:
-            FedsimError: The policy does not allow it; the text names the scenario's key and the
-                policy's.
-        """
+        """Refuses what the policy does not allow of `stack` of `scenario`."""
         wanted = build_stack(scenario.defenses[stack])
         # Compared once built, so that neither spelling nor defaults matter.
         if self.stacks is not None and wanted not in map(_stack, self.stacks):
@@ -143,11 +138,7 @@ class Policy(BaseModel):
             )
 
     def check_release(self, workload: Workload) -> None:
-        """Refuses releases that bypass a listed stack, and secure sums over too few clients.
-
-        Raises:
-            FedsimError: The policy does not allow them; the text names the policy's key.
-        """
+        """Refuses releases that bypass a listed stack, and secure sums over too few clients."""
         if not workload.protocol and self.minimum_cohort > 1:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
@@ -172,11 +163,7 @@ class Policy(BaseModel):
             )
 
     def check_path(self, path: str) -> None:
-        """Refuses a file that a scenario names, unless the policy lists the file or its folder.
-
-        Raises:
-            FedsimError: The policy does not list it.
-        """
+        """Refuses a file that a scenario names, unless the policy lists the file or its folder."""
         if not any(_within(path, allowed) for allowed in self.paths):
             raise FedsimError(f"{path}: this node's policy lets no scenario name this file (paths)")
 
@@ -200,11 +187,7 @@ class Releases:
                 ) from error
 
     def count(self) -> None:
-        """Counts one more answer; must be called before the answer is computed.
-
-        Raises:
-            FedsimError: The policy allows no more answers.
-        """
+        """Counts one more answer; must be called before the answer is computed."""
         if self._most is not None and self._count >= self._most:
             raise FedsimError(
                 f"this node has answered {self._count} times, which is all that its policy allows "
