@@ -83,8 +83,8 @@ class Exchange(BaseModel):
         The exchange must come from `read_exchanges`.
 
         Raises:
-            FedsimError: The file is damaged.
-            OSError: The file is missing, or may not be read.
+            FedsimError: The file is missing or damaged.
+            OSError: The file may not be read.
         """
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
@@ -94,8 +94,8 @@ class Exchange(BaseModel):
         The exchange must come from `read_exchanges`.
 
         Raises:
-            FedsimError: The file is damaged.
-            OSError: The file is missing, or may not be read.
+            FedsimError: The file is missing or damaged.
+            OSError: The file may not be read.
         """
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
@@ -429,7 +429,8 @@ def _broadcast_name(digest: str) -> str:
 
 
 def _read_verified(path: Path, digest: str) -> Tensors:
-    if streaming.digest_of_file(path) != digest:
+    # A missing file is left to `read_tensors`, whose error says so.
+    if path.is_file() and streaming.digest_of_file(path) != digest:
         raise FedsimError(f"{path}: does not match the checksum in its recording")
     return read_tensors(path)
 

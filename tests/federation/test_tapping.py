@@ -197,6 +197,9 @@ def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(FedsimError, match="does not match the checksum"):
         exchange.read_reply()
+    file.unlink()
+    with pytest.raises(FedsimError, match="cannot be read"):
+        exchange.read_reply()
     document = json.loads(exchange.path.read_text())
     exchange.path.write_text(json.dumps({**document, "broadcast": "../../etc/passwd"}))
     with pytest.raises(FedsimError, match="not what a tap records"):
