@@ -4,12 +4,17 @@ Clients train for `--rounds`, and attacks see the updates of `--observed` of the
 Of each client `--candidates` examples are set aside by coins, and those of the first `--attacked`
 clients are asked about. Scores of these clients count together.
 An epoch is as many steps as cover a client's data once, each with a batch of its own.
+Behind a stack that shows sums alone, the sum is attacked, with the candidates of all its clients.
 
-Each cell (data, partition, B, epochs, seed, attack) is a line of the CSV file. Lines that are there
-are not computed again, and nothing is begun after `--minutes`: call it again to go on.
+Each cell (data, partition, stack, B, epochs, seed, attack) is a line of the CSV file. Lines that
+are there are not computed again, and nothing is begun after `--minutes`: call it again to go on.
+`limit_*` is the most that the claim of all observed rounds allows (empty: it bounds nothing),
+`claim_p` the p-value of that claim, and `blind_p` the least p-value of members that differ from
+others before any update is seen.
 
     python benchmarks/membership.py --csv FILE [--images ../shared/data/cifar10-images.zip]
         [--batch-sizes 64] [--epochs 1] [--seeds 1] [--model convnet --width 8] [--alpha 0.5]
+        [--table ../shared/data/tables.zip] [--stacks none dp-8 sum] [--sampling poisson]
 
 docs/results/membership-cifar.csv is of CIFAR-10 with `--lr` 0.01 and 0.08 and, in both cases,
 
@@ -21,7 +26,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
+import itertools
+import tempfile
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +43,20 @@ from fedsim.contracts.attack import AttackFailed, create, solve
 from fedsim.contracts.grant import Grant, Knowledge, MembershipCandidates
 from fedsim.contracts.metric import Unavailable
 from fedsim.data.images import public_examples
+from fedsim.privacy.membership import (
+    auc_limit,
+    certain_rate,
+    row_claim,
+    share_p_value,
+    tpr_limit,
+)
 from fedsim.scenario import Scenario
-from fedsim.targets.membership import membership_auc, membership_tpr
+from fedsim.scoring.blind_test import blind_p_value
+from fedsim.targets.membership import accused_others, membership_auc, membership_tpr
+from fedsim.training.accounting import spent
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
-from fedsim.types import Dataset, Observation
+from fedsim.types import Dataset, Observation, Table
 
 ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "loss, mean": ("loss_trajectory", {}),
@@ -52,6 +70,22 @@ ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_membership": ("update_membership", {}),
 }
 RATES = {"1_percent": 0.01, "01_percent": 0.001}
+
+
+def _plugin(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"name": name, "parameters": parameters}
+
+
+STACKS: dict[str, list[dict[str, Any]]] = {
+    "none": [],
+    **{f"dp-{e}": [_plugin("dp_sgd", norm=1.0, epsilon=e)] for e in (1, 8, 50)},
+    **{
+        f"noise-{z}": [_plugin("clip", norm=1.0), _plugin("gaussian_noise", multiplier=z)]
+        for z in (0.1, 1.0)
+    },
+    **{f"pruned-{share}": [_plugin("gradient_pruning", ratio=share)] for share in (0.9, 0.99)},
+    "sum": [_plugin("aggregate")],
+}
 _Cell = tuple[str, ...]
 
 
@@ -64,10 +98,8 @@ class Seen:
     knowledge: Knowledge
 
     def ask(self, attack: str, parameters: dict[str, Any], client: int) -> tuple[Tensor, Tensor]:
-        """Returns scores and coins of the candidates of `client`."""
-        split = self.workload.clients[client].candidates
-        assert split
-        inputs, labels = self.workload.dataset.examples_at(split.examples)
+        """Returns scores and coins of the candidates of `client`; -1: of all clients of a sum."""
+        inputs, labels, members = self.asked(client)
         candidates = MembershipCandidates(inputs=inputs, labels=labels, seen=self.observations)
         last = [each for each in self.observations if each.client == client][-1]
         known = Knowledge(
@@ -76,14 +108,88 @@ class Seen:
             public_labels=self.knowledge.public_labels,
             candidates=candidates,
         )
-        found = solve(create(attack, parameters), last, known, seed=client).reconstruction
+        found = solve(create(attack, parameters), last, known, seed=client + 1).reconstruction
         assert found.membership is not None
-        return found.membership, split.members
+        return found.membership, members
+
+    def asked(self, client: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns inputs, labels and coins of the candidates of `client`; -1: of all clients."""
+        clients = self.workload.clients
+        each = []
+        for one in clients if client < 0 else [clients[client]]:
+            assert one.candidates
+            inputs, labels = self.workload.dataset.examples_at(one.candidates.examples)
+            each.append((inputs, labels, one.candidates.members))
+        inputs, labels, members = (torch.cat(part) for part in zip(*each, strict=True))
+        return inputs, labels, members
+
+    def limits(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Returns ε, the most that it allows, and its p-value by the shares told in `row`."""
+        claim = spent(self.workload.server(), self.observations[-1].round)
+        sampled = self.workload.training.sampling != "without_replacement"
+        found: dict[str, Any] = {"epsilon": claim.epsilon, "limit_auc": "", "claim_p": ""}
+        found |= dict.fromkeys((f"limit_at_{name}" for name in RATES), "")
+        if claim.delta is None or claim.reason is not None:
+            return found
+        bounded = row_claim(claim.unit, claim.relation, claim.epsilon, claim.delta, sampled=sampled)
+        if bounded is None:
+            return found
+        found["limit_auc"] = round(auc_limit(*bounded), 4)
+        members, others, levels = row["members"], row["others"], []
+        for name, rate in RATES.items():
+            if accused := accused_others(others, rate):
+                limit = tpr_limit(*bounded, certain_rate(accused, others))
+                found[f"limit_at_{name}"] = round(limit, 4)
+                told = round(row[f"tpr_at_{name}"] * members)
+                levels.append(share_p_value(told, members, accused, others, *bounded))
+        found["claim_p"] = f"{min(1.0, len(levels) * min(levels, default=1.0)):.2g}"
+        return found
 
 
-def scenario(options: argparse.Namespace, size: int, epochs: int, seed: int) -> Scenario:
+_ADULT = (
+    "age,workclass,fnlwgt,education,education-num,marital-status,occupation,relationship,race,"
+    "sex,capital-gain,capital-loss,hours-per-week,native-country,income"
+)
+
+
+def adult(path: Path, rows: int) -> Table:
+    """Reads the first `rows` of Adult from its zip, without the columns of weights and of texts."""
+    from fedsim.data.table import TableFile
+
+    names = _ADULT.split(",")
+    with zipfile.ZipFile(path) as zipped:
+        text = zipped.read("adult/adult.data").decode()
+    cells = [row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if row][:rows]
+    ranges = {
+        "age": (17, 90),
+        "education-num": (1, 16),
+        "capital-gain": (0, 99999),
+        "capital-loss": (0, 4356),
+        "hours-per-week": (1, 99),
+    }
+    features: list[dict[str, Any]] = []
+    for column, name in enumerate(names[:-1]):
+        if name in ranges:
+            features.append({"name": name, "low": ranges[name][0], "high": ranges[name][1]})
+        elif name not in ("fnlwgt", "education"):
+            # Categories are public: the data set's own description lists them.
+            features.append({"name": name, "categories": sorted({row[column] for row in cells})})
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder, "adult.csv")
+        with where.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([names, *cells])
+        target = {"name": "income", "classes": ["<=50K", ">50K"]}
+        return TableFile.model_validate(
+            {"path": str(where), "features": features, "target": target}
+        ).load()
+
+
+def scenario(options: argparse.Namespace, stack: str, size: int, seed: int) -> Scenario:
     images = options.images
     source: dict[str, Any] = {"name": "digits", "parameters": {"size": 8}}
+    if options.table:
+        # Only says that rows come: `prepare` hands over the table itself.
+        source = {"name": "breast_cancer"}
     if images:
         where = {"path": str(images), "limit": options.limit}
         source = {"name": "image_folder", "parameters": where}
@@ -93,6 +199,8 @@ def scenario(options: argparse.Namespace, size: int, epochs: int, seed: int) -> 
     model: dict[str, Any] = {"name": options.model}
     if options.model == "convnet":
         model["parameters"] = {"width": options.width}
+    if options.model == "mlp":
+        model["parameters"] = {"hidden": [options.width]}
     return Scenario.model_validate(
         {
             "name": "membership",
@@ -102,8 +210,14 @@ def scenario(options: argparse.Namespace, size: int, epochs: int, seed: int) -> 
             "training": {
                 "algorithm": "fedavg",
                 "rounds": options.rounds,
-                "local": {"steps": 1, "batch_size": size, "lr": options.lr},
+                "local": {
+                    "steps": 1,
+                    "batch_size": size,
+                    "lr": options.lr,
+                    "sampling": options.sampling,
+                },
             },
+            "defenses": {stack: STACKS[stack]},
             "attacks": [{"name": "update_membership"}],
             "observe": {
                 "rounds": ["last"],
@@ -138,24 +252,37 @@ def federate(workload: Workload, rounds: int, observed: int) -> tuple[Observatio
             workload.client_update(client, number, weights, buffers, {}).update
             for client in range(len(workload.clients))
         ]
+        mean = {name: torch.stack([u.tensors[name] for u in updates]).mean(0) for name in weights}
+        if workload.stack.aggregation:
+            combined = workload.combine_updates(updates, number)
+            mean, updates = dict(combined.tensors), [combined]
         if number in kept:
+            summed = workload.stack.aggregation is not None
             seen += [
-                workload.observation(number, client, update, weights, buffers)
+                workload.observation(
+                    number,
+                    -1 if summed else client,
+                    update,
+                    weights,
+                    buffers,
+                    num_clients=len(workload.clients) if summed else 1,
+                )
                 for client, update in enumerate(updates)
             ]
-        weights = {
-            name: value + torch.stack([u.tensors[name] for u in updates]).mean(0)
-            for name, value in weights.items()
-        }
+        weights = {name: value + mean[name] for name, value in weights.items()}
     return tuple(seen)
 
 
-def prepare(options: argparse.Namespace, size: int, epochs: int, seed: int) -> Seen:
-    wanted = scenario(options, size, epochs, seed)
-    data = load_dataset(wanted)
+def prepare(options: argparse.Namespace, stack: str, size: int, epochs: int, seed: int) -> Seen:
+    wanted = scenario(options, stack, size, seed)
+    data: Any = adult(options.table, options.limit) if options.table else load_dataset(wanted)
+    if isinstance(data, Table):
+        data = data.labelled()
     assert isinstance(data, Dataset)
-    wanted = with_epochs(wanted, Workload(wanted, "none", data), epochs)
-    workload = Workload(wanted, "none", data)
+    # The stack's noise depends on the number of steps, which depends on what clients hold.
+    undefended = wanted.model_copy(update={"defenses": {stack: []}})
+    wanted = with_epochs(wanted, Workload(undefended, stack, data), epochs)
+    workload = Workload(wanted, stack, data)
     images, labels = public_examples(data, seed)
     granted = Grant.least(public="test")
     known = Knowledge(grant=granted, public_images=images, public_labels=labels)
@@ -185,7 +312,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--images", type=Path, help="folder or zip of images; default: digits")
-    parser.add_argument("--limit", type=int, default=1000, help="training images of each class")
+    parser.add_argument("--table", type=Path, help="zip with Adult, instead of images")
+    parser.add_argument("--limit", type=int, default=1000, help="images of each class, or rows")
+    parser.add_argument("--stacks", nargs="+", choices=list(STACKS), default=["none"])
+    parser.add_argument("--sampling", default="without_replacement")
     parser.add_argument("--model", default="convnet")
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--clients", type=int, default=10)
@@ -203,31 +333,35 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
-    for seed in options.seeds:
-        for size in options.batch_sizes:
-            for epochs in options.epochs:
-                if not run_cell(options, size, epochs, seed, end):
-                    return
+    # Seeds come first: what is there when time is over compares the same cells.
+    cells = itertools.product(options.seeds, options.stacks, options.batch_sizes, options.epochs)
+    for seed, stack, size, epochs in cells:
+        if not run_cell(options, (stack, size, epochs, seed), end):
+            return
 
 
-def run_cell(options: argparse.Namespace, size: int, epochs: int, seed: int, end: float) -> bool:
-    """Writes the lines of one federation that are missing; returns whether time is left."""
+def run_cell(options: argparse.Namespace, cell: tuple[str, int, int, int], end: float) -> bool:
+    """Writes the lines of one federation that are missing; returns whether time is left.
+
+    `cell` has the stack, the batch size, the number of epochs and the seed.
+    """
+    stack, size, epochs, seed = cell
     shape = {
-        "data": options.images.stem if options.images else "digits",
-        "model": f"{options.model}-{options.width}"
-        if options.model == "convnet"
-        else options.model,
+        "data": "adult" if options.table else options.images.stem if options.images else "digits",
+        "model": f"{options.model}-{options.width}",
         "partition": f"dirichlet-{options.alpha}" if options.alpha else "iid",
         "clients": options.clients,
         "candidates": options.candidates,
         "attacked": options.attacked,
         "rounds": options.rounds,
         "observed": options.observed,
-        "limit": options.limit if options.images else "",
+        "limit": options.limit if options.images or options.table else "",
         "lr": options.lr,
         "batch_size": size,
         "epochs": epochs,
         "seed": seed,
+        "stack": stack,
+        "sampling": options.sampling,
     }
     done = _done(options.csv)
     left = [name for name in options.attacks if _key({**shape, "attack": name}) not in done]
@@ -236,7 +370,10 @@ def run_cell(options: argparse.Namespace, size: int, epochs: int, seed: int, end
     if time.monotonic() > end:
         return False
     start = time.perf_counter()
-    seen = prepare(options, size, epochs, seed)
+    seen = prepare(options, stack, size, epochs, seed)
+    summed = seen.workload.stack.aggregation is not None
+    attacked = [-1] if summed else range(options.attacked)
+    blind = min(blind_p_value(*seen.asked(client)) for client in attacked)
     print(
         f"{time.perf_counter() - start:.0f} s",
         shape,
@@ -252,19 +389,20 @@ def run_cell(options: argparse.Namespace, size: int, epochs: int, seed: int, end
             parameters = {**parameters, "shadows": options.shadows}
         start = time.perf_counter()
         try:
-            asked = [seen.ask(plugin, parameters, c) for c in range(options.attacked)]
+            asked = [seen.ask(plugin, parameters, client) for client in attacked]
         except AttackFailed as error:
             print(name, "failed:", error, flush=True)
             continue
         scores, members = (torch.cat(part) for part in zip(*asked, strict=True))
         row = {**shape, "attack": name, **row_of(scores, members)}
+        row |= {**seen.limits(row), "blind_p": f"{blind:.2g}"}
         row["seconds"] = round(time.perf_counter() - start, 1)
         _append(options.csv, row)
         print(row, flush=True)
     return True
 
 
-_KEYS = 14
+_KEYS = 16
 """Number of first columns that say which cell a line is of."""
 
 

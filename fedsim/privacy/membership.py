@@ -52,6 +52,43 @@ def certain_rate(accused: int, others: int, error: float = 0.025) -> float:
     return float(betaincinv(accused, others + 1 - accused, 1 - error))
 
 
+def share_p_value(
+    told: int, members: int, accused: int, others: int, epsilon: float, delta: float
+) -> float:
+    """Returns the p-value of an (ε, δ) under which `told` of so many `members` are told.
+
+    The threshold is the `accused`-th highest score of `others` that took no part. At the level α,
+    the claim is refuted if the lower end of Clopper and Pearson's interval (1934) of the share told
+    is above `tpr_limit` at `certain_rate`, each wrong with probability α / 2 at most. The result is
+    the least such α, and 1 if there is none.
+
+    Raises:
+        FedsimError: as in `certain_rate` and `tpr_limit`.
+
+    >>> share_p_value(5, 100, 1, 99, 1.0, 0.0), share_p_value(80, 100, 1, 99, 1.0, 0.0) < 1e-6
+    (1.0, True)
+    """
+    from scipy.special import betaincinv
+
+    def is_refuted(level: float) -> bool:
+        low = betaincinv(told, members - told + 1, level / 2) if told else 0.0
+        return bool(low > tpr_limit(epsilon, delta, certain_rate(accused, others, level / 2)))
+
+    if not is_refuted(1.0):
+        return 1.0
+    # Both ends widen as the level falls, so that one level separates what refutes from what does
+    # not. Levels are halved in the exponent, since they range over many orders of magnitude.
+    kept, refuted = math.log(_LEAST_LEVEL), 0.0
+    for _ in range(50):
+        middle = (kept + refuted) / 2
+        kept, refuted = (kept, middle) if is_refuted(math.exp(middle)) else (middle, refuted)
+    return math.exp(refuted)
+
+
+_LEAST_LEVEL = 1e-12
+"""Level below which p-values are not told apart: `certain_rate` has no more digits near 1."""
+
+
 def row_claim(
     unit: str | None, relation: str | None, epsilon: float, delta: float, *, sampled: bool
 ) -> tuple[float, float] | None:

@@ -991,7 +991,7 @@ def _doubts(
         _state("attack works") if is_leak(verdict.finding) else None,
         _state("audit refutes") if any(map(_is_refuted, rows)) else None,
         _state("training audit refutes") if is_refuted else None,
-        _state("membership refutes") if any(row.refuted_shares for row in rows) else None,
+        _state("membership refutes") if any(row.is_refuted_by_members for row in rows) else None,
         _state("no defense") if row.undefended else None,
         _why_unmeasured(verdict, rows),
         _weakness(row),

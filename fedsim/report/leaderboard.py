@@ -173,11 +173,29 @@ def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[Le
     for row in rows:
         groups.setdefault(row.cell, []).append(row)
     yielded = _find_yields(rows)
+    attempts = Counter(row.defense.name for row in rows if _membership_p(row) is not None)
     lines = [
-        _aggregate(group, confidence, yielded.get(group[0].attack.name, tuple(METRICS)))
+        replace(
+            _aggregate(group, confidence, yielded.get(group[0].attack.name, tuple(METRICS))),
+            membership_p=_corrected_p(group, attempts[group[0].defense.name]),
+        )
         for group in groups.values()
     ]
     return _mark_strongest(_sort_lines(_mark_masked(lines)))
+
+
+def _membership_p(row: ResultRow) -> float | None:
+    return row.theory.membership_p if row.theory else None
+
+
+def _corrected_p(rows: Sequence[ResultRow], attempts: int) -> float | None:
+    """Returns the least p-value of the claim among `rows`, corrected for `attempts` on it.
+
+    They are all clients that all attacks tried on one defense. A claim is refuted if it is for any
+    of them, so that Bonferroni's correction is also Holm's.
+    """
+    found = [p for row in rows if (p := _membership_p(row)) is not None]
+    return min(1.0, attempts * min(found)) if found else None
 
 
 def _sort_lines(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:

@@ -488,11 +488,11 @@ def _refuted_by_attack(row: LeaderboardRow) -> list[str]:
                 f"{_name_row(row)}: {name} of {least:.3g} or more refutes the ε of the release, "
                 f"which allows {most:.3g}"
             )
-    lines += [
-        f"{_name_row(row)}: {name} of {low:.3g} or more refutes the ε of all rounds seen, which "
-        f"allows {most:.3g}"
-        for name, (low, most) in row.refuted_shares.items()
-    ]
+    if row.is_refuted_by_members:
+        lines.append(
+            f"{_name_row(row)}: the members told of one client refute the ε of all rounds seen "
+            f"(p = {row.membership_p:.2g} after correction for all attempts)"
+        )
     return lines
 
 

@@ -431,7 +431,7 @@ _LAST = (
     *("train_loss", "test_loss", "test_accuracy"),
     *("test_accuracy_low", "test_accuracy_high", "test_examples", "test_chance"),
     *("epsilon", "delta", "accountant", "unit", "relation", "privacy_reason", "privacy_covers"),
-    *("claimed_epsilon", "audited_epsilon", "seconds"),
+    *("claimed_epsilon", "audited_epsilon", "membership_p", "seconds"),
 )
 """Columns before and behind those of metrics."""
 

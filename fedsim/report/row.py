@@ -19,6 +19,8 @@ _ROUNDING = 1e-9
 """A guess counts as at least this, so that shares of it stay finite."""
 
 
+REFUTING_LEVEL = 0.05
+"""Largest chance that members told refute a claim that holds."""
 OTHERS: Mapping[ControlKind | None, str] = {
     "client": "another client’s update",
     "public": "an update of public images",
@@ -154,6 +156,9 @@ class LeaderboardRow:
     """Condition of its theorem that fails; None if all hold."""
     limits: Mapping[str, float]
     """Metric -> the most of it that the privacy claim allows; empty if it bounds none."""
+    membership_p: float | None = None
+    """Least p-value of the claim among the trials' shares of members told, times the number of
+    attempts on the claim (Bonferroni). None if it bounds none."""
     limit_prior: str | None
     """Prior of the limits on images and features."""
     limit_reason: str | None
@@ -293,18 +298,12 @@ class LeaderboardRow:
         return self.limits.get(name) if self.metrics[name] else None
 
     @property
-    def refuted_shares(self) -> dict[str, tuple[float, float]]:
-        """Metric -> (lower end, limit) of shares of members told that refute the privacy claim.
+    def is_refuted_by_members(self) -> bool:
+        """Whether members told refute the privacy claim, which is wrong once in 20 at most.
 
-        The lower end of the measured share's interval lies above the limit, the largest share that
-        the claim allows. Empty if nothing refutes the claim.
+        One client is enough: a mean over clients would hide it.
         """
-        ends = {
-            name: (low.mean, most)
-            for name, most in self.limits.items()
-            if (low := self.metrics.get(f"{name}_low"))
-        }
-        return {name: (low, most) for name, (low, most) in ends.items() if low > most}
+        return self.membership_p is not None and self.membership_p <= REFUTING_LEVEL
 
     @property
     def exposed(self) -> bool:

@@ -223,11 +223,19 @@ def _update_limits(server: Server, result: Result) -> dict[str, float | None]:
         return found
     found["membership_auc"] = membership.auc_limit(*bounded)
     rates = dict(zip(shares, LOW_RATES.values(), strict=True))
+    members, levels = int(result.metrics.get("membership_members") or 0), []
     for name, rate in {"membership_tpr": FALSE_POSITIVES, **rates}.items():
-        if accused := accused_others(int(others), rate):
-            # The threshold is estimated from these others, and its true rate may be above `rate`.
-            certain = membership.certain_rate(accused, int(others))
-            found[name] = membership.tpr_limit(*bounded, certain)
+        if not (accused := accused_others(int(others), rate)):
+            continue
+        # The threshold is estimated from these others, and its true rate may be above `rate`.
+        certain = membership.certain_rate(accused, int(others))
+        found[name] = membership.tpr_limit(*bounded, certain)
+        if (told := result.metrics.get(name)) is not None:
+            counted = round(told * members), members, accused, int(others)
+            levels.append(membership.share_p_value(*counted, *bounded))
+    if levels:
+        # Bonferroni: the claim is refuted if it is at any of the rates.
+        found["membership_p"] = min(1.0, len(levels) * min(levels))
     return found
 
 

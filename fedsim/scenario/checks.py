@@ -164,6 +164,14 @@ def cautions(scenario: Scenario) -> list[str]:
             "training.local: attacks that match updates simulate optimizer and weight_decay; those "
             "that read labels or features off an update take it for SGD"
         )
+    asked = scenario.observe.candidates
+    # A coin holds half of them out, and k of n others exceed a threshold at the rate k / (n + 1).
+    if asked is not None and asked < 2 * 99:
+        found.append(
+            f"observe.candidates: of {asked} of a client about {asked // 2} take no part, and a "
+            "share at 1% of false accusations takes 99; ask for 240 or more. In a sum, candidates "
+            "of all its clients count"
+        )
     if any(not stack for stack in scenario.defenses.values()):
         return found
     return [

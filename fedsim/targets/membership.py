@@ -89,6 +89,11 @@ def count_others(scores: Tensor, members: Tensor) -> float:
     return float((~members).sum())
 
 
+def count_members(scores: Tensor, members: Tensor) -> float:
+    """Returns the number of candidates that took part."""
+    return float(members.sum())
+
+
 def membership_tpr_end(
     scores: Tensor, members: Tensor, false_positives: float, end: int
 ) -> float | Unavailable:
@@ -188,6 +193,13 @@ class Membership(Target):
         Metric(
             name="membership_others",
             compute=ordered(count_others),
+            unit="none",
+            larger_leaks=True,
+            digits=0,
+        ),
+        Metric(
+            name="membership_members",
+            compute=ordered(count_members),
             unit="none",
             larger_leaks=True,
             digits=0,

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
-from fedsim.privacy.membership import certain_rate, row_claim
+from fedsim.privacy.membership import certain_rate, row_claim, share_p_value, tpr_limit
 from fedsim.targets.membership import membership_auc_beyond_chance
 from fedsim.types import FedsimError
 
@@ -24,6 +25,24 @@ def test_a_rate_is_exceeded_as_rarely_as_it_says() -> None:
 def test_a_threshold_has_to_be_a_score() -> None:
     with pytest.raises(FedsimError, match="accused: expected 1 to 9, got 10"):
         certain_rate(10, 9)
+
+
+def test_a_claim_that_holds_is_refuted_as_rarely_as_its_p_value_says() -> None:
+    """Members are told at the very most that ε allows, by the true rate of each threshold."""
+    stream = np.random.default_rng(0)
+    rates = 1 - np.sort(stream.random((400, 199)))[:, -2]
+    told = stream.binomial(200, [tpr_limit(1.0, 0.0, rate) for rate in rates])
+    levels = [share_p_value(int(each), 200, 2, 199, 1.0, 0.0) for each in told]
+    assert sum(level <= 0.1 for level in levels) <= 0.1 * len(levels)
+    # Twice as much is above what ε allows at any rate that the threshold may have.
+    assert share_p_value(100, 200, 2, 199, 1.0, 0.0) < 1e-6
+
+
+def test_a_p_value_is_where_the_intervals_end_meets_the_limit() -> None:
+    level = share_p_value(30, 100, 2, 199, 1.0, 1e-5)
+    low = scipy.stats.binomtest(30, 100).proportion_ci(1 - level, "exact").low
+    limit = tpr_limit(1.0, 1e-5, certain_rate(2, 199, level / 2))
+    assert low == pytest.approx(limit, rel=1e-6)
 
 
 def test_only_relations_that_tell_an_examples_presence_bound_it() -> None:

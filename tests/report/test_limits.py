@@ -57,11 +57,10 @@ WEAKER = [row | {"attack": row["attack"] | {"parameters": {"iterations": 1}}} fo
 UNSCORED = [row | {"status": "unscored", "metrics": None} for row in DP]
 
 
-def told(low: float, count: int = 5) -> Lines:
-    """Rows of dp whose share of members told is 0.6, and of which the ε allows 0.3."""
-    name = "membership_tpr_at_1_percent"
-    found = {name: 0.6, f"{name}_low": low, f"{name}_high": 0.7}
-    return changed(DP[:count], metrics=found, theory={name: 0.3})
+def told(*levels: float) -> Lines:
+    """Rows of dp, by whose members told the claim has these p-values."""
+    pairs = zip(DP, levels, strict=False)
+    return [row | {"theory": {"membership_p": level}} for row, level in pairs]
 
 
 LIMITS: dict[str, tuple[Lines, dict[str, float], list[str]]] = {
@@ -112,14 +111,19 @@ LIMITS: dict[str, tuple[Lines, dict[str, float], list[str]]] = {
                for row, area in zip(DP, [0.5, 0.6, 0.7, 0.8, 0.9], strict=True)]),
         {"max_epsilon": 8.0}, ["pruning: "],
     ),
-    "a share of members refutes it": (
-        of_dp(told(0.5)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "],
+    "one client of five refutes it": (
+        of_dp(told(1, 1, 1, 1, 0.009)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "],
     ),
-    "that of one trial does": (
-        of_dp(told(0.5, 1)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "],
+    "one client alone does": (
+        of_dp(told(0.04)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "],
     ),
-    "a share whose interval reaches the limit does not": (
-        of_dp(told(0.2)), {"max_epsilon": 8.0}, ["pruning: "],
+    "one of five is as low by chance": (
+        of_dp(told(1, 1, 1, 1, 0.02)), {"max_epsilon": 8.0}, ["pruning: "],
+    ),
+    "attempts of all attacks count": (
+        of_dp([*told(1, 1, 1, 1, 0.009),
+               *(row | {"attack": OTHERS[0]["attack"]} for row in told(1, 1, 1, 1, 1))]),
+        {"max_epsilon": 8.0}, ["pruning: "],
     ),
 }  # fmt: skip
 

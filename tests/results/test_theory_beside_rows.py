@@ -83,4 +83,8 @@ def test_shares_of_members_stand_beside_what_all_rounds_allow(tmp_path: Path) ->
     rows = [json.loads(line) for line in (tmp_path / "run/results.jsonl").read_text().splitlines()]
     # Both rounds are asked about at once, at the last one.
     assert [(row["round"], row["status"]) for row in rows] == [(2, "ok"), (2, "ok")]
-    assert 90 < rows[0]["metrics"]["membership_others"] < 150
+    assert 90 < (others := rows[0]["metrics"]["membership_others"]) < 150
+    assert others + rows[0]["metrics"]["membership_members"] == 240
+    # Noise that hides all members refutes nothing, and no claim has no p-value.
+    assert found["none"]["membership_p"] is None
+    assert loud["membership_p"] > 0.05

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedsim.contracts.metric import ScoringError
+from fedsim.scenario import cautions, resolve
 from fedsim.scoring.blind_test import refuse_unlike
-from fedsim.training.candidates import split_candidates
+from fedsim.training.candidates import CandidateSplit, split_candidates
 from fedsim.types import (
     CANDIDATE_INPUTS,
     CANDIDATE_LABELS,
@@ -88,3 +90,44 @@ def test_a_member_that_is_a_copy_of_another_candidate_is_refused() -> None:
     truth.more[CANDIDATE_INPUTS][outside] = truth.more[CANDIDATE_INPUTS][inside]
     with pytest.raises(ScoringError, match=f"candidate {outside} took no part and is a copy"):
         refuse_unlike(truth)
+
+
+def test_clients_of_other_classes_are_no_shift_but_members_of_one_beside_others_of_one_are() -> (
+    None
+):
+    """Each client's coins are fair, so that a sum of skewed clients has nothing to be told by."""
+    stream = torch.Generator().manual_seed(0)
+    labels = torch.arange(4).repeat_interleave(200)
+    inputs = 0.2 * labels[:, None] + torch.rand(800, 8, generator=stream)
+    splits = split_candidates(list(torch.arange(800).chunk(4)), inputs, 150, seed=0)
+    refuse_unlike(_truth_of(splits, inputs, labels))
+    # What an experiment does that takes its non-members from elsewhere.
+    biased = [replace(s, members=torch.full_like(s.members, k < 2)) for k, s in enumerate(splits)]
+    with pytest.raises(ScoringError, match="told from others without any update"):
+        refuse_unlike(_truth_of(biased, inputs, labels))
+
+
+def _truth_of(splits: list[CandidateSplit], inputs: Tensor, labels: Tensor) -> GroundTruth:
+    """Returns the truth of a sum of clients with these candidates."""
+    examples = torch.cat([split.examples for split in splits])
+    more = {
+        CANDIDATE_INPUTS: inputs[examples],
+        CANDIDATE_LABELS: labels[examples],
+        CANDIDATE_MEMBERS: torch.cat([split.members for split in splits]),
+    }
+    return replace(drawn(), more=more)
+
+
+@pytest.mark.parametrize(("count", "lines"), [(197, 1), (198, 0), (None, 0)])
+def test_too_few_candidates_for_a_low_rate_are_warned_of(count: int | None, lines: int) -> None:
+    scenario = resolve(
+        {
+            "name": "few",
+            "data": {"source": {"name": "digits", "size": 8}},
+            "model": "mlp",
+            "defenses": {"none": []},
+            "attacks": ["update_membership" if count else "label_inference"],
+            "observe": {"candidates": count},
+        }
+    )
+    assert len(cautions(scenario)) == lines

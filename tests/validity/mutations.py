@@ -178,9 +178,21 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             LIMITS,
         ),
         "a share of members that refutes no ε": swap(
-            "fedsim/report/row.py:refuted_shares",
-            "low > most",
-            "low > 1",
+            "fedsim/report/row.py:is_refuted_by_members",
+            "self.membership_p <= REFUTING_LEVEL",
+            "False",
+            LIMITS,
+        ),
+        "a client that refutes an ε, averaged away": swap(
+            "fedsim/report/leaderboard.py:_corrected_p",
+            "min(found)",
+            "sum(found) / len(found)",
+            LIMITS,
+        ),
+        "a claim that many attempts refute by chance": swap(
+            "fedsim/report/leaderboard.py:_corrected_p",
+            "attempts * min(found)",
+            "min(found)",
             LIMITS,
         ),
         "a client that keeps an ε between its going and coming": swap(
