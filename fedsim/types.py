@@ -598,7 +598,7 @@ class GroundTruth(Truth):
     """(N, d) inputs of the head under the global weights, for feature metrics."""
 
     def victims(self) -> Tensor:
-        """Returns the images of the batch, (N, C, H, W)."""
+        """Returns the images of the batch, (N, C, H, W) in [0, 1], or a table's rows (N, D)."""
         return self.images
 
 

@@ -453,9 +453,9 @@ def power_method(
 ) -> Tensor:
     """Computes the `rank` leading eigenvectors of Σ P² over `matrices` P: (d, rank), orthonormal.
 
-    Each P (d, d) is symmetric, and `iterations` are made. For one matrix they are its eigenvectors
-    of largest magnitude (Zhong et al. 2017, Algorithm 3; squared, so that eigenvalues of both signs
-    count).
+    Each P (d, d) is symmetric, and `iterations` are made. The strongest comes first. For one matrix
+    they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3; squared, so that
+    eigenvalues of both signs count).
     """
     square = torch.stack([matrix @ matrix for matrix in matrices]).sum(0)
     start = torch.randn(len(square), rank, generator=rng, dtype=torch.float64).to(square)

@@ -293,7 +293,7 @@ class RowSpace:
     columns: Tensor
     """(m, r), orthogonal. The gradient is columns @ diag(1 / lengths) @ rows."""
     lengths: Tensor
-    """(r,): singular values."""
+    """(r,): singular values, descending."""
     deviation: float
     """Standard deviation of the error of an entry: rounding, or noise."""
     separate: bool

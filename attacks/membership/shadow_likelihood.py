@@ -121,7 +121,10 @@ class _ShadowPool:
             raise AttackFailed("shadows hold public examples, and none are granted (public: test)")
 
     def deal(self, coins: Tensor, clients: int, rng: torch.Generator) -> list[Tensor]:
-        """Returns the examples of each of a sum's `clients`, whose candidates `coins` (N,) say."""
+        """Returns the examples of each of a sum's `clients`, whose candidates `coins` (N,) say.
+
+        They are indices into `inputs` and `labels`; `coins` is bool.
+        """
         # Who holds a candidate is unknown in a sum, so that each shadow draws it anew.
         owners = torch.randint(clients, (self.candidates,), generator=rng)
         public = len(self.labels) - self.candidates

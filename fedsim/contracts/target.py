@@ -152,14 +152,16 @@ class Target(Plugin):
     def is_alike(self, values: Mapping[str, float | None], by: Iterable[str]) -> bool:
         """Returns whether an answer is recognizable by any of the metrics of `likeness` in `by`.
 
-        `values` has the value of each metric of the answer; None where it was not measured.
+        `values` has the value of each metric of the answer; None where it was not measured. The
+        result is False where none of `by` was.
         """
         return any(self._reaches(values.get(name), name, self.likeness[name]) for name in by)
 
     def agrees(self, values: Mapping[str, float | None]) -> bool:
         """Returns whether all metrics of `agreement` that have a value reach what they must.
 
-        `values` has the value of each metric of the answer; None where it was not measured.
+        `values` has the value of each metric of the answer; None where it was not measured. The
+        result is True where none of them was.
         """
         return all(
             values.get(name) is None or self._reaches(values[name], name, least)
@@ -174,7 +176,8 @@ class Target(Plugin):
         """Returns whether an answer that leaks is recognizable, by the `values` of its metrics.
 
         The first metric of `likeness` decides or, where it was not measured, the ranking metric.
-        Metrics of `agreement` that were measured have to agree.
+        Metrics of `agreement` that were measured have to agree. The result is False where no metric
+        that may decide was measured.
         """
         if not self.agrees(values):
             return False

@@ -91,7 +91,7 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def public_images(dataset: Dataset, seed: int) -> Tensor:
-    """Returns the images of `public_examples` alone."""
+    """Returns the images of `public_examples` alone: (P, C, H, W) uint8, or rows (P, D) float32."""
     return public_examples(dataset, seed)[0]
 
 

@@ -227,11 +227,13 @@ unit of a network switches within it."""
 class Spectrum:
     """Eigenvalues of J'J, and the shares that one direction of images has in them.
 
-    J is the derivative of the update by the images.
+    J is the derivative of the update by the images. The eigenvalues are the nodes that Lanczos
+    finds from the direction (`spectrum`): few of all, and their sum is not the trace of J'J.
     """
 
     eigenvalues: Tensor
-    """(k,) >= 0, in squared units of the update per squared unit of normalized pixels."""
+    """(k,) >= 0, ascending, in squared units of the update per squared unit of normalized
+    pixels."""
     weights: Tensor
     """(k,) shares of the direction's energy, of sum 1."""
     square: float

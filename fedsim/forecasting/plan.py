@@ -43,7 +43,7 @@ class StandIns:
     labels: Tensor
     """(P,) int64 classes of `pixels`."""
     guess: Tensor
-    """(C, H, W): the image that an attacker guesses who saw no update."""
+    """(C, H, W) in [0, 1]: the image that an attacker guesses who saw no update."""
     source: str
     """Origin of the images, in words."""
 

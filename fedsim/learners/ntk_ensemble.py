@@ -169,7 +169,7 @@ class _KernelRegression(OneRelease):
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Lets defenses of features and kernels check their assumptions on every client.
 
-        `clients` has (pixels (n, C, H, W), labels (n,)) by client.
+        `clients` has (pixels (n, C, H, W) in [0, 1], labels (n,)) by client.
 
         Raises:
             FedsimError: a client's data break an assumption of the privacy claim.

@@ -30,9 +30,10 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
     A `StepRule` may weight classes and smooth labels. Layers of the model may add terms
     (`fedsim.contracts.defense.LossTerm`).
 
-    Labels are (B,) int64 or (B, K) probabilities. In train mode batch norm writes its running
-    statistics into `buffers`, in place: hand over a copy and read the new statistics there. The
-    model's own buffers stay as they are, also those that `buffers` leaves out.
+    Images are normalized, and labels are (B,) int64 or (B, K) probabilities. In train mode batch
+    norm writes its running statistics into `buffers`, in place: hand over a copy and read the new
+    statistics there. The model's own buffers stay as they are, also those that `buffers` leaves
+    out.
 
     Raises:
         FedsimError: when called, if batch norm has a single value per channel to normalize.
@@ -56,8 +57,8 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
 def features_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> OutputFn:
     """Returns the head's inputs (B, d) as a pure function of (parameters, images).
 
-    Parameters that a call leaves out are the model's own. Batch norm and errors are as in
-    `loss_function`.
+    Images are normalized. Parameters that a call leaves out are the model's own. Batch norm and
+    errors are as in `loss_function`.
     """
     return _pure(model, model.features, buffers, training)
 
@@ -191,7 +192,7 @@ def local_update(
         direction: one step's gradient as a function of (parameters, images, labels), or what a
             defense makes of it.
         parameters: the global weights.
-        batches: (images, labels), one per step.
+        batches: (normalized images, labels), one per step.
         training: see `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g,
             θ ← θ - lr v. `StepRule` says what else a step may do.
     """

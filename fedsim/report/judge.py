@@ -167,9 +167,11 @@ class Costs:
     """Test accuracy less that without a defense, in percentage points: negative if the defense
     costs accuracy. None where there is nothing to compare."""
     is_apart: bool = True
-    """Whether test sets of this size tell the two accuracies apart."""
+    """Whether test sets of this size tell the two accuracies apart; True, too, where one of them is
+    not known."""
     is_measured: bool = True
-    """Whether the model without a defense learned something to compare with."""
+    """Whether the model without a defense learned something to compare with; True, too, where there
+    is no such model, or its accuracy is not known."""
     seconds: float | None = None
     """Mean seconds of a round behind the defense; None if no run states them."""
     usual_seconds: float | None = None

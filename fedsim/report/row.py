@@ -137,7 +137,8 @@ class LeaderboardRow:
     """Test accuracy with chance, the test set's size and an interval; None if the runs do not
     say."""
     diverged: int
-    """Number of trials on recordings whose local training diverges."""
+    """Number of trials on recordings whose local training diverges; those whose recording does not
+    tell are not counted."""
     epsilon: float | None
     """ε of all releases of the run. inf: nothing is guaranteed. None: it was not accounted."""
     delta: float | None
@@ -174,7 +175,8 @@ class LeaderboardRow:
     clients: int = 1
     """Number of clients attacked, over all networks."""
     near_copies: int = 0
-    """Number of attacked images, over all trials, of which a public one is a near copy."""
+    """Number of attacked images, over all trials, of which a public one is a near copy; trials that
+    do not say count as none."""
     recognizable: int = 0
     """Number of trials that leak, with pictures that are recognizable."""
     ended: bool = True
@@ -359,7 +361,10 @@ class LeaderboardRow:
 
     @property
     def learning_problem(self) -> str | None:
-        """Reason why the model cannot show what the defense costs; None if it can."""
+        """Reason why the model cannot show what the defense costs.
+
+        None if it can, and where no accuracy is known.
+        """
         if self.accuracy is None:
             return None
         trains = "update" in self.main.payloads

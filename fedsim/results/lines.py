@@ -93,12 +93,13 @@ class AttackOf(RowPart):
     label: str
     restarts: int = 1
     blind: bool = False
-    """Whether the attack was told of no defense, and took the update for an undefended one."""
+    """Whether the attack was told of no defense, and took the update for an undefended one. False
+    also where the row does not say."""
     parameters: dict[str, Any] = {}
     brought: tuple[str, ...] = ()
     """Knowledge of the attack that no grant names, as `public=photos`."""
     ignores_update: bool = False
-    """Whether the attack never looks at the update."""
+    """Whether the attack never looks at the update. False also where the row does not say."""
 
 
 class ModelOf(RowPart):
@@ -172,7 +173,10 @@ class UtilityOf(RowPart):
 
     @property
     def diverged(self) -> bool:
-        """Whether local training more than doubled the loss of its own images, or ended at inf."""
+        """Whether local training more than doubled the loss of its own images, or ended at inf.
+
+        False also where `local_losses` is None, so that nothing is known.
+        """
         if self.local_losses is None:
             return False
         # An infinite loss is written as text, as JSON has no infinity.

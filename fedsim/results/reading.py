@@ -134,7 +134,8 @@ class StoredRun:
     plan: Plan | None
     """Plan of the run; None if it has none, as runs of earlier versions."""
     at_work: bool
-    """Whether a process is at work in the folder."""
+    """Whether a process was at work in the folder when it was read. False also on a file system
+    without locks."""
     apart: dict[str, Any] = field(default_factory=dict)
     """Settings (dotted keys) or digests (`recording`, `run`, `figures`) and their values, which set
     it apart from runs of its name that were read with it."""

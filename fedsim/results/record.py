@@ -161,7 +161,10 @@ class Run:
     out: Path
 
     def rows(self) -> list[Row]:
-        """Returns the lines of `results.jsonl`, of every variant of a sweep."""
+        """Returns the lines of `results.jsonl`, of every variant of a sweep, by path of the file.
+
+        Lines of failed attacks are among them: see `status`.
+        """
         return [row for path in self._all("results.jsonl") for row in read_lines(path)]
 
     def rounds(self) -> list[Row]:
@@ -169,7 +172,11 @@ class Run:
         return [row for path in self._all("rounds.jsonl") for row in read_lines(path)]
 
     def observations(self) -> list[Path]:
-        """Returns the recordings, to be read with `fedsim.load_observation`."""
+        """Returns the recordings, to be read with `fedsim.load_observation`.
+
+        They are those of what the server saw alone. Those of clients come first, then those of
+        aggregates, each sorted by path: by variant, stack, round and client.
+        """
         # What the server saw: `participant-*` and `wire-*` are of other vantages.
         return self._all("observations/**/client-*.json") + self._all(
             "observations/**/aggregate-*.json"

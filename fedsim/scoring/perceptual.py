@@ -120,7 +120,7 @@ def load_lpips(
 def perceptual_distance(
     claimed: Tensor, truth: Tensor, lpips: LpipsMetric | Unavailable | None
 ) -> Tensor | Unavailable:
-    """Returns LPIPS, (N,) float64, of `claimed` and true pixels (N, C, H, W).
+    """Returns LPIPS, (N,) float64, of `claimed` and true pixels (N, C, H, W) in [0, 1].
 
     The reason is returned where `lpips` is None or unavailable, or channels are not 1 or 3.
     """

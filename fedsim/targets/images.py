@@ -56,7 +56,7 @@ class ImageAid:
 
     guesser: Guesser | RowGuesser | None = None
     fill: Tensor | None = None
-    """(C, H, W) pixels that stand in for a missing image; None if none do."""
+    """(C, H, W) pixels in [0, 1] that stand in for a missing image; None if none do."""
     lpips: LpipsMetric | Unavailable | None = None
     """Perceptual metric, or why there is none; None if it was not asked for."""
 
@@ -238,7 +238,10 @@ class Images(Target):
         return {PSNR.name: replace(found, answers=count_answers(request, self, len(true)))}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns the mean public image, which stands in for a missing answer."""
+        """Returns the mean public image (C, H, W) in [0, 1], which stands in for a missing answer.
+
+        `aids` must have a `fill`.
+        """
         fill = aid_of(aids).fill
         assert fill is not None  # only a run, which has public images, saves answers
         return fill

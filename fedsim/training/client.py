@@ -180,7 +180,10 @@ class Client:
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, labels) of all examples of the client; inputs are pixels or rows."""
+        """Returns (inputs, labels) of all examples of the client.
+
+        Inputs are pixels in [0, 1], or the rows of a table.
+        """
         return self.dataset.examples_at(self.own)
 
     def rows(

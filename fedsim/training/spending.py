@@ -154,7 +154,7 @@ class Account:
     def worst_client_sizes(self, training: LocalTraining) -> list[int]:
         """Returns the numbers of examples of clients among which the largest ε is.
 
-        Unknown sizes are left out.
+        Unknown sizes are left out; if all are unknown, the result is [0].
         """
         return worst_client_sizes(training, [count for count in self.held if count] or self.held)
 

@@ -89,7 +89,7 @@ class Workload(Server):
 
     @property
     def parts(self) -> list[Tensor]:
-        """Indices of each client's examples among those of training."""
+        """Indices of the examples of each of `clients`, among those of training."""
         return [client.own for client in self.clients]
 
     def client(self, number: int) -> Client:
