@@ -104,6 +104,8 @@ class LocalTraining:
 
     `fedsgd`: the update is the gradient of the mean loss over one batch (gradient units).
     `fedavg`: the update is `weights after - weights before` after `steps` SGD steps (weight units).
+    `lr` and `momentum` are those of torch's SGD, whose momentum starts anew in each round. `mode`
+    is that of the model: under `train`, batch norm takes its statistics from the batch.
     """
 
     algorithm: Algorithm
@@ -312,7 +314,7 @@ class Noise:
     """Describes noise of one variance around zero, added to every entry independently."""
 
     variance: float
-    """Variance of an entry, > 0, in units of what it is `on`."""
+    """Variance of an entry, > 0, in squared units of what it is `on`."""
     on: Literal["step", "update", "sum"]
     """`step`: the direction of each local step (a gradient). `update`: a client's update. `sum`:
     the sum of all clients' updates, to which the server adds it."""
@@ -385,7 +387,7 @@ class Effect:
     scaled: bool = False
     """Whether the update is multiplied by a factor in (0, 1] that only its client knows."""
     scaled_last: bool = False
-    """Whether that factor acts on entries that are cut already."""
+    """Whether that factor acts after the cut of `truncated`, and not before it."""
     bound: float | None = None
     """L2 norm that the update does not exceed before noise; None if there is no such bound."""
     scaled_examples: bool = False
@@ -410,7 +412,7 @@ class Effect:
 
     @property
     def noisy(self) -> bool:
-        """Whether noise is added or drawn, or may be because the effect is unknown."""
+        """Whether noise is added, the model draws chance (`drawn`), or the effect is not known."""
         return bool(self.noise) or self.drawn or not self.known
 
     @property
@@ -461,7 +463,7 @@ class Observation:
     """Holds what an attacker at a vantage point saw of one update, decoded from the wire.
 
     It holds no label, no pixel, no row and no client state: only what crossed the wire and what is
-    public.
+    public. `round` counts from 1. `trial` counts the batches that a client was probed with, from 0.
     """
 
     id: str
@@ -681,7 +683,8 @@ _PARTS = ("images", "labels", "features", "rows", "membership")
 class Dataset:
     """Holds labelled inputs of a model in memory: images, or rows of a table.
 
-    Images are uint8 so that CIFAR-sized sets stay small.
+    Images are uint8 so that CIFAR-sized sets stay small. Label k stands for `classes[k]`. The test
+    split has the shapes and types of the training split.
     """
 
     name: str
@@ -779,7 +782,8 @@ class Table:
     """Holds a tabular data source in memory: rows of bounded norm, ending with the target.
 
     The bound is public: it follows from the columns' declared ranges and not from the rows, since a
-    bound that is read from the data is no part of a proof of privacy.
+    bound that is read from the data is no part of a proof of privacy. A longer training row is
+    refused by a FedsimError; test rows may be longer.
     """
 
     noun: ClassVar[str] = "row"
@@ -833,7 +837,7 @@ class Table:
         return self.train_rows
 
     def examples_at(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns rows and labels of the training rows at `indices`."""
+        """Returns the training rows at `indices`, with their targets, and their labels."""
         return self.train_rows[indices], self.train_labels[indices]
 
     @property

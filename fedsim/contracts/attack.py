@@ -108,7 +108,7 @@ class Attack(Plugin, Generic[S]):
         """Returns what was recovered; images are in pixels on [0, 1]."""
 
     def total(self) -> int | None:
-        """Returns the number of iterations of a whole run, for progress; None if unknown."""
+        """Returns the number of iterations of one restart, for progress; None if unknown."""
         return None
 
 
@@ -150,7 +150,11 @@ def _name_of(text: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Holds what a progress display is told while an attack runs."""
+    """Holds what a progress display is told while an attack runs.
+
+    `restart` is the number of the present restart, from 0, of `restarts` in all. `iteration` is how
+    many iterations it has made, of `total` (None: unknown). `loss` is the attack's own.
+    """
 
     restart: int
     restarts: int
@@ -161,7 +165,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Holds the best restart's reconstruction and the cost of all restarts."""
+    """Holds the best restart's reconstruction and the cost of all restarts.
+
+    `restart` is the best one's number, from 0, and `seconds` is the time of all. The most memory
+    that was ever in use is `peak_memory_bytes`: of the observation's GPU, or else of this process.
+    """
 
     reconstruction: Reconstruction
     restart: int
@@ -193,7 +201,7 @@ def solve(
         observation: What the attacker saw.
         knowledge: What the attacker is granted beside the observation.
         seed: Seed of all that the attack draws.
-        restarts: Number of starting points.
+        restarts: Number of starting points, at least 1.
         progress: Function that is called with the progress of the attack.
         every: Least number of seconds between two calls of `progress`.
 

@@ -36,7 +36,12 @@ GradientFn = Callable[[Tensors, Tensor, Tensor, torch.Generator], Tensors]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStep:
-    """Holds what a training defense computes the direction of a client's local step from."""
+    """Holds what a training defense computes the direction of a client's local step from.
+
+    Images are normalized, (B, C, H, W); labels are (B,) int64, or (B, K) probabilities. `loss` maps
+    (parameters, images, labels) to the mean loss, 0-d. `features` maps (parameters, images) to what
+    enters the classifier, (B, d).
+    """
 
     model: nn.Module
     """Network whose layers have the names of the parameters. Its own weights mean nothing, since
@@ -166,7 +171,8 @@ class UpdateDefense(Plugin):
     """
 
     deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """Mods and filters of other frameworks that do the same, by import name: setting -> parameter.
+    """Import name of a mod or filter of another framework that does the same -> its settings. These
+    are a mapping, too: name of a setting there -> parameter of this defense.
 
     Where a tap finds one in an app, the defense stands for it."""
 
@@ -418,7 +424,10 @@ class SumTerms:
     The sum is that of clipped updates, each times its weight."""
 
     def client_noise(self, participants: int) -> float:
-        """Returns the noise's standard deviation on an entry, as each of `participants` adds it."""
+        """Returns the deviation of the noise that each client adds to an entry of its own update.
+
+        `participants` is the number of clients in the round.
+        """
         # At least so many honest clients are in a sum, and their variances add up to `noise`².
         return self.noise / math.sqrt(participants * (self.threshold - self.colluding))
 

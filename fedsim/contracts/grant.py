@@ -16,7 +16,11 @@ from fedsim.types import Observation, Tensors
 
 
 class Meaning:
-    """Says what a field of `Grant` is about, and what each of its values means."""
+    """Says what a field of `Grant` is about, and what each of its values means.
+
+    `of` is `images` or `rows`, which the field's attacks recover. `words` says what each value
+    grants, in their order. `from_truth` and `honest` are values of the field, or None.
+    """
 
     def __init__(
         self,
@@ -217,4 +221,5 @@ class Knowledge:
     candidates: MembershipCandidates | None = None
     """Examples that are asked about where an update of a model is attacked; None if none are."""
     candidate: Tensor | None = None
-    """(d + 1,) float64: the row of which is asked whether it took part; None if it is asked for."""
+    """(d + 1,) float64: the row of which is asked whether it took part. None if the question is
+    what the missing row is, or if an update of a model is attacked."""

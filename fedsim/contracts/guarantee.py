@@ -54,8 +54,9 @@ def of_steps(
     """Returns the mechanism of Gaussian noise on the sum of clipped gradients of every step.
 
     Neighbours differ in one example. Where examples are drawn independently of each other, it is
-    there or not; in a batch of fixed size, another one is in its place. `noise_multiplier` is the
-    standard deviation over the clipping bound, and `correlation` is λ of `Mechanism`.
+    there or not (`zero_out`). In a batch of fixed size, another one is in its place
+    (`replace_one`). `noise_multiplier` is the standard deviation over the clipping bound, and
+    `correlation` is λ of `Mechanism`.
     """
     steps = 1 if training.algorithm == "fedsgd" else training.steps
     # One batch for all steps is not drawn anew: the example may be in each, and nothing is
@@ -196,10 +197,10 @@ class Guarantee:
     """States what is proven of an update on its way through a stack.
 
     `sensitivity` bounds the L2 norm of the whole update (all tensors together) whatever the data
-    (inf: no bound); `mechanism` is the release it has been through; `reason` says why there is
-    none. `pooled` is what the plain mean of all clients' updates is, where they share the noise
-    among them. `shapes` are those of the update's floating-point tensors; None where they are not
-    known yet.
+    (inf: no bound); `mechanism` is the release it has been through (None: no proven one); `reason`
+    says why there is none. `pooled` is the mechanism of the plain mean of all clients' updates,
+    where they share the noise among them; else None. `shapes` are those of the update's
+    floating-point tensors; None where they are not known yet.
     """
 
     sensitivity: float = math.inf

@@ -91,12 +91,15 @@ class Computed:
     truth: GroundTruth | None
     """Batch that was used, for scores; None where nothing is recorded, and for rows."""
     loss: float | None
-    """Loss under the global model, before this round's work; None where there is none."""
+    """Loss of the first batch under the global model, before any step; None without training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Holds the global model's scores on the test split; each learner defines its own loss."""
+    """Holds the global model's scores on the test split; each learner defines its own loss.
+
+    `accuracy` is a share in [0, 1]; None where no classes are predicted.
+    """
 
     loss: float
     accuracy: float | None
@@ -121,7 +124,9 @@ class Computation(ABC):
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
         """Returns the rows that a client's release may be computed from, one for each of `inputs`.
 
-        All rows are members. The result is None for a learner whose releases are never observed.
+        `inputs` and `labels` are those of the client's examples, as in its batches. All rows are
+        members, and of client 0. The result is None for a learner whose releases are never
+        observed.
         """
         return None
 
@@ -132,7 +137,8 @@ class Computation(ABC):
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Refuses data that contradict what a defense's claim assumes; by default none are refused.
 
-        `clients` has (inputs, labels) of each client that takes part in one release.
+        `clients` maps the number of each client that takes part in one release to its (inputs,
+        labels).
 
         Raises:
             FedsimError: the data contradict it (`DataDefense.check`, `StatisticDefense.check`).
@@ -151,8 +157,8 @@ class Computation(ABC):
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
         """Returns a global parameter after a client's `update` of it; `before` is its value.
 
-        The result is what the strategy averages over clients. `training` gives the learning rate,
-        where the update is a gradient.
+        The result is what the strategy averages over clients. A gradient is subtracted, times the
+        learning rate of `training`. A change of weights is added, and a release is the result.
         """
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:

@@ -126,8 +126,8 @@ class Target(Plugin):
     it `ranks_by` the mean, which is an error, it leaks at this share of the guess's error or
     less."""
     exposes: ClassVar[float | None] = None
-    """Gain that no attack has by chance, so that one such trial is a leak; None if there is
-    none."""
+    """Gain in the first metric that no attack has by chance, so that one such trial is a leak; None
+    if there is none."""
     likeness: ClassVar[Mapping[str, float]] = {}
     """Metric of likeness -> its value from which an answer that leaks is recognizable. An answer
     may leak by these, whatever the first metric says. The first of them judges means."""
@@ -141,8 +141,8 @@ class Target(Plugin):
     """Value of the first metric from which an answer that leaks is recognizable, where its likeness
     was not measured."""
     works: ClassVar[float | None] = None
-    """Gain of an undefended attack from which the positive control passes. If None, the main target
-    passes where it `leaks`, and any other target alone does not pass."""
+    """Gain in the first metric of an undefended attack from which the positive control passes. If
+    None, the main target passes where it `leaks`, and any other target alone does not pass."""
 
     @property
     def ranking(self) -> Metric:
@@ -238,7 +238,7 @@ class Target(Plugin):
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Compares a checked answer with the truth, by all metrics of this target.
 
-        `aids` has what `prepare` returned.
+        `aids` maps each target's `part` to what its `prepare` returned.
         """
         true = self.truth_of(truth)
         if true is None:
@@ -269,7 +269,7 @@ class Target(Plugin):
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the scored guess; None where nothing is guessed.
 
-        `aids` has what `prepare` returned.
+        `aids` maps each target's `part` to what its `prepare` returned.
 
         The default guess gives every metric its `uninformed` value. There is none where the attack
         did not answer this target.
@@ -282,14 +282,15 @@ class Target(Plugin):
         """Returns metric -> how likely a guess of this truth reaches each level of the metric.
 
         It is the prior of the limits on any attack (`fedsim.privacy.recovery`). The default is
-        empty.
+        empty. `aids` are as in `compare`.
         """
         return {}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
         """Returns what is saved in the place of a missing part of an answer; zeros by default.
 
-        `true` (N, ...) has the true parts, and `aids` has what `prepare` returned.
+        `true` (N, ...) has the true parts, and the result is one of them (...). `aids` are as in
+        `compare`.
         """
         return torch.zeros_like(true[0])
 
@@ -308,7 +309,7 @@ class Target(Plugin):
             found: All that the attack answered.
             truth: Truth of the same observation.
             assignments: Assignment of each target that was matched, by its part.
-            aids: What targets prepared for scores.
+            aids: What targets prepared for scores, as in `compare`.
         """
         answer, true = self.answer_of(found), self.truth_of(truth)
         if true is None or (answer is None and not self.keeps_truth):
