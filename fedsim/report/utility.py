@@ -50,7 +50,8 @@ class UtilityRow:
     accuracy: Accuracy | None
     """Mean test accuracy of the runs, with chance, the test set's size and an interval."""
     problem: str | None
-    """Why the model cannot show what the defense costs; None if it can."""
+    """Why the model cannot show what the defense costs; None if it can, and where no accuracy is
+    known."""
 
 
 def attacks_nothing(runs: Sequence[StoredRun]) -> bool:
