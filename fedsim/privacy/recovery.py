@@ -298,29 +298,31 @@ def mean_limit(
 
 
 def direction_chances(sines: Sequence[float], dimension: int, answers: int = 1) -> list[float]:
-    """Computes for each of `sines` the probability that a guessed line is as close to a direction.
+    """Computes for each of `sines` the probability that guesses are as close to a direction.
 
-    The direction is uniform in `dimension` d. The squared sine of its angle to a line has the law
-    Beta((d - 1) / 2, 1 / 2). Of `answers` guesses the best counts, which has at most `answers`
-    times the chance of one.
+    The direction is uniform in `dimension` d. Of `answers` k guesses their span counts, which is
+    closer than each of them. The squared sine of its angle to a space of k dimensions has the law
+    Beta((d - k) / 2, k / 2).
     """
     from scipy.special import betainc
 
-    shares = betainc((dimension - 1) / 2, 0.5, np.square(np.clip(sines, 0, 1)))
-    return [min(1.0, answers * float(share)) for share in shares]
+    if answers >= dimension:
+        return [1.0] * len(sines)
+    squares = np.square(np.clip(sines, 0, 1))
+    return [float(each) for each in betainc((dimension - answers) / 2, answers / 2, squares)]
 
 
 def least_direction_error(
     dimension: int, success: Callable[[float], float], answers: int = 1
 ) -> float:
-    """Bounds from below the mean sine between a uniform direction and any attack's answer.
+    """Bounds from below the mean sine between a uniform direction and the span of any answers.
 
     The distance of a unit vector to any answer is at least that sine.
 
     Args:
         dimension: d of the direction.
         success: maps a guess's probability to a bound on an attack's.
-        answers: number of the attack's answers, of which the best counts.
+        answers: number of the attack's answers, the images of a batch.
 
     >>> round(least_direction_error(512, lambda chance: gaussian_success_limit(chance, 1.0)), 3)
     0.997

@@ -70,10 +70,11 @@ class DefenseBounds:
     reason: str | None
     """Why the theorem does not apply, or says nothing; None if it applies."""
     lower: float | None
-    """Least mean sine of the angle between a feature of uniform direction and any attack's best
-    answer to it."""
+    """Least mean sine of the angle between a feature of uniform direction and the span of any
+    attack's answers, one for each image: the span error of tables."""
     identified: float | None
-    """Chance of any attack, at most, to name the true image among the candidates."""
+    """Chance of any attack, at most, to have a given image of the batch among its answers: as many
+    candidates as the batch has images. To have any of them is likelier."""
     lower_reason: str | None
     """Why `lower` and `identified` are None; None if they are not."""
 
@@ -225,7 +226,7 @@ def describe(bounds: DefenseBounds) -> str:
         lines.append(f"    any attack     no bound: {bounds.lower_reason}")
     else:
         lines.append(
-            f"    any attack     mean sine at least {bounds.lower:.4g}; names the true image with "
-            f"at most {bounds.identified:.4g}"
+            f"    any attack     mean span error at least {bounds.lower:.4g}; "
+            f"a given image is among its answers with at most {bounds.identified:.4g}"
         )
     return "\n".join(lines)

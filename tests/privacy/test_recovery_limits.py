@@ -116,6 +116,28 @@ def test_directions_behind_noise_are_no_closer_than_the_limit() -> None:
         assert least_direction_error(dimension, success, answers=9) < least
 
 
+def test_the_span_of_several_answers_is_no_closer_than_the_limit() -> None:
+    stream, dimension, distance = np.random.default_rng(4), 16, 2.0
+    sines, near = [], 0
+    for _ in range(1000):
+        truth = stream.standard_normal(dimension)
+        truth /= np.linalg.norm(truth)
+        answers = stream.standard_normal((dimension, 8))
+        answers[:, 0] += distance * truth
+        basis = np.linalg.qr(answers)[0]
+        sines.append(math.sqrt(1 - ((basis.T @ truth) ** 2).sum()))
+        # Seven more answers that are drawn at random add to a span what they add to no answer.
+        alone = answers[:, 0] / np.linalg.norm(answers[:, 0])
+        near += sines[-1] < math.sqrt(1 - (alone @ truth) ** 2)
+    found = recovery(
+        {"width": 64, "dimension": 16, "images": 8, "steps": 1, "noise_multiplier": 0.5}
+    )
+    (private,) = [each for each in found if each.lower is not None]
+    assert near == 1000
+    assert private.lower is not None and 0 < private.lower < float(np.mean(sines))
+    assert least_direction_error(8, lambda chance: chance, answers=8) == 0.0
+
+
 def test_moments_of_activations_are_those_of_their_derivatives() -> None:
     assert activation_moment("relu") == pytest.approx(1 / math.sqrt(2 * math.pi))
     # tanh is odd: its second derivative has mean 0, and the third decides, -2 + 8 t² - 6 t⁴.
