@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -42,3 +43,12 @@ def join(values: Iterable[object]) -> str:
     """
     *head, last = map(str, values)
     return f"{', '.join(head)} and {last}" if head else last
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Returns `; did you mean 'x'?` for the choice nearest to `word`, or an empty text."""
+    choices = list(choices)
+    # Reversed, so that of choices that differ in case alone the first one stays.
+    lowered = {choice.lower(): choice for choice in reversed(choices)}
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return f"; did you mean {lowered[close[0]]!r}?" if close else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import math
@@ -24,7 +23,7 @@ from fedsim.types import (
     Observation,
     Tensors,
 )
-from fedsim.words import number_of
+from fedsim.words import nearest, number_of
 
 _LOCAL = ("steps", "lr", "momentum", "batches")
 _NAMED = 3
@@ -220,9 +219,8 @@ def _training(
         raise FedsimError(f"batch_size: expected at least 1, got {batch_size}")
     given = dict(local or {})
     if odd := [key for key in given if key not in _LOCAL]:
-        close = difflib.get_close_matches(odd[0], _LOCAL, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise FedsimError(f"local: unknown key {odd[0]!r}{hint} (known: {', '.join(_LOCAL)})")
+        hint = f"{nearest(odd[0], _LOCAL)} (known: {', '.join(_LOCAL)})"
+        raise FedsimError(f"local: unknown key {odd[0]!r}{hint}")
     if algorithm == "fedsgd":
         if given:
             raise FedsimError("local: a gradient has no local steps; use algorithm='fedavg'")
@@ -299,9 +297,7 @@ def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:
         )
     for name, value in given.items():
         if name not in wanted:
-            close = difflib.get_close_matches(name, list(wanted), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise FedsimError(f"{what}: the model has no {name!r}{hint}")
+            raise FedsimError(f"{what}: the model has no {name!r}{nearest(name, wanted)}")
         if isinstance(value, Tensor) and value.is_complex():
             raise FedsimError(f"{what}.{name}: expected real numbers, got {value.dtype}")
         if not isinstance(value, Tensor) or value.shape != wanted[name].shape:

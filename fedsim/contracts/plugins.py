@@ -8,7 +8,6 @@ scenario. A plugin that fails to import stops only the scenario that names it.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import itertools
 from abc import ABC
@@ -23,6 +22,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
 from fedsim.types import FedsimError, Named
+from fedsim.words import nearest
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
@@ -126,10 +126,10 @@ def load(group: str, name: str) -> type[Plugin]:
     kind = group.removeprefix("fedsim.")
     points = _entry_points()[group].get(name, ())
     if not points:
-        close = difflib.get_close_matches(name, names(group), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        known = names(group)
         raise PluginError(
-            f"no plugin named {name!r} in {kind}{hint} (installed: {', '.join(names(group))})"
+            f"no plugin named {name!r} in {kind}{nearest(name, known)} "
+            f"(installed: {', '.join(known)})"
         )
     if len(points) > 1:
         packages = " and ".join(f"{_package(point)} ({point.value})" for point in points)

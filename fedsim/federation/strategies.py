@@ -6,11 +6,10 @@ a user sets what makes the strategy the strategy (`eta`, `beta_1`, `num_maliciou
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +18,7 @@ from flwr.serverapp.strategy import Strategy
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedsim.types import FedsimError
+from fedsim.words import nearest
 
 _SET_BY_FEDSIM: dict[str, Any] = {
     "fraction_train": 1.0,  # of the clients that this round's seed has sampled
@@ -80,7 +80,7 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
     if name not in names():
         raise FedsimError(
             f"federation.strategy: no strategy {name!r} in flwr.serverapp.strategy"
-            f"{_nearest(name, names())} (there are: {', '.join(names())})"
+            f"{nearest(name, names())} (there are: {', '.join(names())})"
         )
     cls = getattr(flower, name)
     # The annotations are strings, and values are validated against the types that they name.
@@ -148,7 +148,7 @@ def _value(name: str, key: str, value: Any, accepted: Mapping[str, inspect.Param
     if key not in accepted:
         raise FedsimError(
             f"federation.strategy_parameters: {name} has no parameter {key!r}"
-            f"{_nearest(key, accepted)} (it has: {', '.join(accepted) or 'none'})"
+            f"{nearest(key, accepted)} (it has: {', '.join(accepted) or 'none'})"
         )
     if key == "strategy":
         return build(*_inner(value))
@@ -174,11 +174,6 @@ def _inner(value: Any) -> tuple[str, dict[str, Any]]:
         f"federation.strategy_parameters: strategy is {value!r}; expected a strategy's name, or "
         "{name: FedAvg, ...}"
     )
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from fedsim.contracts import plugins
 from fedsim.privacy.contract import Answer, Calibration, Curve, KnownMechanism, Stated
 from fedsim.types import FedsimError
+from fedsim.words import nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -177,8 +178,6 @@ def load(mechanism: str, part: str) -> type[BaseModel]:
     """
     names = plugins.names(GROUP)
     if mechanism not in names:
-        from fedsim.scenario.explain import nearest  # with all that reads scenarios, torch too
-
         raise FedsimError(
             f"no mechanism named {mechanism!r}{nearest(mechanism, names)} "
             f"(known: {', '.join(names)})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import re
@@ -17,7 +16,7 @@ from pydantic_core import ErrorDetails
 from fedsim.scenario.document import KeyPath
 from fedsim.scenario.model import SLUG_PATTERN
 from fedsim.types import DEVICE_PATTERN
-from fedsim.words import number_of
+from fedsim.words import nearest, number_of
 
 _TYPES = {
     "int_type": "a whole number",
@@ -94,15 +93,6 @@ def look_up(value: Any, path: KeyPath) -> Any:
         else:
             return None
     return value
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the choice nearest to `word`, or an empty text."""
-    choices = list(choices)
-    # Reversed, so that of choices that differ in case alone the first one stays.
-    lowered = {choice.lower(): choice for choice in reversed(choices)}
-    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
-    return f"; did you mean {lowered[close[0]]!r}?" if close else ""
 
 
 def unknown_key(key: str, choices: Iterable[str]) -> str:

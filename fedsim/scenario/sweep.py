@@ -21,13 +21,13 @@ from fedsim.scenario.document import (
     parse,
     show_path,
 )
-from fedsim.scenario.explain import nearest, show
+from fedsim.scenario.explain import show
 from fedsim.scenario.model import Scenario
 from fedsim.scenario.overrides import Override, apply, parse_overrides
 from fedsim.scenario.reader import read
 from fedsim.scenario.resolve import as_document, resolve
 from fedsim.types import FedsimError
-from fedsim.words import number_of
+from fedsim.words import nearest, number_of
 
 MAX_VARIANTS = 1000
 _LABEL_LENGTH = 100

@@ -348,10 +348,9 @@ def test_a_round_is_opened_for_one_set_of_clients(tmp_path: Path) -> None:
                 )
                 answer = clients.ask(client, ".masked", order)
                 signatures[client] = bytes(wire.config_of(answer.content)["signature"])  # type: ignore[arg-type]
-            lost = set(range(4)) - survivors
+            lists = messages.table(1, signatures, lost=set(range(4)) - survivors)
             return [
-                clients.ask(client, ".agree", messages.agree_order(1, signatures, lost))
-                for client in sorted(survivors)
+                clients.ask(client, ".agree", messages.order(lists)) for client in sorted(survivors)
             ]
 
         assert not any(reply.has_error() for reply in open_for({0, 1, 2, 3}))

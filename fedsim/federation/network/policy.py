@@ -5,7 +5,6 @@ A refusal is a `FedsimError` that says what is refused, and by which key of the 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from fedsim.system import paths
 from fedsim.training.spending import asked_epsilons
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
-from fedsim.words import number_of
+from fedsim.words import nearest, number_of
 
 # Groups of plugins that a node runs.
 _GROUPS = ["fedsim.learners", "fedsim.models", "fedsim.defenses"]
@@ -204,8 +203,7 @@ def _refuse_unknown(where: str, stated: Sequence[str]) -> None:
     known = [name for group in _GROUPS for name in plugins.names(group)]
     for name in stated:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else " (see fedsim list)"
+            hint = nearest(name, known) or " (see fedsim list)"
             raise FedsimError(f"{where}: nothing installed is called {name!r}{hint}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
@@ -128,13 +128,7 @@ class Answers:
             # A generator: the layout encodes one update before the next is computed.
             updates = (
                 self._own.compute(
-                    sum.number,
-                    wire.Order(
-                        round=sum.round,
-                        parameters=at(probe),
-                        buffers=order.buffers,
-                        probe=probe,
-                    ),
+                    sum.number, replace(order, parameters=at(probe), probe=probe)
                 ).update
                 for probe in asked_for
             )
@@ -142,8 +136,7 @@ class Answers:
 
             def stream(part: int) -> rng.Stream:
                 probe = asked_for[part]
-                weights = at(probe)
-                return own.sum_stream(sum.round, probe, weights, order.buffers)
+                return own.sum_stream(sum.round, probe, at(probe), order.buffers)
 
             return plan.layout(workload, sum.round).vector(updates, stream)
 
@@ -160,7 +153,8 @@ class Answers:
             MalformedError: The message is of another form.
         """
         sum, record = self._sum(message, context)
-        signatures, lost = messages.read_agree(record)
+        signatures = messages.read_table(record)
+        lost = messages.read_list(record, messages.LOST)
         state = ClientState(self._own.out, self._own.workload.stack_name, sum.number)
         # Written to disk before the signature leaves: a client that forgot it could agree to a
         # second sum.
@@ -186,7 +180,7 @@ class Answers:
         if workload.protocol is None:
             raise FedsimError(f"the stack {workload.stack_name!r} has no secure sums")
         record = wire.config_of(message.content)
-        round = messages.read_round(record)
+        round = wire.integer(record, wire.ROUND, 1)
         if round > workload.scenario.training.rounds:
             raise FedsimError(
                 f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
@@ -197,7 +191,7 @@ class Answers:
         )
 
         def keep(memory: Memory) -> None:
-            state.save_sum(round, memory.to_json())
+            state.save_sum(round, asdict(memory))
 
         # Masks that follow from the scenario's seed hide nothing from whoever knows it: they serve
         # simulations.

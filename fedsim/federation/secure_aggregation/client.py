@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from fedsim.federation.secure_aggregation import secrets
 from fedsim.federation.secure_aggregation.layout import Ring
@@ -51,10 +50,6 @@ class Memory:
     """Digest that the client has signed last, and for which it accepts the signatures of others."""
     survivors: list[int] = field(default_factory=list)
     """Clients in the sum to which this one has agreed, ascending."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, from which `Memory(**fields)` restores it."""
-        return asdict(self)
 
 
 class SumClient:

@@ -28,7 +28,8 @@ PLANTED = "planted"
 model's."""
 _CLIENTS = "clients"
 _CONTENTS = "contents"
-_LOST = "lost"
+LOST = "lost"
+"""Name of the list of clients that shared secrets and are not in the sum."""
 _SIGNATURE = "signature"
 _VECTOR = "vector"
 # Entries of a list, and bytes of one of them.
@@ -80,15 +81,6 @@ def read_list(record: ConfigRecord, name: str) -> list[int]:
     ):
         raise wire.MalformedError(f"{name}: expected a list of clients")
     return [int(one) for one in members]
-
-
-def read_round(record: ConfigRecord) -> int:
-    """Reads the round of an order, from 1.
-
-    Raises:
-        MalformedError: The record holds no such number.
-    """
-    return wire.integer(record, wire.ROUND, 1)
 
 
 def order(record: ConfigRecord) -> RecordDict:
@@ -157,21 +149,3 @@ def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring,
         raise wire.MalformedError("the answer has no signature")
     ring: Ring = signed.view(np.uint32 if ring_bits == 32 else np.uint64)
     return ring, signature
-
-
-def agree_order(round: int, signatures: Mapping[int, bytes], lost: Collection[int]) -> RecordDict:
-    """Returns the content of an order that asks a client to agree to the sum of `round`.
-
-    `signatures` has the signature of each client in the sum, by client. `lost` are the clients that
-    shared secrets and are not in the sum.
-    """
-    return order(table(round, signatures, **{_LOST: lost}))
-
-
-def read_agree(record: ConfigRecord) -> tuple[dict[int, bytes], list[int]]:
-    """Reads the signatures of the clients in the sum, by client, and the lost clients.
-
-    Raises:
-        MalformedError: The record holds anything else.
-    """
-    return read_table(record), read_list(record, _LOST)

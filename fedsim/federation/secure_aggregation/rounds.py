@@ -149,7 +149,8 @@ class SecureSum:
 
     def _agree(self) -> None:
         survivors = self._server.survivors
-        order = messages.agree_order(self._round, self._server.signatures, self._server.lost)
+        lists = {messages.LOST: self._server.lost}
+        order = messages.order(messages.table(self._round, self._server.signatures, **lists))
         # From here on a silent client only fails to help: its vector is in the sum already.
         for client, reply in self._exchange(
             wire.AGREE, dict.fromkeys(survivors, order), is_lost=False

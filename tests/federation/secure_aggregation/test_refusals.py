@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -318,7 +318,7 @@ def test_what_a_client_remembers_survives_a_process_for_each_message() -> None:
 
     def reborn() -> None:
         for number, client in sum.clients.items():
-            memory = Memory(**client.memory.to_json())
+            memory = Memory(**asdict(client.memory))
             sum.clients[number] = SumClient(sum.terms, number, everyone[number], memory)
 
     sum.keys()
