@@ -41,7 +41,7 @@ class RangeColumn(BaseModel):
         return self
 
     def scale(self, values: Tensor) -> Tensor:
-        """Maps raw values (any shape) to [-1, 1]; those beyond the range go to its ends."""
+        """Maps raw values (any shape) linearly to [-1, 1]; those beyond the range become ±1."""
         middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
         return ((values - middle) / half).clamp(-1, 1)
 
@@ -74,7 +74,8 @@ class CategoryColumn(BaseModel):
     def entries(self, values: Tensor) -> dict[str, Tensor]:
         """Returns name -> entry (n,) of -1 and +1, one per category.
 
-        `values` (n,) are the numbers of the rows' categories, from 0.
+        A name is that of the column and the category, `column=category`. `values` (n,) are the
+        numbers of the rows' categories, from 0.
         """
         return {
             f"{self.name}={category}": 2.0 * (values == number) - 1
@@ -105,7 +106,8 @@ class TargetColumn:
     values: Tensor
     """(n,) in [-1, 1]."""
     classes: tuple[str, ...] | None = None
-    """Names of the target's classes; None if it is a number."""
+    """Names of the target's classes, in the order of their values, which are evenly spaced from -1
+    to 1; None if the target is a number."""
 
 
 class TableSource(DataSource):
@@ -139,7 +141,7 @@ class TableSource(DataSource):
         Args:
             name: name of the source.
             features: (n, d) raw values, or numbers of categories.
-            columns: the features' names and ranges, or categories.
+            columns: the features' names and ranges, or categories, in the order of `features`.
             target: the target's name, values and classes.
             client_of: (n,) each row's client, counted from 0; None if the source does not know.
             private_statistics: see `Table`; empty if neither ranges nor classes follow from rows.

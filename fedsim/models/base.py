@@ -75,7 +75,10 @@ class HeadDropout(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Joins body and head: normalized images (B, C, H, W) -> features (B, d) -> logits (B, K)."""
+    """Joins body and head: normalized images (B, C, H, W) -> features (B, d) -> logits (B, K).
+
+    Rows of a table are (B, D) in place of images.
+    """
 
     def __init__(self, body: nn.Module, head: nn.Module, unit_features: bool = False) -> None:
         """Joins body and head; with `unit_features`, features get unit length before the head."""
@@ -175,7 +178,7 @@ def feature_size(body: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Returns how many features a new `body` computes from one input of `input_shape`.
 
     The body runs once in eval mode, which draws nothing and leaves batch-norm statistics as they
-    are.
+    are. It is left in train mode.
     """
     body.eval()
     with torch.no_grad():
@@ -219,7 +222,8 @@ _sizes: dict[tuple[type[ModelPlugin], str], size.Size | None] = {}
 def normalize(pixels: Tensor, spec: InputSpec) -> Tensor:
     """Maps `pixels` in [0, 1], or rows, to the model's input: (x - mean) / std of `spec`.
 
-    `pixels` are (B, C, H, W) or (B, D), and so is the result. The map is differentiable.
+    `pixels` are floating-point (`as_pixels` makes them so), (B, C, H, W) or (B, D), and so is the
+    result. The map is differentiable.
     """
     mean, std = _statistics(pixels, spec)
     return (pixels - mean) / std

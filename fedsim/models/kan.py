@@ -21,8 +21,10 @@ from fedsim.models.splines import basis_size, spline_basis
 class KAN(ModelPlugin):
     """f(x) = m^(-1/2) Σ_k c_k · b(σ(h_k)), h_k = d^(-1/2) w_k · b(tanh(x)), b the spline basis.
 
-    x is the flattened image, squashed into the splines' interval [-1, 1]. With two classes
-    cross-entropy is the paper's logistic loss of the difference of the logits.
+    x is the flattened image of d entries, squashed into the splines' interval [-1, 1]. w_k and c_k
+    are the coefficients of hidden unit k: those of all entries' bases, and for each class those of
+    its own basis. With two classes cross-entropy is the paper's logistic loss of the difference of
+    the logits.
     """
 
     paper: ClassVar[str] = (

@@ -25,15 +25,19 @@ _GROUP_CHANNELS = 16
 
 
 def activation(name: Activation) -> nn.Module:
-    """Returns a new element-wise activation of that `name`, never in place."""
+    """Returns a new element-wise activation of that `name`, never in place.
+
+    Names are `relu`, `leaky_relu`, `elu`, `gelu`, `sigmoid`, `softplus` and `tanh`, as in torch.
+    """
     return _ACTIVATIONS[name]()
 
 
 def norm(kind: Norm, channels: int) -> nn.Module:
     """Returns a new normalization of that `kind`, of (B, channels, H, W) features.
 
-    `group` has groups of 16 channels (Wu and He, Group Normalization, ECCV 2018, Table 3), or one
-    group of all channels where 16 does not divide them.
+    `none` is the identity, and `batch` is batch norm. `group` has groups of 16 channels (Wu and He,
+    Group Normalization, ECCV 2018, Table 3), or one group of all channels where 16 does not divide
+    them.
     """
     if kind == "batch":
         return nn.BatchNorm2d(channels)

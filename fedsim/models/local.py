@@ -33,7 +33,7 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
     Images are normalized, and labels are (B,) int64 or (B, K) probabilities. In train mode batch
     norm writes its running statistics into `buffers`, in place: hand over a copy and read the new
     statistics there. The model's own buffers stay as they are, also those that `buffers` leaves
-    out.
+    out. Each call puts the model into the mode of `training`, and sets the dropout of its head.
 
     Raises:
         FedsimError: when called, if batch norm has a single value per channel to normalize.
@@ -57,8 +57,8 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
 def features_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> OutputFn:
     """Returns the head's inputs (B, d) as a pure function of (parameters, images).
 
-    Images are normalized. Parameters that a call leaves out are the model's own. Batch norm and
-    errors are as in `loss_function`.
+    Images are normalized. Parameters that a call leaves out are the model's own. Batch norm, errors
+    and what a call sets in the model are as in `loss_function`.
     """
     return _pure(model, model.features, buffers, training)
 
@@ -138,7 +138,7 @@ def features_of(
         parameters: weights to compute with, by name.
         buffers: buffers to compute with, which stay as they are.
         images: (B, C, H, W), normalized.
-        training: says whether the model is in train or eval mode.
+        training: has the mode, train or eval, into which the model itself is put.
     """
     state = {name: value.clone() for name, value in buffers.items()} | dict(parameters)
     model.train(training.mode == "train")
@@ -163,7 +163,7 @@ def gradient(
         images: (B, C, H, W), normalized.
         labels: (B,) int64 or (B, K) probabilities.
         create_graph: whether the gradient is differentiable in the images.
-        on_loss: function that is called with the detached loss.
+        on_loss: function that is called with the detached loss (0-d).
     """
     inputs = {
         # Weights that depend on candidate images keep their graph; all others become leaves.
@@ -192,7 +192,7 @@ def local_update(
         direction: one step's gradient as a function of (parameters, images, labels), or what a
             defense makes of it.
         parameters: the global weights.
-        batches: (normalized images, labels), one per step.
+        batches: (normalized images, labels), one per step; exactly one under fedsgd.
         training: see `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g,
             θ ← θ - lr v. `StepRule` says what else a step may do.
     """
@@ -265,7 +265,8 @@ def step_weights(training: LocalTraining) -> list[float]:
     """Returns the weight of each local step's gradient in the update, in units of -lr.
 
     The update is thus -lr Σ_s w_s g_s, with the gradient g_s of step s. Under fedsgd the update is
-    the gradient itself, and the result is [1].
+    the gradient itself, and the result is [1]. All this holds only of a training that
+    `sums_gradients`, which is not checked.
     """
     if training.algorithm == "fedsgd":
         return [1.0]
@@ -283,8 +284,9 @@ def step_weights(training: LocalTraining) -> list[float]:
 def mean_gradient_factor(training: LocalTraining) -> float:
     """Returns the factor that turns an update into the mean gradient over its local steps.
 
-    The mean has the weights of `step_weights`. The factor is 1 under fedsgd. Else it is negative,
-    -1 / (lr Σ_s w_s), since a change of weights points against gradients.
+    The mean has the weights of `step_weights`, whose condition on `training` holds here, too. The
+    factor is 1 under fedsgd. Else it is negative, -1 / (lr Σ_s w_s), since a change of weights
+    points against gradients.
     """
     if training.algorithm == "fedsgd":
         return 1.0
@@ -295,8 +297,11 @@ def mean_gradient_factor(training: LocalTraining) -> float:
 def update_noise(observation: Observation) -> float | None:
     """Returns the variance of the announced noise in an entry of the update; None if unknown.
 
+    It is 0 without noise. Where the update is a mean of several, it is the variance of that mean.
+
     It is unknown of noise on a sum, of an undeclared effect, and where noise of steps went through
-    an optimizer that is more than a sum of gradients.
+    an optimizer that is more than a sum of gradients. Nor is it known of noise that is correlated
+    from step to step in a mean of several releases.
     """
     training = observation.training
     variance = 0.0

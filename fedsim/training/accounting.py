@@ -89,6 +89,7 @@ noise are bounded best at a large δ."""
 def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
     """Returns claims at several δ for an example that was drawn, against who saw `seen`.
 
+    The first is at the scenario's `privacy.delta`, and the others are at fixed δ, ascending.
     The example took part, so that no amplification by sampling protects it. Earlier rounds count as
     well: the weights that the update starts from tell of them.
     """

@@ -10,7 +10,10 @@ from fedsim.types import Tensors
 
 
 def digest(*parts: Tensors) -> str:
-    """Returns a digest that only equal `parts` share: same names, shapes, types and values."""
+    """Returns a digest that only equal `parts` share: same names, shapes, types and values.
+
+    It is a SHA-256 in hex. The order of `parts` counts, and that of names within a part does not.
+    """
     found = hashlib.sha256()
     for part in parts:
         # Lengths, names, types and shapes are hashed too, so that different inputs never hash as

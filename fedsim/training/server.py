@@ -358,7 +358,7 @@ class Server:
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """Returns the new global parameters, given the strategy's `mean` over the clients.
 
-        `clients` is the number of clients in the mean.
+        The mean is of what `apply_update` returned, and `clients` is the number of clients in it.
         """
         return self.computation.finalize(mean, clients)
 

@@ -66,8 +66,8 @@ def build_source(chosen: PluginRef) -> DataSource:
 def digest_of_inputs(scenario: Scenario, dataset: Dataset | Table) -> str:
     """Returns a digest of the data, weights and partition file that a scenario only names.
 
-    Two runs of the same scenario have the same data only if their digests are equal. `dataset` is
-    all that the scenario's source loads.
+    It is a SHA-256 in hex. Two runs of the same scenario have the same data only if their digests
+    are equal. `dataset` is all that the scenario's source loads.
     """
     digest = hashlib.sha256()
     for field in fields(dataset):

@@ -35,7 +35,7 @@ def keep_testimony(
     """Writes the watched `steps` of one `order` below `folder`.
 
     `mods` are the parts of the app that change the answer, outermost first, and `max_bytes` bounds
-    all that is kept of a run.
+    all that is kept of a run. Where no truth was seen, the reason is written before it is raised.
 
     Raises:
         FedsimError: The training has no truth that an attack could be scored by, or no room.

@@ -57,7 +57,8 @@ class Steps:
     """Number of images of each step."""
     optimizer: str | None = None
     settings: dict[str, float] = field(default_factory=dict)
-    """Learning rate, momentum and the like of the first step."""
+    """Numeric options of the first step, by the optimizer's own names (`lr`, `momentum`). The two
+    `betas` are `beta1` and `beta2`."""
     rates: list[float] = field(default_factory=list)
     """Learning rate of each step."""
     factors: list[float] = field(default_factory=list)
