@@ -74,7 +74,8 @@ class Aggregate(AggregationDefense):
 def sum_updates(updates: Iterable[Update], who: str) -> Update:
     """Returns the sum of the updates' tensors, added up in float64, and the mean of their buffers.
 
-    The result's `num_examples` is the total. `who` names the caller in error messages.
+    All updates weigh alike in the mean, and the result's `num_examples` is the total. `who` names
+    the caller in error messages.
 
     Raises:
         FedsimError: there is no update, or their tensors differ in name or shape.

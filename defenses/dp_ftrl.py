@@ -52,7 +52,7 @@ class DPFTRL(NoisyAggregation):
     def combine(self, updates: Iterable[Update]) -> Update:
         """Returns the sum of the updates' tensors and the mean of their buffers.
 
-        The result's `num_examples` is the total.
+        All updates weigh the same in both. The result's `num_examples` is the total.
 
         Raises:
             FedsimError: there is no update, or their tensors differ in name or shape.

@@ -25,7 +25,7 @@ class RandomProjection(DataDefense):
 
     D are the rows [features, target], and G is a standard normal matrix. G hides a row the better,
     the less the row's leverage is. σ lowers the leverage of every row, of norm l at most, to the
-    largest that is still private. The bound l is the data source's `row_norm`, and the number of
+    largest that is still private, s̄. The bound l is the data source's `row_norm`, and the number of
     G's columns is the learner's `columns`. One row is hidden, against its absence.
 
     `shared_among` N clients each add σ / sqrt(N): put `aggregate` behind it, so that the server

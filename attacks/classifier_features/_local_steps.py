@@ -115,7 +115,8 @@ def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
 class Drift:
     """The change of features along the path: quadratic in the share, linear in the features.
 
-    The share in [0, 1] is the part of the update that is made so far.
+    The share in [0, 1] is the part of the update that is made so far. A call with a share, and with
+    features (N, d) at the path's middle, returns the features at that share.
     """
 
     def __init__(self, observation: Observation, middle: float, rng: torch.Generator) -> None:

@@ -43,8 +43,9 @@ class Tape:
     """`function` (tensors of fixed shapes to tensors), replayed from the third call on.
 
     Where it cannot be recorded (it branches on values) or does not repeat its results, it goes on
-    as it is. Gradients do not flow through a replay. A number that changes has to be an input or a
-    tensor on the inputs' device: whatever else the function reads is recorded as it was.
+    as it is. A call takes and returns what `function` does. Gradients do not flow through a replay.
+    A number that changes has to be an input or a tensor on the inputs' device: whatever else the
+    function reads is recorded as it was.
     """
 
     def __init__(self, function: Function) -> None:

@@ -66,7 +66,11 @@ class ChangedBatch:
         return any(isinstance(change, Mixture) and change.signs for change in self.drawn)
 
     def simulate(self, inputs: Tensor, labels: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-        """Returns the inputs and labels of all copies, differentiable in those of one step."""
+        """Returns the inputs and labels of all copies, differentiable in those of one step.
+
+        `inputs` are normalized, and `labels` class numbers or probabilities. All inputs in their
+        first view come first, then all in the second, and so on.
+        """
         for change in self.copied:
             inputs = torch.cat([apply_view(inputs, view, spec) for view in change.views])
             labels = torch.cat([labels] * len(change.views))
@@ -81,6 +85,8 @@ class ChangedBatch:
         rng: torch.Generator,
     ) -> tuple[Tensor, Tensor]:
         """Returns the images and labels that were drawn from to make those of one step.
+
+        Labels that are class numbers are returned as they are.
 
         Args:
             inputs: normalized inputs (B, C, H, W) that the gradient was taken of.

@@ -192,7 +192,8 @@ class ForwardPrior:
     """α_f R_feature + α_BN R_BN of candidate images, by one pass through the body.
 
     R_feature is the misfit of known features. R_BN is the distance of each batch norm's input
-    statistics from granted ones.
+    statistics from granted ones. α_f and α_BN are their weights. A call with normalized images
+    (N, C, H, W) returns the value (0-d) and its gradient in them.
     """
 
     def __init__(

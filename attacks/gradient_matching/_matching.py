@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def variables(self) -> list[Tensor]:
-        """The tensors to optimize."""
+        """The tensors to optimize: images, logits of soft labels if there are any, then `drawn`."""
         labels = [] if self.logits is None else [self.logits]
         return [self.images, *labels, *self.drawn]
 
@@ -74,7 +74,7 @@ class MatchedUpdate:
     tensors: list[Tensor]
     """Compared tensors, in the order of the parameters."""
     square: Tensor
-    """|t|² of the whole update (0-d)."""
+    """|t|² (0-d) of the tensors that are compared, also of their entries that are left out."""
     outside: Tensor
     """|t|² of the entries that are zero in every recomputed update and left out (0-d)."""
 
@@ -89,7 +89,8 @@ def cosine_distance(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Computes 1 - <u, t> / (|u| |t|) of `update` u and `target` t over all parameters.
 
-    It is equation 4 of Geiping et al. 2020. `Distance` describes the three values returned.
+    It is equation 4 of Geiping et al. 2020. Returns the distance (0-d), a direction (a tensor for
+    each of `update`) and a scale (0-d). The derivative in the update is scale times direction.
     """
     product, square = inner_product(update, target.tensors), inner_product(update, update)
     # An update of 0 has no direction: its distance is 1, and not undefined.
@@ -107,8 +108,8 @@ def squared_distance(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Computes |u - t|² / |t|² of `update` u and `target` t over all parameters.
 
-    It is equation 4 of Zhu et al. 2019 in units of |t|². `Distance` describes the three values
-    returned.
+    It is equation 4 of Zhu et al. 2019 in units of |t|². The three values returned are those of
+    `cosine_distance`: distance, direction and scale.
     """
     direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
     distance = (inner_product(direction, direction) + target.outside) / target.square
@@ -122,8 +123,8 @@ def gaussian_distance(
 
     Tensor l, counted from 1, has weight 1 / l, and σ_l² is |t_l|². Wang et al., SAPAG: A
     Self-Adaptive Privacy Attack From Gradients, 2020, whose σ_l² is the variance of a single entry:
-    there the kernel is flat wherever an attack starts. `Distance` describes the three values
-    returned.
+    there the kernel is flat wherever an attack starts. The three values returned are those of
+    `cosine_distance`: distance, direction and scale.
     """
     total = sum(1 / (place + 1) for place in range(len(update)))
     losses, direction = [], []
@@ -388,7 +389,8 @@ class Matching:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Computes the `distance` of a candidate's update from the observed one, and its gradients.
 
-        Returns the distance (0-d), and its gradient in each of the candidate's `variables`.
+        Returns the distance (0-d), and its gradient in each of the candidate's `variables`. Where
+        orthogonal updates are simulated, `orthogonal_distance` takes the place of `distance`.
         """
         labels = candidate.labels
         # A recording holds for one distance and one tensor of labels.

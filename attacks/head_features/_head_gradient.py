@@ -303,7 +303,10 @@ class Value(NamedTuple):
 
 @final
 class Objective:
-    """The share of ∂L/∂A that features leave unexplained, as a function of them."""
+    """The share of ∂L/∂A that features leave unexplained, as a function of them.
+
+    A call with features (n, d) returns its `Value` there.
+    """
 
     def __init__(self, head: HeadGradient) -> None:
         """Compares with `head`; entries of zero count as removed if its update was pruned."""
@@ -408,9 +411,10 @@ def _solve(gram: Tensor, right: Tensor) -> Tensor:
 class WholeHead:
     """Computes the mean squared residual of the head's whole gradient, over the noise's variance.
 
-    The head's `noise` must not be 0. With p the implied and o the observed gradient, |p - o|² is
-    computed as |p|² - 2 <p, o> + |o|². For ∂L/∂W that takes products with N vectors, and no tensor
-    of its size is ever written.
+    The head's `noise` must not be 0. A call with features (N, d) in their true lengths returns it,
+    0-d and differentiable. With p the implied and o the observed gradient, |p - o|² is computed as
+    |p|² - 2 <p, o> + |o|². For ∂L/∂W that takes products with N vectors, and no tensor of its size
+    is ever written.
     """
 
     def __init__(self, head: HeadGradient, labels: Tensor) -> None:

@@ -218,7 +218,7 @@ class LaterSteps:
     """The mean gradient over a client's steps, less the share of it that the first step makes.
 
     Where each step has its own images, the gradient of all images at the sent weights is subtracted
-    instead.
+    instead. A call with normalized images (N, C, H, W) returns it by parameter.
     """
 
     def __init__(self, observation: Observation, labels: Tensor) -> None:
@@ -303,7 +303,10 @@ class StageTarget(NamedTuple):
 
 
 class PartGradient:
-    """The observed update of a part of the body, and its recomputation from candidate inputs."""
+    """The observed update of a part of the body, and its recomputation from candidate inputs.
+
+    A call with inputs (N, ...) of the part returns their `Misfit`.
+    """
 
     def __init__(
         self,
@@ -390,7 +393,10 @@ class PartGradient:
 
 @final
 class BodyGradient(PartGradient):
-    """The observed update of the whole body, and its recomputation from candidate images."""
+    """The observed update of the whole body, and its recomputation from candidate images.
+
+    A call with normalized images (N, C, H, W) returns their `Misfit`.
+    """
 
     def __init__(
         self,
@@ -469,7 +475,7 @@ class WholeGradient:
 
     Where no features are known, the misfit is 1 - the cosine of both. Candidates that are held to
     features are compared tensor by tensor, as few tensors would outweigh all others in a trained
-    network.
+    network. A call with normalized images (N, C, H, W) returns their `Misfit`.
     """
 
     def __init__(

@@ -41,7 +41,11 @@ _TIE = 1e-6
 
 @final
 class ImageDistribution:
-    """Normal distributions of N images, with one covariance for all and a mean for each."""
+    """Normal distributions of N images, with one covariance for all and a mean for each.
+
+    A call with normalized images (N, C, H, W) returns how unlikely they are, and its gradient in
+    them. The measure (0-d) is about 1 for images of the distribution, and larger for unlikely ones.
+    """
 
     def __init__(self, means: Tensor, precision: Tensor, shape: torch.Size) -> None:
         """Takes `means` (N, C, h, w), `precision` (C h w, C h w); images have (H, W) = `shape`."""

@@ -180,7 +180,11 @@ class StageInputs:
 
 @final
 class Relaxation:
-    """The misfit of images together with the maps between stages, which every call updates."""
+    """The misfit of images together with the maps between stages, which every call updates.
+
+    A call with normalized images (N, C, H, W) returns their `Misfit`, whose `features` is the
+    distance of all maps.
+    """
 
     def __init__(
         self,

@@ -45,6 +45,9 @@ class PropertyInference(DirectAttack):
     ) -> Reconstruction:
         """Returns the shares; the loss is the mean error of shares on shadows that are left out.
 
+        The shares (K,) of the K classes are non-negative, sum to 1, and are `class_shares` of the
+        answer's `more`.
+
         Raises:
             AttackFailed: public examples are without classes.
             FedsimError: the clients' network cannot be trained at once.

@@ -26,7 +26,7 @@ class Probe:
     It is what the same client would have released in this round, had its batch been another one of
     `batch_size` images; so leakage can be compared across batch sizes and over many trials. In a
     table, each of the client's rows takes part with the same chance, `batch_size` on average.
-    `trial` is the number of the batch of that size, from 0; no two trials share an example.
+    `trial` is the number of the batch of that size, from 0; no two trials share an image.
     """
 
     batch_size: int
