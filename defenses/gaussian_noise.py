@@ -72,7 +72,11 @@ class GaussianNoise(UpdateDefense):
         return add_gaussian(update, float(state["std"]), rng), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the Gaussian mechanism, if the update is bounded and no mechanism came before."""
+        """Returns the Gaussian mechanism, if the update is bounded and no mechanism came before.
+
+        Raises:
+            FedsimError: there is a multiplier and no bound for it to multiply.
+        """
         std = self._std(before.sensitivity, before.reason)
         if std == 0:
             return before
@@ -88,12 +92,20 @@ class GaussianNoise(UpdateDefense):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns noise on the update."""
+        """Returns noise on the update.
+
+        Raises:
+            FedsimError: `guarantee` raises it.
+        """
         std = self._std(before.sensitivity, before.reason)
         return Effect(noise=(Noise(variance=std**2, on="update"),) if std else ())
 
     def public_parameters(self, before: Guarantee) -> dict[str, float]:
-        """Returns `std`, either as declared or as computed from a multiplier or an ε."""
+        """Returns `std`, either as declared or as computed from a multiplier or an ε.
+
+        Raises:
+            FedsimError: `guarantee` raises it.
+        """
         return {"std": self._std(before.sensitivity, before.reason)}
 
     def _std(self, sensitivity: float, reason: str = "") -> float:

@@ -98,7 +98,11 @@ class GaussianSampling(StatisticDefense):
             )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Returns K̃ (n, n) drawn for the kernel matrix `value` K (n, n), positive semidefinite."""
+        """Returns K̃ (n, n) drawn for the kernel matrix `value` K (n, n), positive semidefinite.
+
+        Raises:
+            FedsimError: not a single draw is private enough.
+        """
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
         return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
@@ -134,7 +138,11 @@ class GaussianSampling(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Returns the number of draws and the lift γ."""
+        """Returns the number of draws and the lift γ.
+
+        Raises:
+            FedsimError: not a single draw is private enough.
+        """
         return {"samples": self.guarantee(release).samples, "lift": self.lift or 0.0}
 
 

@@ -101,7 +101,11 @@ class LeastSquaresMechanism(DataDefense):
         return release.row_norm * _paper_sigma(self.epsilon, self.delta, r, d)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns the release's mechanism, at the largest leverage that a row has beside σ."""
+        """Returns the release's mechanism, at the largest leverage that a row has beside σ.
+
+        Raises:
+            FedsimError: `sigma` raises it.
+        """
         # The claim follows from the σ in use, so that `paper` noise is stated for what it gives.
         sigma = self.sigma(release)
         leverage = bound(sigma, release.row_norm, self.leverage)

@@ -107,7 +107,8 @@ class SecureAggregation(MaskedAggregation):
         With noise, tensors are summed instead, and every client counts the same.
 
         Raises:
-            FedsimError: there is no update, or their tensors differ in name or shape.
+            FedsimError: there is no update, their tensors differ in name or shape, or (without
+                noise) one counts less than one example.
         """
         clipped = self._clip_updates(updates)
         if self.noise_multiplier:
@@ -127,7 +128,11 @@ class SecureAggregation(MaskedAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in noisy.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the mechanism of the shared noise; without any, each client's own guarantee."""
+        """Returns the mechanism of the shared noise; without any, each client's own guarantee.
+
+        Raises:
+            FedsimError: `terms` raises it.
+        """
         self.terms(before, 1)
         if not self.noise_multiplier or before.mechanism:
             if before.pooled and self.colluding:

@@ -42,6 +42,9 @@ class Soteria(TrainingDefense):
         """Returns a function that computes the step's direction with the pruned columns at zero.
 
         They are columns of the classifier's weights.
+
+        Raises:
+            FedsimError: (when called) the model's head does not begin with a linear layer.
         """
 
         def direction(

@@ -108,6 +108,9 @@ class SvtPrivacy(UpdateDefense):
         """Returns at most the share `fraction` of the entries, with noise, and zeros elsewhere.
 
         The `state` is returned unchanged.
+
+        Raises:
+            FedsimError: 10,000 passes do not accept enough entries.
         """
         if not update:
             return update, state

@@ -212,7 +212,12 @@ class ActivationFeatures(FeatureAttack[Peeling]):
     """Relative error of ∂L/∂A at which a row still counts as one image's."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Peeling:
-        """Prepares the first round."""
+        """Prepares the first round.
+
+        Raises:
+            AttackFailed: there is no two-layer head, none of its neurons are planted, its
+                activation is not ReLU, or nothing is left of its gradient.
+        """
         return Peeling.start(HeadGradient.read(observation), self.tolerance, self.consistency)
 
 

@@ -90,7 +90,11 @@ class BestFeatures(FeatureAttack[Best]):
     """Trials of the unrolling."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
-        """Peels features where rows can be exact, and chooses the solver for the remaining ones."""
+        """Peels features where rows can be exact, and chooses the solver for the remaining ones.
+
+        Raises:
+            AttackFailed: the model has no two-layer head, or nothing is left of its gradient.
+        """
         head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss

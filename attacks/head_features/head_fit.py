@@ -634,7 +634,11 @@ class HeadFit(FeatureAttack[OutputSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> OutputSolver:
-        """Draws random features around the direction that all of them have in common."""
+        """Draws random features around the direction that all of them have in common.
+
+        Raises:
+            AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂A.
+        """
         head = HeadGradient.read(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]

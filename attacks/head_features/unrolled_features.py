@@ -254,7 +254,12 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> UnrolledSolver:
-        """Computes the row space, and draws random starts in it."""
+        """Computes the row space, and draws random starts in it.
+
+        Raises:
+            AttackFailed: the model has no two-layer head, the rows of ∂L/∂W are not exact, or
+                nothing is left of ∂L/∂W or ∂L/∂A.
+        """
         head = HeadGradient.read(observation)
         return UnrolledSolver.start(head, self.iterations, self.trials, rng)
 

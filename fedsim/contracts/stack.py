@@ -278,6 +278,9 @@ class Stack:
 
         They may not if their update is hidden or privatized. `declared` is the training before the
         stack's own training defenses.
+
+        Raises:
+            FedsimError: `guarantees` raises it.
         """
         proven = self.guarantees(declared)
         # A loss is a function of the data that none of the noise hides.
@@ -289,6 +292,9 @@ class Stack:
         """Returns the state of all update defenses before the first round, as a flat mapping.
 
         `declared` is the local training before any defense.
+
+        Raises:
+            FedsimError: `guarantees` raises it.
         """
         proven = self.guarantees(declared, release)
         return {

@@ -26,7 +26,11 @@ class VisionSource(DataSource):
 
     @final
     def load(self) -> Dataset:
-        """Loads both splits, in the published order."""
+        """Loads both splits, in the published order.
+
+        Raises:
+            FedsimError: the set is not in `root`, or cannot be fetched.
+        """
         train, test = self._split(True), self._split(False)
         return Dataset(
             name=self.title,

@@ -168,6 +168,10 @@ def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size
     """Counts the memory that the model of `spec` takes as `defenses` alter it.
 
     The result is None if the memory cannot be counted.
+
+    Raises:
+        PluginError: the model is not installed.
+        FedsimError: the architecture does not fit the inputs.
     """
     plugin = plugins.load("fedsim.models", spec.name).model_validate(dict(spec.parameters))
     assert isinstance(plugin, ModelPlugin)

@@ -109,7 +109,12 @@ class Server:
 
     @cached_property
     def stack(self) -> Stack:
-        """Defenses of the stack; one that asks for an ε has the noise that keeps to it."""
+        """Defenses of the stack; one that asks for an ε has the noise that keeps to it.
+
+        Raises:
+            FedsimError: a defense is not installed, the defenses cannot be composed, or no noise
+                keeps to the ε.
+        """
         refs = self.scenario.defenses[self.stack_name]
         written = build_stack(refs)
         asking = [i for i, ref in enumerate(refs) if spending.asked_epsilons(build_stack([ref]))]
@@ -313,6 +318,9 @@ class Server:
             round: Number of the round, from 1.
             probe: The probe that they answer; None in training.
             seed: Seed of the server's noise; by default its own.
+
+        Raises:
+            FedsimError: there are no updates, or they cannot be combined.
         """
         aggregation = self.stack.aggregation
         assert aggregation is not None

@@ -121,7 +121,11 @@ class Workload(Server):
         *,
         probe: Probe | None = None,
     ) -> ClientResult:
-        """Returns what client number `client` computes in `round` (arguments: `Client.update`)."""
+        """Returns what client number `client` computes in `round` (arguments: `Client.update`).
+
+        Raises:
+            FedsimError: the client does not compute here, or `Client.update` raises it.
+        """
         own = self.client(client)
         return own.update(self, round, parameters, buffers, state, probe=probe)
 
