@@ -467,7 +467,8 @@ class Observation:
     """
 
     id: str
-    """`<stack>/round-0001/client-0000-b4-t0`; also the path of its files below `observations/`."""
+    """`<stack>/round-0001/client-0000-b4-t0`; also the path of its files below `observations/`. In
+    place of b4-t0, the batch size and trial of a probe, it has `training` for such an update."""
     update: Tensors
     """Update as decoded from the wire, after the defense; named and shaped as `parameters`."""
     buffers_update: Tensors

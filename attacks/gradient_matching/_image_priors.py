@@ -172,7 +172,7 @@ class KnownFeatures(NamedTuple):
     measure: Literal["squared_cosine", "relative"]
     """Comparison of features: by direction alone, or by distance."""
     trust: Tensor | float = 1.0
-    """(N,): weight of each image's misfit."""
+    """(N,): weight of each image's misfit; or one weight for all."""
 
     def misfit(self, features: Tensor) -> Tensor:
         """Computes the mean over images (0-d) of 1 - cos² or |x - f|² / |f|², as `measure` says.

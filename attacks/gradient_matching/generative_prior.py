@@ -115,8 +115,9 @@ def fit_generator(
 
     A code for each image is learned with the weights (Bojanowski, Joulin, Lopez-Paz and Szlam,
     Optimizing the Latent Space of Generative Networks, ICML 2018, with the squared error): no
-    adversary, hence stable on few images too. `report` gets the number of each iteration, from 1,
-    and the mean squared error of its batch (0-d). Same arguments, same weights.
+    adversary, hence stable on few images too. `iterations` are steps of Adam, each on a batch that
+    is drawn, and `seed` decides all draws. `report` gets the number of each iteration, from 1, and
+    the mean squared error of its batch (0-d). Same arguments, same weights.
     """
     stream = streams.generator(seed, "codes")
     codes = torch.randn(len(images), LATENT, generator=stream).to(images.device).requires_grad_()

@@ -106,8 +106,10 @@ def are_explained(head: Head, features: Tensor) -> bool:
 def are_determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bool:
     """Says whether the head's gradient determines the `features` (N, d).
 
-    Two of them are moved towards each other, by the share `exchanged` of their difference. The
-    features are determined if every such change explains the gradient clearly worse.
+    Two of them are moved towards each other or apart, by the share `exchanged` of their difference.
+    A single one is made longer or shorter by that share. The features are determined if every such
+    change explains the gradient clearly worse. Behind an ordinary classifier, bounds on their
+    errors decide, and `exchanged` is not used. A gradient that is `exact` always determines them.
     """
     features = features.cpu()
     if isinstance(head, ClassifierGradient):
@@ -127,7 +129,7 @@ def doubts(head: Head, features: Tensor) -> Tensor:
 
     Behind a two-layer head it is the share of ∂L/∂A that they leave unexplained beyond noise, the
     same for all images, and 0 under dropout. Behind an ordinary classifier it is the square of each
-    image's bound on the relative error.
+    image's bound on the relative error, and 0 for more images than it can tell apart.
     """
     on_processor = features.cpu()
     if isinstance(head, ClassifierGradient):

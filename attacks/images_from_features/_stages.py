@@ -51,7 +51,10 @@ class _EndReached(BaseException):
 
 @final
 class BodyCalls:
-    """Calls of modules in one pass through a body, numbered in the order in which they begin."""
+    """Calls of modules in one pass through a body, numbered in the order in which they begin.
+
+    The forward functions of the body's modules are replaced for good, and compute what they did.
+    """
 
     def __init__(self, body: nn.Module, images: Tensor) -> None:
         """Notes the calls that `body` makes for `images` (N, C, H, W)."""

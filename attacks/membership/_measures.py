@@ -36,8 +36,9 @@ def require_candidates(knowledge: Knowledge) -> MembershipCandidates:
 def weights_after(seen: Observation, update: Tensors) -> Tensors:
     """Returns the weights that an `update` of the global model leads to.
 
-    Of a gradient (FedSGD) they are those after one step of descent. Weights that the update lacks
-    stay as they are.
+    The global model is that of `seen`, whose local training says what an update is. Of a gradient
+    (FedSGD) they are those after one step of descent. Weights that the update lacks stay as they
+    are.
     """
     # A gradient is descended at the learning rate; an update is itself the change of weights.
     scale = -seen.training.lr if seen.training.algorithm == "fedsgd" else 1.0

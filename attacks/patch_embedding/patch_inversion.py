@@ -271,6 +271,8 @@ class PatchInversion(DirectAttack):
     ) -> Reconstruction:
         """Returns the image. The loss is the share of the embedding's gradient left unexplained.
 
+        Its label is returned, too, if the model's head has a linear layer.
+
         Raises:
             AttackFailed: the update is of several images, a defense mixes its entries, or the model
                 embeds no patches with a position that is trained.
