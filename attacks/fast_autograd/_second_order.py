@@ -80,7 +80,7 @@ def drop_dead_weights(
     zero.
 
     Args:
-        model: an accelerated model, which is changed in place.
+        model: an accelerated model, which is changed in place and left in eval mode.
         input_shape: (C, H, W) of its images.
 
     Returns:

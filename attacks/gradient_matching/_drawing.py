@@ -92,7 +92,7 @@ class Pyramid:
         self._optimizer = Adam([images, *self._coarse], betas)
 
     def step(self, slope: Tensor, step_size: float) -> None:
-        """Takes a step of Adam at every resolution.
+        """Takes a step of Adam at every resolution, which changes the images in place.
 
         `slope` (N, C, H, W) is the objective's gradient in the images, and `step_size` is Adam's.
         """

@@ -333,7 +333,8 @@ def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Ten
     it goes on in all directions.
 
     Returns:
-        Features (N, d), and the share of ∂L/∂A that they leave unexplained (0-d).
+        Features (N, d), and the share of ∂L/∂A that they leave unexplained (0-d). They are the
+        `directions` themselves if no descent explains more.
     """
     objective, joint = Objective(head), _joint_fit.joint_fit_applies(head)
     start = objective(directions)

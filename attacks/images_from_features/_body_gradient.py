@@ -280,11 +280,12 @@ class Misfit(NamedTuple):
     """Distances of candidates from the observation."""
 
     update: Tensor
-    """|u - t|² / |t|² of the body's update (0-d)."""
+    """|u - t|² / |t|² of a recomputed and the observed update, of the part or body that is compared
+    (0-d). Of a `WholeGradient` it is 1 - cosine of both, over all tensors or averaged."""
     features: Tensor
-    """Mean of |x_i - f_i|² / |f_i|² (0-d)."""
+    """Mean of |x_i - f_i|² / |f_i|² (0-d), of features x_i of candidates and known ones f_i."""
     slope: Tensor
-    """Gradient of `update` + weight `features` in the images (N, C, H, W)."""
+    """Gradient of `update` + weight `features` in the candidates, images (N, C, H, W) or inputs."""
     target_changed: bool = False
     """Whether the target has changed, so that earlier misfits cannot be compared with it."""
 

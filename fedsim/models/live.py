@@ -174,7 +174,8 @@ def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]
     """Returns the names of parameters on which the logits do not depend in `mode`.
 
     `input_shape` is (C, H, W). If the logits do not depend on the images either, an attack that
-    differentiates is refused later.
+    differentiates is refused later. The model is left in `mode`, its parameters requiring
+    gradients.
 
     Raises:
         FedsimError: the model's own code cuts all gradients.

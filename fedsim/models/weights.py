@@ -13,11 +13,12 @@ from fedsim.types import FedsimError
 def read_weights(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Reads (parameters, buffers) of `model` from the file at `path`, by the model's names.
 
-    `path` is a checkpoint of fedsim (OUT/checkpoints/STACK.safetensors), or a state dict.
+    `path` is a checkpoint of fedsim (OUT/checkpoints/STACK.safetensors), or a state dict. Integer
+    tensors that the file lacks, such as batch norm's counter, are those of `model`.
 
     Raises:
-        FedsimError: the file is no safetensors file, or does not fit the model. A tensor may be
-            missing, have another shape or type, or not be finite.
+        FedsimError: the file is no safetensors file, or does not fit the model: a tensor is
+            missing, has another shape or type, or is not finite.
     """
     tensors = read_tensors(path)
     of_checkpoint = any(name.startswith("parameter.") for name in tensors)
