@@ -32,10 +32,13 @@ class LocalDpMod(UpdateDefense):
     )
 
     deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        f"flwr.{home}.mod.localdp_mod.LocalDpMod": {
-            name: name for name in ("clipping_norm", "sensitivity", "epsilon", "delta")
-        }
-        for home in ("clientapp", "client")
+        part: {name: name for name in ("clipping_norm", "sensitivity", "epsilon", "delta")}
+        for part in (
+            "flwr.clientapp.mod.localdp_mod.LocalDpMod",
+            "flwr.client.mod.localdp_mod.LocalDpMod",
+            # The filter of a hospital platform (github.com/londonaicentre/FLIP), alike by design.
+            "flip.nvflare.components.local_dp.LocalDifferentialPrivacy",
+        )
     }
 
     clipping_norm: Annotated[float, Field(ge=1e-12, le=1e12)]

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from flwr.supercore.differential_privacy import compute_adaptive_clip_model_update
 
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
@@ -184,7 +186,7 @@ class FederationClient:
             )
         result = self.compute(self.client(context), order)
         loss = result.loss if self.workload.reports_loss else None
-        return Message(wire.answer(result.update, loss), reply_to=message)
+        return Message(wire.answer(result.update, loss, result.is_clipped), reply_to=message)
 
     def read_order(self, message: Message) -> wire.Order:
         """Reads the order in `message`; tensors are returned in the order of the scenario's model.
@@ -193,7 +195,14 @@ class FederationClient:
             MalformedError: A part is missing, or tensors differ from the model's in name, shape or
                 type.
         """
-        return wire.read_order(message.content, self._form[:2])
+        order = wire.read_order(message.content, self._form[:2])
+        clips = self.workload.scenario.federation.clips_at_clients
+        if (order.clipping_norm is not None) != clips:
+            raise wire.MalformedError(
+                f"the order {'names no' if clips else 'names a'} norm to clip to, against the "
+                "scenario's strategy"
+            )
+        return order
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
         """Computes what `client` releases to answer `order`, and keeps its truth and state on disk.
@@ -237,12 +246,16 @@ class FederationClient:
         update = result.update
         if not workload.releases_statistics:
             update = replace(update, buffers={})
+        is_clipped = None
+        if order.clipping_norm is not None:
+            clipped, is_clipped = clip_as_mod(update.tensors, order.clipping_norm)
+            update = replace(update, tensors=clipped)
         if order.probe is None and client in workload.plan(round).lookers:
             memory.save_sent(round, participant.pack_round(update, order.parameters, order.buffers))
         if once:  # last: what is not noted may still have been lost, and is not repeated
             numbers = torch.tensor([update.num_examples, result.loss or 0], dtype=torch.float64)
             memory.note_release(at, [update.tensors, update.buffers, {"numbers": numbers}])
-        return replace(result, update=update)
+        return replace(result, update=update, is_clipped=is_clipped)
 
     def _keep_truth(self, client: int, order: wire.Order, result: ClientResult) -> None:
         if result.truth:
@@ -301,3 +314,16 @@ class FederationClient:
             return self._given
         threads.fix(self._job.threads)
         return self._job.workload()
+
+
+def clip_as_mod(update: Tensors, norm: float) -> tuple[dict[str, torch.Tensor], bool]:
+    """Clips an update as Flower's `adaptiveclipping_mod` does, by the same function.
+
+    Returns the update, and whether it was longer than `norm`. A tensor without dimensions counts
+    for the norm and stays as it is.
+    """
+    sent = [value.detach().cpu().numpy().copy() for value in update.values()]
+    # The mod is handed new weights and old ones, of which it clips the difference.
+    is_clipped = compute_adaptive_clip_model_update(sent, [np.zeros_like(a) for a in sent], norm)
+    tensors = (torch.from_numpy(np.asarray(array)) for array in sent)
+    return dict(zip(update, tensors, strict=True)), bool(is_clipped)

@@ -83,13 +83,26 @@ def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
     federation, trains = scenario.federation, build_learner(scenario.learner).trains
     # Building it checks its parameters.
     with strategies.quiet_flower():
-        strategies.build(federation.strategy, federation.strategy_parameters)
+        built = strategies.build(federation.strategy, federation.strategy_parameters)
+    last = strategies.rounds_within_budget(built, scenario.training.rounds)
+    asked = [scenario.training.rounds if r == "last" else r for r in scenario.observe.rounds]
+    if not last or (scenario.attacks and max(asked) > last):
+        raise FedsimError(
+            f"observe.rounds: the accountant of {federation.strategy} stops training after round "
+            f"{last}, and round {max(asked)} is to be attacked; lower observe.rounds or "
+            "training.rounds, or raise accountant.max_epsilon or noise_multiplier"
+        )
     if not trains and federation.strategy != "FedAvg":
         raise FedsimError(
             f"federation.strategy: learner {scenario.learner.name} releases no update of a model, "
             f"of which {federation.strategy} could make anything but the mean; use FedAvg"
         )
     training = declared_training(scenario)
+    if federation.clips_at_clients and training.algorithm != "fedavg":
+        raise FedsimError(
+            f"federation.strategy: clients of {federation.strategy} clip changes of weights, and "
+            "training.algorithm is fedsgd; set it to fedavg"
+        )
     for name in stacks:
         stack = build_stack(scenario.defenses[name])
         with blaming(f"defenses.{name}"):

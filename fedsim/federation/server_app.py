@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from fedsim import rng
 from fedsim.federation import strategies, strategy_state, wire
@@ -22,6 +23,7 @@ from fedsim.federation.checkpoint import Checkpoint, Checkpoints
 from fedsim.federation.delivery import START_SECONDS, Delivery, Nodes
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.tap import TapGrid
+from fedsim.privacy.numerics import gaussian
 from fedsim.training.server import Server
 from fedsim.types import FedsimError, Tensors
 from fedsim.words import number_of
@@ -80,6 +82,8 @@ class _StackTraining:
         self._buffers: Tensors = wire.floating(buffers)
         self._constants = {n: b for n, b in buffers.items() if n not in self._buffers}
         self._done = 0
+        self._is_spent = False
+        """Whether the strategy's accountant has stopped training in the present round."""
         saved = self._checkpoints.load()
         if saved:
             self._done = saved.round
@@ -115,7 +119,7 @@ class _StackTraining:
         tally = self._tap.tally
         return RoundRecord(
             round=round,
-            participants=self._server.plan(round).participants,
+            participants=() if self._is_spent else self._server.plan(round).participants,
             aggregated=len(tally.accepted),
             train_loss=tally.train_loss,
             test_loss=test_loss,
@@ -138,7 +142,11 @@ class _StackTraining:
         name = type(self._strategy).__name__
         # Seeded by round, so that a resumed run draws what an uninterrupted one does.
         with _numpy_stream(rng.derive(self._server.scenario.seed, "strategy", round)):
-            messages = self._strategy.configure_train(round, arrays, ConfigRecord(), self._tap)
+            try:
+                messages = self._strategy.configure_train(round, arrays, ConfigRecord(), self._tap)
+            except PrivacyBudgetExhausted:
+                self._say_spent()
+                return None
             replies = self._tap.send_and_receive(messages)
             if not replies:
                 return None
@@ -158,6 +166,22 @@ class _StackTraining:
             return None
         clients = len(self._tap.tally.accepted)
         return self._server.finalize(self._cast(aggregated), clients)
+
+    def _say_spent(self) -> None:
+        """Notes, once, that the accountant has stopped training, and which ε holds."""
+        if self._is_spent:
+            return
+        self._is_spent = True
+        accountant, strategy = self._strategy.accountant, self._strategy  # type: ignore[attr-defined]
+        counted, rounds = accountant.get_privacy_spent(), accountant.num_releases
+        # Its clients weigh the same, so that Gaussian releases compose to one (`server_noise`).
+        held = gaussian.epsilon(strategy.noise_multiplier / math.sqrt(rounds), counted.delta)  # type: ignore[attr-defined]
+        self._tap.tally.say(
+            f"the accountant stops training: it has counted ε = {counted.epsilon:.4g} in "
+            f"{number_of(rounds, 'round')}, and allows {accountant.config.max_epsilon:g}; who sees "
+            f"the model alone has true ε = {float(held):.4g} (δ = {counted.delta:g}, client, zero "
+            "out), and the server, which has seen each update, ε = ∞"
+        )
 
     def _cast(self, arrays: ArrayRecord) -> Tensors:
         """Casts the strategy's result to the parameters' types (FedAdam computes in float64)."""

@@ -6,16 +6,24 @@ a user sets what makes the strategy the strategy (`eta`, `beta_1`, `num_maliciou
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from flwr.supercore.privacy_accounting import (
+    GaussianPrivacyEvent,
+    NeighboringRelation,
+    PrivacyConfig,
+    SamplingMethod,
+)
+from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fedsim.types import FedsimError
 from fedsim.words import nearest
@@ -36,16 +44,10 @@ _LEFT_ALONE = (
     "train_metrics_aggr_fn",
     "evaluate_metrics_aggr_fn",
     "selection_rule",
-    "accountant",
 )
 
-_CLIENT_CLIPS = (
-    "its clients must clip to a norm that changes, and say whether they did; use "
-    "DifferentialPrivacyServerSideAdaptiveClipping"
-)
 _TREES = "it aggregates gradient-boosted trees, not tensors"
 REFUSED = {
-    "DifferentialPrivacyClientSideAdaptiveClipping": _CLIENT_CLIPS,
     "FedProx": "its clients must add a proximal term to their loss, or it is FedAvg; use FedAvg",
     "FedXgbBagging": _TREES,
     "FedXgbCyclic": _TREES,
@@ -69,7 +71,7 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
     """Builds a fresh strategy of class `name` with `parameters`.
 
     The parameter `strategy` of a wrapper is written `{name: FedAvg, <parameter>: ...}` or as a
-    name.
+    name, and `accountant` as `{max_epsilon: ε, delta: δ}`.
 
     Raises:
         FedsimError: There is no such strategy or parameter; the text names the nearest one. Or a
@@ -90,7 +92,13 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
         for key, parameter in accepted.items()
         if key not in _SET_BY_FEDSIM and key not in _LEFT_ALONE
     }
-    values = {key: _value(name, key, value, free) for key, value in parameters.items()}
+    sampled = parameters.get("num_sampled_clients")
+    values = {
+        key: _accountant(value, sampled)
+        if key == "accountant" and key in free
+        else _value(name, key, value, free)
+        for key, value in parameters.items()
+    }
     for key, parameter in free.items():
         if parameter.default is parameter.empty and key not in values:
             raise FedsimError(f"federation.strategy_parameters: {name} needs {key!r}; set it")
@@ -100,6 +108,19 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
     except ValueError as error:
         raise FedsimError(f"federation.strategy_parameters: {name}: {error}") from error
     return built
+
+
+def rounds_within_budget(strategy: Strategy, most: int) -> int:
+    """Returns after how many of `most` rounds the strategy's accountant, if any, stops training."""
+    accountant = getattr(strategy, "accountant", None)
+    if accountant is None:
+        return most
+    sampled, population = strategy.num_sampled_clients, accountant.config.population_size  # type: ignore[attr-defined]
+    event = GaussianPrivacyEvent(strategy.noise_multiplier, sampled, population)  # type: ignore[attr-defined]
+    # More rounds never spend less, so that the first round too many is found by halving.
+    return bisect.bisect_left(
+        range(1, most + 1), True, key=lambda rounds: accountant.would_exceed(event, count=rounds)
+    )
 
 
 def check_fit(
@@ -163,6 +184,38 @@ def _value(name: str, key: str, value: Any, accepted: Mapping[str, inspect.Param
         raise FedsimError(
             f"federation.strategy_parameters: {key} of {name} is {value!r}: {problem}"
         ) from error
+
+
+class _Budget(BaseModel):
+    """Settings of Flower's accountant."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    max_epsilon: Annotated[float, Field(gt=0, le=1e6)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+
+
+def _accountant(value: Any, sampled: Any) -> RdpAccountant:
+    """Returns Flower's accountant for rounds of so many `sampled` clients."""
+    try:
+        budget = _Budget.model_validate(value)
+        # Nothing is amplified by sampling, and then the accountant uses no number of clients.
+        config = PrivacyConfig(
+            target_delta=budget.delta,
+            population_size=sampled,
+            neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+            sampling_method=SamplingMethod.NO_AMPLIFICATION,
+            max_epsilon=budget.max_epsilon,
+        )
+        return RdpAccountant(config)
+    except ValidationError as error:
+        (key, *_) = error.errors()[0]["loc"] or ("accountant",)
+        raise FedsimError(
+            f"federation.strategy_parameters: accountant: {key}: {error.errors()[0]['msg']}; "
+            "write {max_epsilon: 8.0, delta: 1.0e-5}"
+        ) from error
+    except (ValueError, ImportError) as error:
+        raise FedsimError(f"federation.strategy_parameters: accountant: {error}") from error
 
 
 def _inner(value: Any) -> tuple[str, dict[str, Any]]:

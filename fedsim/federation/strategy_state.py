@@ -1,8 +1,8 @@
 """A strategy's memory (FedAdam's moments, FedAvgM's momentum, ...) as tensors and JSON, and back.
 
 It works on any strategy whose attributes are numbers, text, NumPy arrays, Flower's array records,
-lists, tuples and dictionaries of those, or strategies. Functions are the strategy's code, not its
-memory. Anything else is refused, never pickled.
+lists, tuples and dictionaries of those, strategies, or Flower's accountant. Functions are the
+strategy's code, not its memory. Anything else is refused, never pickled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
+from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
 from torch import Tensor
 
 from fedsim.types import FedsimError, Tensors
@@ -40,6 +41,8 @@ def restore(strategy: Strategy, plain: Plain, tensors: Tensors) -> None:
     for name, value in plain.items():
         if isinstance(value, dict) and value["kind"] == "strategy":
             restore(getattr(strategy, name), value["items"], tensors)
+        elif isinstance(value, dict) and value["kind"] == "accountant":
+            getattr(strategy, name).load_state_dict(value["state"])
         else:
             setattr(strategy, name, _load(value, tensors))
 
@@ -80,6 +83,8 @@ def _save(value: object, path: str, tensors: dict[str, Tensor]) -> Plain:
                 for key, item in value.items()
             ],
         }
+    if isinstance(value, RdpAccountant):  # its state is made for JSON
+        return {"kind": "accountant", "state": value.state_dict()}
     if isinstance(value, Strategy):
         return {"kind": "strategy", "items": _save_attributes(value, path, tensors)}
     raise FedsimError(_explain_unsaved(path, f"a {type(value).__name__}"))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM
 from torch import Tensor
 
 from fedsim.contracts.defense import NoisyAggregation, shapes
@@ -90,7 +91,10 @@ class TapGrid(WrappedGrid):
             update=parameters,
             buffers=wire.floating(buffers) if server.releases_statistics else {},
             loss=server.reports_loss,
+            clips=server.scenario.federation.clips_at_clients,
         )
+        self._clipping_norm: float | None = None
+        self._is_clipped: dict[int, bool | None] = {}
         # Integer buffers (batch norm's counter) never change and never cross the wire.
         self._constants = {n: b for n, b in buffers.items() if not b.is_floating_point()}
         self._round = 0
@@ -153,6 +157,10 @@ class TapGrid(WrappedGrid):
         if not isinstance(arrays, ArrayRecord):
             raise FedsimError(f"the strategy sends no {wire.ARRAYS!r} to the clients")
         self._arrays, self._parameters = arrays, wire.decode(arrays)
+        if self._expected.clips:
+            told = wire.config_of(jobs[0].content)[KEY_CLIPPING_NORM]
+            assert isinstance(told, float)
+            self._clipping_norm = told
         seconds = self._server.scenario.federation.timeout if timeout is None else timeout
         if self._server.protocol:
             return self._securely([self._client_of(message) for message in jobs], seconds)
@@ -247,7 +255,8 @@ class TapGrid(WrappedGrid):
         """
         self._new_buffers = combined.buffers or self._buffers
         weights = {n: self._apply_update(n, combined.tensors[n]) for n in self._parameters}
-        reply.content = _result(wire.encode(weights), combined.num_examples, None)
+        numbers = wire.metrics_of(combined.num_examples, None, None)
+        reply.content = _result(wire.encode(weights), numbers)
         return reply
 
     def _probe(self, probes: Sequence[Probe], observed: Collection[int], timeout: float) -> None:
@@ -360,6 +369,8 @@ class TapGrid(WrappedGrid):
                 self.tally.fail(verdict, client, probe)
             elif verdict.answer and reply and (probe is None or combines):
                 spools[probe].put(client, verdict.answer)
+                if probe is None:
+                    self._is_clipped[client] = verdict.answer.is_clipped
                 # The update is spooled, and its reply is kept for the envelope alone.
                 reply.content = RecordDict()
                 accepted[probe][client] = reply
@@ -398,7 +409,8 @@ class TapGrid(WrappedGrid):
         for client, reply in accepted.items():
             # Weights are made when the strategy reads them: one client's at a time lies in memory.
             arrays = lazy_record(self._parameters, partial(self._weight, client))
-            reply.content = _result(arrays, spool.num_examples(client), spool.loss(client))
+            numbers = spool.num_examples(client), spool.loss(client), self._is_clipped[client]
+            reply.content = _result(arrays, wire.metrics_of(*numbers))
         return [accepted[client] for client in sorted(accepted)]
 
     def _too_few(self, accepted: Collection[int]) -> bool:
@@ -485,11 +497,9 @@ class TapGrid(WrappedGrid):
             pass
 
     def _order(self, arrays: ArrayRecord, probe: Probe | None) -> RecordDict:
-        return wire.order(self._round, arrays, wire.encode(self._buffers), probe)
+        buffers = wire.encode(self._buffers)
+        return wire.order(self._round, arrays, buffers, probe, self._clipping_norm)
 
 
-def _result(arrays: ArrayRecord, examples: int, loss: float | None) -> RecordDict:
-    metrics = MetricRecord({wire.EXAMPLES: examples})
-    if loss is not None:
-        metrics[wire.LOSS] = loss
+def _result(arrays: ArrayRecord, metrics: MetricRecord) -> RecordDict:
     return RecordDict({wire.ARRAYS: arrays, wire.METRICS: metrics})

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM, KEY_NORM_BIT
 from torch import Tensor
 
 from fedsim.training.schedule import Probe
@@ -70,6 +71,8 @@ class Order:
     parameters: Tensors
     buffers: Tensors
     probe: Probe | None
+    clipping_norm: float | None = None
+    """L2 norm to which Flower's adaptive clipping has the client clip; None without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,8 @@ class WireAnswer:
 
     update: Update
     loss: float | None
+    is_clipped: bool | None = None
+    """Whether adaptive clipping shortened the update; None without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +95,8 @@ class Shape:
     update: Tensors
     buffers: Tensors
     loss: bool
+    clips: bool = False
+    """Whether the client says if it was clipped."""
     most_examples: int = 2**40
     """Maximum number of examples that an answer may claim; strategies weigh updates by this
     number."""
@@ -134,7 +141,11 @@ def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def order(
-    round: int, parameters: ArrayRecord, buffers: ArrayRecord, probe: Probe | None
+    round: int,
+    parameters: ArrayRecord,
+    buffers: ArrayRecord,
+    probe: Probe | None,
+    clipping_norm: float | None = None,
 ) -> RecordDict:
     """Returns the message content that asks for training (`probe` None) or for a probe.
 
@@ -142,6 +153,8 @@ def order(
     (`encode`).
     """
     asked = ConfigRecord({ROUND: round})
+    if clipping_norm is not None:
+        asked[KEY_CLIPPING_NORM] = clipping_norm
     if probe:
         asked[PROBE_SIZE], asked[PROBE_TRIAL] = probe.batch_size, probe.trial
         asked[PROBE_RELEASE] = probe.release
@@ -168,7 +181,11 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
             trial=integer(config, PROBE_TRIAL, 0),
             release=integer(config, PROBE_RELEASE, 0),
         )
+    norm = config.get(KEY_CLIPPING_NORM)
+    if norm is not None and not (isinstance(norm, float) and 0 < norm < math.inf):
+        raise MalformedError(f"{KEY_CLIPPING_NORM} is {str(norm)[:40]!r}, expected a number > 0")
     return Order(
+        clipping_norm=norm,
         round=integer(config, ROUND, 1),
         parameters=decode_like(parameters, form[0]) if form else decode(parameters),
         buffers=decode_like(buffers, form[1]) if form else decode(buffers),
@@ -176,14 +193,22 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
     )
 
 
-def answer(update: Update, loss: float | None) -> RecordDict:
-    """Returns the message content that carries an update, and `loss` unless it is None."""
-    metrics = MetricRecord({EXAMPLES: update.num_examples})
-    if loss is not None:
-        metrics[LOSS] = loss
+def answer(update: Update, loss: float | None, is_clipped: bool | None = None) -> RecordDict:
+    """Returns the message content that carries an update, and all else that is not None."""
+    metrics = metrics_of(update.num_examples, loss, is_clipped)
     return RecordDict(
         {ARRAYS: encode(update.tensors), BUFFERS: encode(update.buffers), METRICS: metrics}
     )
+
+
+def metrics_of(examples: int, loss: float | None, is_clipped: bool | None) -> MetricRecord:
+    """Returns the numbers of an answer, without those that are None."""
+    metrics = MetricRecord({EXAMPLES: examples})
+    if loss is not None:
+        metrics[LOSS] = loss
+    if is_clipped is not None:
+        metrics[KEY_NORM_BIT] = int(is_clipped)
+    return metrics
 
 
 def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
@@ -195,7 +220,8 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
     if set(content) != {ARRAYS, BUFFERS, METRICS}:
         raise MalformedError(f"the answer holds {_list_names(content)}")
     metrics = content[METRICS]
-    wanted = {EXAMPLES, LOSS} if expected.loss else {EXAMPLES}
+    wanted = {EXAMPLES} | ({LOSS} if expected.loss else set())
+    wanted |= {KEY_NORM_BIT} if expected.clips else set()
     if not isinstance(metrics, MetricRecord) or set(metrics) != wanted:
         raise MalformedError(
             f"the metrics are {_list_names(metrics)}, expected {_list_names(wanted)}"
@@ -208,6 +234,9 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
     loss = metrics[LOSS] if expected.loss else None
     if loss is not None and not isinstance(loss, float):
         raise MalformedError(f"the loss is of type {type(loss).__name__}, expected a number")
+    bit = metrics[KEY_NORM_BIT] if expected.clips else None
+    if bit not in (None, 0, 1):
+        raise MalformedError(f"{KEY_NORM_BIT} is {str(bit)[:40]!r}, expected 0 or 1")
     return WireAnswer(
         update=Update(
             tensors=decode_like(arrays_of(content, ARRAYS), expected.update),
@@ -215,6 +244,7 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
             buffers=decode_like(arrays_of(content, BUFFERS), expected.buffers),
         ),
         loss=loss,
+        is_clipped=None if bit is None else bool(bit),
     )
 
 

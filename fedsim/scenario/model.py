@@ -6,6 +6,7 @@ or, without parameters, as just the name; their parameters are validated by the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -144,6 +145,17 @@ class Federation(ScenarioSection):
     tls: bool = True
     """Whether the wire is encrypted, on which an eavesdropper listens (`observe.vantages`). Engines
     within one machine have no wire, and are treated as if they had one."""
+
+    @property
+    def clips_at_clients(self) -> bool:
+        """Whether clients clip their updates to a norm that the strategy sends them each round."""
+        return self.strategy == "DifferentialPrivacyClientSideAdaptiveClipping"
+
+    @property
+    def budget(self) -> float | None:
+        """Largest ε that the strategy's accountant allows; None without an accountant."""
+        accountant = self.strategy_parameters.get("accountant")
+        return accountant.get("max_epsilon") if isinstance(accountant, Mapping) else None
 
 
 class AttackEntry(ScenarioSection):

@@ -32,7 +32,7 @@ def spent(
         if worst is None or found.epsilon > worst.epsilon:
             worst = found
     assert worst is not None, "some client takes part, and all hold something"
-    return _covering(worst, account.covers(round, probes))
+    return _covering(server, worst, account.covers(round, probes))
 
 
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
@@ -67,7 +67,7 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     kind = "probe" if probing else "training update"
     claims = [claim(stack, declared, _with_set_up(server, entry)) for entry in entries]
     covers = f"this {kind}" + (f", released {seen.releases} times" if again else "")
-    return _covering(max(claims, key=lambda claim: claim.epsilon), covers)
+    return _covering(server, max(claims, key=lambda claim: claim.epsilon), covers)
 
 
 def _with_set_up(server: Server, entry: Entry) -> Entry:
@@ -171,6 +171,17 @@ def account_of(server: Server) -> Account:
     return Account(server.scenario, server.schedule, server.declared, server.census.held)
 
 
-def _covering(claim: PrivacyClaim, releases: str) -> PrivacyClaim:
-    """Returns `claim` as one that covers `releases`, under the condition that it named, if any."""
+def _covering(server: Server, claim: PrivacyClaim, releases: str) -> PrivacyClaim:
+    """Returns `claim` as one that covers `releases`, under the condition that it named, if any.
+
+    A strategy's accountant claims its budget where no defense claims anything.
+    """
+    claimed, federation = claim.claimed_epsilon, server.scenario.federation
+    if claimed is None and federation.budget is not None:
+        reason = f"{federation.strategy} adds its noise after the server has seen each update"
+        claim = replace(
+            claim,
+            claimed_epsilon=federation.budget,
+            reason=reason if claim.reason else None,
+        )
     return replace(claim, covers=f"{releases}, if {claim.covers}" if claim.covers else releases)

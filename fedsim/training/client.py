@@ -45,6 +45,8 @@ class ClientResult:
     state: Tensors
     """The client's defense state for its next round (unchanged by a probe)."""
     loss: float | None
+    is_clipped: bool | None = None
+    """Whether Flower's adaptive clipping shortened the update; None without it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -431,6 +431,7 @@ class Server:
     @cached_property
     def _announced(self) -> Callable[[int | None], Announcement]:
         """Maps the batch size of a probe, or None for training, to public facts of the answer."""
+        clipped = Effect(scaled=self.scenario.federation.clips_at_clients)
 
         @cache
         def announce(batch_size: int | None) -> Announcement:
@@ -439,7 +440,7 @@ class Server:
             return (
                 self.stack.training(declared),
                 announce_defenses(self.stack, refs, declared, self.release),
-                self.stack.effect(declared, self.release),
+                self.stack.effect(declared, self.release).then(clipped),
             )
 
         return announce

@@ -78,6 +78,15 @@ def test_clipping_mods_clip_as_clip_does(mod: Any, norm: float) -> None:
         assert bool(metrics["norm_bit"]) == (float(global_norm(UPDATE)) > norm)
 
 
+def test_flowers_clip_passes_what_is_beside_a_nan() -> None:
+    """So that nothing bounds such an update; `Clip` sends zeros in its place."""
+    broken = {**UPDATE, "b": torch.full((20, 10), torch.nan)}
+    found, _ = through([fixedclipping_mod], 1e-3, broken)
+    assert_same({"a": found["a"]}, {"a": UPDATE["a"]})
+    clipped, _ = Clip(norm=1e-3).apply(broken, {}, stream(3))
+    assert not any(bool(value.any()) for value in clipped.values())
+
+
 def test_local_dp_clips_and_adds_the_noise_of_its_formula() -> None:
     found, _ = through([FlowerLocalDpMod(0.5, 0.0, 8.0, 1e-5)], 1.0)
     assert_same(found, Clip(norm=0.5).apply(UPDATE, {}, stream(3))[0])

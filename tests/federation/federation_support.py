@@ -37,6 +37,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "clipping_norm": 100.0,
         "num_sampled_clients": 4,
     },
+    "DifferentialPrivacyClientSideAdaptiveClipping": {
+        "strategy": "FedAvg",
+        "noise_multiplier": 0.001,
+        "initial_clipping_norm": 100.0,
+        "num_sampled_clients": 4,
+    },
     "DifferentialPrivacyServerSideAdaptiveClipping": {
         "strategy": {"name": "FedAdam", "eta": 0.01},
         "noise_multiplier": 0.1,

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federation_support import scenario
+from federation_support import STRATEGIES, scenario
 from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
+from flwr.supercore.privacy_accounting import GaussianPrivacyEvent
 
-from fedsim.federation import strategy_state, wire
+from fedsim.federation import strategies, strategy_state, wire
 from fedsim.federation.local import identity
 from fedsim.federation.refusals import check_scenario
 from fedsim.federation.screening import is_zero, judge
@@ -111,7 +112,7 @@ def test_a_lazy_array_is_an_array_whose_reader_may_write() -> None:
         ("FedAvg", {"train_metrics_aggr_fn": "x"}, "set by fedsim"),
         ("FedProx", {}, "proximal"),
         ("FedXgbBagging", {}, "trees"),
-        ("DifferentialPrivacyClientSideAdaptiveClipping", {}, "clip"),
+        ("DifferentialPrivacyClientSideAdaptiveClipping", {}, "needs"),
         ("DifferentialPrivacyServerSideFixedClipping", {"strategy": 3}, "strategy is 3"),
         ("DifferentialPrivacyServerSideFixedClipping", {"strategy": "FedAv"}, "'FedAvg'"),
     ],
@@ -174,6 +175,35 @@ def test_noise_for_clipped_updates_demands_clients_that_clip(
             check_scenario(wanted)
 
 
+@pytest.mark.parametrize(
+    ("accountant", "message"),
+    [
+        ({"max_epsilon": -1.0, "delta": 1e-5}, "max_epsilon: .* greater than 0"),
+        ({"max_epsilon": 8.0}, "delta: .* required"),
+        ({"max_epsilon": 8.0, "delta": 1e-5, "by": 1}, "by: "),
+        ({"max_epsilon": 8.0, "delta": 1e-5}, "after round 2, and round 3 is to be attacked"),
+        ({"max_epsilon": 0.1, "delta": 1e-5}, "after round 0"),
+    ],
+)
+def test_an_accountant_is_checked_before_training(
+    accountant: dict[str, float], message: str
+) -> None:
+    federation = {
+        "strategy": "DifferentialPrivacyServerSideFixedClipping",
+        "strategy_parameters": {**WRAPPED, "accountant": accountant},
+    }
+    with pytest.raises(FedsimError, match=message):
+        check_scenario(scenario(federation=federation, attacks=[{"name": "label_inference"}]))
+
+
+def test_clients_that_clip_changes_of_weights_send_no_gradients() -> None:
+    name = "DifferentialPrivacyClientSideAdaptiveClipping"
+    federation = {"strategy": name, "strategy_parameters": STRATEGIES[name]}
+    check_scenario(scenario(federation=federation, training__algorithm="fedavg"))
+    with pytest.raises(FedsimError, match="set it to fedavg"):
+        check_scenario(scenario(federation=federation, training__algorithm="fedsgd"))
+
+
 def test_a_strategy_of_the_mean_works_on_a_combination() -> None:
     for name in ("FedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi"):
         check_scenario(scenario(federation={"strategy": name}, defenses={"secure": SECURE}))
@@ -210,6 +240,18 @@ def test_a_strategys_memory_is_restored_exactly() -> None:
     assert [a.shape for a in after["vector"]] == [(2, 2), ()]
     for name in ("nothing", "yes", "count", "rate", "infinite", "text", "pair", "by_node"):
         assert after[name] == remembered[name] and type(after[name]) is type(remembered[name])
+
+
+def test_an_accountant_remembers_what_was_spent() -> None:
+    name = "DifferentialPrivacyServerSideFixedClipping"
+    parameters = {**WRAPPED, "accountant": {"max_epsilon": 8.0, "delta": 1e-5}}
+    strategy, fresh = (strategies.build(name, parameters) for _ in range(2))
+    # Exact ε of 2 and 3 rounds of multiplier 1 are 6.6 and 8.5.
+    assert [strategies.rounds_within_budget(strategy, most) for most in (1, 9)] == [1, 2]
+    strategy.accountant.compose(GaussianPrivacyEvent(1.0, 4, 4), 2)  # type: ignore[attr-defined]
+    strategy_state.restore(fresh, *strategy_state.save(strategy))
+    assert fresh.accountant.get_privacy_spent() == strategy.accountant.get_privacy_spent()  # type: ignore[attr-defined]
+    assert strategies.rounds_within_budget(fresh, 9) == 0
 
 
 def test_a_memory_that_cannot_be_saved_is_refused() -> None:

@@ -90,6 +90,7 @@ def test_every_strategy_trains_and_resumes(name: str, tmp_path: Path) -> None:
     wanted = scenario(
         federation={"strategy": name, "strategy_parameters": STRATEGIES.get(name, {})},
         training__rounds=3,
+        training__algorithm="fedavg" if "ClientSide" in name else None,
         defenses={"none": clip if "ClientSide" in name else []},
     )
     records = train(wanted, tmp_path / "whole")

@@ -26,12 +26,15 @@ from federation_support import (
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 
+from fedsim.contracts.defense import global_norm
 from fedsim.federation import local, tap, wire
 from fedsim.federation.local import LocalGrid
 from fedsim.federation.records import REASONS, RoundRecord
 from fedsim.federation.serde import size_of
 from fedsim.federation.spool import Spool
+from fedsim.privacy.numerics import gaussian
 from fedsim.recording.truth import load_truth
+from fedsim.training.accounting import spent
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError
 
@@ -403,6 +406,55 @@ def test_a_strategy_that_fails_is_named(tmp_path: Path) -> None:
             "strategy_parameters": {**parameters, "num_sampled_clients": 9},
         }
         train(scenario(federation=changed), tmp_path / "dp")
+
+
+def test_clients_clip_to_the_norm_that_flower_sends(tmp_path: Path) -> None:
+    """Flower 1.41 lowers the norm where all are clipped, by which they stay clipped."""
+    name = "DifferentialPrivacyClientSideAdaptiveClipping"
+    parameters = {
+        **STRATEGIES[name],
+        "noise_multiplier": 0.0,
+        "initial_clipping_norm": 1e-3,
+    }
+    wanted = scenario(
+        federation={"strategy": name, "strategy_parameters": parameters},
+        training__algorithm="fedavg",
+        observe__rounds=[1, 2, 3],
+    )
+    assert [record.aggregated for record in train(wanted, tmp_path)] == [4, 4, 4]
+    seen = [observation(tmp_path, f"none/round-000{n}/client-0000-training") for n in (1, 2, 3)]
+    lengths = [float(global_norm(each.update)) for each in seen]
+    # A factor of exp(-rate (share - target)) a round; the share is of the clipped, in place of
+    # those within the norm as in Andrew et al.
+    falls = math.exp(-0.2 * (1 - 0.5))
+    assert lengths == pytest.approx([1e-3, 1e-3 * falls, 1e-3 * falls**2], rel=1e-5)
+    assert all(each.effect.scaled for each in seen)
+
+
+def test_a_spent_budget_stops_training(tmp_path: Path) -> None:
+    name = "DifferentialPrivacyServerSideFixedClipping"
+    parameters = {
+        "strategy": "FedAvg",
+        "noise_multiplier": 1.0,
+        "clipping_norm": 1.0,
+        "num_sampled_clients": 4,
+        "accountant": {"max_epsilon": 8.0, "delta": 1e-5},
+    }
+    wanted = scenario(
+        federation={"strategy": name, "strategy_parameters": parameters},
+        training__rounds=4,
+        observe__rounds=[1],
+    )
+    records = train(wanted, tmp_path)
+    assert [record.aggregated for record in records] == [4, 4, 0, 0]
+    assert [len(record.participants) for record in records] == [4, 4, 0, 0]
+    assert [bool(record.details) for record in records] == [False, False, True, False]
+    # Exact: the Gaussian mechanism of multiplier 1 / √2.
+    exact = gaussian.epsilon(1 / math.sqrt(2), 1e-5)
+    assert f"true ε = {exact:.4g}" in records[2].details[0] and exact < 8
+    claim = spent(workload(wanted), 4)
+    assert claim.claimed_epsilon == 8.0 and math.isinf(claim.epsilon)
+    assert claim.reason and "after the server has seen each update" in claim.reason
 
 
 def test_noise_of_the_server_is_used_for_one_sum_only(tmp_path: Path) -> None:
