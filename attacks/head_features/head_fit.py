@@ -498,7 +498,10 @@ class OutputSolver(FeatureSolver):
 
     @property
     def nearly_finished(self) -> bool:
-        """Whether neither iterations nor splits gain much by now, or next to nothing is left."""
+        """Whether neither iterations nor splits gain much by now, or next to nothing is left.
+
+        What is left is the loss; the budget has no part in it. False while starts are untried.
+        """
         fit = self.attempt
         settled = fit.settled and not fit.stuck
         return not fit.untried and (settled or float(fit.loss) < _NEARLY)
@@ -528,7 +531,7 @@ class OutputSolver(FeatureSolver):
 
     @property
     def misfit(self) -> Tensor:
-        """Relative residual of ∂L/∂A at the best features (0-d)."""
+        """Relative residual of ∂L/∂A at the best features (0-d): the root of their loss."""
         return self.best[0].sqrt()
 
     @property

@@ -95,7 +95,8 @@ def recover(
         observation: what the server saw.
         knowledge: what the attacker is granted.
         seed: seed of the attack that recovers features.
-        source: that attack, or `suited` to choose one by the head.
+        source: that attack as `resolved` returns it, or `suited` to choose one by the head. Any
+            other text, such as an attack's bare name, is taken for `suited`.
 
     Raises:
         AttackFailed: the head is neither two-layer nor one linear layer, or no gradient tells the

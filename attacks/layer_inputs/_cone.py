@@ -112,7 +112,8 @@ class Rays:
     combinations: Tensor
     """(k, r), of unit length."""
     spread: Tensor
-    """(k,): root of the summed variances of an input's entries."""
+    """(k,): error of an input, as its combination makes it: root of its entries' summed variances
+    by noise."""
     tried: int
     """Linear programs that were solved."""
 

@@ -194,8 +194,8 @@ def refuse_unfit(superlink: str, roots: Path | None) -> None:
 def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
     """Ends the command with status 2 if network options are given without a SuperLink.
 
-    Without a SuperLink the run would be made on this machine. `given` maps each option's name to
-    whether the user gave it.
+    Without a SuperLink the run would be made on this machine. `given` maps each option, as it is
+    typed (`--shared-seed`), to whether the user gave it.
     """
     lonely = [option for option, is_given in given.items() if is_given]
     if superlink is None and lonely:

@@ -259,7 +259,10 @@ class Target(Plugin):
             )
 
     def compute_metrics(self, pair: ScoredPair) -> dict[str, MetricValue]:
-        """Returns metric -> its value, for an answer paired with the truth."""
+        """Returns metric -> its value, for an answer paired with the truth.
+
+        Each of `metrics` is asked for its own value, so that a subclass need not override this.
+        """
         return {metric.name: metric.compute(pair) for metric in self.metrics}
 
     def unavailable(self, reason: str) -> dict[str, MetricValue]:

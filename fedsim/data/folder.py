@@ -211,7 +211,10 @@ class ImageFolder(DataSource):
         return self._normalize(declared)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """Returns `dataset`, normalized by its training images if `normalization` says so."""
+        """Returns `dataset`, normalized by its training images if `normalization` says so.
+
+        Pixels stay as they are: `mean`, `std` and `private_statistics` change.
+        """
         assert isinstance(dataset, Dataset)
         return self._normalize(dataset)
 

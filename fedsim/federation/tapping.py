@@ -205,7 +205,11 @@ class _Tape:
         since some are never answered."""
 
     def begin(self, messages: Iterable[Message]) -> None:
-        """Counts a new round for a batch of training messages, if these do not say their round."""
+        """Counts a new round for a batch of training messages, if these do not say their round.
+
+        Other `messages` are passed over; a batch without any to train counts none. The first one to
+        train speaks for all.
+        """
         for message in messages:
             if trains(message) and message.has_content():
                 # Once for all messages of a batch, which are of one round.

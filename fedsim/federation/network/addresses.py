@@ -47,6 +47,7 @@ def is_loopback(host: str) -> bool:
 def unfit(address: str, *, has_roots: bool) -> str | None:
     """Returns the reason why nobody may connect to `address`; None if they may.
 
+    Text that is not HOST:PORT, or a port out of range, is such a reason, too, and no error.
     `has_roots` says whether there are certificates to check the server's by. If not, there is no
     TLS, and the address must be on loopback.
     """
