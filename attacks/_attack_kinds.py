@@ -87,7 +87,10 @@ class FeatureSolver(AttackState, ABC):
 
     @property
     def finished(self) -> bool:
-        """Whether another step would gain nothing, or the budget of iterations is spent."""
+        """Whether another step would gain nothing, or the budget of iterations is spent.
+
+        The default is `over` alone: a solver with a budget has to override it.
+        """
         return self.over
 
     @abstractmethod
@@ -100,7 +103,10 @@ class FeatureSolver(AttackState, ABC):
 
     @property
     def misfit(self) -> Tensor:
-        """Distance (0-d) between what the features imply and what the solver compares them with."""
+        """Distance (0-d) between what the features imply and what the solver compares them with.
+
+        The default is the loss, in whatever unit that has.
+        """
         return self.loss
 
 

@@ -177,7 +177,8 @@ class Peeling(FeatureSolver):
     def reconstruction(self) -> Reconstruction:
         """Returns the known features, followed by a basis of the rest of the features' span.
 
-        The loss is the relative residual of ∂L/∂A that the known ones leave.
+        The loss is the L2 norm of what the known ones leave of ∂L/∂A, over that of ∂L/∂A. Only the
+        planted neurons count.
         """
         features, head = self.features, self.head
         missing = head.rank - len(features)

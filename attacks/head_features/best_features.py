@@ -65,7 +65,10 @@ class Best(FeatureSolver):
         self.loss, self.iteration = self.solver.misfit, self.solver.iteration
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the solver's features or the peeling's, whichever leave less unexplained."""
+        """Returns the solver's features or the peeling's, whichever leave less unexplained.
+
+        The loss is the solver's `misfit`, or the loss of the peeling.
+        """
         best, loss = self.solver, float(self.loss)
         if self.peeling is not None and float(self.peeling.loss) <= loss:
             best, loss = self.peeling, float(self.peeling.loss)

@@ -279,7 +279,7 @@ class OutputFit:
     features: Tensor
     """(N, d): of the best start so far."""
     loss: Tensor
-    """Share of ∂L/∂A that they leave unexplained (0-d)."""
+    """Share of ∂L/∂A's energy that they leave unexplained (0-d)."""
     splitting: bool
     """Whether a split may gain anything."""
     fits_rows: bool
@@ -291,7 +291,7 @@ class OutputFit:
     splits_failed: bool = False
     """Whether all splits have been tried without a gain."""
     before_rows: tuple[float, Tensor, Tensor] | None = None
-    """Misfit of the rows, features (N, d) and loss before the last fit of the rows; None before the
+    """`rows_unexplained`, features (N, d) and loss before the last fit of the rows; None before the
     first."""
 
     @classmethod
@@ -547,7 +547,7 @@ class OutputSolver(FeatureSolver):
     def reconstruction(self) -> Reconstruction:
         """Returns the features (N, d) in their estimated lengths.
 
-        The loss is the share of ∂L/∂A that they do not explain.
+        The loss is the share of ∂L/∂A's energy that they do not explain.
         """
         return Reconstruction(
             features=self.attempt.head.lift(self.scale_features()).float(),

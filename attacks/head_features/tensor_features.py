@@ -115,6 +115,7 @@ _RIDGE = 1e-14
 def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Finds unit u_c with T_ijs ≈ Σ_c u_ci u_cj z_cs: (r, r), and the relative residual (0-d).
 
+    The residual is the L2 norm of what is left, over that of T.
     Starts come from the simultaneous diagonalization of two random contractions (Kuleshov, Chaganty
     and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015, for components that need
     not be orthogonal); the decomposition that leaves least is kept. Order and signs are arbitrary.
@@ -230,10 +231,10 @@ class TensorFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns unit features. The loss is the share of the tensor that they do not explain.
+        """Returns unit features. The loss is the residual that `decompose` returns.
 
-        If `refine` is set, features have lengths, and the loss is the share of ∂L/∂A that they do
-        not explain.
+        If `refine` is set, features have lengths, and the loss is the share of ∂L/∂A's energy that
+        they do not explain.
 
         Raises:
             AttackFailed: there is no two-layer head, or none of its neurons are planted.
@@ -267,6 +268,9 @@ def decompose(
     rng: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """Finds unit features (N, d) float64, and the relative residual of the projected tensor.
+
+    The residual is that of `find_components`. If features span one direction, no tensor is made,
+    and the residual is 0, however bad the fit.
 
     Args:
         head: the head's gradient.
@@ -333,8 +337,8 @@ def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Ten
     it goes on in all directions.
 
     Returns:
-        Features (N, d), and the share of ∂L/∂A that they leave unexplained (0-d). They are the
-        `directions` themselves if no descent explains more.
+        Features (N, d), and the share of ∂L/∂A's energy that they leave unexplained (0-d). They are
+        the `directions` themselves if no descent explains more.
     """
     objective, joint = Objective(head), _joint_fit.joint_fit_applies(head)
     start = objective(directions)

@@ -140,9 +140,9 @@ class UnrolledSolver(FeatureSolver):
     def reconstruction(self) -> Reconstruction:
         """Returns the features of the first step.
 
-        The loss is the largest share of a feature's error signal that the first head does not
-        imply. If no trial was consistent, but one feature for each image nearly fits all steps,
-        that fit is returned.
+        The loss is the residual that `select_explained` returns; if features are the same in all
+        steps, it is the relative residual of ∂L/∂A (L2 norms). If no trial was consistent, but one
+        feature for each image nearly fits all steps, that fit is returned.
         """
         apart = self.common is None or self.loss < _EXPLAINED
         features = self.first_step if self.common is None or apart else self.common
@@ -197,6 +197,7 @@ def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tu
     """Selects the N of `features` (n, d) whose `errors` D (K, n) the head explains best.
 
     Returns the features (N, d) in their true lengths, and the worst one's relative residual (0-d).
+    It is of L2 norms, and 1 or more if a feature of implausible length had to be selected.
     """
     factors, misfit = find_norms(head, features, errors)
     length = factors * torch.linalg.vector_norm(features, dim=1)

@@ -48,7 +48,7 @@ class ImprintAttack(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the images. The loss is the share of the module's gradient left unexplained.
+        """Returns the images. The loss is the unexplained share of the module's gradient's energy.
 
         Raises:
             AttackFailed: the model has no imprint module, or no image stands out of its gradient.

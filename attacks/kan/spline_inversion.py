@@ -398,7 +398,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
     def postprocess(self, state: PixelPosterior) -> Reconstruction:
         """Returns mean images, and the labels whose error signals are most like theirs.
 
-        The loss is the share of the first layer's gradient that these images leave unexplained.
+        The loss is the `share_unexplained` of the first layer's gradient at these images.
         """
         images = state.mean.view(-1, *state.spec.input_shape)
         signals = state.gradient.error_signals(normalize(images, state.spec))

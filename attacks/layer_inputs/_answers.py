@@ -135,7 +135,7 @@ def build_answer(
     """Returns images, features and labels; means stand for images that were not found.
 
     Labels are read off all features together: there are none where one is missing. The loss is the
-    share of the classifier's gradient that features leave unexplained. Over several local steps
+    share of the energy of the classifier's gradient that is not explained. Over several local steps
     only images stay as they are: what other inputs tell is never called determined.
 
     Args:

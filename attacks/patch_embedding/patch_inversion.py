@@ -191,7 +191,7 @@ class SolvedPatches(NamedTuple):
     variances: Tensor
     """(P,): posterior variance of a patch's entry, in units of its prior variance."""
     unexplained: float
-    """Share of the gradient that the patches do not explain."""
+    """Share of the gradient's energy that the patches do not explain."""
 
 
 def correlation(centers: Tensor) -> Tensor:
@@ -269,9 +269,9 @@ class PatchInversion(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the image. The loss is the share of the embedding's gradient left unexplained.
+        """Returns the image, and its label if the model's head has a linear layer.
 
-        Its label is returned, too, if the model's head has a linear layer.
+        The loss is the share of the energy of the embedding's gradient that is left unexplained.
 
         Raises:
             AttackFailed: the update is of several images, a defense mixes its entries, or the model

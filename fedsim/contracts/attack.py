@@ -108,7 +108,10 @@ class Attack(Plugin, Generic[S]):
         """Returns what was recovered; images are in pixels on [0, 1]."""
 
     def total(self) -> int | None:
-        """Returns the number of iterations of one restart, for progress; None if unknown."""
+        """Returns the number of iterations of one restart, for progress; None if unknown.
+
+        The default is None.
+        """
         return None
 
 

@@ -82,7 +82,10 @@ class DataDefense(Plugin):
 
     @property
     def least_clients(self) -> int:
-        """Least number of clients whose combined releases have the claim of `Guarantee.pooled`."""
+        """Least number of clients whose combined releases have the claim of `Guarantee.pooled`.
+
+        The default is 1.
+        """
         return 1
 
     @property

@@ -118,15 +118,18 @@ class Computation(ABC):
     """Whether clients also release batch-norm statistics of their data."""
 
     def describe(self) -> ModelSpec | ReleaseSpec | None:
-        """Returns what an observation says of the model or release; None if none is observed."""
+        """Returns what an observation says of the model or release; None if none is observed.
+
+        The default is `spec`: a closed-form learner that is observed has to override it.
+        """
         return self.spec
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
         """Returns the rows that a client's release may be computed from, one for each of `inputs`.
 
         `inputs` and `labels` are those of the client's examples, as in its batches. All rows are
-        members, and of client 0. The result is None for a learner whose releases are never
-        observed.
+        members, and of client 0. The result is None, as by default, for a learner whose releases
+        are never observed.
         """
         return None
 
@@ -226,7 +229,7 @@ class Learner(Plugin):
     scenario names one (`model`, `training.weights`)."""
 
     def view(self, data: Dataset | Table) -> Dataset | Table:
-        """Returns `data` as the learner computes from them.
+        """Returns `data` as the learner computes from them; by default as they are.
 
         Raises:
             FedsimError: the data lack what it computes from, such as classes.
@@ -234,11 +237,11 @@ class Learner(Plugin):
         return data
 
     def payload(self) -> Payload | None:
-        """Returns the kind of what clients send; None if no attack reads it."""
+        """Returns the kind of what clients send; None, the default, if no attack reads it."""
         return None
 
     def least_examples(self, training: LocalTraining) -> int:
-        """Returns the number of examples that a client has to hold at least."""
+        """Returns the number of examples that a client has to hold at least; by default 1."""
         return 1
 
     @abstractmethod

@@ -192,7 +192,8 @@ class Target(Plugin):
     def leave(self, batch: Truth, held: Callable[[], tuple[Tensor, Tensor]]) -> Tensor | None:
         """Returns a tensor that a client leaves for the score; None if its batch is enough.
 
-        The tensor becomes part of the client's own truth, which no attack gets to read.
+        The tensor becomes part of the client's own truth, which no attack gets to read. The default
+        is None.
 
         Args:
             batch: Batch that the update was computed from.
@@ -340,6 +341,8 @@ class Target(Plugin):
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
         """Returns the answer to another update as an answer for this one, which is the control.
+
+        The default returns `answer` as it is.
 
         Args:
             answer: Answer to the other update, as it was saved.

@@ -107,7 +107,7 @@ class Curve(Stated):
         """Computes log δ at each of `epsilons` >= 0, an array of the same shape for each direction.
 
         Keys are `forward` and `reverse` (see `Answer.direction`); the only key is `both` where the
-        directions are alike or not known apart.
+        directions are alike or not known apart. The default has `both`, from `delta`.
         """
         return {"both": np.array([self.delta(float(each)).log_delta for each in epsilons])}
 
@@ -209,7 +209,10 @@ class Experiment(Keys):
         return found.interval[1] if found.interval else found.epsilon
 
     def work(self) -> int:
-        """Estimates how many numbers have to be computed to draw and score one release."""
+        """Estimates how many numbers have to be computed to draw and score one release.
+
+        An audit refuses more draws than that work allows. The default is 1.
+        """
         return 1
 
     @abstractmethod

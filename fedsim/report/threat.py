@@ -152,8 +152,9 @@ def unknown_grants(threat: ThreatModel) -> list[str]:
 def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str:
     """Names who attacks, with all that the threat model adds to what this attacker has.
 
-    `vantage` is where the attacker stands, as `server`. `masked` says whether a server sees a
-    client's part of a secure sum. A server that altered the model is called malicious.
+    `vantage` is `server`, `aggregate`, `client` or `eavesdropper`; any other is taken for `server`.
+    `masked` says whether a server sees a client's part of a secure sum. A server that altered the
+    model is called malicious.
     """
     done = _DONE[threat.server]
     if vantage in ("client", "eavesdropper"):
