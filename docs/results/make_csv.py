@@ -4,14 +4,16 @@
     python docs/results/make_csv.py runs/table2-small > docs/results/table2-small.csv
 
 That is `fedsim leaderboard DIR --format csv` without the columns that are empty in every row and
-the folder, its numbers rounded to six digits. Of a run that attacks nothing it is what each stack's
-last round costs, a line for each run in the folders.
+the folder, its numbers rounded to six digits, with one more: `late_train_loss`, a stack's mean loss
+over the second half of its rounds. Of a run that attacks nothing it is what each stack's last round
+costs, a line for each run in the folders.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +37,20 @@ def leaderboard(folders: list[Path]) -> Iterator[dict[str, str]]:
     rows = leaderboard_rows(folders)
     if not all(row.ended for row in rows):
         sys.exit("a run has not ended, or is not scored to its end: continue it with --resume")
-    yield from csv.DictReader(io.StringIO(render(rows, "csv")))
+    late = late_losses(folders)
+    for line in csv.DictReader(io.StringIO(render(rows, "csv"))):
+        yield {**line, "late_train_loss": late.get(line["defense"], "")}
+
+
+def late_losses(folders: list[Path]) -> dict[str, str]:
+    """Stack -> mean training loss over the second half of its rounds, of all runs together."""
+    losses: dict[str, list[float]] = {}
+    for run in load_runs(folders):
+        middle = max((row.round for row in run.rounds), default=0) / 2
+        for row in run.rounds:
+            if row.round > middle and row.train_loss is not None:
+                losses.setdefault(row.defense, []).append(row.train_loss)
+    return {stack: str(statistics.fmean(each)) for stack, each in losses.items()}
 
 
 def utility(folders: list[Path]) -> Iterator[dict[str, str]]:
