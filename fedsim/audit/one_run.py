@@ -42,7 +42,8 @@ def scores(
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Runs the federation once; returns (m,) scores of the canaries and (m,) coins.
 
-    Both are arguments of `bounds.one_run_bound`. A coin says whether the canary is present.
+    Both are arguments of `bounds.one_run_bound`. A coin says whether the canary is present, and
+    the higher a score, the likelier it is. Canaries are ordered by their clients' numbers.
 
     Args:
         workload: the federation under one stack.

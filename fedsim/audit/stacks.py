@@ -85,8 +85,9 @@ def audited_epsilon(
     """Computes a lower bound of the stack's ε at the claim's δ, by an audit.
 
     Above the claim's ε the bound refutes the claim with the audit's confidence; below, it proves
-    nothing. For Gaussian noise without sampling, two worlds give the ε of the strongest Gaussian
-    claim (μ-GDP) that is not refuted. Elsewhere the bound is that of any (ε, δ) claim.
+    nothing. It is at least 0, and 0 where nothing is refuted. For Gaussian noise without sampling,
+    two worlds give the ε of the strongest Gaussian claim (μ-GDP) that is not refuted. Elsewhere the
+    bound is that of any (ε, δ) claim.
 
     Args:
         workload: the federation under the stack.

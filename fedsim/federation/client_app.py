@@ -319,8 +319,8 @@ class FederationClient:
 def clip_as_mod(update: Tensors, norm: float) -> tuple[dict[str, torch.Tensor], bool]:
     """Clips an update as Flower's `adaptiveclipping_mod` does, by the same function.
 
-    Returns the update, and whether it was longer than `norm`. A tensor without dimensions counts
-    for the norm and stays as it is.
+    Returns a new update on the CPU, and whether the given one was longer than `norm`, an L2 norm of
+    all tensors together. A tensor without dimensions counts for the norm and stays as it is.
     """
     sent = [value.detach().cpu().numpy().copy() for value in update.values()]
     # The mod is handed new weights and old ones, of which it clips the difference.

@@ -228,6 +228,8 @@ def of_steps(
 ) -> tuple[float, str]:
     """Returns ε, and its accountant's name, of `rounds` rounds whose steps release by `mechanism`.
 
+    ε is inf where the noise is too small for a finite one, and 0 without any release.
+
     Args:
         mechanism: what one step releases.
         training: the local training after the stack's training defenses.
@@ -264,7 +266,7 @@ _REPEATED = (
 
 
 def worst_client_sizes(training: LocalTraining, held: Iterable[int]) -> list[int]:
-    """Returns client sizes among which the largest ε is attained.
+    """Returns client sizes, in rising order, among which the largest ε is attained.
 
     `held` has the number of examples of each client, and at least one client.
 

@@ -97,7 +97,7 @@ def row_claim(
     Whoever hides all of a client's data hides one example. The client takes part in both worlds.
     Where a claim exchanges it for zero or for none, two such steps lead from one world to the other
     (group privacy). Where examples are sampled and each one's contribution is bounded, an absent
-    example contributes zero.
+    example contributes zero. Two steps of an ε above 350 give (inf, 0), which limits nothing.
 
     Args:
         unit: `client` or `example`; None if unknown.

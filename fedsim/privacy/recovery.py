@@ -132,7 +132,8 @@ _FARTHEST = math.sqrt(2)
 def activation_moment(activation: str) -> float:
     """Computes min(|ν|, |λ|) of Assumption A.1, the moments that an activation leaves of features.
 
-    `activation` is a name such as `relu` or `gelu`. ν is E σ^(k)(z) of standard normal z at the
+    `activation` is one of the names that `RecoverySetting.activation` takes; another one is a
+    KeyError. ν is E σ^(k)(z) of standard normal z at the
     first k >= 2 where it is not 0, and λ at the first k >= 3. By Stein's lemma the moments are E
     σ(z) He_k(z), so that no derivative is needed.
 

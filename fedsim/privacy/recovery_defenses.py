@@ -109,7 +109,9 @@ def list_keys(as_json: bool = False) -> str:
 def recovery(keys: Mapping[str, Any]) -> list[DefenseBounds]:
     """Returns the bounds behind each defense of Liu et al., section 3, one entry per defense.
 
-    `keys` has values of the fields of `RecoverySetting` by name.
+    `keys` has values of the fields of `RecoverySetting` by name. The nine entries are always the
+    same, in this order: none, local steps (on one batch, on other batches), clipping, noise,
+    clipping and noise (DP-SGD), aggregation, dropout, pruning.
 
     Raises:
         FedsimError: a key is missing, unknown or out of range.

@@ -14,7 +14,9 @@ _BACKLOG = 128
 
 
 def split(address: str) -> tuple[str, int]:
-    """Splits HOST:PORT or [HOST]:PORT into host and port.
+    """Splits HOST:PORT or [HOST]:PORT into the host, without brackets, and the port.
+
+    Neither is looked at further: the port may be out of range, and the host no name.
 
     Raises:
         ValueError: The address is of another form.

@@ -42,6 +42,8 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
 def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
     """Asks all nodes how many examples they hold; returns the answers of all clients.
 
+    Counts are in the order of clients' numbers. Reasons of all clients are joined, each once.
+
     Args:
         grid: Grid of any engine.
         clients: Number of clients, whose nodes all have to connect.

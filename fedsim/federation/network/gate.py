@@ -75,7 +75,8 @@ class Gate:
     """Runs a gate in a process of its own, which ends with the block and with this process.
 
     `address` is the HOST:PORT at which it listens (port 0 takes a free one). Its log has a line for
-    each refusal: time, client, status, reason, request. A full log begins anew (`log`).
+    each refusal: time, client, status, reason, request. A full log begins anew (`log`). Without a
+    log the lines go to standard error.
     """
 
     def __init__(self, listen: str, settings: GateSettings, *, log: Path | None = None) -> None:

@@ -9,6 +9,8 @@ Adaptive Streams, NeurIPS 2022, Theorem 2.1).
 Source: Kalinin et al., DP-CGD: Efficient Noise Correlation for Differentially
 Private Model Training, 2026; Population Risk Bounds for Kolmogorov-Arnold Networks Trained by
 DP-SGD with Correlated Noise, 2026, Algorithm 1 and (24), (25).
+
+Logarithms are natural; that of δ = 0 is -inf.
 """
 
 from __future__ import annotations

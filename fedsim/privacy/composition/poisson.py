@@ -6,7 +6,7 @@ loss reaches 1 / (2 z²): the step grows where the noise z is small, which round
 below their rounding is proven by them. There Rényi divergences go on (Mironov, Talwar and Zhang,
 Rényi Differential Privacy of the Sampled Gaussian Mechanism, 2019). Where z is so small that a
 batch shows who is in it, the claim is the mean over the batches, taken for known
-(`correlated.log_delta_revealed`), which is never too low.
+(`correlated.log_delta_revealed`), which is never too low. Logarithms are natural.
 """
 
 from __future__ import annotations
