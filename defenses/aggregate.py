@@ -126,7 +126,7 @@ class RunningMean:
                 self._mean[name].lerp_(tensor.to(self._mean[name].dtype), weight)
 
     def read(self, times: int = 1) -> dict[str, Tensor]:
-        """Returns `times` the mean, in the types of the first update.
+        """Returns `times` the mean, in the types of the first update; empty before that.
 
         If `times` exceeds 1, floats are at least float32: a sum in half precision would overflow at
         65,504, and round by more than a client may move it.

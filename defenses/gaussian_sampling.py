@@ -138,7 +138,7 @@ class GaussianSampling(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Returns the number of draws and the lift γ.
+        """Returns the number of draws as `samples`, and γ as `lift`, 0 where there is none.
 
         Raises:
             FedsimError: not a single draw is private enough.

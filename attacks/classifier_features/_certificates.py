@@ -57,8 +57,8 @@ def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tens
 
     An error's norm is bounded over the features' norm, at three standard deviations. The bound
     follows from the noise in the gradient, or from what the fit leaves, if that is more. It is
-    infinite for an image whose error signal has vanished. It is of first order: `widen_bounds`
-    corrects large ones.
+    infinite for an image whose error signal has vanished, and for all of a fit that diverged. It is
+    of first order: `widen_bounds` corrects large ones.
     """
     classifier = problem.classifier
     try:

@@ -207,6 +207,8 @@ class ClassifierGradient:
     def quotient(self) -> Tensor | None:
         """Features (d,) of a single image in closed form; None for several, or without a bias.
 
+        It is also None where the bias's gradient is 0.
+
         With the error signal D, ∂L/∂W = D x' and ∂L/∂b = D, so that x is the ratio of both. The
         ratio is fitted by least squares over the classes, which averages noise.
         """

@@ -196,8 +196,9 @@ class LocalPath:
     def suits(observation: Observation, classifier: ClassifierGradient) -> bool:
         """Says whether a `LocalPath` can be made of an update.
 
-        The update has to be of one client and exact, over several local steps. Layers before the
-        classifier have to be trained, too. `classifier` is the classifier's part of the update.
+        The update has to be of one client, exact and not clipped, of several local steps on the
+        same batch. Layers before the classifier have to be trained, too. `classifier` is the
+        classifier's part of the update.
         """
         # Under a frozen body features stay, and `Consistency` follows the classifier by itself.
         body = len(observation.parameters) > 1 + int(classifier.biased)

@@ -533,8 +533,9 @@ class Profile:
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
         """Fits the gradient from `points` (S, n) with fixed `labels` (S, N).
 
-        At most `iterations` steps are made. All descents end once one start leaves no more than the
-        share `enough` of the gradient's squared norm.
+        At most `iterations` steps are made. Starts that are descended together end once one of them
+        leaves no more than the share `enough` of the gradient's squared norm. The result has all
+        starts, in their order.
         """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
@@ -552,7 +553,8 @@ class Profile:
         """Fits again from `fit` with a normal prior on Y, in at most `iterations` steps.
 
         Y is the features' part outside the span of the classifier's rows, which noise would spread.
-        The prior's spread is estimated from `fit`. Returns `fit` unchanged where Y is empty.
+        The prior's spread is estimated from the first start of `fit`. Returns `fit` unchanged
+        where Y is empty, or its spread cannot be estimated.
         """
         if self.classifier.gradient.shape[1] <= self.rank + int(self.classifier.biased):
             return fit

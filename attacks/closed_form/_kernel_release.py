@@ -191,7 +191,8 @@ def _last_label(alpha: Tensor, known: Tensor) -> Tensor:
 def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
     """Matches each known row with a released row of its own, as is likeliest.
 
-    `others` (m, d + c) are the known rows. If `alpha`, rows match only where their labels agree.
+    `others` (m, d + c) are the known rows. If `alpha`, a pair whose labels differ is matched only
+    where no other match is left.
 
     Raises:
         AttackFailed: there are not m + 1 released rows.
@@ -330,8 +331,8 @@ class KernelPosterior:
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
         """Estimates the posterior mean of the missing row from `samples` draws made by `rng`.
 
-        The result is (d + c,): d features, and the classes' probabilities of `released_row`.
-        `maxima` is not used.
+        The result is (d + c,): d features, scaled down to length 1 if longer, and the classes'
+        probabilities of `released_row`. `maxima` is not used.
         """
         prior = class_prior(self.others, self._dimension, self.learned)
         row = posterior_mean(self.matched, prior, self.alpha, samples, rng)

@@ -324,13 +324,13 @@ class Winograd(ConvolutionAlgorithm):
 
     @staticmethod
     def applies(problem: ConvolutionShape) -> bool:
-        """Says whether the kernel is 3x3 with stride 1."""
+        """Says whether the kernel is 3x3 with stride 1, without dilation and groups."""
         (stride, _, dilation, groups), kernel = problem.geometry, problem.weights[2:]
         return kernel == (3, 3) and stride == dilation == (1, 1) and groups == 1
 
     @staticmethod
     def pays(problem: ConvolutionShape) -> bool:
-        """Says whether transforms cost less than the multiplications that they save."""
+        """Says whether transforms cost less than they save, of a problem that `applies` accepts."""
         height, width = problem.outputs
         tiles = problem.images[0] * -(-height // _OUT) * -(-width // _OUT)
         return min(problem.weights[:2]) >= _CHANNELS and tiles >= _TILES

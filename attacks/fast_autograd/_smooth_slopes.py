@@ -29,7 +29,8 @@ def smooth(model: nn.Module, width: float | Tensor) -> None:
     """Gives the ReLUs and max pools of `model`, in place, smooth second derivatives.
 
     `width` is the width of a smoothed jump, in units of the layers' inputs, which are about 1 after
-    norm layers. It may be a 0-d tensor whose value is changed later.
+    norm layers. It may be a 0-d tensor whose value is changed later. Max pools with dilation,
+    `ceil_mode` or `return_indices` stay as they are.
     """
     for module in model.modules():
         if isinstance(module, nn.ReLU):
@@ -48,6 +49,7 @@ def max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float | Tensor) -> Tenso
     """Computes `module(x)` for x (N, C, H, W), with a smoothed second derivative.
 
     `width` is the difference between two inputs, in units of x, over which a jump is smoothed.
+    The module has no dilation, no `ceil_mode` and no `return_indices`.
     """
     # Padding by -∞ never wins a maximum.
     windows, shape = _windows(module, x, -torch.inf)

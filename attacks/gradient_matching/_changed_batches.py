@@ -86,7 +86,8 @@ class ChangedBatch:
     ) -> tuple[Tensor, Tensor]:
         """Returns the images and labels that were drawn from to make those of one step.
 
-        Labels that are class numbers are returned as they are.
+        Labels that are class numbers are returned as they are. A mixture in a step of a single
+        input is not undone.
 
         Args:
             inputs: normalized inputs (B, C, H, W) that the gradient was taken of.
@@ -160,7 +161,8 @@ def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -
 
     Rows of the mixing W^-1 are positive and sum to 1. Of several starts the answer is that of the
     least Σ_i log mean |edges of image i| - log |det W|, by which images have Laplacian edges of any
-    scale, plus a weight for pixels outside of the `box`.
+    scale, plus a weight for pixels outside of the `box`. W is float64. Starts favour the order in
+    which image i weighs most in input i, but nothing enforces it.
 
     Args:
         inputs: normalized mixtures (B, C, H, W), B > 1.

@@ -177,8 +177,8 @@ class KnownFeatures(NamedTuple):
     def misfit(self, features: Tensor) -> Tensor:
         """Computes the mean over images (0-d) of 1 - cos² or |x - f|² / |f|², as `measure` says.
 
-        x is an image's row of `features` (N, d), and f its known features. `trust` weights the
-        images.
+        x is an image's row of `features` (N, d), and f its known features. An image's value is
+        multiplied by its `trust`, and the sum divided by N.
         """
         if self.measure == "squared_cosine":
             away = 1 - F.cosine_similarity(features, self.values).square()

@@ -364,7 +364,7 @@ class Matching:
     def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
         """Computes the update that clients with these `images` would have sent.
 
-        It holds the compared tensors, in the order of `names`.
+        It holds the compared tensors, in the order of the model's parameters.
 
         Args:
             images: normalized images: those of the first client's first step, then of its second

@@ -205,7 +205,8 @@ class InvertingGradients(IterativeAttack[Inversion]):
 def soft_sign(slope: Tensor, softness: float) -> Tensor:
     """Computes tanh(`softness` g) / `softness` of each entry g of `slope`.
 
-    The result is nearly g for small g, and at most 1 / `softness` in magnitude.
+    The result is nearly g for small g, and at most 1 / `softness` in magnitude. `softness` is
+    positive.
     """
     return (softness * slope).tanh_().div_(softness)
 
@@ -225,6 +226,8 @@ def regularized(
     variation: Variation = total_variation,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Computes distance + `weight` times the variation (0-d), and its gradients in the variables.
+
+    Of rows of a table it is the distance alone.
 
     Args:
         matching: the observed update.

@@ -177,6 +177,9 @@ class Peeling(FeatureSolver):
     def reconstruction(self) -> Reconstruction:
         """Returns the known features, followed by a basis of the rest of the features' span.
 
+        Known ones have their true lengths, and the basis is orthonormal. Together they are as many
+        as images, or d if that is less.
+
         The loss is the L2 norm of what the known ones leave of ∂L/∂A, over that of ∂L/∂A. Only the
         planted neurons count.
         """

@@ -472,7 +472,10 @@ _NEARLY = 1e-4
 
 @dataclass(kw_only=True)
 class OutputSolver(FeatureSolver):
-    """Fits ∂L/∂A, and once more from other starts if the first attempt ends in a local minimum."""
+    """Fits ∂L/∂A, and once more from other starts if the first attempt ends in a local minimum.
+
+    Behind a head with a `basis`, features are coordinates in it; only `reconstruction` lifts them.
+    """
 
     attempt: OutputFit
     budget: int
@@ -557,7 +560,10 @@ class OutputSolver(FeatureSolver):
 
 
 def fit_output(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
-    """Fits ∂L/∂A from `features` (N, d) in at most `budget` iterations; returns features (N, d)."""
+    """Fits ∂L/∂A from `features` (N, d) in at most `budget` iterations.
+
+    Returns features (N, d) in the lengths that explain their own error signals.
+    """
     fit = OutputFit.start(head, [features], splitting=False, all_neurons=True)
     solver = OutputSolver(attempt=fit, budget=budget)
     while not solver.finished:

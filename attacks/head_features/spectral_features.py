@@ -37,7 +37,7 @@ class SpectralFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the orthonormal basis (n, d) as features.
+        """Returns the orthonormal basis (n, d) as features, n being the lesser of N images and d.
 
         The loss is the share of the gradient's energy outside its span.
 

@@ -39,7 +39,7 @@ SUITED, NONE = "suited", "none"
 def resolved(source: FeatureSource) -> FeatureSource:
     """Completes `source`, an attack that recovers features, by its default parameters.
 
-    `suited` and `none` stay as they are.
+    Returns `{name: ..., each parameter: ...}`; `suited` and `none` stay as they are.
 
     Raises:
         ValueError: there is no such attack, a parameter is wrong, or it reads no updates.
@@ -63,7 +63,7 @@ def resolved(source: FeatureSource) -> FeatureSource:
 
 
 def source_attack(source: FeatureSource) -> Attack[Any] | None:
-    """Makes the attack of a `resolved` source; None for `suited` and `none`."""
+    """Makes the attack of a `resolved` source; None for `suited`, `none` and any other text."""
     if isinstance(source, str):
         return None
     return create(source["name"], {key: source[key] for key in source if key != "name"})
@@ -176,7 +176,8 @@ def relative_noise_variance(observation: Observation, head: Head) -> float:
     """Estimates the noise's variance in an entry of the body's update u, divided by |u|².
 
     Added noise is the same in all entries. The variance of stochastic rounding is an upper bound,
-    averaged over tensors with a spacing each. `head` is the head's part of the same update.
+    averaged over tensors with a spacing each. `head` is the head's part of the same update. Returns
+    0 where no noise is declared, and where nothing is left of the body's update.
     """
     body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
     energy = float(sum(tensor.double().square().sum() for tensor in body))
@@ -193,7 +194,8 @@ def relative_noise_variance(observation: Observation, head: Head) -> float:
 def noise_share(observation: Observation, head: Head, names: Collection[str] = ()) -> float:
     """Estimates the share of |update|² that is noise, in the body's tensors `names` or in all.
 
-    `head` is the head's part of the same update. The estimate may exceed 1.
+    `head` is the head's part of the same update. The estimate may exceed 1. It is 0 where no noise
+    is declared, and where nothing is left of these tensors.
     """
     body = {name: t for name, t in observation.update.items() if name.startswith("body.")}
     part = [body[name] for name in names or body]

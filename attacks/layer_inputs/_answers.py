@@ -49,7 +49,10 @@ class Inputs:
 
     @property
     def certain(self) -> Tensor:
-        """Boolean mask (k,) of the inputs whose relative error is surely below 3 %."""
+        """Boolean mask (k,) of the inputs whose relative error is surely below 3 %.
+
+        All are False where the gradient has no direction for each image (`separate`).
+        """
         return (_SURE * self.errors < _DETERMINED) & self.separate
 
 

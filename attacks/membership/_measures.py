@@ -84,7 +84,10 @@ class UpdateSimilarity:
     """Compares examples' gradients with any number of updates of one global model."""
 
     def __init__(self, seen: Observation, inputs: Tensor, labels: Tensor) -> None:
-        """Computes the gradients of the examples at the weights that `seen` started from."""
+        """Computes the gradients of the examples at the weights that `seen` started from.
+
+        `inputs` and `labels` are as in `log_odds`.
+        """
         self._gradients = ExampleGradients(seen)
         self._rows = self._gradients.of(inputs, labels)
         # An update of weights points against the gradients; a gradient itself does not.

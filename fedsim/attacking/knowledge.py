@@ -160,10 +160,10 @@ def hand_over_row(
 ) -> Knowledge:
     """Returns the knowledge for a question about the row `target`.
 
-    The knowledge holds the other rows that took part, if granted. It holds the row itself if the
-    attack is `asked` whether that took part. Where it did not, and `exchanged` is given, the target
-    stands in another row's place. That row is drawn among the client's rows that took part, and is
-    withheld.
+    The knowledge holds the other rows that took part, if granted, in one tensor for each client. It
+    holds the row itself if the attack is `asked` whether that took part. Where it did not, and
+    `exchanged` is given, the target stands in another row's place. That row is drawn among the
+    client's rows that took part, and is withheld.
 
     Args:
         truth: All rows that may have taken part.

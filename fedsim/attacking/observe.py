@@ -160,9 +160,10 @@ class VictimModel:
         """Returns what a server sees of one undefended client's `update` in the first round.
 
         Args:
-            update: See `observe`.
+            update: By the names of `model.named_parameters()`, without a prefix. Its kinds are
+            those of `observe`.
             training: Local training that the update came from.
-            buffers: See `observe`.
+            buffers: New batch-norm buffers by the model's names; None if none were sent.
             state: Weights and statistics that the client started from, where they are not the
                 model's own, by the model's names.
 

@@ -171,8 +171,10 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
 
     It is the L2 distance over the recorded update's length. It is 0 to rounding where attacks know
     all of the client's training and defense. Noise makes it larger, and so does whatever attacks do
-    not model. So do images that are not in the order of several steps. It is None where there is no
-    truth, the truth is of several clients, or batches vary in size.
+    not model. So do images that are not in the order of several steps.
+
+    It is None where there is no truth of images, the truth is of several clients, or batches vary
+    in size. So it is where the recorded update is 0, or the simulation diverges.
     """
     training = observation.training
     parts = training.steps if training.batches == "different" else 1

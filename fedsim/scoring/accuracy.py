@@ -86,7 +86,7 @@ def learning_problem(
 
     Args:
         accuracy: Accuracy on the test set.
-        test_loss: Cross-entropy on the test set; None where it was not finite.
+        test_loss: Mean cross-entropy on the test set, in nats; None where it was not finite.
         trains: Whether a model was trained. A release in closed form has no learning rate, and its
             loss is no cross-entropy.
     """

@@ -44,7 +44,11 @@ class Scores:
     """Metric -> why it has no value, or how it was computed where only like values compare."""
 
     def __getitem__(self, name: str) -> float | None:
-        """Returns the mean of the metric `name`; None if it does not apply."""
+        """Returns the mean of the metric `name`; None if it does not apply.
+
+        Raises:
+            KeyError: no metric is called so.
+        """
         return self.metrics()[name]
 
     @property
@@ -133,7 +137,7 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
 
     Returns:
         The `baseline` of a row: the guess's name, what the guess was learned from, its metrics.
-        Fields are None where nothing was guessed.
+        Fields are None where nothing was guessed, and `per_image` is empty.
     """
     guesses = [target.guess(request, aids) for target in targets().values()]
     made = [guess for guess in guesses if guess is not None]

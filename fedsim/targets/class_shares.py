@@ -48,7 +48,10 @@ class ClassShares(Target):
     )
 
     def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns the shares (K,) of classes 0 to K - 1 in the true labels; None without labels."""
+        """Returns the shares (K,) of classes 0 to K - 1 in the true labels; None without labels.
+
+        K is one more than the largest of these labels.
+        """
         labels = truth.tensors().get("labels")
         if labels is None or not len(labels):
             return None
