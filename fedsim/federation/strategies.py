@@ -111,7 +111,10 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
 
 
 def rounds_within_budget(strategy: Strategy, most: int) -> int:
-    """Returns after how many of `most` rounds the strategy's accountant, if any, stops training."""
+    """Returns after how many of `most` rounds the strategy's accountant, if any, stops training.
+
+    The result is `most` without an accountant or if it stops none of them, and 0 if it stops all.
+    """
     accountant = getattr(strategy, "accountant", None)
     if accountant is None:
         return most

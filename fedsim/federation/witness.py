@@ -36,7 +36,8 @@ def witness(
 
     Args:
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
-        rounds: Rounds that are kept, counted from 1; default all.
+        rounds: Rounds that are kept, counted from 1; default all. Given rounds leave out every
+            message that does not name its round, see `round_of`.
         max_images: Maximum number of distinct images kept of one order to train; others are
             counted.
         max_gib: Maximum size of a run on this disk, in GiB; what does not fit is not kept.

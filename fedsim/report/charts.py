@@ -68,7 +68,10 @@ class Axis:
     """Least length of the axis, in its own unit, so that noise does not look like a difference."""
 
     def range_of(self, values: Sequence[float]) -> Span:
-        """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`."""
+        """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`.
+
+        Without `ends` there has to be a value.
+        """
         # Ends that are given hold for every chart of the axis, so that these can be compared.
         return self.ends or _pad(values, self.least)
 
@@ -229,6 +232,8 @@ def draw_charts(
 ) -> list[ChartGroup]:
     """Returns the charts of one comparison, those that have something to show.
 
+    They are in this order: leakage against accuracy, who took part, training.
+
     Args:
         rows: Leaderboard rows of the comparison.
         runs: Runs that the rows are from.
@@ -336,6 +341,7 @@ def accused(
 ) -> list[Series]:
     """Returns a curve for each defense: the rates at which its best membership attack accuses.
 
+    A defense whose membership was never scored has none. Curves are sorted by color.
     Points are (false, true) positive rates over all trials. A ring is the largest true positive
     rate that the claim of the defense allows. `lines` are of one comparison, `runs` are those
     that they are from, and `colors` maps each defense to the number of its color.

@@ -47,7 +47,7 @@ _SECONDS = 120
 def write_dossier(
     folder: Path | str, out: Path | str | None = None, *, pdf: bool = False
 ) -> list[Path]:
-    """Writes `dossier.html` of a run, or of a sweep, and returns the paths of the files.
+    """Writes `dossier.html` of a run, or of a sweep, and returns the paths, the page's first.
 
     `out` is the folder to write to, by default `folder`. With `pdf`, `dossier.pdf` is printed, too.
     The same run gives the same page, byte for byte: times are those that the run recorded.

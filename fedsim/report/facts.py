@@ -213,7 +213,10 @@ def again(runs: Sequence[StoredRun]) -> Again:
 
 
 def made_with(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns what `record.json` says of the machine, versions and cost, as (name, value)."""
+    """Returns what `record.json` says of the machine, versions and cost, as (name, value).
+
+    What it does not say is left out.
+    """
     environment = record.get("environment")
     packages = nested(environment, "packages") or {}
     facts = {

@@ -1172,7 +1172,10 @@ def has_learned(accuracy: Accuracy) -> bool:
 
 
 def dump(judged: Judgement) -> dict[str, Any]:
-    """Returns a judgement as a mapping of values that JSON can hold, with names for rows."""
+    """Returns a judgement as a mapping of values that JSON can hold, with names for rows.
+
+    Its keys are `comparison`, `control` and `verdicts`. Infinity is the text `inf`.
+    """
     *where, threat, watcher = judged.comparison
     control: dict[str, Any] = _plain(judged.control)
     return {

@@ -32,6 +32,7 @@ from fedsim.targets.images import EXPOSED_IMAGE
 def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
     """Returns each row's gain over its guess in the metric `name`; 0 for a row without an answer.
 
+    A gain is positive where the answer leaks more than the guess, also in a metric of errors.
     The result is None if no row has a guess, or an answer has no guess beside it. It is None, too,
     if a metric that needs no guess has no value, as membership has none where all took part.
     """

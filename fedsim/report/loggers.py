@@ -240,6 +240,8 @@ def _allow(name: str) -> str:
 def chosen(names: Sequence[str]) -> list[Store]:
     """Returns the stores that `names` ask for, such as `mlflow` or `tensorboard=DIR`.
 
+    Without a folder it is the one of the tool's name in the working directory.
+
     Raises:
         FedsimError: there is no such tool, its extra is not installed, or its folder cannot be
             written to.
@@ -266,7 +268,8 @@ def chosen(names: Sequence[str]) -> list[Store]:
 def log_run(folder: Path | str, stores: Sequence[Store]) -> list[str]:
     """Copies a finished run, or all variants of a sweep, to `stores`.
 
-    The result has a line for each tool that failed, with the reason. The run itself stays whole.
+    The result has a line for each tool that failed, with the reason, and is empty if all copies
+    are complete. The run itself stays whole.
 
     Raises:
         ReportError: `folder` holds no results, or a file in it is damaged.

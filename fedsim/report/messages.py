@@ -230,7 +230,10 @@ def describe_untried(judged: Verdict | Judgement) -> list[str]:
 
 
 def describe_evidence(verdict: Verdict) -> str:
-    """Words the figures behind a finding: of pictures, or of what else leaks where they do not."""
+    """Words the figures behind a finding: of pictures, or of what else leaks where they do not.
+
+    The text is empty where the finding is `failed`, `unknown` or `no answer`.
+    """
     row, finding, leaking = verdict.strongest, verdict.finding, verdict.leaking
     if finding in ("failed", "unknown", "no answer"):
         return ""

@@ -100,6 +100,7 @@ def save_overview(folder: Path) -> Path | None:
 def choose_defenses(runs: Sequence[StoredRun]) -> list[ShownDefense]:
     """Returns the strongest attack on each defense, as the leaderboard ranks those with images.
 
+    The result is empty if no attack recovered an image.
     All are of the smallest batch size, and of the first and the last attacked round. All have the
     threat model and vantage of the first row, so that stacks can be compared.
 

@@ -287,7 +287,7 @@ def render(
 
     Args:
         rows: Rows of the leaderboard.
-        format: Format of the text.
+        format: Format of the text; whatever is neither `json` nor `csv` gives a table.
         width: Width of a table, in characters.
         color: Whether a table has ANSI codes.
         awaited: Why no row is there yet; None if there are some, or never will be.

@@ -48,7 +48,8 @@ class UtilityRow:
     test_accuracy: Summary | None
     """Percentage that the model classifies correctly."""
     accuracy: Accuracy | None
-    """Mean test accuracy of the runs, with chance, the test set's size and an interval."""
+    """Mean test accuracy of the runs, with chance, the test set's size and an interval. None if
+    nothing was tested, or a run does not say what it was tested on."""
     problem: str | None
     """Why the model cannot show what the defense costs; None if it can, and where no accuracy is
     known."""

@@ -53,7 +53,8 @@ def differences(
     """Returns, for each resolved scenario, the settings that tell it apart from the others.
 
     Settings are dotted keys and their values. Only keys that decide figures count, and the seed is
-    none of them. A stack is compared among the scenarios that have one of its name.
+    none of them. A scenario without such a key has None for it. A stack is compared among the
+    scenarios that have one of its name.
 
     `stated` has, for each scenario, the settings that rows show already, such as those of a sweep;
     these are left out for all. An empty scenario, of a run that lost its file, has no settings.
@@ -78,7 +79,7 @@ def differences(
 
 
 def stacks_of(scenario: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the defense stacks of a resolved scenario, by name."""
+    """Returns the defense stacks of a resolved scenario, by name; empty if it has none."""
     stacks = scenario.get("defenses")
     return stacks if isinstance(stacks, Mapping) else {}
 

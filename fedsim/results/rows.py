@@ -284,7 +284,7 @@ def _why_unlimited(server: Server, result: Result) -> str | None:
 
 
 def number(value: float) -> float | str:
-    """Returns `value`, or `"inf"` where it is infinite, since JSON has no such number."""
+    """Returns `value`, or `"inf"` where it is infinite or NaN, since JSON has no such number."""
     return value if math.isfinite(value) else "inf"
 
 

@@ -82,7 +82,8 @@ class SecureSum:
         self.layout = plan.layout(server, round)
         self._published: dict[int, Published] = {}
         self.arrived: list[int] = []
-        """Clients whose masked vectors have come, opened or not."""
+        """Clients whose masked vectors have come, opened or not, in the order in which they came.
+        """
 
     def run(
         self, clients: Collection[int], model: Model, on_masked: Callable[[int, Ring], None]
