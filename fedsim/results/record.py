@@ -126,7 +126,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def environment() -> Row:
-    """Returns versions, commit and hardware, for `record.json`; None where something is not known."""
+    """Returns versions, commit and hardware, for `record.json`; None where not known."""
     import torch
 
     packages = ("fedsim", "torch", "torchvision", "flwr", "numpy", "scipy", "scikit-image", "lpips")
