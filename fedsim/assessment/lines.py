@@ -58,9 +58,11 @@ class AssessmentContext:
 
 
 def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
-    """Returns a line of `rounds.jsonl` for each recorded round.
+    """Returns a line of `rounds.jsonl` for each recorded round, in the order of rounds.
 
-    `stack` is the name of the defenses that clients are declared to apply.
+    `stack` is the name of the defenses that clients are declared to apply. `participants` has a
+    number from 0 for each answer, whoever gave it. `train_loss` is the plain mean of the losses
+    that are stated; None if none is, or if it is not finite.
     """
     found = []
     for round in sorted({each.round for each in exchanges}):

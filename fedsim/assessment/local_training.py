@@ -54,6 +54,8 @@ class AppTraining:
     def training(self, each: Picked) -> LocalTraining:
         """Returns the local training of one attacked client, as attacks are told it.
 
+        Where that is an approximation, `notes` gets a line.
+
         Raises:
             FedsimError: the training is neither declared nor witnessed, or does not fit the images.
         """
@@ -174,7 +176,7 @@ class AppTraining:
         """Returns the clients' defenses: (stack's name, announced members, effect).
 
         `training` is what the method `training` returned. A member is a defense's `name` and its
-        parameters, as in `Observation.defense`.
+        parameters, as in `Observation.defense`. Without defenses the stack's name is `none`.
         """
         if not self._refs:
             return _UNDEFENDED, (), Effect()

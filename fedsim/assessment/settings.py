@@ -49,7 +49,7 @@ class AssessSettings:
     grant: Grant = Grant()
     """What the attacker is granted besides."""
     rounds: Collection[int] | Literal["last"] = "last"
-    """The rounds that are attacked; default the last one recorded."""
+    """The rounds that are attacked; default the last one of which a truth is known."""
     clients: int = 2
     """Most clients that are attacked in each round."""
     run: int | None = None

@@ -39,6 +39,8 @@ def pick(
 ) -> list[Picked]:
     """Returns the exchanges that are attacked: those with truth, of the chosen rounds and clients.
 
+    They are sorted by round, and those of a round by the client's number.
+
     Args:
         exchanges: All recorded exchanges.
         said: Message id -> what a witness saw of that exchange.

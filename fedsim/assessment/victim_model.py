@@ -20,8 +20,9 @@ _CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<ca
 def built_model(named: str) -> nn.Module:
     """Imports and builds the model that `named` says.
 
-    `named` is `module:Class` or `module:function(key=value)`, whose values are literals. The module
-    is found as Python finds it from the current folder.
+    `named` is `module:Class` or `module:function(key=value)`, whose values are literals. A name
+    that is a model already is taken as it is. The module is found as Python finds it from the
+    current folder.
 
     Raises:
         FedsimError: `named` cannot be imported or built, or builds no model.

@@ -264,6 +264,7 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
 
     Raises:
         PluginError: `name` is not installed, cannot be imported, or is no attack.
+        ValidationError: a parameter is unknown, missing or out of its range.
     """
     cls = plugins.load("fedsim.attacks", name)
     if not issubclass(cls, Attack):

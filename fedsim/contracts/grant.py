@@ -135,7 +135,7 @@ class Grant(BaseModel):
         return Grant.model_validate({name: values[-1] for name, values in cls.values().items()})
 
     def lacks(self, needs: Grant) -> str | None:
-        """Returns advice on what this grant lacks of an attack's `needs`; None if nothing."""
+        """Returns advice on the first field that this grant lacks of `needs`; None if none."""
         for name, values in self.values().items():
             granted, needed = getattr(self, name), getattr(needs, name)
             # Values are listed from least to most, so that more than what is needed is enough, too.

@@ -16,6 +16,7 @@ Row = dict[str, Any]
 def rows(kinds: Sequence[str]) -> list[Row]:
     """Returns a row for every plugin of `kinds` (see `plugins.GROUPS`), broken or not.
 
+    They are in the order of `kinds`, and those of one kind are sorted by name.
     A kind is a group without `fedsim.` in front, such as `attacks`. A row has kind, name, package,
     version, summary, paper, parameters (name, type, default, required, range, description) and
     error (None, or why the plugin cannot be used).

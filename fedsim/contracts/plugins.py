@@ -195,7 +195,7 @@ def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
 
 
 def list_installed(group: str) -> list[Installed]:
-    """Lists every plugin of `group`, also those that cannot be loaded."""
+    """Lists every plugin of `group`, sorted by name, also those that cannot be loaded."""
     rows = []
     for name in names(group):
         # Where two packages claim the name, `load` says so; the first stands for the row.

@@ -44,7 +44,7 @@ class _Labelled:
 
 
 def read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
-    """Yields the images that a CSV lists, each named by its path in the folder.
+    """Yields the images that a CSV lists, in its order, each named by its path in the folder.
 
     `tree` is the folder, and `labels` the CSV's path in it.
 

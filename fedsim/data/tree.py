@@ -93,7 +93,8 @@ class Tree(ABC):
     ) -> Iterator[tuple[Parts, str]]:
         """Yields the visible files that are not `used`, each with the reason.
 
-        `depth` returns the number of parts that a used path has; None allows any number.
+        `depth` returns the number of parts that a used path has; None allows any number. Of files
+        at another depth only images are yielded.
         """
         for path in self._paths():
             if path in used or not _is_visible(path):

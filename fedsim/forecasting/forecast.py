@@ -215,7 +215,9 @@ _NO_IMAGES = "of an attack that recovers features or labels and no image, none i
 
 
 def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
-    """Returns `forecasts` as text: gains, the indicators of the most attackable, and a verdict.
+    """Returns `forecasts`, at least one, as text: gains, indicators of the worst, and a verdict.
+
+    The worst is the one whose update gives most to attacks that match gradients.
 
     Lines have at most `width` characters.
     """

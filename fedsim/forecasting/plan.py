@@ -144,6 +144,8 @@ _MOST_STAND_INS = 1024
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size, at the weights before any training.
 
+    Stacks, and the batch sizes of each, are in the scenario's order.
+
     `overrides` are settings of the scenario, each a text `key=value`.
 
     Raises:
@@ -191,6 +193,9 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
 
 def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size of a run, at weights that it recorded.
+
+    Stacks are in the scenario's order, and the batch sizes of each ascend. A stack or a size
+    without a recording has none.
 
     Raises:
         FedsimError: the folder holds no run, or no recording that a server made of a network.

@@ -240,8 +240,9 @@ def parse(words: list[str] | None) -> dict[str, Any]:
 
 
 def listing() -> list[dict[str, Any]]:
-    """Lists every mechanism as a dict with `mechanism` (its name), `summary` and `keys`.
+    """Lists every mechanism, sorted by name, as a dict with `mechanism`, `summary` and `keys`.
 
+    `mechanism` is its name, and `summary` the first line of what it is.
     `keys` maps each part of the mechanism to a list of its keys. A key is a dict with name, type,
     default, required, range and description. A mechanism that cannot be imported has no keys, and a
     summary that starts with BROKEN.
