@@ -99,7 +99,7 @@ class FeatureSolver(AttackState, ABC):
 
     @abstractmethod
     def reconstruction(self) -> Reconstruction:
-        """Returns the N images' features (N, d), with their norms, and the solver's own loss."""
+        """Returns the N images' features (N, d) in their true lengths, and the solver's loss."""
 
     @property
     def misfit(self) -> Tensor:

@@ -76,7 +76,7 @@ class LeastSquaresMechanism(DataDefense):
                 require_residual(self.residual, rows, f"client {client}", "least_squares")
 
     def sigma(self, release: Release) -> float:
-        """Returns σ, in the units of the rows.
+        """Returns σ, in the units of the rows; 0 where no noise is needed.
 
         Raises:
             FedsimError: the release is not of coefficients with randomness of their own, or no σ is

@@ -47,7 +47,10 @@ class VariationalBottleneck(LossTerm):
     """Encodes features (B, d) as normal distributions, draws from them, and decodes to (B, d)."""
 
     def __init__(self, features: int, size: int, weight: float) -> None:
-        """Makes layers for that number of `features` and of drawn dimensions (`size`)."""
+        """Makes layers for that number of `features` and of drawn dimensions (`size`).
+
+        `weight` is the factor of the divergence in `loss_term`.
+        """
         super().__init__()
         self.encoder = nn.Linear(features, 2 * size)
         self.decoder = nn.Linear(size, features)
@@ -66,7 +69,10 @@ class VariationalBottleneck(LossTerm):
         return decoded
 
     def loss_term(self) -> Tensor:
-        """Returns the weighted divergence, averaged over the last batch."""
+        """Returns the weighted divergence in nats (0-d), averaged over the last batch.
+
+        It is 0 before the first batch.
+        """
         return self._weight * self._divergence
 
 

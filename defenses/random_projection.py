@@ -78,7 +78,7 @@ class RandomProjection(DataDefense):
             require(self.leverage, rows, of, "random_projection")
 
     def sigma(self, release: Release) -> float:
-        """Returns σ of one client's noise, in the units of the rows.
+        """Returns σ of one client's noise, in the units of the rows; 0 where none is needed.
 
         Raises:
             FedsimError: the release is not a sketch.

@@ -57,6 +57,6 @@ class TruncatedLaplace(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Returns the scale b and the bound B of the noise on each entry."""
+        """Returns b and B of the noise on each entry, as `scale` and `bound`."""
         made = self.guarantee(release)
         return {"scale": made.scale, "bound": made.bound}

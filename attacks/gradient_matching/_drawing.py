@@ -179,7 +179,11 @@ class UNet(nn.Module):
     start: Tensor
 
     def __init__(self, count: int, shape: tuple[int, ...], features: int, width: int) -> None:
-        """Draws weights and input from torch's global stream."""
+        """Draws weights and input from torch's global stream.
+
+        `count` is N, and `shape` is (C, H, W). `features` is the number of entries of an image's
+        features, 0 without any, and `width` a multiple of 8.
+        """
         super().__init__()
         channels, height, columns = shape
         levels = resolutions(height, columns)

@@ -205,7 +205,10 @@ class ForwardPrior:
         feature_weight: float = 1.0,
         batch_norm: float = 0.0,
     ) -> None:
-        """Reads the granted statistics; the prior is zero without them and without features."""
+        """Reads the granted statistics; the prior is zero without them and without features.
+
+        `feature_weight` is α_f, and `batch_norm` is α_BN: at 0 no statistics are read.
+        """
         self._features, self._feature_weight = features, feature_weight
         self._statistics = _statistics(observation, knowledge) if batch_norm else {}
         self._batch_norm = batch_norm

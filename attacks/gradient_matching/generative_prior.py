@@ -58,7 +58,10 @@ class Generator(nn.Module):
     """Draws pixels (N, C, H, W) in (0, 1) from codes (N, latent), whose lengths do not count."""
 
     def __init__(self, shape: tuple[int, ...], latent: int, width: int) -> None:
-        """Makes layers of `width` channels. Weights are drawn from torch's global stream."""
+        """Makes layers of `width` channels, a multiple of 8, for images of `shape` (C, H, W).
+
+        Weights are drawn from torch's global stream.
+        """
         super().__init__()
         self.shape, self.latent, self.width = shape, latent, width
         channels, height, columns = shape

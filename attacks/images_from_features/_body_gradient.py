@@ -529,7 +529,10 @@ class UnrolledUpdate(WholeGradient):
         width: float,
         calls: int,
     ) -> None:
-        """Prepares the comparison; arguments are those of `BodyGradient`."""
+        """Prepares the comparison.
+
+        Arguments are those of `BodyGradient`, but `observation` has all local steps as recorded.
+        """
         super().__init__(
             observation, known.labels, width=width, calls=calls, features=features, weight=weight
         )

@@ -80,7 +80,10 @@ class StagePeeling:
 
     @property
     def unexplained(self) -> float:
-        """The least loss of the stage peeled last, relative to its update and outputs."""
+        """The least loss of the stage peeled last, relative to its update and outputs.
+
+        It is infinite before the first step of a stage.
+        """
         return float(self._best_loss)
 
     def step(self) -> Tensor:

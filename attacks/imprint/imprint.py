@@ -50,6 +50,9 @@ class ImprintAttack(DirectAttack):
     ) -> Reconstruction:
         """Returns the images. The loss is the unexplained share of the module's gradient's energy.
 
+        Those of the largest gradients come first. Where fewer are found than the batch has, the
+        list begins anew until there are as many.
+
         Raises:
             AttackFailed: the model has no imprint module, or no image stands out of its gradient.
         """

@@ -147,7 +147,10 @@ def _answer(index: int, asked: Question) -> AttackAnswer:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the reason that a row states for a failure."""
+    """Returns the reason that a row states for a failure.
+
+    It is the message of a FedsimError, and of others the type's name and the message.
+    """
     return str(error) if isinstance(error, FedsimError) else f"{type(error).__name__}: {error}"
 
 

@@ -63,7 +63,8 @@ class LeastSquares(Learner):
         """Binds the learner to one stack's federation.
 
         Raises:
-            FedsimError: there are fewer columns than features.
+            FedsimError: a sketch (`sketch`, `als`) has no more columns than features, or the table
+                has more than two classes.
         """
         return _LinearRegression(problem, self.method, self.columns or 0)
 

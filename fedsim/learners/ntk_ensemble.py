@@ -160,7 +160,7 @@ class _KernelRegression(OneRelease):
         return all_members(rows, torch.arange(d + self._classes) < d, self._classes)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Returns S (d, d) of the kernel (x'z)(x'Sz), which the server and all clients know."""
+        """Returns `kernel`: S (d, d) of the kernel (x'z)(x'Sz), which everybody knows."""
         if self._weights is None:
             identity = torch.eye(self.release.features, dtype=torch.float64)
             return {KERNEL: self._learner.scale**2 * identity}

@@ -149,7 +149,9 @@ class _SGDTraining(Computation):
         return before + update
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
-        """Returns the mean update that led from `before` to `after`: a gradient under fedsgd.
+        """Returns the mean update that led from `before` to `after`, in float64.
+
+        Under fedsgd it is a gradient, else a change of weights.
 
         Raises:
             FedsimError: the server projects the weights, which cannot be undone.

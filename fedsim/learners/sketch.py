@@ -38,7 +38,11 @@ class Sketch(Learner):
         return "sketch"
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation."""
+        """Binds the learner to one stack's federation.
+
+        Raises:
+            FedsimError: the table has more than two classes.
+        """
         return _Sketching(problem, "sketch", self.columns)
 
 

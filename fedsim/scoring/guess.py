@@ -50,7 +50,8 @@ class Guess:
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]; for a table (N, D) rows on [0, 1]."""
     labels: Tensor
-    """(N,) int64: the likeliest multiset; the granted one, if labels are known."""
+    """(N,) int64: the likeliest multiset, ascending. If labels are known, the granted ones:
+    ascending too, but of a table in the order in which they were given."""
     public: int
     """Number of public images, or rows, that the guess was learned from."""
     public_per_image: float

@@ -110,7 +110,8 @@ def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
 def spent_by(server: Server, round: int) -> PrivacyClaim:
     """Returns a valid claim after `round` rounds.
 
-    Where accounting takes long, it is that of a few more rounds.
+    Accounting takes long unless `server.training.sampling` is `without_replacement`. Then it is
+    that after the next power of two of rounds, or after all rounds if these are fewer.
     """
     sampled = server.training.sampling != "without_replacement"
     # The ε after a later round is no smaller, so it is valid here. Powers of two keep slow

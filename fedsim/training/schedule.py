@@ -168,7 +168,8 @@ class Schedule:
     def watchers(self) -> list[Watcher]:
         """Observers of the clients' answers or their combination.
 
-        They are the server and, in plaintext, an eavesdropper.
+        They are the server and, in plaintext, an eavesdropper, as far as `observe.vantages` names
+        them and in its order.
         """
         wanted = self.scenario.observe.vantages
         encrypted = self.scenario.federation.tls

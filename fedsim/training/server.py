@@ -58,7 +58,7 @@ class Census:
     """States what a server is told of its clients' data: how much each holds, and no example."""
 
     held: Sequence[int]
-    """Number of training examples of each client, by the client's number."""
+    """Number of training examples of each client, by the client's number; 0 if not known."""
     private_statistics: Mapping[Unit, tuple[str, ...]]
     """Parts of the set-up that depend on one unit's data without noise, in words, by unit."""
 

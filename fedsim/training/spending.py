@@ -213,7 +213,8 @@ class Account:
     def list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
         """Returns what a client releases as probes that is asked for them in `rounds` rounds.
 
-        It is empty where the scenario declares probes no part of the deployment.
+        It has an entry for each size of probes. It is empty where there are none, or where the
+        scenario declares them no part of the deployment.
         """
         observe = self.scenario.observe
         if self.scenario.privacy.probes != "included" or not rounds:

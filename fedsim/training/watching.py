@@ -52,7 +52,8 @@ class Steps:
     labels: list[int] = field(default_factory=list)
     """Label of each image."""
     order: list[int] = field(default_factory=list)
-    """Indices in `images` of the members of all batches, one batch after the other."""
+    """Indices in `images` of the members of all batches, one batch after the other. Images that
+    were left out are missing here, but counted in `sizes`."""
     sizes: list[int] = field(default_factory=list)
     """Number of images of each step."""
     optimizer: str | None = None
@@ -60,7 +61,7 @@ class Steps:
     """Numeric options of the first step, by the optimizer's own names (`lr`, `momentum`). The two
     `betas` are `beta1` and `beta2`."""
     rates: list[float] = field(default_factory=list)
-    """Learning rate of each step."""
+    """Learning rate of each step, 0 if its optimizer has none; empty if no optimizer stepped."""
     factors: list[float] = field(default_factory=list)
     """Factor by which each step's gradient exceeds that of the mean loss of its images: where
     several batches are accumulated, or losses are summed."""
@@ -110,6 +111,8 @@ class Steps:
 @contextmanager
 def watch_training(max_images: int) -> Iterator[Steps]:
     """Yields the steps that this thread's training takes inside the block.
+
+    They are complete once the block has ended.
 
     Images beyond `max_images` different ones are counted and not kept. The watch cannot see labels
     that are no class numbers, models that are no `nn.Module`, losses within compiled code, and
