@@ -146,7 +146,7 @@ def validate(
         quiet: Whether accountants keep their progress to themselves.
 
     Returns:
-        One entry for each variant of the sweep; a single one without a sweep.
+        One entry for each variant, in the sweep's order; a single one without a sweep.
 
     Raises:
         FedsimError: a run would refuse the scenario.

@@ -76,6 +76,8 @@ class _Finder(MetaPathFinder, Loader):
 def read_without_libraries(read: Callable[[], Any], *groups: str) -> Any:
     """Returns the value of `read`, computed in a process without libraries where that is possible.
 
+    The value then comes back through JSON, so that a tuple has become a list.
+
     Args:
         read: Function that returns a value that JSON can hold, and imports what it needs itself.
         groups: Names of entry-point groups. If one of their plugins fails to load with stand-ins,

@@ -44,7 +44,7 @@ class Witnessed(BaseModel):
     node_id: int
     message_id: str
     partition: int | None
-    """The client's partition-id, if its node has one."""
+    """The client's partition-id; None if its node has none."""
     images: int = Field(ge=1)
     """Number of distinct images that were kept."""
     left_out: int = Field(ge=0)
@@ -58,7 +58,10 @@ class Witnessed(BaseModel):
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Learning rate of each step; empty in files of earlier versions."""
     factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
-    """Ratio, by step, of the step's gradient to the gradient of its images' mean loss."""
+    """Ratio, by step, of the step's gradient to the gradient of its images' mean loss.
+
+    Empty in files of earlier versions.
+    """
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -84,7 +84,7 @@ def explain(
 
 
 def look_up(value: Any, path: KeyPath) -> Any:
-    """Returns what stands at `path` in nested mappings and lists; None where nothing does."""
+    """Returns what stands at `path` in nested mappings and lists; None where nothing, or null."""
     for part in path:
         if isinstance(value, Mapping):
             value = value.get(part)
@@ -202,7 +202,10 @@ def _hint(expected: str, value: Any) -> str:
 
 
 def known_keys(model: type[BaseModel]) -> Callable[[KeyPath], tuple[str, ...]]:
-    """Returns a function from a key path below `model` to the keys that may stand there."""
+    """Returns a function from a key path below `model` to the keys that may stand there.
+
+    The keys are in the order of the fields, and empty where no mapping may stand.
+    """
 
     def keys_at(path: KeyPath) -> tuple[str, ...]:
         annotations: list[Any] = [model]

@@ -41,7 +41,7 @@ class Override:
 def parse_override(text: str, option: str = "--set") -> Override:
     """Reads an override such as `attacks[0].iterations=50`, whose value is YAML.
 
-    Errors name the `option` of the command line that `text` is from.
+    An empty value is null. Errors name the `option` of the command line that `text` is from.
 
     Raises:
         ScenarioError: `text` has no `=`, its key is no key path, or its value is no YAML.

@@ -69,7 +69,7 @@ def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
     Errors call the text `origin`, and give line numbers only if `lines` is true.
 
     Raises:
-        ScenarioError: the text is not YAML, or is beyond the limits.
+        ScenarioError: the text is empty or not YAML, or is beyond the limits.
     """
     builder = _Builder(origin, lines)
     try:

@@ -51,8 +51,10 @@ def resolve_plugin(group: str, written: Document) -> PluginRef:
 def resolve_section(name: str, written: Document) -> Any:
     """Returns the top-level section `name` of a scenario of which nothing else is written.
 
+    If `written` has no such key either, that is the section's default.
+
     Raises:
-        ScenarioError: something in the section is wrong.
+        ScenarioError: something in the section is wrong, or it is missing and has no default.
     """
     resolver = _Resolver(written)
     section = resolver.section(name, written.value)

@@ -136,7 +136,7 @@ def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
 
 
 def writable_folder(path: Path, option: str) -> None:
-    """Refuses a `path` that is no folder to write to, and cannot be made one.
+    """Refuses a `path` that is no folder to write to, and cannot be made one; makes nothing.
 
     Raises:
         FedsimError: `path` or a part of it is a file, a link in a circle or to nowhere, or may not

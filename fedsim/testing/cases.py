@@ -189,7 +189,10 @@ UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
 
 
 def same(a: Tensors, b: Tensors) -> bool:
-    """Returns whether names, shapes, types and bits of `a` and `b` are equal (NaN equals NaN)."""
+    """Returns whether names, shapes, types and values of `a` and `b` are equal.
+
+    NaN equals NaN of the same sign; 0.0 does not equal -0.0.
+    """
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape
@@ -219,6 +222,9 @@ def make_observation(
     weights: Tensors | None = None,
 ) -> tuple[Observation, GroundTruth]:
     """Returns what a server sees of clients who train a model on `images`, and the truth.
+
+    Each client trains on as many images. They are normalized by a mean of 0.4 and a standard
+    deviation of 0.25 in each channel.
 
     Args:
         images: (N, C, H, W) pixels in [0, 1]: those of the first client's first step, then of
