@@ -15,7 +15,6 @@ from fedsim.data.images import public_images
 from fedsim.federation import refusals
 from fedsim.federation.deployed import Deployed
 from fedsim.federation.network.link import Link
-from fedsim.report.figures import format_claim
 from fedsim.scenario import Document, Scenario, Variant, expand, locate, open_document
 from fedsim.system.device import resolve_device
 from fedsim.system.threads import fix_within
@@ -24,7 +23,7 @@ from fedsim.training.server import Server
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError, PrivacyClaim, Table
-from fedsim.words import number_of
+from fedsim.words import format_claim, number_of
 
 
 @dataclass(frozen=True, kw_only=True)

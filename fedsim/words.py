@@ -1,9 +1,13 @@
-"""Words counts in messages, tables and reports."""
+"""Words counts, privacy claims and parameters in messages, tables and reports."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import json
+import math
+from collections.abc import Iterable, Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
+from typing import Any
 
 
 def number_of(count: int, noun: str, plural: str = "") -> str:
@@ -52,3 +56,78 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     lowered = {choice.lower(): choice for choice in reversed(choices)}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return f"; did you mean {lowered[close[0]]!r}?" if close else ""
+
+
+def format_epsilon(epsilon: float | None) -> str:
+    """Formats ε as `3.2` or `∞`, rounded up; a dash for None (not accounted)."""
+    if epsilon is None:
+        return "–"
+    return "∞" if math.isinf(epsilon) else _round_to(epsilon, 3, ROUND_CEILING)
+
+
+def format_delta(delta: float) -> str:
+    """Formats δ as `1e-05`, rounded up."""
+    return _round_to(delta, 6, ROUND_CEILING)
+
+
+def format_bound(epsilon: float) -> str:
+    """Formats the lower bound that an audit found for ε, rounded down."""
+    return _round_to(epsilon, 3, ROUND_FLOOR)
+
+
+_SEARCH_ERROR = Decimal("1e-6")
+"""Relative error of an ε that comes from the search for a noise scale. Rounding need not allow for
+it."""
+
+
+def _round_to(value: float, digits: int, rounding: str) -> str:
+    """Formats `value` with so many significant digits."""
+    exact = Decimal(value)
+    for mode in (ROUND_HALF_EVEN, rounding):
+        short = Context(prec=digits, rounding=mode).plus(exact)
+        if abs(short - exact) <= _SEARCH_ERROR * abs(exact):
+            break
+    return f"{float(short):.{digits}g}"
+
+
+def format_claim(
+    epsilon: float | None, delta: float | None, unit: str | None, relation: str | None
+) -> str:
+    """Formats ε with its δ, unit and neighbours, as `3.2 (1e-05, example, replace one)`.
+
+    An infinite ε is `∞` alone, and None is a dash. A relation that only hides how far apart values
+    are, or which of several declared databases was used, is no differential privacy. The text then
+    says `no DP`.
+
+    Args:
+        epsilon: ε; inf if nothing is guaranteed, None if nothing was accounted.
+        delta: δ of that ε.
+        unit: Unit whose presence is hidden, such as `example`.
+        relation: Relation of neighbouring data sets, such as `replace_one`.
+    """
+    if epsilon is None or math.isinf(epsilon):
+        return format_epsilon(epsilon)
+    words = [format_delta(delta) if delta is not None else "δ unknown"]
+    words += [unit or "unit unknown", (relation or "neighbours unknown").replace("_", " ")]
+    if relation in NO_DIFFERENTIAL_PRIVACY:
+        words.append("no DP")
+    return f"{format_epsilon(epsilon)} ({', '.join(words)})"
+
+
+NO_DIFFERENTIAL_PRIVACY = ("relative", "close")
+"""Relations under which an ε does not hide whether an example is present."""
+
+
+def describe_variant(variant: Mapping[str, Any]) -> str:
+    """Formats a variant as `training.mode=eval, …`; empty for a run outside of a sweep."""
+    return ", ".join(f"{key}={describe_value(value)}" for key, value in variant.items())
+
+
+_READABLE = 8
+"""Numbers of more characters were computed, not chosen, and are shortened."""
+
+
+def describe_value(value: object) -> str:
+    """Formats a parameter's value as JSON does, a computed number shortened to four digits."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return f"{value:.4g}" if isinstance(value, float) and len(text) > _READABLE else text

@@ -438,8 +438,8 @@ def validate(
     SCENARIO is a YAML file. Its data are loaded; nothing is trained, attacked or written.
     """
     with exits():
-        from fedsim.report import describe_variant
         from fedsim.scenario import cautions, dump, expand, open_document
+        from fedsim.words import describe_variant
 
         document = open_document(scenario, settings or [])
         variants = expand(document)

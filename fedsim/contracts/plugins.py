@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from pydantic_core import core_schema
 
 from fedsim.types import FedsimError, Named
 from fedsim.words import nearest
+
+_AMONG_FIELDS = re.compile(r"#|\s+(?!\s|def |async def |@)|$").match
+"""Matches a line of a class that neither ends it nor begins a method."""
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
@@ -328,31 +332,40 @@ def _texts_of(cls: type) -> Mapping[str, str]:
         lines, _ = inspect.findsource(inspect.getmodule(cls) or cls)
     except (OSError, TypeError):  # nobody wrote it into a file
         return {}
-    body = _statements(cls.__qualname__, lines)
     return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
+        name: inspect.cleandoc(text.value.value)
+        for name, text in _after_fields(_statements(cls, lines)).items()
+        if isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
         and isinstance(text.value.value, str)
     }
 
 
-def _statements(name: str, lines: Sequence[str]) -> list[ast.stmt]:
-    """Returns the statements of the class of a qualified name in a file; empty if it has none."""
+def _after_fields(body: Sequence[ast.stmt]) -> Mapping[str, ast.stmt | None]:
+    """Returns field -> next statement, or None at the end, from the statements of a class."""
+    return {
+        field.target.id: after
+        for field, after in itertools.zip_longest(body, body[1:])
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def _statements(cls: type, lines: Sequence[str]) -> list[ast.stmt]:
+    """Returns the statements of a class in a file, its fields at least; empty if it has none."""
+    name = cls.__qualname__
     heads = [
         n for n, line in enumerate(lines) if line.startswith((f"class {name}(", f"class {name}:"))
     ]
-    # Parsing takes time: of most classes their own lines, up to the next unindented, are enough.
+    # Parsing takes time: of most classes the lines up to the first method are enough.
     start = heads[0] if heads else len(lines)
-    own = itertools.takewhile(lambda line: line[0] == "#" or line[0].isspace(), lines[start + 1 :])
+    fields = itertools.takewhile(_AMONG_FIELDS, lines[start + 1 :])
     try:
-        (parsed,) = ast.parse("".join([*lines[start : start + 1], *own])).body
+        (parsed,) = ast.parse("".join([*lines[start : start + 1], *fields])).body
     except (SyntaxError, ValueError):
         return _classes("".join(lines)).get(name, [])
-    return parsed.body if isinstance(parsed, ast.ClassDef) else []
+    body = parsed.body if isinstance(parsed, ast.ClassDef) else []
+    found = _after_fields(body).keys() >= cls.__annotations__.keys()
+    return body if found else _classes("".join(lines)).get(name, [])
 
 
 @cache

@@ -1,7 +1,6 @@
 """What a run leaves for people: the leaderboard as table and page, pictures, and the dossier."""
 
 from fedsim.report.facts import awaited, standing_still, undeclared, unfinished, unseen
-from fedsim.report.figures import describe_variant
 from fedsim.report.judge import positive_controls
 from fedsim.report.leaderboard import aggregate, leaderboard_rows
 from fedsim.report.messages import invalid_reasons
@@ -12,6 +11,7 @@ from fedsim.report.render import render
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import attacks_nothing, describe, utility
 from fedsim.results.reading import ReportError, load_runs
+from fedsim.words import describe_variant
 
 __all__ = [
     "LeaderboardRow",

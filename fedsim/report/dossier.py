@@ -24,10 +24,7 @@ from fedsim.contracts.attack import Attack, unreadable
 from fedsim.recording.files import write_bytes, write_text
 from fedsim.report.content import Content
 from fedsim.report.facts import again
-from fedsim.report.figures import (
-    describe_stack,
-    read_texts,
-)
+from fedsim.report.figures import describe_stack, read_texts
 from fedsim.report.page import read_style, render
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.threat import WATCHERS, is_own, threat_model_of, unknown_grants

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from fedsim.contracts.target import Target, ranking_targets
 from fedsim.report.facts import round_seconds, runs_of, unfinished
-from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.row import Comparison, LeaderboardRow, by_comparison
 from fedsim.results.reading import StoredRun, measurements
 from fedsim.scoring import LEAST, Accuracy, Share, Summary, chance_of
+from fedsim.words import NO_DIFFERENTIAL_PRIVACY
 
 Level = str
 """How badly a defense leaks: `leak`, `partial`, `features`, the part of another target (`labels`),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedsim.report.figures import describe_stack, describe_variant
+from fedsim.report.figures import describe_stack
 from fedsim.report.row import Certificates, LeaderboardRow
 from fedsim.report.threat import threat_model_of
 from fedsim.results.lines import ClaimOf, ControlKind, Metrics, ResultRow, RoundRow, UtilityOf
@@ -27,6 +27,7 @@ from fedsim.scoring import (
     summarize,
 )
 from fedsim.targets.images import EXPOSED_IMAGE
+from fedsim.words import describe_variant
 
 
 def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:

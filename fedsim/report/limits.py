@@ -14,7 +14,7 @@ from typing import Any
 
 from fedsim.contracts.target import ranking_targets
 from fedsim.report.facts import unfinished
-from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY, describe_variant, format_metric
+from fedsim.report.figures import format_metric
 from fedsim.report.judge import LARGEST_DELTA, attempt, level_of, works
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.messages import invalid_reasons
@@ -31,7 +31,7 @@ from fedsim.results.reading import (
     name_by_place,
 )
 from fedsim.scoring import LEAST, METRICS, Summary
-from fedsim.words import number_of
+from fedsim.words import NO_DIFFERENTIAL_PRIVACY, describe_variant, number_of
 
 
 def broken_limits(

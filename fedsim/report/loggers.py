@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple, final
 from torch import Tensor
 
 from fedsim.report.content import Content
-from fedsim.report.figures import describe_stack, describe_variant, format_epsilon
+from fedsim.report.figures import describe_stack
 from fedsim.report.pictures import encode_png
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import utility
@@ -29,6 +29,7 @@ from fedsim.results.reading import StoredRun, load_runs
 from fedsim.scoring import METRICS
 from fedsim.system import paths
 from fedsim.types import FedsimError
+from fedsim.words import describe_variant, format_epsilon
 
 
 class LoggedNumber(NamedTuple):

@@ -11,15 +11,7 @@ from string import Formatter
 from typing import Any
 
 from fedsim.contracts.target import METRICS, targets
-from fedsim.report.figures import (
-    NO_DIFFERENTIAL_PRIVACY,
-    format_bound,
-    format_delta,
-    format_epsilon,
-    format_number,
-    format_signed,
-    read_texts,
-)
+from fedsim.report.figures import format_number, format_signed, read_texts
 from fedsim.report.judge import (
     LARGEST_DELTA,
     Control,
@@ -41,7 +33,15 @@ from fedsim.report.measured import heading_of
 from fedsim.report.row import OTHERS, Comparison, LeaderboardRow, by_comparison
 from fedsim.report.threat import describe_attacker, describe_comparison
 from fedsim.scoring import Summary
-from fedsim.words import in_trials, join, number_of
+from fedsim.words import (
+    NO_DIFFERENTIAL_PRIVACY,
+    format_bound,
+    format_delta,
+    format_epsilon,
+    in_trials,
+    join,
+    number_of,
+)
 
 _TEXTS = read_texts()
 STATEMENTS: Mapping[str, str] = _TEXTS["statements"]

@@ -18,15 +18,7 @@ from markupsafe import Markup
 from fedsim.recording.files import write_text
 from fedsim.report.content import Content
 from fedsim.report.facts import made_with
-from fedsim.report.figures import (
-    describe_variant,
-    format_accuracy,
-    format_bound,
-    format_claim,
-    format_number,
-    format_signed,
-    format_summary,
-)
+from fedsim.report.figures import format_accuracy, format_number, format_signed, format_summary
 from fedsim.report.glossary import (
     explain_terms,
     mark_code,
@@ -45,7 +37,7 @@ from fedsim.report.messages import (
 )
 from fedsim.results.reading import load_runs
 from fedsim.system import paths
-from fedsim.words import number_of
+from fedsim.words import describe_variant, format_bound, format_claim, number_of
 
 if TYPE_CHECKING:
     from jinja2 import Environment

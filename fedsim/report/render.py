@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.target import ranking_targets
 from fedsim.report.facts import Awaited
-from fedsim.report.figures import (
-    format_accuracy,
-    format_claim,
-    format_epsilon,
-    format_number,
-    read_texts,
-)
+from fedsim.report.figures import format_accuracy, format_number, read_texts
 from fedsim.report.judge import Control, Judgement, dump, judgements, positive_controls
 from fedsim.report.measured import ABSENT, heading_of, measure_row
 from fedsim.report.messages import (
@@ -33,7 +27,7 @@ from fedsim.report.messages import (
 from fedsim.report.row import LeaderboardRow, population_of
 from fedsim.report.threat import describe_comparison
 from fedsim.scoring import METRICS, Summary
-from fedsim.words import number_of, printable
+from fedsim.words import format_claim, format_epsilon, number_of, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,17 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.report.figures import (
-    describe_variant,
-    format_bound,
-    format_claim,
-    format_number,
-    format_summary,
-)
+from fedsim.report.figures import format_number, format_summary
 from fedsim.report.leaderboard import accuracy_of
 from fedsim.results.lines import PrivacyOf, RoundRow
 from fedsim.results.reading import StoredRun
 from fedsim.scoring import Accuracy, Summary, learning_problem, summarize
+from fedsim.words import describe_variant, format_bound, format_claim
 
 _SEED = "seed"
 

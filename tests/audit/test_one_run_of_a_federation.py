@@ -13,12 +13,12 @@ import torch
 import fedsim
 from fedsim.audit import one_run, quiet
 from fedsim.report import describe, load_runs, utility
-from fedsim.report.figures import format_bound
 from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
+from fedsim.words import format_bound
 from fedsim_defenses import dp_sgd
 
 pytestmark = pytest.mark.usefixtures("attacks_here")

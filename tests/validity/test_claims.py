@@ -12,11 +12,11 @@ import pytest
 import fedsim
 from fedsim.privacy.numerics import gaussian
 from fedsim.report import leaderboard_rows, load_runs, render
-from fedsim.report.figures import format_claim
 from fedsim.report.utility import describe, utility
 from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload
+from fedsim.words import format_claim
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 

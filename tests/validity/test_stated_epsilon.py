@@ -16,11 +16,11 @@ from fedsim.learners import sgd
 from fedsim.learners.closed_form import VALUE, regularize, sketch
 from fedsim.learners.least_squares import normal_solution
 from fedsim.privacy.ledger import Entry, claim
-from fedsim.report.figures import format_bound, format_claim, format_delta, format_epsilon
 from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, LocalTraining, Table, Tensors, Update
+from fedsim.words import format_bound, format_claim, format_delta, format_epsilon
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dp_ftrl import DPFTRL
 from fedsim_defenses.gaussian_noise import GaussianNoise
