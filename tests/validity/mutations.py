@@ -254,7 +254,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     # Ε without unit, neighbours and δ is a claim.
     3: {
         "an epsilon rounded down where it is written": swap(
-            "fedsim/report/figures.py:format_epsilon",
+            "fedsim/words.py:format_epsilon",
             "_round_to(epsilon, 3, ROUND_CEILING)",
             "_round_to(epsilon, 3, ROUND_HALF_EVEN)",
             STATED,
@@ -271,7 +271,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             ASSUMPTIONS,
         ),
         "an epsilon without its unit, relation and delta": swap(
-            "fedsim/report/figures.py:format_claim",
+            "fedsim/words.py:format_claim",
             "f\"{format_epsilon(epsilon)} ({', '.join(words)})\"",
             "format_epsilon(epsilon)",
             CLAIMS,
