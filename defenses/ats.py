@@ -29,7 +29,10 @@ class Operation(BaseModel):
     """Size in ninths of the largest: 45% of the side, or half of the contrast."""
 
     def changes(self) -> tuple[ImageChange, ImageChange]:
-        """Returns the change in either direction, that of the smaller `by` first."""
+        """Returns the change in either direction, that of the smaller `by` first.
+
+        `by` is a share of the image's side, or the factor of the contrast.
+        """
         if self.name == "contrast":
             sizes = [1 + sign * self.magnitude * _CONTRAST for sign in (-1, 1)]
         else:

@@ -85,6 +85,9 @@ def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
 
     `r` is the number of columns of the random matrix. The release is of coefficients of `d`
     features by M_LS, or a sketch if `d` is None.
+
+    Raises:
+        FedsimError: an argument is out of range, or the leverage is too small to compute.
     """
     if d is None:
         return float(projection.max_leverage(epsilon, delta, r))

@@ -109,8 +109,8 @@ class ReleaseLikelihood:
 def release_likelihood(observation: Observation, knowledge: Knowledge) -> ReleaseLikelihood:
     """Builds the likelihood of the observed release for an attacker who knows all rows but one.
 
-    The release has to be of one of the kinds `KNOWN`. The missing row is taken to be one of client
-    `knowledge.target_client`.
+    The release is a sketch or coefficients: `sketch`, `coefficients`, `sketched_coefficients` or
+    `normal_coefficients`. The missing row is taken to be one of client `knowledge.target_client`.
 
     Raises:
         AttackFailed: `knowledge` does not grant the others' rows, or a defense does not declare its

@@ -182,7 +182,7 @@ class _JointDescent:
         self._optimizer = lbfgs(self._variable)
 
     def run(self) -> None:
-        """Runs `ITERATIONS` iterations; where these gain little, goes on to the next width."""
+        """Runs 20 iterations at most; where these gain little, goes on to the next width."""
         width = self._widths[0]
 
         def closure() -> Tensor:

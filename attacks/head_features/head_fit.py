@@ -41,7 +41,7 @@ _MEMORY = 30
 
 
 def lbfgs(variable: Tensor) -> torch.optim.LBFGS:
-    """Makes an L-BFGS optimizer of `variable`, of which one step runs `ITERATIONS` iterations."""
+    """Makes an L-BFGS optimizer of `variable`, of which one step runs 20 iterations at most."""
     return torch.optim.LBFGS(
         [variable],
         max_iter=ITERATIONS,
@@ -448,7 +448,7 @@ class _ScaledDescent:
         self._optimizer = lbfgs(self._variable)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Runs `ITERATIONS` iterations; returns features (N, d) and their loss (0-d)."""
+        """Runs 20 iterations at most; returns features (N, d) and their loss (0-d)."""
         if not self._runs_left:
             self._rescale(self._scale @ self._variable.detach())
         self._runs_left -= 1

@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 26
 class ExampleGradients:
     """Computes per-example gradients of an observation's model, and vectors to compare them with.
 
-    Models of more than `LARGEST_EXACT` parameters are compared by a count sketch, whose inner
+    Models of more than 262,144 parameters are compared by a count sketch of 131,072 sums. Its inner
     products are those of the entries on average (Charikar, Chen and Farach-Colton, 2002). Batch
     norm and dropout compute as at evaluation, since an example alone has no batch.
     """

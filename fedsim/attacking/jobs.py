@@ -164,6 +164,7 @@ def hide_defenses(observation: Observation) -> Observation:
 
     A model that a defense altered stays as it is, since the attacker has its code and weights. So
     do the local steps. Dropout is hidden, and so is noise on the rows or statistics of a release.
+    The copy's `defense` is empty, and of its `effect` only `model` is left.
     """
     spec = observation.spec
     if isinstance(spec, ReleaseSpec):
@@ -289,5 +290,8 @@ def _cost_of_failure(seconds: float) -> dict[str, float | int | None]:
 
 
 def without_tensors(observation: Observation) -> Observation:
-    """Returns the observation with its recorded tensors left out."""
+    """Returns the observation with its recorded tensors left out.
+
+    `update`, `buffers_update`, `parameters` and `buffers` are empty; all else stays.
+    """
     return replace(observation, update={}, buffers_update={}, parameters={}, buffers={})

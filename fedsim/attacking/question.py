@@ -83,6 +83,9 @@ def pack_questions(questions: Sequence[Question]) -> bytes:
     """Pickles questions about one observation object, which is written once for all of them.
 
     Public images are left out, since a worker has them from its start.
+
+    Raises:
+        ValueError: there is no question, or they have several observation objects.
     """
     # Unpacking fails unless all questions share one observation object, as the packed form says.
     (observation,) = {id(each.observation): each.observation for each in questions}.values()

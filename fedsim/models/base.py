@@ -96,7 +96,7 @@ class Classifier(nn.Module):
         self._terms = [part for part in self.modules() if isinstance(part, LossTerm)]
 
     def loss_term(self) -> Tensor | None:
-        """Returns what layers add to the loss of the last batch, or None if no layer does."""
+        """Returns the sum (0-d) of what layers add to the last batch's loss; None if none does."""
         terms = [layer.loss_term() for layer in self._terms]
         return torch.stack(terms).sum() if terms else None
 

@@ -46,6 +46,8 @@ class ConvNet(ModelPlugin):
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds the network with 4 width (H / 9)(W / 9) features, for at least 9x9 pixels.
 
+        Both quotients are rounded down.
+
         Raises:
             FedsimError: the images are smaller.
         """

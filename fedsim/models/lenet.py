@@ -35,6 +35,8 @@ class LeNet(ModelPlugin):
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds the network with 12 (H / 4)(W / 4) features, for at least 8x8 pixels.
 
+        Both quotients are rounded up.
+
         Raises:
             FedsimError: the images are smaller.
         """

@@ -96,8 +96,8 @@ def certificate(
 def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
     """Returns the number of certified images that match no true image.
 
-    Each true image matches one answer at most. Matching features have a cosine of at least `COSINE`
-    and lengths that differ by a share of at most `LENGTH`; matching labels are equal. Parts that
+    Each true image matches one answer at most. Matching features have a cosine of at least 0.999
+    and lengths that differ by at most 5 % of the true one; matching labels are equal. Parts that
     the answer lacks do not count.
     The result is None if the attack certifies nothing, or nothing can be compared.
     """

@@ -109,7 +109,10 @@ class Guesser:
         return hash(self._content)
 
     def public(self, max_images: int = _POOL) -> Tensor:
-        """Returns at most `max_images` public images, evenly chosen, as (P, C, H, W) uint8."""
+        """Returns at most `max_images` public images, evenly chosen, as (P, C, H, W) uint8.
+
+        No more than 10,000 are kept, which is the default, and fewer of large images.
+        """
         # Rounded up, so that no more than `max_images` come out.
         step = -(-len(self._images) // max_images)
         return self._images[::step]
@@ -194,7 +197,7 @@ class RowGuesser:
         self._rows, self._labels = rows, labels
 
     def public(self, max_rows: int = _POOL) -> Tensor:
-        """Returns at most `max_rows` public rows, evenly chosen: (P, D)."""
+        """Returns at most `max_rows` public rows (by default 10,000), evenly chosen: (P, D)."""
         return self._rows[:: -(-len(self._rows) // max_rows)]
 
     def count_copies(self, rows: Tensor) -> int:
@@ -286,7 +289,8 @@ def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str 
 
     `public` is the number of public images that the guess was learned from, and `public_per_image`
     is that number for each guessed image. `copies` is the number of attacked images that have near
-    copies among the public ones.
+    copies among the public ones. A guess is good from 20 public images for each one on, if there
+    are no copies.
     """
     if copies:
         return (

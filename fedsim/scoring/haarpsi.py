@@ -34,8 +34,8 @@ def haarpsi(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
         truth: Pixels of the same shape.
 
     Returns:
-        (N,) float64 in [0, 1]; the reason where channels are not 1 or 3, or a side is below
-        `SMALLEST_SIDE` pixels.
+        (N,) float64 in [0, 1]; the reason where channels are not 1 or 3, or a side is below 16
+        pixels (`SMALLEST_SIDE`).
     """
     channels, height, width = truth.shape[1:]
     if channels not in (1, 3):

@@ -82,8 +82,8 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
 
     Raises:
         ScoringError: a part of the answer is not what `Reconstruction` promises (pixels outside
-            [0, 1], values that are not finite, other shapes), the answer has no part, or a metric
-            is not finite.
+            [0, 1], values that are not finite, other shapes), the answer has no part or parts of
+            different numbers of images, or a metric is not finite.
     """
     answered = {
         part: (target, answer)

@@ -69,7 +69,10 @@ class Share:
     confidence: float
 
     def best_of(self, compared: int) -> Share:
-        """Returns the share, chosen among `compared` shares, with Bonferroni's interval."""
+        """Returns the share, chosen among `compared` shares, with Bonferroni's interval.
+
+        Only `low` and `high` differ: all shares together hold at `confidence`.
+        """
         wide = share(self.count, self.n, confidence=1 - (1 - self.confidence) / compared)
         # Wider, but what holds for all shares together is still `confidence`.
         return replace(wide, confidence=self.confidence)

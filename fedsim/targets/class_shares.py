@@ -61,7 +61,7 @@ class ClassShares(Target):
         """Refuses answers that are no distribution over classes.
 
         Raises:
-            ScoringError: the answer is not (K,), or not of shares that sum to 1.
+            ScoringError: the answer is not (K,), or not of shares that sum to 1, to 0.001.
         """
         shares = answer.double()
         # Shares in float32 sum to 1 up to rounding only.

@@ -199,6 +199,8 @@ class Features(Target):
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses answers that are no features, or have another width than the true ones.
 
+        Without true features any width passes.
+
         Raises:
             ScoringError: the answer is refused, or the truth is no batch of features.
         """
@@ -212,7 +214,8 @@ class Features(Target):
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Matches features by their directions, since an attack need not know their norms.
 
-        A truth without an answer counts as features of zero.
+        A truth without an answer counts as features of zero. Without true features no metric has a
+        value.
         """
         true = self.truth_of(truth)
         if true is None:

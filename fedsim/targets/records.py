@@ -20,8 +20,8 @@ def columns_recovered(pair: ScoredPair) -> Tensor:
     """Returns the share of records whose value is right, for each of the C columns: (C,).
 
     `pair` has claimed and true records (N, D); its `aid` (D,) is the number of each entry's column.
-    A quantity is right within `TOLERANCE` of its range. A category is right if its entry is the
-    largest of its column.
+    A quantity is right within 5 % of its range (`TOLERANCE`). A category is right if its entry is
+    the largest of its column.
     """
     columns: Tensor = pair.aid
     shares = []

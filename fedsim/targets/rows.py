@@ -56,7 +56,7 @@ def row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
 def is_recovered(claimed: Tensor, truth: Tensor) -> Tensor:
     """Returns 1 for each row (N, d) whose every entry is right, else 0: (N,).
 
-    An entry is right within the share `TOLERANCE` of its range [-1, 1].
+    An entry is right within 5 % (`TOLERANCE`) of its range [-1, 1], hence to 0.1.
     """
     # Twice, since entries range over [-1, 1], which is 2 long.
     return ((claimed - truth).abs().amax(1) <= 2 * TOLERANCE).double()

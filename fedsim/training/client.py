@@ -66,8 +66,8 @@ class Client:
     memory that a release is computed from, so that no two values share their noise. None: they are
     drawn from `seed`, and are the same for all values."""
     absent: Tensor | None = None
-    """Entries of `own` whose examples batches draw as usual but leave out, as in a neighbouring
-    database. None: nothing is left out."""
+    """Indices among those of training, a part of `own`, that batches draw as usual but leave out,
+    as in a neighbouring database. None: nothing is left out."""
 
     candidates: CandidateSplit | None = None
     """Examples that membership attacks are asked about; None if none are."""
@@ -182,7 +182,7 @@ class Client:
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, labels) of all examples of the client.
+        """Returns (inputs, labels) of all examples of the client (`own`), also of those `absent`.
 
         Inputs are pixels in [0, 1], or the rows of a table.
         """

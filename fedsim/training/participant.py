@@ -21,7 +21,8 @@ _PARTS = ("update", "own_buffer", "parameter", "buffer")
 def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
     """Returns what a participant keeps of a round, by name: its `update`, and the global model.
 
-    `parameters` and `buffers` are those of the global model that the update started from.
+    `parameters` and `buffers` are those of the global model that the update started from. Names
+    begin with `update.`, `own_buffer.`, `parameter.` or `buffer.`.
     """
     parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
     return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
@@ -36,6 +37,9 @@ def look(
     buffers: Tensors,
 ) -> Observation:
     """Returns what `client` sees of the others in `round`, assuming that all of them answered.
+
+    The update is the others' mean. The observation's `client` is the one that looks, and its
+    `num_clients` counts the others alone.
 
     Args:
         server: What every participant knows of the federation.

@@ -492,7 +492,7 @@ class Server:
         return count, None if labels is None else float(labels.bincount().max()) / count
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        """Returns mean loss and accuracy of the global model on the test split."""
+        """Returns accuracy and the learner's loss of the global model on the test split."""
         return self.computation.evaluate(parameters, buffers)
 
     def declared_for(self, probe: Probe | None) -> LocalTraining:

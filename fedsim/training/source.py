@@ -93,6 +93,8 @@ def private_statistics(
 ) -> Mapping[Unit, tuple[str, ...]]:
     """Returns unit -> what a federation's set-up took from training data without noise, in words.
 
+    Units are `client` and `example`; where nothing was taken, a unit's tuple is empty.
+
     Weights to start from may be a model of the same clients, trained without noise. They count as
     such a statistic unless the scenario declares them public.
 

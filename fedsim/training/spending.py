@@ -184,7 +184,7 @@ class Account:
         }
 
     def most(self, round: int) -> list[Most]:
-        """Returns the largest counts after `round` rounds.
+        """Returns the largest counts after `round` rounds, in descending order.
 
         No other client's counts equal or exceed one of them in all three (`Most`). Every client
         counts as observed, and as probed even where it does not take part.
