@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from click import Command, Context, Group, Parameter
@@ -84,21 +84,21 @@ def _option(option: Parameter, context: Context) -> tuple[str, str]:
 def plugins() -> str:
     """What fedsim brings of each kind: name, summary, source, parameters."""
     parts = []
-    for kind in Kind:
-        parts.append(f"## {kind.value.capitalize()}\n")
-        parts += [_plugin(row) for row in listing.rows([kind.value]) if row["package"] == "fedsim"]
+    for kind in get_args(Kind):
+        parts.append(f"## {kind.capitalize()}\n")
+        parts += [_plugin(row) for row in listing.rows([kind]) if row["package"] == "fedsim"]
     return "\n".join(parts)
 
 
 def plugins_in_short() -> str:
     """What fedsim brings of each kind that has no page with a table of its own."""
     parts = []
-    for kind in Kind:
-        if kind.value in WITH_A_PAGE:
+    for kind in get_args(Kind):
+        if kind in WITH_A_PAGE:
             continue
-        own = [row for row in listing.rows([kind.value]) if row["package"] == "fedsim"]
+        own = [row for row in listing.rows([kind]) if row["package"] == "fedsim"]
         listed = ((f"`{row['name']}`", prose(row["summary"])) for row in own)
-        parts.append(f"**{kind.value.capitalize()}**\n\n{table(('name', 'what it is'), listed)}")
+        parts.append(f"**{kind.capitalize()}**\n\n{table(('name', 'what it is'), listed)}")
     return "\n".join(parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -36,7 +36,8 @@ _Classes = Annotated[
     int | None, typer.Option(min=2, help="Outputs of the model; default as many as it has.")
 ]
 _Answer = Annotated[
-    str, typer.Option(help="What clients answer: weights, delta (less those sent), gradient.")
+    Literal["weights", "delta", "gradient"],
+    typer.Option(help="What clients answer: weights, delta (less those sent), gradient."),
 ]
 _Prefix = Annotated[str, typer.Option(help="Before the app's names in the model's own, as heads.")]
 _BatchSize = Annotated[
@@ -120,16 +121,18 @@ def assess(
             model,
             truth=truth,
             out=out,
-            mean=_numbers("--mean", mean),
-            std=_numbers("--std", std),
-            input_shape=_shape(input_shape),
+            mean=_numbers("--mean", mean, float, _CHANNELS),
+            std=_numbers("--std", std, float, _CHANNELS),
+            input_shape=_numbers("--input-shape", input_shape, int, "C,H,W"),
             classes=classes,
-            answer=_answer(answer),
+            answer=answer,
             prefix=prefix,
             local=None if batch_size is None else local,
             grant=grant_of(grants or []),
             defenses=[{"name": own, **given} for own, given in _plugins("defense", defenses)],
-            rounds=_rounds(rounds),
+            rounds=rounds
+            if rounds == "last"
+            else _numbers("--rounds", rounds, int, "last, or numbers as 1,3"),
             clients=clients,
             run=run,
             name=name,
@@ -155,39 +158,16 @@ def _plugins(kind: str, texts: list[str] | None) -> Iterator[tuple[str, dict[str
         yield name, parameters_of(f"fedsim.{kind}s", name, settings, origin=f"--{kind} {name}")
 
 
-def _numbers(option: str, text: str | None) -> list[float] | None:
+_CHANNELS = "numbers as 0.5,0.5,0.5"
+_Number = TypeVar("_Number", int, float)
+
+
+def _numbers(
+    option: str, text: str | None, kind: type[_Number], expected: str
+) -> list[_Number] | None:
     from fedsim.types import FedsimError
 
     try:
-        return None if text is None else [float(part) for part in text.split(",")]
+        return None if text is None else [kind(part) for part in text.split(",")]
     except ValueError as error:
-        raise FedsimError(f"{option}: expected numbers as 0.5,0.5,0.5, got {text!r}") from error
-
-
-def _shape(text: str | None) -> tuple[int, int, int] | None:
-    from fedsim.types import FedsimError
-
-    if text is None:
-        return None
-    try:
-        channels, height, width = map(int, text.split(","))
-    except ValueError as error:
-        raise FedsimError(f"--input-shape: expected C,H,W, got {text!r}") from error
-    return channels, height, width
-
-
-def _rounds(text: str) -> Any:
-    from fedsim.types import FedsimError
-
-    try:
-        return "last" if text == "last" else [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise FedsimError(f"--rounds: expected last, or numbers as 1,3, got {text!r}") from error
-
-
-def _answer(text: str) -> Any:
-    from fedsim.types import FedsimError
-
-    if text not in ("weights", "delta", "gradient"):
-        raise FedsimError(f"--answer: expected weights, delta or gradient, got {text!r}")
-    return text
+        raise FedsimError(f"{option}: expected {expected}, got {text!r}") from error

@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from enum import StrEnum
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -38,24 +37,10 @@ app = typer.Typer(
 app.add_typer(privacy_app, name="privacy")
 
 
-class Kind(StrEnum):
-    """Kinds of plugins that can be listed."""
-
-    attacks = "attacks"
-    defenses = "defenses"
-    learners = "learners"
-    models = "models"
-    data = "data"
-    engines = "engines"
-    mechanisms = "mechanisms"
-    targets = "targets"
-
-
-class ListFormat(StrEnum):
-    """Formats in which a list is written."""
-
-    table = "table"
-    json = "json"
+Kind = Literal[
+    "attacks", "defenses", "learners", "models", "data", "engines", "mechanisms", "targets"
+]
+"""Kinds of plugins that can be listed."""
 
 
 @app.command()
@@ -219,7 +204,7 @@ def attack(
 @app.command()
 def leaderboard(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
-    format: Annotated[TableFormat, typer.Option(help="How to write it.")] = TableFormat.table,
+    format: Annotated[TableFormat, typer.Option(help="How to write it.")] = "table",
     html: Annotated[
         Path | None,
         typer.Option(help="Page to write instead: one HTML file that opens offline."),
@@ -382,7 +367,7 @@ def dossier(
 @app.command("list")
 def list_plugins(
     kind: Annotated[Kind | None, typer.Argument(metavar="KIND")] = None,
-    format: Annotated[ListFormat, typer.Option(help="How to write it.")] = ListFormat.table,
+    format: Annotated[Literal["table", "json"], typer.Option(help="How to write it.")] = "table",
 ) -> None:
     """Show the installed plugins, of all kinds or of one.
 
@@ -392,7 +377,7 @@ def list_plugins(
     with exits():
         from shutil import get_terminal_size
 
-        kinds = [kind.value] if kind else [member.value for member in Kind]
+        kinds = [kind] if kind else list(get_args(Kind))
         width = get_terminal_size((80, 24)).columns
 
         def read() -> str:
@@ -400,8 +385,7 @@ def list_plugins(
             from fedsim.contracts import listing
 
             rows = listing.rows(kinds)
-            as_json = format is ListFormat.json
-            return json.dumps(rows, indent=2) if as_json else listing.render(rows, width)
+            return json.dumps(rows, indent=2) if format == "json" else listing.render(rows, width)
 
         typer.echo(read_without_libraries(read, *(f"fedsim.{each}" for each in kinds)))
 

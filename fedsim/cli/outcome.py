@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -16,12 +15,8 @@ if TYPE_CHECKING:
     from fedsim.results.record import Run
 
 
-class TableFormat(StrEnum):
-    """Formats in which a leaderboard is written."""
-
-    table = "table"
-    json = "json"
-    csv = "csv"
+TableFormat = Literal["table", "json", "csv"]
+"""Formats in which a leaderboard is written."""
 
 
 def show(finished: Run) -> None:
@@ -60,7 +55,7 @@ def outcome(runs: Sequence[reading.StoredRun]) -> str:
     shown = (
         describe(utility(runs))
         if attacks_nothing(runs) or awaited(runs)
-        else leaderboard(runs, TableFormat.table)
+        else leaderboard(runs, "table")
     )
     return "\n".join([shown.rstrip("\n"), *undeclared(runs), *standing_still(runs)])
 
@@ -82,14 +77,14 @@ def leaderboard(runs: Sequence[reading.StoredRun], format: TableFormat) -> str:
     judged = judgements(rows, runs)
     table = render(
         rows,
-        format.value,
+        format,
         width=width,
         color=sys.stdout.isatty(),
         awaited=awaited(runs),
         unfinished=unfinished(runs),
         judged=judged,
     )
-    return _answers(judged, width) + table if format is TableFormat.table else table
+    return _answers(judged, width) + table if format == "table" else table
 
 
 def _answers(judged: Sequence[Judgement], width: int) -> str:

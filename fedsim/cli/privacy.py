@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from fedsim.cli.exits import exits
 from fedsim.cli.stand_ins import read_without_libraries
-
-
-class AuditMethodOption(StrEnum):
-    """Offers `fedsim.types.AuditMethod` as typer takes choices."""
-
-    TWO_WORLDS = "two_worlds"
-    ONE_RUN = "one_run"
-
 
 app = typer.Typer(
     # Without a command, the mechanisms are listed.
@@ -103,9 +94,9 @@ def audit(
     keys: KeysArgument = None,
     delta: Delta = None,
     method: Annotated[
-        AuditMethodOption,
+        Literal["two_worlds", "one_run"],
         typer.Option(help="One row in many releases, or many rows in one, by coins."),
-    ] = AuditMethodOption.TWO_WORLDS,
+    ] = "two_worlds",
     draws: Annotated[
         int | None,
         typer.Option(
@@ -139,7 +130,7 @@ def audit(
                 draws=draws,
                 confidence=confidence,
                 seed=seed,
-                method=method.value,
+                method=method,
             )
         _print({**asdict(verdict), "holds": verdict.holds, "verdict": verdict.text}, as_json)
         if not verdict.holds:

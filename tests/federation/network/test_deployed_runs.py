@@ -163,7 +163,7 @@ def test_what_is_collected_are_regular_files(tmp_path: Path) -> None:
 def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fedsim.cli.outcome import TableFormat, leaderboard, outcome
+    from fedsim.cli.outcome import leaderboard, outcome
     from fedsim.report import leaderboard_rows, load_runs, unfinished
 
     homes, out = tmp_path / "homes", tmp_path / "out"
@@ -179,8 +179,8 @@ def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
     assert "&amp;&amp; fedsim collect again" in page and "figures will differ" in page
     shown = outcome(load_runs([out]))
     assert "INVALID" not in shown and "accuracy" in shown
-    assert leaderboard(load_runs([out]), TableFormat.table) == "UNSCORED: no attack is scored yet\n"
-    written = json.loads(leaderboard(load_runs([out]), TableFormat.json))
+    assert leaderboard(load_runs([out]), "table") == "UNSCORED: no attack is scored yet\n"
+    written = json.loads(leaderboard(load_runs([out]), "json"))
     assert not written["valid"] and "is still with their nodes" in written["invalid_reasons"][0]
 
     pipeline.collect(out, homes=sorted(homes.iterdir()), workers=1)
