@@ -70,7 +70,8 @@ class KernelModel:
     def log_density(self, rows: Tensor) -> Tensor:
         """Computes the log density (m, n) of each released row, given each of `rows` (m, d).
 
-        Entry (i, j) is the density of row j of X̃ if it is row i of `rows` plus noise.
+        Entry (i, j) is the density of row j of X̃ if it is row i of `rows` plus noise. Without noise
+        a scale of 1e-6 is assumed.
         """
         scale = self.scale or _EXACT
         deviation = (self.rows - rows[:, None]).abs()
@@ -81,7 +82,10 @@ class KernelModel:
         return -deviation.sum(2) / scale - rows.shape[1] * level - _FAR * beyond
 
     def variance(self) -> float:
-        """Computes the variance of the noise on an entry, as if the noise were not truncated."""
+        """Computes the variance of the noise on an entry, as if the noise were not truncated.
+
+        Without noise it is 2e-12, that of an assumed scale of 1e-6.
+        """
         return 2 * (self.scale or _EXACT) ** 2
 
 

@@ -36,7 +36,8 @@ def is_wanted(parameter: Tensor | None) -> bool:
     """Says whether anything will read the gradient of `parameter`.
 
     The second differentiation, which creates no graph, is in the images: the gradient of a leaf
-    would be thrown away. Weights after a local step are no leaves, they depend on the images.
+    would be thrown away. Weights after a local step are no leaves, they depend on the images. Of
+    None it is False.
     """
     return parameter is not None and (torch.is_grad_enabled() or not parameter.is_leaf)
 

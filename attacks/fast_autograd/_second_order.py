@@ -51,8 +51,8 @@ def accelerate(model: nn.Module) -> None:
     norms get second derivatives in closed form; ReLU and max pooling skip theirs, which are zero.
     Names, parameters and buffers stay, but batch norm no longer updates its running statistics. Use
     the model for nothing else: it computes gradients of leaf parameters only while a graph is
-    created. A model of small kernels stays as it is, since calls of Python would cost more time
-    than is saved.
+    created. A model whose largest kernel has fewer than 16,384 weights stays as it is, since calls
+    of Python would cost more time than is saved.
     """
     kernels = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d)]
     if max(kernels, default=0) < _WORTHWHILE:
@@ -85,7 +85,7 @@ def drop_dead_weights(
 
     Returns:
         By name of a parameter, the slices that select the part to keep. The model must from then on
-        be called with these parts as parameters.
+        be called with these parts as parameters. Parameters that stay whole are missing.
     """
     shapes: dict[nn.Conv2d, set[torch.Size]] = {}
     hooks = [

@@ -35,7 +35,10 @@ _ALIKE = 1e-3
 
 
 def pays(calls: int, device: torch.device) -> bool:
-    """Says whether a function that is called `calls` times on `device` is worth recording."""
+    """Says whether a function that is called `calls` times on `device` is worth recording.
+
+    It is from 20 calls on a CUDA device, and from 2,000 on any other.
+    """
     return calls >= (PAYS_ON_GPU if device.type == "cuda" else PAYS)
 
 

@@ -303,7 +303,11 @@ _COPYING = 100
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingSettings:
-    """Variables that are optimized, and the steps that Adam takes in them."""
+    """Variables that are optimized, and the steps that Adam takes in them.
+
+    `canvas` is `unet`, `pixel` or `pyramid` (pixels and coarser images that are added to them).
+    `decay` is `steps` (divided by 10 at 3/8, 5/8 and 7/8) or `cosine` (to 0.005 of it).
+    """
 
     canvas: Canvas
     iterations: int
@@ -375,7 +379,7 @@ class Drawing:
             return normalize(self._network(self._features), self._spec)
 
     def copy(self, images: Tensor) -> None:
-        """Trains the U-Net for a few steps to draw normalized `images` (N, C, H, W)."""
+        """Trains the U-Net for 100 steps to draw normalized `images` (N, C, H, W)."""
         optimizer = self._make_optimizer(_RATES["unet"])
         for _ in range(_COPYING):
             drawn = self.draw()

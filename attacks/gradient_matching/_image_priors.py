@@ -110,7 +110,8 @@ VARIATIONS: dict[str, Variation] = {
     "chromatic": chromatic_variation,
     "opponents": opponent_variation,
 }
-"""Variations by the names that attacks' parameters have for them."""
+"""Variations by the names that attacks' parameters have for them: `absolute`, `chromatic` and
+`opponents`."""
 
 
 _VALID = 0.999

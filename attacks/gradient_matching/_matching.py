@@ -506,7 +506,10 @@ def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Te
 
 
 def layout(tensor: Tensor) -> torch.memory_format:
-    """Chooses the memory format that is fastest on the tensor's device."""
+    """Chooses the memory format that is fastest on the tensor's device.
+
+    It is channels last for four axes on a CPU, and contiguous otherwise.
+    """
     # CPU kernels take channels-last images and weights as they are, and reorder all others.
     last = tensor.ndim == 4 and tensor.device.type == "cpu"
     return torch.channels_last if last else torch.contiguous_format

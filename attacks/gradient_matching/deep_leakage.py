@@ -84,7 +84,7 @@ class GradientDistance(IterativeAttack[Descent]):
         return state.matching.differentiate(state.candidate, squared_distance)
 
     def step(self, state: Descent) -> Descent:
-        """Runs a few iterations of L-BFGS."""
+        """Runs at most 20 iterations of L-BFGS."""
 
         def closure() -> Tensor:
             loss, gradients = self.objective(state)

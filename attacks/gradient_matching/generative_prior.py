@@ -87,7 +87,7 @@ class Generator(nn.Module):
 def over_parameterized(count: int, shape: tuple[int, ...]) -> Generator:
     """Makes a generator with more than four weights for each pixel of `count` images.
 
-    `shape` is (C, H, W).
+    `shape` is (C, H, W). The weights are drawn from torch's global stream.
     """
     width = _LEAST_WIDTH
     while True:
