@@ -270,7 +270,8 @@ class ReleaseSpec:
     """Whether the last feature is the constant 1 (before a row is scaled down)."""
     classes: tuple[str, ...] | None
     """The two classes of the target, which are -1 and +1 (before a row is scaled down). Of a kernel
-    regression all classes: a row ends with an entry for each, 1 for its class, else 0."""
+    regression all classes: a row ends with an entry for each, 1 for its class, else 0. None where
+    the target is a number."""
     statistics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Parameters in use of the law of each statistic that a defense privatized, see
     `fedsim.contracts.defense.StatisticDefense.public_parameters`."""
@@ -598,7 +599,8 @@ class GroundTruth(Truth):
     labels: Tensor
     """(N,) int64."""
     features: Tensor | None = None
-    """(N, d) inputs of the head under the global weights, for feature metrics."""
+    """(N, d) inputs of the head under the global weights, for feature metrics; None if they
+    were not kept."""
 
     def victims(self) -> Tensor:
         """Returns the images of the batch, (N, C, H, W) in [0, 1], or a table's rows (N, D)."""

@@ -88,7 +88,10 @@ def _numbers(exchanges: Sequence[Exchange], said: Mapping[str, Testimony]) -> Ma
 
 @dataclass(frozen=True)
 class Examples:
-    """Reads what clients trained on, and undoes the app's normalization."""
+    """Reads what clients trained on, and undoes the app's normalization.
+
+    `mean` and `std` have an entry for each channel; None for 0 and 1, where images are in [0, 1].
+    """
 
     mean: Sequence[float] | None
     std: Sequence[float] | None

@@ -36,7 +36,10 @@ class Stack:
     """Holds the defenses of a stack in the order in which they act.
 
     Those of the model, data, training and statistics come first, then those of updates, then the
-    aggregation.
+    aggregation. There is at most one data defense and one aggregation; None where there is none.
+
+    `release` of its methods describes what a closed-form learner releases; None for a learner that
+    trains. `declared` is the local training before any defense.
     """
 
     training_defenses: tuple[TrainingDefense, ...] = ()

@@ -35,6 +35,7 @@ class Resources:
     none."""
     lpips_backbone: Literal["alex", "vgg", "squeeze"] = "alex"
     lpips_weights: str | None = None
+    """Path of the backbone's weights; None for those that torchvision has here, if any."""
 
 
 Aids = Mapping[str, Any]
@@ -89,6 +90,7 @@ class GuessRequest:
     """Answer of the attack that the guess is compared with; None if the attack failed."""
     granted: Grant = Grant()
     observation: Observation | None = None
+    """What was attacked; None if it is not at hand, and then features are not guessed."""
 
 
 class Target(Plugin):

@@ -56,8 +56,8 @@ def federate(
             written. Rounds since the last checkpoint come again after a kill: the last report of
             each counts.
         server: What the server of the stack knows, to save building it; a `Workload` where clients
-            compute in this process.
-        link: Way to the nodes, for an engine whose nodes are on other machines.
+            compute in this process. None builds it.
+        link: Way to the nodes, for an engine whose nodes are on other machines; else None.
 
     Raises:
         FedsimError: The scenario is refused (`refusals.check_scenario`), or the strategy failed. Or

@@ -22,7 +22,8 @@ from fedsim.types import FedsimError, Tensors
 def release_key(round: int, probe: Probe | None) -> tuple[int, ...]:
     """Returns the key of a release, which decides its noise: (round,) for training.
 
-    The key of a probe's release is (round, batch size, trial, number of the release).
+    The key of a probe's release is (round, batch size, trial, number of the release). `probe` is
+    None for training.
     """
     return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
 

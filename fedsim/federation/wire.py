@@ -77,7 +77,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class WireAnswer:
-    """A client's answer: its update, and its loss where it reports one."""
+    """A client's answer: its update, and its loss, which is None where it reports none."""
 
     update: Update
     loss: float | None
@@ -167,7 +167,7 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
     Args:
         content: Content of the message.
         form: Parameters and buffers whose names, shapes and types those of the order must have. The
-            tensors are returned in their order, in which noise is drawn.
+            tensors are returned in their order, in which noise is drawn. None takes any form.
 
     Raises:
         MalformedError: A part is missing or of another form.

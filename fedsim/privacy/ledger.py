@@ -89,7 +89,8 @@ class Entry:
     buffers_released: bool = False
     """Whether clients also send batch-norm statistics, which no defense protects."""
     release: Release | None = None
-    """The release that a closed-form learner makes of all of a client's rows in each round."""
+    """The release that a closed-form learner makes of all of a client's rows in each round; None
+    of a learner that trains."""
     schedules: Collection[tuple[bool, ...]] = ()
     """For each client, whether it took part in each round so far. Only noise of the server that is
     correlated over rounds depends on it; by default one client took part in all."""

@@ -82,6 +82,7 @@ class MatrixCell:
     state: str
     """Why the attack is not ranked, in words; empty if it is."""
     plate: Plate | None
+    """Pictures of its reconstructions; None where there are none, or the page has no room."""
     detailed: bool
     """Whether the page has room for its details."""
     setting: str

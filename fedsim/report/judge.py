@@ -111,12 +111,14 @@ class Control:
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
     metric: str | None = None
-    """Metric that decides: that of the main target, or of another that tells more."""
+    """Metric that decides: that of the main target, or of another that tells more. None without an
+    attack to judge."""
     value: float | None = None
     """What the attack reached: its gain over guessing, if `metric` is the main target's; else the
     mean of `metric`. None without an attack to judge."""
     required: float | None = None
-    """What `value` has to reach for the control to pass; of an error, to fall to."""
+    """What `value` has to reach for the control to pass; of an error, to fall to. None where
+    `metric` is."""
     due: float | None = None
     """The part of `value` that is due to the update, dB, where it falls short of `required` though
     the whole gain does not; else None."""
@@ -175,7 +177,7 @@ class Costs:
     seconds: float | None = None
     """Mean seconds of a round behind the defense; None if no run states them."""
     usual_seconds: float | None = None
-    """Mean seconds of a round without a defense."""
+    """Mean seconds of a round without a defense; None if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

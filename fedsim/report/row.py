@@ -55,7 +55,12 @@ class Certificates:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderboardRow:
-    """One attack on one defense, over all its trials."""
+    """One attack on one defense, over all its trials.
+
+    Losses, accuracy and `seconds` are means over the trials' rows; None where no row states them.
+    Of all trials' claims, the row has the largest ε and δ, and the terms that all share. Those
+    terms are None where trials differ in them, where ε is inf, and where it was not accounted.
+    """
 
     cell: str
     """`ResultRow.cell` of its trials."""
@@ -129,10 +134,12 @@ class LeaderboardRow:
     """Number of public images that the guess was learned from; None if it learned from none, or the
     rows do not say."""
     guess_public_per_image: float | None
-    """Number of public images for each image of the guess."""
+    """Number of public images for each image of the guess, the least of the trials; None as
+    above."""
     train_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
+    """Share of the test data that the final model classifies correctly, in [0, 1]."""
     accuracy: Accuracy | None
     """Test accuracy with chance, the test set's size and an interval; None if the runs do not
     say."""
@@ -146,9 +153,11 @@ class LeaderboardRow:
     unit: str | None
     relation: str | None
     privacy_reason: str | None
+    """Why ε is inf; None if it is not."""
     privacy_covers: str | None
-    """The releases that the claim covers, in words."""
+    """The releases that the claim with the largest ε covers, in words; None without a claim."""
     audited_epsilon: float | None
+    """The largest lower bound of ε that an audit found; None without an audit."""
     tensor_rate: float | None
     """Mean of the error that theory predicts, up to a constant; None for most attacks."""
     tensor_bound: float | None
@@ -156,12 +165,13 @@ class LeaderboardRow:
     tensor_bound_reason: str | None
     """Condition of its theorem that fails; None if all hold."""
     limits: Mapping[str, float]
-    """Metric -> the most of it that the privacy claim allows; empty if it bounds none."""
+    """Metric -> the most of it that the privacy claim allows, the mean over trials; empty if it
+    bounds none."""
     membership_p: float | None = None
     """Least p-value of the claim among the trials' shares of members told, times the number of
     attempts on the claim (Bonferroni). None if it bounds none."""
     limit_prior: str | None
-    """Prior of the limits on images and features."""
+    """Prior of the limits on images and features, in words; None without such limits."""
     limit_reason: str | None
     """Why theory limits no attack on these; None if it does."""
     seconds: float | None
@@ -397,12 +407,18 @@ class LeaderboardRow:
 
     @property
     def gain(self) -> Summary | None:
-        """Gain of the main target over the zero-information guess: of pictures PSNR, in dB."""
+        """Gain of the main target over the zero-information guess: of pictures PSNR, in dB.
+
+        None where no trial measured it.
+        """
         return self.gains.get(self.main.ranking.name)
 
     @property
     def own_gain(self) -> Summary | None:
-        """Lesser of `gain` and `over_other`, trial by trial; without any control, `gain`."""
+        """Lesser of `gain` and `over_other`, trial by trial; without any control, `gain`.
+
+        None where no trial measured it.
+        """
         return self.own_gains.get(self.main.ranking.name)
 
     @property

@@ -19,7 +19,11 @@ _SEED = "seed"
 
 @dataclass(frozen=True, kw_only=True)
 class UtilityRow:
-    """Describes one defense after its last round, over runs that differ in their seed alone."""
+    """Describes one defense after its last round, over runs that differ in their seed alone.
+
+    `delta`, `unit`, `relation`, `reason` and `covers` are those of the claim with the largest ε.
+    Summaries are over the runs, and None where no run measured the value.
+    """
 
     variant: str
     """The sweep's assignment without the seed, in words; empty for a run that is no part of a
@@ -32,7 +36,7 @@ class UtilityRow:
     unit: str | None
     relation: str | None
     reason: str | None
-    """Why ε is inf."""
+    """Why ε is inf; None if it is not."""
     covers: str | None
     """The releases that ε covers, in words."""
     audited_epsilon: float | None
@@ -41,7 +45,7 @@ class UtilityRow:
     """The largest σ of the rows σ I that a client appended to its data; None without such noise."""
     test_loss: Summary | None
     test_accuracy: Summary | None
-    """Percentage that the model classifies correctly."""
+    """Percentage of the test data that the model classifies correctly, in [0, 100]."""
     accuracy: Accuracy | None
     """Mean test accuracy of the runs, with chance, the test set's size and an interval. None if
     nothing was tested, or a run does not say what it was tested on."""

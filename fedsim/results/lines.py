@@ -117,15 +117,18 @@ class KnowledgeOf(Grant):
 
 
 class BaselineOf(Metrics):
-    """Scores of the zero-information guess, and what it was learned from."""
+    """Scores of the zero-information guess, and what it was learned from.
+
+    `name` is that of the guess; None where nothing was guessed, and in rows that do not say.
+    """
 
     name: str | None = None
     public: int | None = None
     """Number of public images; None for a guess that uses none, and if the row does not say."""
     public_per_image: float | None = None
-    """Number of public images for each image of the guess."""
+    """Number of public images for each image of the guess; None where `public` is."""
     near_copies: int | None = None
-    """Number of attacked images of which a public one is a near copy."""
+    """Number of attacked images of which a public one is a near copy; None where `public` is."""
     per_image: PerImage = {}
 
 
@@ -159,7 +162,11 @@ class CertificateOf(RowPart):
 
 
 class UtilityOf(RowPart):
-    """Measures what the defense left of the model."""
+    """Measures what the defense left of the model, by the last round of its stack.
+
+    The fields are those of `RoundRecord` and `RoundRow`, such as `test_accuracy` in [0, 1]. They
+    are None where nothing was measured, and where the row does not say.
+    """
 
     train_loss: float | None = None
     test_loss: float | None = None
@@ -185,7 +192,11 @@ class UtilityOf(RowPart):
 
 
 class ClaimOf(RowPart):
-    """States the (ε, δ) claimed of the whole stack; ε is None where nothing is accounted."""
+    """States the (ε, δ) claimed of the whole stack; ε is None where nothing is accounted.
+
+    Fields are those of `PrivacyClaim`, with an ε of "inf" where nothing is proven. Then `delta`,
+    `accountant` and `unit` are None, and `reason` says why; else `reason` is None.
+    """
 
     epsilon: float | Literal["inf"] | None = None
     delta: float | None = None
@@ -204,21 +215,26 @@ class PrivacyOf(ClaimOf):
     """States the claim, the owner of its noise's secret, and what an audit measured."""
 
     noise_key: str | None = None
-    """Owner of the secret that the noise follows from: `scenario` or `node`."""
+    """Owner of the secret that the noise follows from, `scenario` or `node`; None if not said."""
     audited_epsilon: float | None = None
+    """Lower bound of ε that the audit of the stack found; None without an audit."""
     run: ClaimOf | None = None
     """Claim for all releases of the run; None if this claim is that one."""
 
 
 class CostOf(RowPart):
-    """States the cost of the attack."""
+    """States the cost of the attack, over all its restarts.
+
+    The fields are those of `fedsim.contracts.attack.Solution`. Without an answer,
+    `seconds` and `bytes_up` alone are told. None also where the row does not say.
+    """
 
     seconds: float | None = None
     iterations: int | None = None
     iterations_per_second: float | None = None
     peak_memory_bytes: int | None = None
     bytes_up: int | None = None
-    """Mean bytes that a client sent in the attacked round."""
+    """Mean bytes that a client sent in the attacked round; None if no client answered."""
 
 
 class TheoryOf(RowPart):
@@ -228,7 +244,7 @@ class TheoryOf(RowPart):
     """Predicted error of the attack, up to a constant; None if theory predicts nothing."""
     tensor_bound: float | None = None
     """The paper's upper bound on the error of unit features, with its prefactor, up to a constant
-    and logarithms."""
+    and logarithms. None where theory says nothing."""
     tensor_bound_valid: bool | None = None
     """Whether the theorem's conditions hold; None of attacks that it does not speak of."""
     tensor_bound_reason: str | None = None
@@ -240,9 +256,9 @@ class TheoryOf(RowPart):
     """Largest cosine of features that the claim allows any attack on average, where the truth is
     drawn from `limit_prior`. None where nothing is limited."""
     limit_prior: str | None = None
-    """Prior of `psnr` and `feature_cosine`: what the truth is drawn from, in words."""
+    """Prior of `psnr` and `feature_cosine`: what the truth is drawn from, in words; else None."""
     limit_unit: str | None = None
-    """Unit whose data the limits protect."""
+    """Unit whose data the limits protect; None without limits."""
     limit_reason: str | None = None
     """Why theory limits no attack; None if it does, and in rows of earlier versions."""
     membership_auc: float | None = None
@@ -254,6 +270,7 @@ class TheoryOf(RowPart):
     """Largest share of members told that the claim for all rounds seen allows, at the false
     positive rate that the threshold certainly does not exceed. None as above."""
     membership_tpr_at_01_percent: float | None = None
+    """As `membership_tpr_at_1_percent`, of the threshold for a false positive rate of 0.1%."""
     membership_p: float | None = None
     """p-value of the claim for all rounds seen, by the shares of members told at any rate, of this
     attack on this update alone. None as above."""
@@ -445,7 +462,11 @@ _BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder
 
 
 class RoundRow(RowPart):
-    """Holds a line of `rounds.jsonl`: one round of one stack's training."""
+    """Holds a line of `rounds.jsonl`: one round of one stack's training.
+
+    The fields of `RoundRecord` mean the same here, and ε is of all rounds up to this one. None is
+    what was not measured or accounted, and what the line does not say.
+    """
 
     defense: str
     round: int
@@ -457,7 +478,9 @@ class RoundRow(RowPart):
     test_loss: float | None = None
     test_accuracy: float | None = None
     test_examples: int | None = None
+    """Size of the test set."""
     test_chance: float | None = None
+    """Share of the test set's most frequent class."""
     epsilon: float | Literal["inf"] | None = None
     privacy: PrivacyOf | None = None
     sigma: float | None = None

@@ -131,7 +131,11 @@ def blaming(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mark:
-    """Says where a value is written: the file or the override, and the line counted from 1."""
+    """Says where a value is written: the file or the override, and the line counted from 1.
+
+    `line` is None for an override and for a whole file. `origin` is empty for a scenario that was
+    not read from a file.
+    """
 
     origin: str
     line: int | None = None

@@ -58,7 +58,7 @@ class PluginRef(ScenarioSection):
 
 
 class Partition(ScenarioSection):
-    """Division of the training set among clients."""
+    """Division of the training set among clients; keys of other divisions are None."""
 
     name: Literal["iid", "dirichlet", "shards", "natural", "file"] = "iid"
     alpha: Positive | None = None
@@ -85,7 +85,7 @@ class RateSchedule(ScenarioSection):
     that falls from 1 in the first round to `factor` in the last."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.1
     every: Count | None = None
-    """step: number of rounds between two falls."""
+    """step: number of rounds between two falls; None for `cosine`."""
 
 
 class LocalSection(ScenarioSection):
@@ -269,6 +269,7 @@ class Scenario(ScenarioSection):
     knowledge: Grant = Grant()
     privacy: Privacy = Privacy()
     audit: Audit | None = None
+    """Settings of the audit; None for no audit."""
     scoring: Scoring = Scoring()
 
     @model_serializer(mode="wrap")
