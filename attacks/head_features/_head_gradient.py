@@ -157,7 +157,10 @@ class HeadGradient:
         return self.grad_hidden[kept] / length[kept].to(self.grad_hidden.dtype)
 
     def restrict(self, basis: Tensor) -> HeadGradient:
-        """Returns this gradient with features as n coordinates in an orthonormal `basis` (n, d)."""
+        """Returns this gradient with features as n coordinates in an orthonormal `basis` (n, d).
+
+        Only `hidden`, `grad_hidden` and `basis` differ.
+        """
         return replace(
             self,
             hidden=self.hidden @ basis.T,
@@ -224,7 +227,7 @@ class HeadGradient:
 
     @property
     def rank(self) -> int:
-        """Number of directions that the features of the batch's images can span."""
+        """Number of directions that the batch's features can span: the lesser of N and d."""
         return min(self.num_images, self.hidden.shape[1])
 
 

@@ -93,7 +93,10 @@ _ROW_RIDGE = 1e-5
 
 
 def rows_suffice(head: HeadGradient) -> bool:
-    """Says whether pruning has left enough entries of ∂L/∂W to fit them; False without pruning."""
+    """Says whether pruning has left enough entries of ∂L/∂W to fit them; False without pruning.
+
+    Four for each of the N d entries of features are enough.
+    """
     unknowns = head.num_images * head.hidden.shape[1]
     return head.pruned and int((head.grad_hidden != 0).sum()) >= _ENTRIES * unknowns
 

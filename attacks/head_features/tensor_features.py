@@ -399,7 +399,10 @@ def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
 
 
 def inverse_root(covariance: Tensor) -> Tensor:
-    """Computes C^(-1/2) of a symmetric `covariance` C (d, d), on the range of C."""
+    """Computes C^(-1/2) of a symmetric `covariance` C (d, d), on the range of C.
+
+    Eigenvalues up to 0.1 % of the largest count as 0.
+    """
     values: Tensor
     vectors: Tensor
     values, vectors = torch.linalg.eigh(covariance)

@@ -233,8 +233,9 @@ class StagedBody:
     def narrow(self, done: float) -> None:
         """Sets the width of the smoothed jumps, which shrinks over a descent.
 
-        `done` in [0, 1] is the share of the descent that is over. Wide jumps lead near the answer,
-        where few neurons are on the wrong side of theirs.
+        `done` in [0, 1] is the share of the descent that is over. The width falls geometrically, to
+        a tenth at 1. Wide jumps lead near the answer, where few neurons are on the wrong side of
+        theirs.
         """
         self._width.fill_(self._full * _NARROWEST**done)
 

@@ -164,7 +164,10 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         return resolved(source)
 
     def required(self) -> Grant:
-        """Returns the grant that the attack that recovers features needs."""
+        """Returns the grant that the attack that recovers features needs.
+
+        Where `features_from` names none (`suited`, `none`), it is this attack's own, `needs`.
+        """
         source = source_attack(self.features_from)
         return self.needs if source is None else source.required()
 

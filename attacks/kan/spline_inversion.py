@@ -66,7 +66,8 @@ class SplineGradient:
     tensor: Tensor
     """(m, d, K) float64: Σ_n δ_in b_k(u_nj), for m hidden units and d entries of an image."""
     noise: float
-    """Standard deviation of the noise in each entry of `tensor`, estimated from it."""
+    """Standard deviation of the noise in each entry of `tensor`, estimated from it. It is above 0
+    even without noise, where it stands for rounding."""
     degree: int
     """Degree of the splines."""
     intervals: int

@@ -20,7 +20,8 @@ class GaussianFit:
 
     scores: Tensor
     """(n,) z_i = g_i' C_i^-1 x / (g_i' C_i^-1 g_i)^(1/2) of x = v - Σ m_j g_j, where C_i is the
-    covariance of v without the term of i. This is the score test of a_i > m_i."""
+    covariance of v without the term of i. This is the score test of a_i > m_i. It is 0 where g_i
+    is 0."""
     log_likelihood: float
     """Log-likelihood of v, up to a constant that depends on P alone."""
 

@@ -198,7 +198,7 @@ def correlation(centers: Tensor) -> Tensor:
     """Computes the assumed correlation (P, P) of the pixels of P patches.
 
     `centers` (P, 2) are in units of the image's side. Correlation falls exponentially with
-    distance.
+    distance, to 1/e over half a side.
     """
     return torch.exp(-torch.cdist(centers, centers) / _REACH)
 
@@ -207,6 +207,8 @@ def solve_patches(
     signals: Tensor, gradient: Tensor, mean: Tensor, spread: Tensor, alike: Tensor
 ) -> SolvedPatches:
     """Solves ∂L/∂E = Σ_p δ_p x_p' for the P patches x_p, in float64.
+
+    The equations' noise is estimated from them: its likeliest variance is taken.
 
     Args:
         signals: (P, d), gradient δ of the position embedding.
