@@ -30,6 +30,7 @@ class AssessmentContext:
     model: str
     grant: Grant
     seen: Mapping[str, tuple[Observation, Picked]]
+    """Observation id -> the observation, and the exchange that it is of."""
     guess_is_public: bool
     """Whether the guess was learned from others' images, and not from the victims' own."""
     simulation_errors: Mapping[str, float | None]

@@ -147,7 +147,10 @@ class Grant(BaseModel):
         return None
 
     def from_truth(self) -> list[str]:
-        """Returns the granted fields that only the victim knows, as `labels=known`."""
+        """Returns the granted fields that only the victim knows, as `labels=known`.
+
+        They are in the order of the class's fields; empty if there are none.
+        """
         return [
             f"{name}={getattr(self, name)}"
             for name, meaning in self.meanings().items()

@@ -88,7 +88,10 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """Yields the replies to the messages of these ids; a client runs when its reply is read."""
+        """Yields the replies to the messages of these ids; a client runs when its reply is read.
+
+        Replies are in the order of the ids. An id that is unknown or was pulled before has none.
+        """
         for message_id in message_ids:
             waiting = self._waiting.pop(message_id, None)
             if waiting is not None:

@@ -129,7 +129,10 @@ class TapGrid(WrappedGrid):
         return self._new_buffers
 
     def get_node_ids(self) -> Iterable[int]:
-        """Returns the node ids of this round's participants: a strategy can sample no others."""
+        """Returns the node ids of this round's participants: a strategy can sample no others.
+
+        They are in the order of the clients' numbers.
+        """
         return [self._nodes[client] for client in self._plan.participants]
 
     def send_and_receive(

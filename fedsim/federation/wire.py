@@ -150,7 +150,7 @@ def order(
     """Returns the message content that asks for training (`probe` None) or for a probe.
 
     `round` counts from 1. `parameters` and float `buffers` of the global model are Flower's arrays
-    (`encode`).
+    (`encode`). `clipping_norm` is that of `Order`.
     """
     asked = ConfigRecord({ROUND: round})
     if clipping_norm is not None:

@@ -449,9 +449,11 @@ class Estimate:
     """dB that noise leaves to an attack which needs no descent, where noise is all that lies
     between; None where something else does, or nothing."""
     closed_form: bool
+    """Whether an attack reads the images off without a search (`reads_in_closed_form`)."""
     images: int
     """Images in the largest update that was computed."""
     draws: int
+    """Number of batches of stand-in images that were averaged over."""
 
 
 def estimate(plan: UpdatePlan) -> Estimate:

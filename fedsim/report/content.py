@@ -116,9 +116,12 @@ class DefenseLine:
     """A defense of a comparison: its verdict, and the attacks of each column."""
 
     number: int
+    """Number of the defense in its comparison, from 1."""
     verdict: Verdict
     cells: list[list[MatrixCell]]
+    """For each of `ComparisonSection.columns`, in order, its cells; empty where nothing was run."""
     color: int
+    """Number of its color, as of `Series`."""
 
     @property
     def tint(self) -> Tint:
@@ -185,12 +188,12 @@ class Content:
 
     @cached_property
     def rows(self) -> list[LeaderboardRow]:
-        """Rows of the leaderboard."""
+        """Rows of the leaderboard, in its order."""
         return aggregate(self.results, confidence=self.confidence)
 
     @cached_property
     def judgements(self) -> list[Judgement]:
-        """Judgement of each comparison."""
+        """Judgement of each comparison, in the order of `rows`."""
         return judgements(self.rows, self.runs)
 
     @cached_property
@@ -213,7 +216,10 @@ class Content:
 
     @cached_property
     def invalid(self) -> list[str]:
-        """Reasons why comparisons prove nothing; empty if all of them may be believed."""
+        """Reasons why comparisons prove nothing, one for each such comparison that has ended.
+
+        It is empty if all of them may be believed, and also where none is to be judged yet.
+        """
         if self.unattacked or self.awaited or (self.late and not self.rows):
             return []
         return invalid_reasons(self.rows, unended=False)
@@ -232,7 +238,7 @@ class Content:
 
     @property
     def names(self) -> list[str]:
-        """Names of the scenarios, each once."""
+        """Names of the scenarios, each once, in the order of the results."""
         stated = [row.scenario for row in self.results]
         stated = stated or [run.setting("name") for run in self.runs]
         return list(dict.fromkeys(name for name in stated if name))
@@ -257,7 +263,7 @@ class Content:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on what went wrong in the runs' rounds, and notes of the runs."""
+        """Lines on what went wrong in the runs' rounds, then notes of the runs."""
         return [*facts.client_failures(self.runs), *facts.notes(self.runs)]
 
     @property

@@ -62,7 +62,11 @@ def _images(row: ResultRow, sizes: Sequence[int]) -> str:
 
 
 def client_failures(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns lines on what went wrong in the federations' rounds, by defense and kind."""
+    """Returns lines on what went wrong in the federations' rounds; empty if nothing did.
+
+    The lines of `standing_still` come first, then counts by defense and kind over all runs. Single
+    failures, as rounds state them, come last.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     details: dict[str, None] = {}
     for run in runs:
@@ -77,7 +81,10 @@ def client_failures(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def standing_still(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns a line for each stack with rounds in which no update moved the model."""
+    """Returns a line for each run and stack with rounds in which no update moved the model.
+
+    Equal lines are one.
+    """
     lines = []
     for run in runs:
         for stack in dict.fromkeys(row.defense for row in run.rounds):
@@ -92,7 +99,7 @@ def standing_still(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def notes(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns the notes of all runs, each text once."""
+    """Returns the notes of all runs, each text once, and then the lines of `unseen`."""
     texts = [str(text) for run in runs for text in (nested(run.record, "notes") or {}).values()]
     return list(dict.fromkeys([*texts, *unseen(runs)]))
 
@@ -147,7 +154,10 @@ def _collect(run: StoredRun) -> str:
 
 
 def unfinished(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns a line for each run that has not ended, or is not scored to its end."""
+    """Returns a line for each run that is not scored to its end, then for each that has not ended.
+
+    Each begins with `UNSCORED: ` or `UNFINISHED: `; a run may have both.
+    """
     waiting = [
         f"UNSCORED: the truth of {number_of(run.unscored, 'attack run')} of {run.folder} is with "
         f"the clients; join it with {_collect(run)}"

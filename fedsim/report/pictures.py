@@ -108,7 +108,10 @@ def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Holds a true image and what an attack made of it, each (H, W, C) of uint8."""
+    """Holds a true image and what an attack made of it, each (H, W, C) of uint8.
+
+    `psnr` is that of the answer, in dB.
+    """
 
     pixels: tuple[Tensor, Tensor]
     psnr: float

@@ -277,7 +277,12 @@ class TheoryOf(RowPart):
 
 
 class ResultRow(RowPart):
-    """Holds a line of `results.jsonl`: one attack on one observed update."""
+    """Holds a line of `results.jsonl`: one attack on one observed update.
+
+    `vantage`, `round`, `client` and `trial` are those of the `Observation`; `client` is -1 where
+    clients were combined. `reason` says why nothing was scored; else it is None. Parts of a row are
+    None where it does not state them.
+    """
 
     scenario: str
     variant: dict[str, Any] = {}

@@ -38,7 +38,7 @@ def append_line(path: Path, row: Row) -> None:
 
 
 def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
-    """Returns the rows of a JSON-lines file, without a last line that a kill cut short.
+    """Returns the rows of a JSON-lines file in order, without a last line that a kill cut short.
 
     The list is empty if there is no file. `belongs` says of a row whether the file may hold it; by
     default every row but an empty one.
@@ -168,7 +168,7 @@ class Run:
         return [row for path in self._all("results.jsonl") for row in read_lines(path)]
 
     def rounds(self) -> list[Row]:
-        """Returns the lines of `rounds.jsonl`, of every variant of a sweep."""
+        """Returns the lines of `rounds.jsonl`, of every variant of a sweep, as `rows` does."""
         return [row for path in self._all("rounds.jsonl") for row in read_lines(path)]
 
     def observations(self) -> list[Path]:

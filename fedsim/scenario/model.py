@@ -211,6 +211,7 @@ class Privacy(ScenarioSection):
     """Settings of the ledger, which states the claim."""
 
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """δ at which each ε is stated."""
     probes: Literal["included", "outside"] = "included"
     """Whether the ε of a run counts its probes. `outside`: only the auditor asks for them, they are
     no part of the deployment, and each ε is shown with that condition."""
@@ -239,6 +240,7 @@ class Scoring(ScenarioSection):
     """Path of the backbone's weights for LPIPS; else they are used if torchvision has them."""
     lpips_backbone: Literal["alex", "vgg", "squeeze"] = "alex"
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Confidence of the intervals that the report shows."""
 
 
 class Scenario(ScenarioSection):

@@ -98,7 +98,10 @@ class Slot:
 
 
 def plugin_slots(value: Any) -> Iterator[Slot]:
-    """Yields the plugins that a scenario in plain values names, wherever its shape allows it."""
+    """Yields the plugins that a scenario in plain values names, wherever its shape allows it.
+
+    The source of the data comes first, then learner, model, defenses and attacks.
+    """
     if not isinstance(value, Mapping):
         return
     data = value.get("data")
