@@ -85,7 +85,7 @@ class ClassifierSolver(FeatureSolver):
     exchanges: int
     """Rounds in which images may be exchanged."""
     best: Fits | None = None
-    """The best fit so far, of one start."""
+    """The best fit so far, of one start; None before any."""
     first: ClassifierSolver | None = None
     """The search of another problem of the same gradient, which comes first: starts lead elsewhere
     there, and sooner. What it finds is the answer where `problem` ends unexplained."""

@@ -39,6 +39,7 @@ class Descent(AttackState):
     candidate: Candidate
     optimizer: torch.optim.LBFGS
     converged: bool = False
+    """Whether the optimizer has stopped early: no step improves the objective any more."""
 
 
 class GradientDistance(IterativeAttack[Descent]):

@@ -229,7 +229,9 @@ class GeneratorSearch(AttackState):
     optimizer: torch.optim.Adam
     schedule: torch.optim.lr_scheduler.MultiStepLR
     best: Tensor
+    """(N, C, H, W), normalized; zeros before the first step."""
     best_codes: Tensor
+    """(N, latent): codes that drew them."""
     best_loss: Tensor
 
     def draw(self) -> Tensor:

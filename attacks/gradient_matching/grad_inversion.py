@@ -39,9 +39,10 @@ class Group(AttackState):
     images: Tensor
     """(S, N, C, H, W), normalized: the candidates of all seeds."""
     labels: Tensor | None
+    """(N,) int64, known or inferred; None where `logits` stand for them."""
     logits: Tensor | None
     """(N, K) of soft labels, the same for all seeds: so the i-th images of all seeds are of one
-    label, and may be compared."""
+    label, and may be compared. None where labels are granted."""
     optimizer: torch.optim.Adam
     rng: torch.Generator
 

@@ -56,6 +56,7 @@ class Inversion(AttackState):
     candidate: Candidate
     optimizer: Adam
     best_images: Tensor
+    """(N, C, H, W), normalized; those of the start before the first step."""
     best_labels: Tensor
     """(N,) int64, or probabilities (N, K) where soft labels are optimized."""
     best_loss: Tensor

@@ -452,7 +452,7 @@ class FactoredInversionState(AttackState):
     pyramid: Pyramid
     """The optimizer of the images."""
     best: Tensor
-    """Images of least own loss."""
+    """(N, C, H, W), normalized: images of least own loss, of the present phase."""
     best_loss: Tensor
 
     @property

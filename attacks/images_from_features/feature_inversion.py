@@ -92,7 +92,9 @@ class FeatureInversionState(AttackState):
     prior: ForwardPrior
     distance: Distance
     best: Tensor
+    """(N, C, H, W), normalized: the images of least own loss."""
     best_loss: Tensor
+    """Their own loss (0-d); infinite at first, and where the U-Net takes over."""
 
 
 @final

@@ -278,7 +278,8 @@ class Signal:
     combination: Tensor | None
     """(r,): coefficients of the gradient's columns, of unit length; None where several may be."""
     errors: Tensor | None = None
-    """(r, r - 1): independent errors of the combination, a column for one standard deviation."""
+    """(r, r - 1): independent errors of the combination, a column for one standard deviation. None
+    where `combination` is."""
 
 
 @dataclass(frozen=True)

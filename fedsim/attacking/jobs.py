@@ -38,6 +38,7 @@ class Setting:
     from the other rows."""
     lpips_backbone: scoring.Backbone
     lpips_weights: str | None
+    """Path of the backbone's weights; None for those in torchvision's cache, if any."""
     threads: int
     """Number of threads that a job computes on, wherever it runs."""
     models: Mapping[str, Classifier] = field(default_factory=dict)
@@ -63,8 +64,10 @@ class Job:
     """Path of the observation's JSON file."""
     attack: str
     label: str
+    """What tells the attack from others of the run; its name, unless the scenario gives a label."""
     parameters: dict[str, object]
     restarts: int
+    """Number of starting points, at least 1."""
     blind: bool = False
     """Whether the attack is not told of the defenses (`hide_defenses`)."""
 
@@ -96,6 +99,8 @@ class Result:
     reason: str | None
     """Why the status is not `ok`; None if it is."""
     metrics: dict[str, float | None]
+    """Every metric's name -> its value; None where it was not measured. All are None without an
+    answer that could be scored."""
     per_image: dict[str, list[float]]
     """Metric -> its value for each true image, in the order of the truth."""
     certificate: scoring.Certificate | None = None
@@ -115,6 +120,7 @@ class Result:
     chances: dict[str, GuessChances] = field(default_factory=dict)
     """Metric -> how likely a guess reaches each level of it, of metrics with a prior."""
     cost: dict[str, float | int | None]
+    """Fields that the function `cost` names; all but `seconds` are None if there is no answer."""
     local_losses: tuple[float, float] | None
     """Mean loss on the images of the truth before local training and after it; None for a single
     gradient, and for rows."""

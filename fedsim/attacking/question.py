@@ -34,6 +34,7 @@ class Question:
     knowledge: Knowledge
     seed: int
     restarts: int
+    """Number of starting points, at least 1."""
 
     def answer(self, progress: Callable[[Progress], None] | None = None) -> Solution:
         """Runs the attack, with torch's global stream seeded by the question's seed.
@@ -63,6 +64,7 @@ class AttackAnswer:
     reason: str | None
     """Why the attack failed; None if it did not."""
     seconds: float
+    """Wall-clock time that the attack took, if it failed, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

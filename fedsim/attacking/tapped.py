@@ -23,7 +23,10 @@ EXAMPLES = "num-examples"
 
 @dataclass(frozen=True, kw_only=True)
 class TappedTraining:
-    """Describes one client's local training, as far as it is known."""
+    """Describes one client's local training, as far as it is known.
+
+    `lr`, `momentum`, `mode` and `rule` are those of `LocalTraining`; `rule` is None for plain SGD.
+    """
 
     examples: int
     """Number of distinct images."""

@@ -55,6 +55,7 @@ class ImageAid:
     """Holds what scores of images need besides the answer and the truth."""
 
     guesser: Guesser | RowGuesser | None = None
+    """Guesser of images, or of a table's rows, from public ones; None where there are none."""
     fill: Tensor | None = None
     """(C, H, W) pixels in [0, 1] that stand in for a missing image; None if none do."""
     lpips: LpipsMetric | Unavailable | None = None

@@ -45,6 +45,7 @@ class ClientResult:
     state: Tensors
     """The client's defense state for its next round (unchanged by a probe)."""
     loss: float | None
+    """Loss of the first batch under the global model, before any step; None without training."""
     is_clipped: bool | None = None
     """Whether Flower's adaptive clipping shortened the update; None without it."""
 

@@ -57,6 +57,7 @@ class Steps:
     sizes: list[int] = field(default_factory=list)
     """Number of images of each step."""
     optimizer: str | None = None
+    """Class name of the optimizer, such as `SGD`; None if none stepped."""
     settings: dict[str, float] = field(default_factory=dict)
     """Numeric options of the first step, by the optimizer's own names (`lr`, `momentum`). The two
     `betas` are `beta1` and `beta2`."""
