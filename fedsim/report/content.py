@@ -208,7 +208,10 @@ class Content:
 
     @cached_property
     def late(self) -> list[tuple[str, str]]:
-        """(mark, words) of each run that has not ended, or is not scored to its end."""
+        """(mark, words) of each run that has not ended, or is not scored to its end.
+
+        While no attack is scored it is one pair alone, of `awaited`.
+        """
         if self.awaited:
             return [(self.awaited.mark, self.awaited.reason)]
         pairs = [line.partition(": ") for line in facts.unfinished(self.runs)]
@@ -287,7 +290,7 @@ class Content:
 
     @cached_property
     def scenarios(self) -> list[ScenarioSummary]:
-        """Summary of each scenario, by name, with the runs of that name."""
+        """Summary of the runs of each scenario's name, in the order of the runs."""
         by_name: dict[str, list[StoredRun]] = {}
         for run in self.runs:
             by_name.setdefault(run.name, []).append(run)

@@ -217,6 +217,7 @@ def _cover(stated: Mapping[str, str], rows: Sequence[ResultRow]) -> Coverage:
 def list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
     """Returns (label, summary, trials with an answer, all trials) of each attack in `rows`.
 
+    Attacks are in the order of their first rows.
     The summary is empty where the plugin is not installed here.
     """
     known = {plugin.name: plugin.summary for plugin in plugins.list_installed("fedsim.attacks")}

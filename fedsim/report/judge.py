@@ -107,6 +107,7 @@ class Control:
 
     comparison: Comparison
     subject: str
+    """`LeaderboardRow.subject` of its rows."""
     status: ControlStatus
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
@@ -143,7 +144,7 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """The attack on a defense that shows most by one metric."""
+    """The attack on a defense that shows most by one metric, whose name is `metric`."""
 
     row: LeaderboardRow
     metric: str
@@ -153,7 +154,7 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Number of trials of one attack in which something happened."""
+    """Number of trials of one attack in which something happened: `count` of `n`."""
 
     count: int
     n: int
@@ -182,7 +183,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Judges one defense of one comparison.
+    """Judges one defense of one comparison, which `defense` and `stack` name as rows do.
 
     The strongest attack was chosen among several, so intervals are Bonferroni's for that number.
     """

@@ -44,6 +44,8 @@ def broken_limits(
 ) -> list[str]:
     """Returns a line for each limit that a defense of these runs does not keep to.
 
+    What was not measured has a line as well. The result is empty if every limit is kept to.
+
     Args:
         folders: Folders of runs, or that hold folders of runs.
         max_psnr: Largest PSNR, dB, that the best image of any attack may have.
@@ -105,6 +107,8 @@ def broken_limits(
 
 def grown(before: Path | str, after: Path | str) -> list[str]:
     """Returns a line for each thing that leaks more in `after`, or was measured otherwise.
+
+    The result is empty if nothing leaks more, and all was measured as before.
 
     Both are folders of a run, or of a sweep. A mean leaks more if it lies beyond the earlier
     interval, or beyond the best trial without one. It does so, too, if it grows by as much as

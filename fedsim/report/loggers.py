@@ -57,6 +57,7 @@ class LoggedRun:
     variant: str
     """The sweep's assignment; empty for a run that is no variant."""
     parameters: dict[str, str]
+    """Name -> settings of the scenario in words, and the ε of each defense."""
     numbers: list[LoggedNumber]
     pictures: list[LoggedPicture]
 

@@ -14,7 +14,10 @@ ABSENT = "–"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Holds the figures of one metric of a row, as text."""
+    """Holds the figures of one metric of a row, as text; a dash where nothing was measured.
+
+    `guess` is the mean of the guess, and `worst` the value of the trial or image that leaked most.
+    """
 
     metric: Metric
     value: str

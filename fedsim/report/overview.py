@@ -135,7 +135,7 @@ def _read_pairs(path: Path) -> list[tuple[Tensor, Tensor, float]]:
 def choose_victims(recoveries: Sequence[Recovery]) -> list[Recovery]:
     """Returns the images of each round, by round; of more than three in a round only three.
 
-    These are the worst, the median and the best by PSNR.
+    These are the worst, the median and the best by PSNR, in this order.
     """
     victims = []
     for round in sorted({each.round for each in recoveries}):

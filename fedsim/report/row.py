@@ -57,6 +57,9 @@ class Certificates:
 class LeaderboardRow:
     """One attack on one defense, over all its trials.
 
+    `defense` is the name of a stack, and `stack` its text (`describe_stack`). `attack` is the
+    scenario's label of the attack. `variant` is the sweep's assignment in words; empty without one.
+
     Losses, accuracy and `seconds` are means over the trials' rows; None where no row states them.
     Of all trials' claims, the row has the largest ε and δ, and the terms that all share. Those
     terms are None where trials differ in them, where ε is inf, and where it was not accounted.

@@ -30,6 +30,7 @@ class UtilityRow:
     sweep."""
     defense: str
     runs: int
+    """Number of runs."""
     epsilon: float | None
     """The largest ε of the runs; inf if nothing is proven, None if it was not accounted."""
     delta: float | None
