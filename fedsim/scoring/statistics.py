@@ -187,6 +187,8 @@ def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
 def area_deviation(inside: int, outside: int) -> float:
     """Returns the standard deviation of `rank_area` of so many scores that differ by chance alone.
 
+    `inside` and `outside` are the two numbers of scores, at least 1 each.
+
     Source: Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
     """
     return math.sqrt((inside + outside + 1) / (12 * inside * outside))
