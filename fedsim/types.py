@@ -665,6 +665,7 @@ class Reconstruction:
     loss: float
     """Value of the attack's own objective at the returned point, the only basis of selection."""
     iterations: int
+    """Number of iterations that the attack made."""
 
     def parts(self) -> dict[str, Tensor]:
         """Returns part -> answer (`images`, `labels`, ...), without parts that have no answer."""
@@ -812,7 +813,7 @@ class Table:
     """(N,) int64: the natural client of each training row, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
     """Names of the fields that were computed from training rows without noise ("ranges of the
-    columns"). None: the source does not say, and no claim of privacy is made."""
+    columns"); empty if none was. None: the source does not say, and no claim of privacy is made."""
     left_out: tuple[tuple[str, int], ...] = ()
     """(reason, count) of the columns that the source found and did not use."""
 
@@ -910,8 +911,8 @@ class Table:
 class PrivacyClaim:
     """States what a defense stack guarantees. ε = ∞ unless the stack is a known mechanism.
 
-    `epsilon` holds at `delta`, and `accountant` says how it was found. `delta` and `accountant` are
-    None if nothing is proven.
+    `epsilon` holds at `delta`, and `accountant` says how it was found. If nothing is proven,
+    `delta`, `accountant`, `unit` and `relation` are None.
     """
 
     epsilon: float

@@ -128,6 +128,9 @@ _READABLE = 8
 
 
 def describe_value(value: object) -> str:
-    """Formats a parameter's value as JSON does, a computed number shortened to four digits."""
+    """Formats a parameter's value as JSON does, a computed number shortened to four digits.
+
+    A text stays as it is, without quotes.
+    """
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return f"{value:.4g}" if isinstance(value, float) and len(text) > _READABLE else text

@@ -212,7 +212,10 @@ class ClaimOf(RowPart):
 
 
 class PrivacyOf(ClaimOf):
-    """States the claim, the owner of its noise's secret, and what an audit measured."""
+    """States the claim, the owner of its noise's secret, and what an audit measured.
+
+    In a row of results the claim is that for the attacked release; `run` is that for all of them.
+    """
 
     noise_key: str | None = None
     """Owner of the secret that the noise follows from, `scenario` or `node`; None if not said."""
@@ -225,13 +228,14 @@ class PrivacyOf(ClaimOf):
 class CostOf(RowPart):
     """States the cost of the attack, over all its restarts.
 
-    The fields are those of `fedsim.contracts.attack.Solution`. Without an answer,
-    `seconds` and `bytes_up` alone are told. None also where the row does not say.
+    The fields are those of `fedsim.contracts.attack.Solution`. Without an answer, `seconds` and
+    `bytes_up` alone are told. None also where the row does not say.
     """
 
     seconds: float | None = None
     iterations: int | None = None
     iterations_per_second: float | None = None
+    """Ratio of the two; None where either is 0 or not known."""
     peak_memory_bytes: int | None = None
     bytes_up: int | None = None
     """Mean bytes that a client sent in the attacked round; None if no client answered."""
@@ -313,7 +317,8 @@ class ResultRow(RowPart):
     reason: str | None = None
     metrics: Metrics | None = None
     victims: list[str] | None = None
-    """Digest of each true image, or of each row of a table that took part."""
+    """Digest of each true image, in the order of the truth, or of each row of a table that took
+    part. None where there is no truth, or the row does not say."""
     baseline: BaselineOf | None = None
     control: ControlOf | None = None
     theory: TheoryOf | None = None
@@ -321,6 +326,7 @@ class ResultRow(RowPart):
     privacy: PrivacyOf | None = None
     cost: CostOf | None = None
     per_image: dict[str, list[float]] | None = None
+    """Metric -> its value for each true image, in the order of the truth."""
     certificate: CertificateOf | None = None
     """Certificate of the attack; None if it gives none, and in rows of earlier versions."""
     features_by: str | None = None
