@@ -4,9 +4,9 @@
     python docs/results/make_csv.py runs/table2-small > docs/results/table2-small.csv
 
 That is `fedsim leaderboard DIR --format csv` without the columns that are empty in every row and
-the folder, its numbers rounded to six digits, with one more: `late_train_loss`, a stack's mean loss
-over the second half of its rounds. Of a run that attacks nothing it is what each stack's last round
-costs, a line for each run in the folders.
+the folder, its numbers rounded to six digits. Of a run that attacks nothing it is what each stack's
+last round costs, a line for each run in the folders. Both have one column more: `late_train_loss`,
+a stack's mean loss over the second half of its rounds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedsim.report import attacks_nothing, leaderboard_rows, load_runs, render
+from fedsim.results.reading import StoredRun
 
 UTILITY = ("defense", "round", "epsilon", "test_loss", "test_accuracy", "test_examples")
 
@@ -37,15 +38,15 @@ def leaderboard(folders: list[Path]) -> Iterator[dict[str, str]]:
     rows = leaderboard_rows(folders)
     if not all(row.ended for row in rows):
         sys.exit("a run has not ended, or is not scored to its end: continue it with --resume")
-    late = late_losses(folders)
+    late = late_losses(load_runs(folders))
     for line in csv.DictReader(io.StringIO(render(rows, "csv"))):
         yield {**line, "late_train_loss": late.get(line["defense"], "")}
 
 
-def late_losses(folders: list[Path]) -> dict[str, str]:
+def late_losses(runs: list[StoredRun]) -> dict[str, str]:
     """Stack -> mean training loss over the second half of its rounds, of all runs together."""
     losses: dict[str, list[float]] = {}
-    for run in load_runs(folders):
+    for run in runs:
         middle = max((row.round for row in run.rounds), default=0) / 2
         for row in run.rounds:
             if row.round > middle and row.train_loss is not None:
@@ -57,8 +58,10 @@ def utility(folders: list[Path]) -> Iterator[dict[str, str]]:
     """The last round of each stack in each run."""
     for run in load_runs(folders):
         last = {row.defense: row for row in run.rounds}
+        late = late_losses([run])
         for row in last.values():
             figures = {name: str(getattr(row, name)) for name in UTILITY}
+            figures["late_train_loss"] = late.get(row.defense, "")
             yield {"seed": str(run.setting("seed")), **figures}
 
 
