@@ -20,6 +20,16 @@ docs/results/membership-cifar.csv is of CIFAR-10 with `--lr` 0.01 and 0.08 and, 
 
     --limit 800 --clients 8 --attacked 3 --rounds 8 --observed 4 --batch-sizes 25 --epochs 2
     --seeds 1 2 --attacks update_membership cosine FedMIA-II "FedMIA-II, z" FedMIA-I "loss, mean"
+
+membership-adult.csv and membership-defenses.csv are of an MLP on Adult, both with
+
+    --model mlp --width 128 --table ZIP --batch-sizes 25 --epochs 1 --lr 0.02 --rounds 8
+    --observed 4 --public 300 --shadows 32 --clients 8 --attacked 8 --candidates 280 --limit 6400
+
+and the former also with `--alpha 2 --limit 12000`, the latter with `--sampling poisson --attacks
+update_membership cosine --stacks none dp-1 dp-8 dp-50 pruned-0.9 pruned-0.99`. Sums there are of
+clients that train on 500 rows, `--stacks sum` with 4, 10 and 50 `--clients`, 550, 220 and 44
+`--candidates`, and a `--limit` of 3875, 7625 and 32500.
 """
 
 from __future__ import annotations
@@ -329,6 +339,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--shadows", type=int, default=64)
+    parser.add_argument("--public", type=int, default=1000, help="examples for update_membership")
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--minutes", type=float, default=10)
     options = parser.parse_args()
@@ -387,6 +398,8 @@ def run_cell(options: argparse.Namespace, cell: tuple[str, int, int, int], end: 
         plugin, parameters = ATTACKS[name]
         if plugin == "shadow_likelihood":
             parameters = {**parameters, "shadows": options.shadows}
+        if plugin == "update_membership":
+            parameters = {**parameters, "public": options.public}
         start = time.perf_counter()
         try:
             asked = [seen.ask(plugin, parameters, client) for client in attacked]

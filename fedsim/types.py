@@ -501,6 +501,9 @@ class Observation:
     """Seed of attacks: the scenario's `attack_seed`, from which no stream of clients follows."""
     releases: int = 1
     """Number of releases of the same images at the same weights whose mean `update` is."""
+    participants: tuple[int, ...] = ()
+    """Clients whose mean `update` is, ascending, as the server knows them at the aggregate vantage.
+    Empty elsewhere, and where recordings do not say."""
 
     @property
     def server(self) -> Manipulation:

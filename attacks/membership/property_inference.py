@@ -1,16 +1,21 @@
-"""Shares of classes in a client's data, by regression over shadow clients.
+"""Shares of classes, or of a table's columns, in clients' data, by regression over shadow clients.
 
-Shadow clients start at the observed weights and train on public examples, each with shares of
-classes of its own. A ridge regression of the shares on their updates is then applied to the
-observed one. Where a sum was observed, shadows are sums, and shares are those of all their clients.
+Shadow clients start at the observed weights and train on public examples, each with shares of its
+own. A ridge regression of the shares on their updates is then applied to the observed one. Where a
+sum was observed, shadows are sums, and shares are those of all their clients.
+
+Sums of several rounds also tell the shares of each client, if the clients that take part change. A
+sum's shares are the mean of its clients', so that a second regression, on who took part, takes them
+apart (PROLIN).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, final
+from typing import Annotated, ClassVar, Literal, Self, final
 
 import torch
-from pydantic import Field
+import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
@@ -28,17 +33,35 @@ _ENTRIES = 1 << 25
 
 @final
 class PropertyInference(DirectAttack):
-    """Answers the shares of classes among all examples that an update was computed from."""
+    """Answers shares of an update's examples, or of all data of each client that took part."""
 
     takes_rows: ClassVar[bool] = True
     needs: ClassVar[Grant] = Grant.least(public="test")
     paper: ClassVar[str] = (
         "Ateniese et al., Hacking Smart Machines with Smarter Ones, IJSN 2015; on updates: Melis, "
-        "Song, De Cristofaro and Shmatikov, Exploiting Unintended Feature Leakage, S&P 2019"
+        "Song, De Cristofaro and Shmatikov, Exploiting Unintended Feature Leakage, S&P 2019; "
+        "through sums: PROLIN, arXiv 2303.03908, 2023"
     )
 
     shadows: Annotated[int, Field(ge=8, le=4096)] = 128
     """Number of shadow clients, or of shadow sums where a sum was observed."""
+    of: Literal["update", "clients"] = "update"
+    """`update`: shares of classes in the batches of one update, of all clients of a sum together.
+    `clients`: shares in all data of each client of the last update, from all recorded rounds."""
+    columns: tuple[str, ...] = ()
+    """Columns of a table whose shares of categories, or mean of a quantity, are told instead of
+    classes. They need `of: clients`."""
+
+    @model_validator(mode="after")
+    def _columns_of_clients(self) -> Self:
+        if self.columns and self.of != "clients":
+            raise ValueError("columns are told of all data of clients; add `of: clients`")
+        return self
+
+    @property
+    def joins_rounds(self) -> bool:
+        """Whether recordings of all rounds are looked at together."""
+        return self.of == "clients"
 
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
@@ -49,21 +72,129 @@ class PropertyInference(DirectAttack):
         answer's `more`.
 
         Raises:
-            AttackFailed: public examples are without classes.
+            AttackFailed: public examples are without classes, a column is not there, or sums do not
+                tell clients apart.
             FedsimError: the clients' network cannot be trained at once.
         """
         images, labels = knowledge.public_images, knowledge.public_labels
         if images is None or labels is None:
             raise AttackFailed("shadows need public examples with their classes (public: test)")
-        classes = observation.model.num_classes
-        inputs = normalize(as_pixels(images), observation.model)
-        shares = _draw_shares(labels, classes, self.shadows * observation.num_clients, rng)
-        updates, shown = _train(observation, inputs, labels, shares, rng)
-        lost, answer = _regress(updates, shown, _direction(observation.update)[0])
-        # A regression knows no bounds. Where no positive share is left, all classes count alike.
-        answer = answer.clamp(min=0)
-        answer = answer / answer.sum() if bool(answer.sum()) else torch.ones(classes) / classes
-        return Reconstruction(more={"class_shares": answer.float()}, loss=lost, iterations=0)
+        inputs, kept = as_pixels(images), _entries_of(observation, self.columns)
+        values = (
+            inputs[:, kept] if self.columns else F.one_hot(labels, observation.model.num_classes)
+        )
+        public = _Public(inputs, labels.cpu(), values.cpu().double(), bool(self.columns))
+        if self.of == "update":
+            lost, answer = _of_update(observation, public, self.shadows, rng)
+            return _answer("class_shares", _as_distribution(answer), lost)
+        rounds = [seen for seen in knowledge.seen if seen.client == observation.client]
+        part, own = _participation(rounds or [observation])
+        each = [_of_update(seen, public, self.shadows, rng) for seen in rounds or [observation]]
+        sums = torch.stack([shares for _, shares in each])
+        # A sum of one client alone would have that client's shares.
+        shares = torch.stack([_regress(part, sums, alone)[1] for alone in _alone(part, own)])
+        lost = sum(error for error, _ in each) / len(each)
+        if not self.columns:
+            mixes = torch.stack([_as_distribution(mix) for mix in shares])
+            return _answer("client_class_shares", mixes, lost)
+        # Negative shares stand for columns that nobody asked for.
+        answer = torch.full((len(own), observation.model.input_shape[0]), -1.0)
+        answer[:, kept] = shares.clamp(0, 1).float()
+        return _answer("client_column_shares", answer, lost)
+
+
+class _Public:
+    """Holds public examples, and the values of which shadows' shares are the means."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor, values: Tensor, tilted: bool) -> None:
+        """Stores examples with `values` (N, E): one for each class, or a table's entries.
+
+        `tilted` says that shadows differ in random directions of values, and not in classes.
+        """
+        self.inputs, self.labels, self.values, self._tilted = inputs, labels, values, tilted
+
+    def draw_chances(self, count: int, rng: torch.Generator) -> Tensor:
+        """Returns chances (count, N) to be drawn of all examples, of as many shadow clients."""
+        if self._tilted:
+            spread = self.values.std(0).clamp(min=1e-9)
+            standard = (self.values - self.values.mean(0)) / spread
+            drawn = torch.randn(count, standard.shape[1], generator=rng, dtype=torch.float64)
+            # Exponential tilting moves the mean of each entry, up or down.
+            return torch.softmax(drawn @ standard.T, dim=1)
+        shares = _draw_shares(self.labels, self.values.shape[1], count, rng)
+        chances = shares / torch.bincount(self.labels, minlength=shares.shape[1]).clamp(min=1)
+        # Class k gets share k in all, whatever number of public examples it has.
+        return chances[:, self.labels]
+
+
+def _answer(part: str, shares: Tensor, lost: float) -> Reconstruction:
+    return Reconstruction(more={part: shares.float()}, loss=lost, iterations=0)
+
+
+def _as_distribution(shares: Tensor) -> Tensor:
+    """Returns shares (K,) that are positive and sum to 1."""
+    # A regression knows no bounds. Where no positive share is left, all classes count alike.
+    shares = shares.clamp(min=0)
+    return shares / shares.sum() if bool(shares.sum()) else torch.ones_like(shares) / len(shares)
+
+
+def _entries_of(seen: Observation, names: tuple[str, ...]) -> Tensor:
+    """Returns the indices of the entries of the columns `names`.
+
+    Raises:
+        AttackFailed: there is no such column.
+    """
+    columns = [column.name for column in seen.model.columns]
+    found: list[int] = []
+    place = 0
+    if unknown := [name for name in names if name not in columns]:
+        raise AttackFailed(f"columns: there is no column {unknown[0]!r} ({', '.join(columns)})")
+    for column in seen.model.columns:
+        if column.name in names:
+            found += range(place, place + column.width)
+        place += column.width
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _participation(rounds: list[Observation]) -> tuple[Tensor, list[int]]:
+    """Returns the weight of each client in each round (R, C), and the clients of the last round.
+
+    Clients of the last round are columns of the former.
+
+    Raises:
+        AttackFailed: recordings do not say who took part, or do not tell all clients apart.
+    """
+    taking_part = [seen.participants or (seen.client,) for seen in rounds]
+    if any(len(who) != seen.num_clients for who, seen in zip(taking_part, rounds, strict=True)):
+        raise AttackFailed(
+            "who took part in a sum is not recorded; observe the server of a stack that shows sums"
+        )
+    clients = sorted({client for who in taking_part for client in who})
+    part = torch.tensor(
+        [[(client in who) / len(who) for client in clients] for who in taking_part],
+        dtype=torch.float64,
+    )
+    rank = int(torch.linalg.matrix_rank(part).item())
+    if rank < len(clients):
+        raise AttackFailed(
+            f"{len(rounds)} sums of {len(clients)} clients tell {rank} of them apart: who takes "
+            "part changes too little; observe more rounds (observe.rounds), or have fewer clients "
+            "take part in each (federation.participation)"
+        )
+    return part, [clients.index(client) for client in sorted(taking_part[-1])]
+
+
+def _alone(part: Tensor, own: list[int]) -> Tensor:
+    """Returns rows of a participation matrix in which each client of `own` takes part alone."""
+    return torch.eye(part.shape[1], dtype=part.dtype)[own]
+
+
+def _of_update(
+    seen: Observation, public: _Public, shadows: int, rng: torch.Generator
+) -> tuple[float, Tensor]:
+    """Returns the error on shadows that are left out, and the shares (E,) of one update."""
+    updates, shown = _train(seen, public, shadows, rng)
+    return _regress(updates, shown, _direction(seen.update)[0])
 
 
 def _draw_shares(labels: Tensor, classes: int, count: int, rng: torch.Generator) -> Tensor:
@@ -76,17 +207,16 @@ def _draw_shares(labels: Tensor, classes: int, count: int, rng: torch.Generator)
 
 
 def _train(
-    seen: Observation, inputs: Tensor, labels: Tensor, shares: Tensor, rng: torch.Generator
+    seen: Observation, public: _Public, shadows: int, rng: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Returns unit updates (S, P) of shadows, and the shares (S, K) of what they trained on.
+    """Returns unit updates (S, P) of shadows, and the shares (S, E) of what they trained on.
 
-    `shares` (S n, K) are drawn for each of the n clients whose mean a shadow is.
+    A shadow is the mean of as many clients as the observed one.
     """
     training, model, clients = seen.training, rebuild(seen), seen.num_clients
     distinct = training.steps if training.batches == "different" else 1
-    chances = shares / torch.bincount(labels.cpu(), minlength=shares.shape[1]).clamp(min=1)
-    # Class k gets share k in all, whatever number of public examples it has.
-    chances = chances[:, labels.cpu()]
+    inputs = normalize(public.inputs, seen.model)
+    chances = public.draw_chances(shadows * clients, rng)
     size = sum(value.numel() for value in seen.parameters.values())
     found, shown = [], []
     # A part is a multiple of the clients, so that those of one sum stay together.
@@ -94,8 +224,8 @@ def _train(
         batches, drawn = [], []
         for _ in range(distinct):
             chosen = torch.multinomial(part, training.batch_size, True, generator=rng)
-            batches.append((inputs[chosen], labels[chosen]))
-            drawn.append(labels[chosen])
+            batches.append((inputs[chosen], public.labels[chosen]))
+            drawn.append(chosen)
         start = {n: value.expand(len(part), *value.shape) for n, value in seen.parameters.items()}
         made = local_updates(
             model, start, seen.buffers, batches * (training.steps // distinct), training
@@ -106,7 +236,7 @@ def _train(
         # Shares of what was drawn and not of what it was drawn from: batches are small, and the
         # update depends on the former.
         all_drawn = torch.cat(drawn, 1).view(len(part) // clients, -1)
-        shown.append(torch.nn.functional.one_hot(all_drawn, shares.shape[1]).double().mean(1))
+        shown.append(public.values[all_drawn].mean(1))
     return torch.cat(found), torch.cat(shown)
 
 
@@ -124,11 +254,11 @@ def _regress(updates: Tensor, shares: Tensor, observed: Tensor) -> tuple[float, 
     # In the dual form: the matrix to invert has the size of the shadows, not of the entries.
     gram, target = centered @ centered.T, shares - center
     inner = centered @ (observed - mean)
+    # Equal rows, as of one client in all rounds, leave the mean: 0 would not be inverted.
+    size = gram.diagonal().mean().clamp(min=1e-30)
     best: tuple[float, Tensor] | None = None
     for ridge in _RIDGES:
-        inverse = torch.linalg.inv(
-            gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-        )
+        inverse = torch.linalg.inv(gram + ridge * size * torch.eye(len(gram), dtype=gram.dtype))
         weights = inverse @ target
         # Leaving one out changes its residual to α_i / (A^-1)_ii, as in any ridge regression.
         lost = float((weights / inverse.diagonal()[:, None]).abs().mean())

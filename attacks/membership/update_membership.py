@@ -52,7 +52,9 @@ class UpdateMembership(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the sum over rounds of each candidate's score, over the root of their number.
+        """Returns the sum over rounds of each candidate's score, scaled to about unit spread.
+
+        Sums count by the share of the clients asked about that are part of them.
 
         The loss is the mean negative log-likelihood of an entry of the updates.
 
@@ -67,15 +69,30 @@ class UpdateMembership(DirectAttack):
             labels = torch.cat([labels, knowledge.public_labels[: self.public]])
         total = torch.zeros(len(candidates.labels), dtype=torch.float64)
         rounds = candidates.of_victim(observation)
-        losses = []
+        losses, square = [], 0.0
         for seen in rounds:
+            weight = _shared(seen, observation)
+            if not weight:
+                continue
             scores, loss = _score(seen, inputs, labels, len(total))
-            total += scores
+            total += weight * scores
+            square += weight**2
             losses.append(loss)
         # Scores of those that took no part have about unit spread, and the root keeps it so.
         return Reconstruction(
-            membership=total / math.sqrt(len(rounds)), loss=sum(losses) / len(losses), iterations=0
+            membership=total / math.sqrt(square), loss=sum(losses) / len(losses), iterations=0
         )
+
+
+def _shared(seen: Observation, asked: Observation) -> float:
+    """Returns the share of the clients asked about, those of `asked`, that are part of `seen`.
+
+    A candidate's score rises by that share on average, and its spread does not, so that this is the
+    weight of `seen` which tells most. It is 1 where recordings do not say who took part.
+    """
+    if not (seen.participants and asked.participants):
+        return 1.0
+    return len({*seen.participants} & {*asked.participants}) / len(asked.participants)
 
 
 def _score(seen: Observation, inputs: Tensor, labels: Tensor, asked: int) -> tuple[Tensor, float]:

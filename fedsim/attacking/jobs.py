@@ -131,14 +131,14 @@ def asked_about(
 ) -> Iterator[Observation]:
     """Yields the recordings of a stack that `attack` is asked about, in their order.
 
-    They are all, but for attacks on updates that are asked of candidates: these look at the
-    recordings of all rounds together, and are asked once of each watcher and client, at its last.
+    They are all, but for attacks on updates that join rounds: these look at the recordings of all
+    rounds together, and are asked once of each watcher and client, at its last.
     """
     kept = list(recorded)
     last = {(seen.vantage, seen.client): seen.id for seen in kept if seen.payload == "update"}
     for seen in kept:
         # None: no update was recorded there, and each recording is a question of its own.
-        if not attack.asked_of_candidates or last.get((seen.vantage, seen.client)) in (
+        if not attack.joins_rounds or last.get((seen.vantage, seen.client)) in (
             None,
             seen.id,
         ):

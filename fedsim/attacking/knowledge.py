@@ -119,8 +119,18 @@ def hand_over_candidates(
         # Copies, so that no attack can write into the truth that it is scored by.
         inputs=secret[CANDIDATE_INPUTS].to(device, copy=True),
         labels=secret[CANDIDATE_LABELS].to(device, copy=True),
-        seen=tuple(_withhold(each, granted) for each in seen) or (observation,),
+        seen=hand_over_rounds(observation, granted, seen),
     )
+
+
+def hand_over_rounds(
+    observation: Observation, granted: Grant, seen: Sequence[Observation]
+) -> tuple[Observation, ...]:
+    """Returns what the watcher of `observation` saw, as far as it is granted.
+
+    Arguments are as above.
+    """
+    return tuple(_withhold(each, granted) for each in seen) or (observation,)
 
 
 _AT_BOUND = 1 - 1e-6

@@ -140,8 +140,8 @@ def _find(
 def _others(
     attack: Attack[AttackState], observation: Observation, path: Path | None
 ) -> tuple[Observation, ...]:
-    """Returns what the watcher saw beside a recording at `path`, for attacks on candidates."""
-    if path is None or not attack.asked_of_candidates or observation.payload != "update":
+    """Returns what the watcher saw beside a recording at `path`, for attacks that join rounds."""
+    if path is None or not attack.joins_rounds or observation.payload != "update":
         return ()
     seen = files.load_beside(path, observation)
     device = next(iter(observation.parameters.values())).device

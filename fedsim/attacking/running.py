@@ -243,7 +243,7 @@ class _AskedJob:
         # Theory speaks of what was released, also to an attack that is not told of the defenses.
         self.bound = observed_bound(observation) if attack.follows_tensor_rate else None
         seen: tuple[Observation, ...] = ()
-        if attack.asked_of_candidates and observation.payload == "update":
+        if attack.joins_rounds and observation.payload == "update":
             seen = load_beside(job.observation, observation)
         if job.blind:
             observation = hide_defenses(observation)

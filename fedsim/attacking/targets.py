@@ -17,6 +17,7 @@ from fedsim.attacking.knowledge import (
     Public,
     hand_over,
     hand_over_candidates,
+    hand_over_rounds,
     hand_over_row,
     remove_truncated,
 )
@@ -57,8 +58,8 @@ def questions(
         seed: Seed of the attack.
         public: Public data of the observation's run.
         restarts: Number of starting points of each question.
-        seen: Recordings of the same watcher up to this round, for attacks on updates that are asked
-            of candidates. Empty: it saw this one alone.
+        seen: Recordings of the same watcher up to this round, for attacks on updates that join
+            rounds. Empty: it saw this one alone.
 
     Raises:
         AttackFailed: the attack cannot read such an observation, or rows come without a truth.
@@ -74,6 +75,11 @@ def questions(
         if candidates and not attack.reads_truncated:
             candidates = replace(candidates, seen=tuple(map(remove_truncated, candidates.seen)))
         known = replace(known, candidates=candidates)
+    if attack.joins_rounds:
+        rounds = hand_over_rounds(observation, granted, seen)
+        if not attack.reads_truncated:
+            rounds = tuple(map(remove_truncated, rounds))
+        known = replace(known, seen=rounds)
     if not attack.reads_truncated:
         shown = remove_truncated(shown)
     yield Question(attack=attack, observation=shown, knowledge=known, seed=seed, restarts=restarts)

@@ -67,6 +67,15 @@ class Attack(Plugin, Generic[S]):
     """Whether it computes on the CPU wherever the observation lies. Many small problems in float64
     are slower on an accelerator; `solve` moves what they read, and what they answer back."""
 
+    @property
+    def joins_rounds(self) -> bool:
+        """Whether it looks at recordings of all rounds together.
+
+        It is then asked once of each watcher and client, at the last recording, and handed those up
+        to it (`Knowledge.seen`).
+        """
+        return self.asked_of_candidates
+
     def required(self) -> Grant:
         """Returns the grant that the attack needs with these parameters, by default `needs`."""
         return self.needs

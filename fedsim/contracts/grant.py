@@ -223,6 +223,9 @@ class Knowledge:
     """(P,) int64: classes of the public images; None where they were not recorded."""
     candidates: MembershipCandidates | None = None
     """Examples that are asked about where an update of a model is attacked; None if none are."""
+    seen: tuple[Observation, ...] = ()
+    """Recordings of the attacked stack at the attacked vantage up to the attacked round, which is
+    included, ordered by round and client. Set only for attacks that join rounds."""
     candidate: Tensor | None = None
     """(d + 1,) float64: the row of which is asked whether it took part. None if the question is
     what the missing row is, or if an update of a model is attacked."""

@@ -38,6 +38,25 @@ class Resources:
     """Path of the backbone's weights; None for those that torchvision has here, if any."""
 
 
+@dataclass(frozen=True)
+class HeldExamples:
+    """Names all examples that a client holds. A call returns inputs (pixels or rows) and labels.
+
+    Inputs are made at each call, and may be many.
+    """
+
+    read: Callable[[], tuple[Tensor, Tensor]]
+    """Function that a call is passed on to."""
+    labels: Tensor
+    """(n,) int64: their labels alone."""
+    classes: int
+    """Number of classes of the data; 0 if there are none."""
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Returns inputs (n, ...) and labels (n,) of all examples."""
+        return self.read()
+
+
 Aids = Mapping[str, Any]
 """Part of a target -> what it prepared for scores (`Target.prepare`)."""
 
@@ -191,7 +210,7 @@ class Target(Plugin):
         least = self.recognizable_from
         return value is not None and least is not None and self.ranking.gain(value, least) >= 0
 
-    def leave(self, batch: Truth, held: Callable[[], tuple[Tensor, Tensor]]) -> Tensor | None:
+    def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
         """Returns a tensor that a client leaves for the score; None if its batch is enough.
 
         The tensor becomes part of the client's own truth, which no attack gets to read. The default
@@ -199,8 +218,7 @@ class Target(Plugin):
 
         Args:
             batch: Batch that the update was computed from.
-            held: Function that returns inputs (pixels or rows) and labels of all that the client
-                holds.
+            held: All that the client holds.
         """
         return None
 

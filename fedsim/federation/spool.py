@@ -170,6 +170,8 @@ class MeanRelease:
     update: Update
     num_clients: int
     releases: int = 1
+    participants: tuple[int, ...] = ()
+    """Clients whose mean it is; empty of one client, and of several releases."""
 
 
 class Averages:

@@ -209,16 +209,16 @@ class TapGrid(WrappedGrid):
         is_recorded = [probe is not None or len(parts) == 1 for probe in parts]
         seen_alone = set(self._plan.singled)
 
-        def record(part: int, client: int, update: Update, num_clients: int) -> None:
+        def record(part: int, client: int, update: Update, who: Collection[int]) -> None:
             if is_recorded[part] and self._plan.is_observed:
                 # A recording holds the weights at which its update was computed.
                 self._parameters = trained if parts[part] is None else planted
-                self._record(client, update, parts[part], num_clients=num_clients)
+                self._record(client, update, parts[part], who)
                 self._parameters = trained
 
         def on_masked(client: int, vector: Ring) -> None:
             for part in range(len(parts)) if client in seen_alone else ():
-                record(part, client, layout.read_masked(vector, part), 1)
+                record(part, client, layout.read_masked(vector, part), [client])
 
         model = Model(
             parameters=self._arrays,
@@ -238,7 +238,7 @@ class TapGrid(WrappedGrid):
                     tally.say(f"secure aggregation: {error}")
                     opened, why = None, "malformed"
             for part, update in enumerate(updates):
-                record(part, -1, update, len(sum.arrived))
+                record(part, -1, update, sum.arrived)
         left_out = set(self._plan.participants) - set(sum.arrived)
         for probe in parts:
             if left_out and self._plan.is_observed:
@@ -459,15 +459,21 @@ class TapGrid(WrappedGrid):
                 "must keep them"
             )
         if record:
-            self._record(-1, combined, probe, num_clients=len(clients))
+            self._record(-1, combined, probe, clients)
             asked_too = self._plan.observed
             self._tell_left_out(probe, set(asked_too) - set(clients))
         return combined
 
     def _record(
-        self, client: int, update: Update, probe: Probe | None, *, num_clients: int = 1
+        self, client: int, update: Update, probe: Probe | None, who: Collection[int] = (0,)
     ) -> None:
-        seen = MeanRelease(client=client, update=update, num_clients=num_clients)
+        """Records an update; `who` are the clients whose mean it is if `client` is -1."""
+        seen = MeanRelease(
+            client=client,
+            update=update,
+            num_clients=len(who),
+            participants=tuple(sorted(who)) if client < 0 else (),
+        )
         if probe and self._server.scenario.observe.releases > 1:
             self._averages[probe.batch_size, probe.trial].add(seen)
         else:
@@ -486,6 +492,8 @@ class TapGrid(WrappedGrid):
                 releases=seen.releases,
                 watcher=watcher,
             )
+            if observation.vantage == "aggregate":
+                observation = replace(observation, participants=seen.participants)
             save_observation(observation, self._out)
 
     def _tell_left_out(self, probe: Probe | None, left_out: Collection[int]) -> None:

@@ -200,6 +200,10 @@ class RowGuesser:
         """Returns at most `max_rows` public rows (by default 10,000), evenly chosen: (P, D)."""
         return self._rows[:: -(-len(self._rows) // max_rows)]
 
+    def public_labels(self, max_rows: int = _POOL) -> Tensor:
+        """Returns the labels, (P,) int64, of the rows that `public(max_rows)` returns."""
+        return self._labels[:: -(-len(self._rows) // max_rows)]
+
     def count_copies(self, rows: Tensor) -> int:
         """Returns how many of the `rows` (N, D) equal a public one, to an L2 distance of 1e-6."""
         return int((torch.cdist(rows.double(), self._rows.double()) < _SAME_ROW).any(1).sum())

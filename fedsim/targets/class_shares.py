@@ -1,4 +1,7 @@
-"""Scores a property of a client's data: the share of each class in what an update is of."""
+"""Scores the share of each class in the batches that an update was computed from.
+
+Those among all data of a client are `client_class_shares`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def class_share_error(claimed: Tensor, truth: Tensor) -> float:
 
 
 class ClassShares(Target):
-    """Shares of the classes among all examples that the clients of an update trained on."""
+    """Shares of the classes in the batches behind one update, of all its clients together."""
 
     part: ClassVar[str] = "class_shares"
     noun: ClassVar[str] = "class shares"
@@ -42,8 +45,8 @@ class ClassShares(Target):
             unit="share",
             larger_leaks=False,
             heading="class mix",
-            meaning="share of the client's examples whose class would have to change for the "
-            "answered shares of classes to be right",
+            meaning="share of the examples behind an update whose class would have to change for "
+            "the answered shares of classes to be right",
         ),
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.learner import Computation, LabelledBatches, Request
-from fedsim.contracts.target import targets
+from fedsim.contracts.target import HeldExamples, targets
 from fedsim.data import batches
 from fedsim.training.candidates import CandidateSplit
 from fedsim.training.inputs import digest
@@ -149,7 +149,9 @@ class Client:
         """Adds to `truth` what installed targets ask a client to leave besides its batch."""
         if truth is None:
             return None
-        left = {part: target.leave(truth, self.held) for part, target in targets().items()}
+        data = self.dataset
+        held = HeldExamples(self.held, data.train_labels[self.own], len(data.classes or ()))
+        left = {part: target.leave(truth, held) for part, target in targets().items()}
         more = {name: each for name, each in left.items() if each is not None}
         if self.candidates is not None:
             inputs, labels = self.dataset.examples_at(self.candidates.examples)

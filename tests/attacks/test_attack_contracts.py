@@ -160,7 +160,10 @@ CASES: dict[str, list[Case]] = {
         (OfAKernelModel, {}),
     ],
     "patch_inversion": [(OnATransformerAlone, {})],
-    "property_inference": [(AttackContract, {"shadows": 8})],
+    "property_inference": [
+        (AttackContract, {"shadows": 8}),
+        (AttackContract, {"shadows": 8, "of": "clients"}),
+    ],
     "row_reconstruction": [
         (RowAttackContract, {"iterations": 20}),
         (OfCoefficients, {"iterations": 20, "prior": "ranges"}),

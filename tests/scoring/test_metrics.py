@@ -65,6 +65,13 @@ def pairs(what: str) -> tuple[ScoredPair, ScoredPair, ScoredPair | None]:
             ScoredPair(claimed=truth.flip(0), truth=truth),
             None,
         )
+    if what in ("client_class_shares", "client_column_shares"):
+        truth = torch.tensor([[0.7, 0.3], [0.1, 0.9]])
+        return (
+            ScoredPair(claimed=truth, truth=truth),
+            ScoredPair(claimed=truth.flip(1), truth=truth),
+            None,
+        )
     if what == "class_shares":
         truth = torch.tensor([0.7, 0.3])
         return (
@@ -94,7 +101,7 @@ CASES = [
     for part, target in targets().items()
     for metric in target.metrics
     # Ends of intervals and counts stand beside a metric, and are none.
-    if not metric.name.endswith(("_low", "_high", "_others", "_beyond_chance"))
+    if not metric.name.endswith(("_low", "_high", "_others", "_members", "_beyond_chance"))
 ]
 CASES.append((Rows.classes, "classes"))
 

@@ -1,12 +1,22 @@
 """Shares of classes read from updates by shadows, on data whose shares are known."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
+import fedsim
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.metric import ScoringError
 from fedsim.targets.class_shares import ClassShares, class_share_error
+from fedsim.targets.client_shares import (
+    ClientClassShares,
+    ClientColumnShares,
+    client_class_error,
+    client_column_error,
+)
 from fedsim.testing.cases import make_observation
 from fedsim.types import GroundTruth, LocalTraining
 from fedsim_attacks.membership.property_inference import PropertyInference, _regress
@@ -54,6 +64,97 @@ def test_a_sum_tells_the_shares_of_all_its_clients_together(known):
     answer = solve(PropertyInference(), observation, known, seed=0).reconstruction
     found = ClassShares().answer_of(answer)
     assert class_share_error(found, ClassShares().truth_of(truth)) < 0.15
+
+
+def sums(pairs, shares=((36, 2, 2), (2, 36, 2), (2, 2, 36))):
+    """Sums of these pairs of clients, and the classes of each client as shares (3, 4)."""
+    stream = torch.Generator().manual_seed(0)
+    own = [torch.arange(3).repeat_interleave(torch.tensor(each)) for each in shares]
+    found = []
+    for number, pair in enumerate(pairs, 1):
+        labels = torch.cat([own[k][torch.randperm(BATCH, generator=stream)] for k in pair])
+        seen, truth = observe(labels, defense=[{"name": "aggregate"}], num_clients=2)
+        found.append(replace(seen, round=number, client=-1, participants=pair))
+    true = torch.stack([torch.bincount(each, minlength=CLASSES) / BATCH for each in own])
+    return tuple(found), truth, true
+
+
+def test_each_clients_shares_are_told_apart_by_who_takes_part(known):
+    rounds, truth, true = sums([(0, 1), (1, 2), (0, 2)])
+    known = replace(known, seen=rounds)
+    answer = solve(PropertyInference(of="clients"), rounds[-1], known, seed=0).reconstruction
+    target = ClientClassShares()
+    found, left = target.answer_of(answer), replace(truth, more={target.part: true[[0, 2]]})
+    target.check(found, left)
+    assert client_class_error(found, true[[0, 2]]).max() < 0.25
+    # The two stand in the order of the clients, and the mean of all would be far from either.
+    assert client_class_error(found.flip(0), true[[0, 2]]).min() > 0.5
+    assert client_class_error(true.mean(0).expand(2, -1), true[[0, 2]]).min() > 0.5
+
+
+@pytest.mark.parametrize("pairs", [[(0, 1)], [(0, 1)] * 4, [(0, 1), (0, 2)]], ids=str)
+def test_clients_that_sums_do_not_tell_apart_are_refused(pairs, known):
+    rounds, *_ = sums(pairs)
+    with pytest.raises(AttackFailed, match=r"tell \d of them apart.*participation"):
+        solve(PropertyInference(of="clients"), rounds[-1], replace(known, seen=rounds), seed=0)
+
+
+def test_sums_of_unknown_clients_are_refused(known):
+    seen = replace(sums([(0, 1)])[0][0], participants=())
+    with pytest.raises(AttackFailed, match="who took part in a sum is not recorded"):
+        solve(PropertyInference(of="clients"), seen, replace(known, seen=(seen,)), seed=0)
+
+
+def test_a_column_that_is_not_there_is_refused(known):
+    with pytest.raises(ValueError, match="add `of: clients`"):
+        PropertyInference(columns=("sex",))
+    attack = PropertyInference(of="clients", columns=("sex",))
+    with pytest.raises(AttackFailed, match="there is no column 'sex'"):
+        solve(attack, observe(torch.arange(BATCH) % CLASSES)[0], known, seed=0)
+
+
+def test_columns_of_a_table_and_all_data_of_a_client_are_scored(tmp_path):
+    scenario = {
+        "name": "columns",
+        "seed": 3,
+        "data": {"source": "breast_cancer", "clients": 3, "partition": _SKEW},
+        "model": {"name": "mlp", "hidden": [8]},
+        "training": {"rounds": 10, "local": {"steps": 4, "batch_size": 20, "lr": 0.1}},
+        "federation": {"participation": 0.67},
+        "defenses": {"none": [], "sum": ["aggregate"]},
+        "attacks": [
+            {"name": "property_inference", "label": "mix", "of": "clients", "shadows": 32},
+            {"name": "property_inference", "of": "clients", "columns": ["worst radius"]},
+        ],
+        "observe": {"rounds": list(range(1, 11)), "clients": "all"},
+        "knowledge": {"public": "test"},
+    }
+    fedsim.run(scenario, out=tmp_path, workers=1)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    found = {(r["defense"]["name"], r["attack"]["label"]): r for r in rows if r["vantage"] != ""}
+    # All rounds are one question, at the last of them.
+    summed = [row for row in rows if row["defense"]["name"] == "sum"]
+    assert len(summed) == 2
+    for row in rows:
+        assert row["status"] == "ok", row["reason"]
+    for label, name in (("mix", "client_class_error"), (_LABEL, "client_column_error")):
+        row = found["sum", label]
+        assert row["metrics"][name] < row["baseline"][name]
+
+
+_LABEL = "property_inference"
+_SKEW = {"name": "dirichlet", "alpha": 0.3}
+
+
+def test_columns_that_nobody_answered_do_not_count():
+    claimed, true = torch.tensor([[-1, 0.5, 0.1]]), torch.tensor([[0.9, 0.3, 0.1]])
+    assert client_column_error(claimed, true).tolist() == pytest.approx([0.1])
+    truth = GroundTruth(
+        images=torch.zeros(1, 3), labels=torch.zeros(1), more={"client_column_shares": true}
+    )
+    ClientColumnShares().check(claimed, truth)
+    with pytest.raises(ScoringError, match="no column is answered"):
+        ClientColumnShares().check(torch.full((1, 3), -1.0), truth)
 
 
 def test_public_examples_without_classes_are_refused(known):

@@ -78,6 +78,26 @@ def test_members_without_a_defense_are_told_exactly(algorithm: Algorithm, steps:
     assert found is not None and membership_auc(found, members) == 1.0
 
 
+def test_sums_count_by_the_share_of_the_clients_asked_about_in_them() -> None:
+    """A round without any of them says nothing of them, and one of half of them half as much."""
+    own, knowledge, _ = asked(30, 30)
+    other, *_ = asked(0, 60)
+    whole = replace(own, client=-1, participants=(0, 1))
+    assert knowledge.candidates is not None
+
+    def scores(*seen: Observation) -> Tensor:
+        candidates = replace(knowledge.candidates, seen=seen)  # type: ignore[type-var]
+        known = replace(knowledge, candidates=candidates)
+        found = solve(UpdateMembership(), whole, known, 0).reconstruction.membership
+        assert found is not None
+        return found
+
+    alone, half = scores(whole), replace(other, client=-1, participants=(1, 2))
+    absent = replace(half, participants=(2, 3))
+    torch.testing.assert_close(scores(absent, whole), alone)
+    torch.testing.assert_close(scores(half, whole), (2 * alone + scores(half)) / 5**0.5)
+
+
 def test_without_members_the_scores_know_nothing() -> None:
     observation, knowledge, _ = asked(0, 400)
     found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership

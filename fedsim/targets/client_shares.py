@@ -1,0 +1,145 @@
+"""Scores properties of all that a client holds: shares of classes, and of a table's columns.
+
+`class_shares` is of the batches behind one update. These are of the client's data, whichever of
+them an update was computed from.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.metric import Metric, ScoringError, ordered
+from fedsim.contracts.target import Aids, GuessRequest, HeldExamples, Resources, Target, TargetGuess
+from fedsim.types import Truth
+
+
+def client_class_error(claimed: Tensor, truth: Tensor) -> Tensor:
+    """Returns the total variation distance (n,) of each client's shares (n, K) from the true ones.
+
+    It is the share of the client's examples whose class would have to change.
+    """
+    return (claimed.double() - truth.double()).abs().sum(1) / 2
+
+
+def client_column_error(claimed: Tensor, truth: Tensor) -> Tensor:
+    """Returns the mean distance (n,) of each client's entries (n, D) from the true ones.
+
+    Entries are shares of categories, or means of quantities over their ranges. Those that are
+    negative in `claimed` were not asked for and do not count.
+    """
+    answered = claimed >= 0
+    return ((claimed.double() - truth.double()).abs() * answered).sum(1) / answered.sum(1)
+
+
+class _ClientMeans(Target):
+    """Means over all examples of each client that took part, in the order of the clients."""
+
+    ranks_by: ClassVar[Any] = "own"
+    leaks: ClassVar[float] = 0.05
+    works: ClassVar[float | None] = 0.1
+
+    def prepare(self, resources: Resources) -> Any:
+        """Returns the means (E,) over public examples; None where there are none."""
+        guesser = resources.guesser
+        if guesser is None:
+            return None
+        return self.means_of(guesser.public(), guesser.public_labels(), None)
+
+    def means_of(self, inputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:
+        """Returns the means (E,) over examples; None if the target does not know such ones.
+
+        Args:
+            inputs: (N, ...) uint8, or entries on [0, 1].
+            labels: (N,) int64.
+            classes: Number of classes; None: as many as `labels` need.
+        """
+        raise NotImplementedError
+
+    def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
+        """Returns the score of the public examples' means for every client.
+
+        It is None if no shares were answered, or nothing is public.
+        """
+        answer = None if request.found is None else self.answer_of(request.found)
+        public, true = aids.get(self.part), self.truth_of(request.truth)
+        if answer is None or public is None or true is None or answer.shape != true.shape:
+            return None
+        means = torch.zeros(true.shape[1], dtype=torch.float64)
+        means[: len(public)] = public
+        guessed = torch.where(answer < 0, answer.double(), means.expand(true.shape))
+        found = self.compare(guessed, request.truth, aids)
+        return TargetGuess(metrics=found.means(), per_image=found.per_image())
+
+
+class ClientClassShares(_ClientMeans):
+    """Shares of the classes among all examples of each client of an update."""
+
+    part: ClassVar[str] = "client_class_shares"
+    noun: ClassVar[str] = "clients’ class shares"
+    singular: ClassVar[str] = "client’s class share"
+    order: ClassVar[float] = 6.1
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="client_class_error",
+            compute=ordered(client_class_error),
+            unit="share",
+            larger_leaks=False,
+            heading="client mix",
+            meaning="share of all that a client holds whose class would have to change for the "
+            "answered shares of classes to be right",
+        ),
+    )
+
+    def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
+        """Leaves the shares (1, K) of classes among all that the client holds; None of rows."""
+        if "labels" not in batch.tensors() or not held.classes:
+            return None
+        return self.means_of(held.labels, held.labels, held.classes)[None]
+
+    def means_of(self, inputs: Tensor, labels: Tensor, classes: int | None) -> Tensor:
+        """Returns the shares (K,) of the classes."""
+        return torch.bincount(labels.cpu(), minlength=classes or 0).double() / len(labels)
+
+
+class ClientColumnShares(_ClientMeans):
+    """Shares of categories, or means of quantities, in columns of each client's table."""
+
+    part: ClassVar[str] = "client_column_shares"
+    noun: ClassVar[str] = "clients’ column shares"
+    singular: ClassVar[str] = "client’s column share"
+    order: ClassVar[float] = 6.2
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="client_column_error",
+            compute=ordered(client_column_error),
+            unit="share",
+            larger_leaks=False,
+            heading="client columns",
+            meaning="distance of an answered share of a category among a client’s rows, or of a "
+            "quantity’s mean over its range, from the true one",
+        ),
+    )
+
+    def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
+        """Leaves the means (1, D) of all entries of the client's rows; None without a table."""
+        # Only a network's batch of a table has columns; pixels of images would take memory.
+        if "columns" not in batch.tensors():
+            return None
+        return held()[0].double().mean(0)[None]
+
+    def means_of(self, inputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:
+        """Returns the means (D,) of the entries of rows; None of images."""
+        return inputs.double().mean(0) if inputs.ndim == 2 else None
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses answers of another shape, or that are not finite; negative ones are none.
+
+        Raises:
+            ScoringError: the answer is so, or answers nothing at all.
+        """
+        super().check(answer, truth)
+        if bool((answer < 0).all(1).any()):
+            raise ScoringError("client_column_shares: no column is answered")
