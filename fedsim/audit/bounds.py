@@ -64,8 +64,8 @@ def threshold_bound(
         confidence: in (0, 1), that the bound is right.
 
     Raises:
-        FedsimError: an argument is out of its range, a score is NaN, or a world has fewer than
-            `LEAST_DRAWS` scores.
+        FedsimError: an argument is out of its range, a score is NaN, or a world has fewer than 100
+            scores (`LEAST_DRAWS`).
 
     >>> rng = np.random.default_rng(0)
     >>> absent, present = rng.normal(0, 1, 10**5), rng.normal(2, 1, 10**5)

@@ -70,7 +70,8 @@ def audit(
         mechanism: its name in the privacy calculator.
         keys: keys of its experiment; `sabotage` multiplies the noise, unknown to the claim.
         delta: δ in (0, 1) at which ε is claimed.
-        draws: releases of each world, or the canaries of one run. By default as `DRAWS` says.
+        draws: releases of each world, by default 1,000,000; of `one_run` its canaries, by default
+            10,000 (`DRAWS`).
         confidence: in (0, 1), that a true claim is not refuted.
         seed: of the draws; the same seed gives the same verdict.
         method: two worlds, or one run of the mechanism on `draws` independent rows.

@@ -133,7 +133,7 @@ def choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
 
     A look is a weighted sum of features, the larger the likelier with the canary. It is chosen on
     the first half of each world's trials, so that a bound may count the second halves alone. Where
-    a half has fewer than `LEAST_DRAWS` trials, it is the first feature.
+    a half has fewer than 100 trials (`LEAST_DRAWS`), it is the first feature.
 
     Args:
         absent: (n, F) `Looks.features` of trials without the canary.

@@ -115,7 +115,8 @@ def _entry_points() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 def names(group: str) -> tuple[str, ...]:
     """Returns the names registered in `group`, sorted, and loads nothing.
 
-    `group` is one of `GROUPS`, such as `fedsim.attacks`, here and below.
+    `group` is one of `GROUPS`, here and below: `fedsim.` with `attacks`, `defenses`, `learners`,
+    `models`, `data`, `engines`, `mechanisms` or `targets`.
     """
     return tuple(sorted(_entry_points()[group]))
 

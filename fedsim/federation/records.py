@@ -32,7 +32,8 @@ class RoundRecord:
     test_accuracy: float | None
     """Accuracy on the test data, in [0, 1]; None in rounds that are not evaluated."""
     failures: Mapping[str, int]
-    """Number of updates that were left out, for each of `REASONS`."""
+    """Number of updates that were left out, for each of `REASONS`: `client_error`, `late`,
+    `malformed`, `non_finite` and `too_few`."""
     details: tuple[str, ...]
     """One short line per failure (of a probe, too), at most 20."""
     zero_updates: int

@@ -28,7 +28,7 @@ class Screening:
     """The answer, also if it is left out for holding NaN or infinity; None if it could not be
     read."""
     reason: str | None = None
-    """One of `REASONS`; None if the answer is accepted."""
+    """One of `records.REASONS`, such as `late`; None if the answer is accepted."""
     text: str = ""
     """Explanation of the reason, for the record."""
 

@@ -75,7 +75,8 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
 
     Raises:
         FedsimError: There is no such strategy or parameter; the text names the nearest one. Or a
-            value is wrong or missing, or the strategy is one of `REFUSED`.
+            value is wrong or missing, or the strategy would not do here what its name says
+            (`REFUSED`: FedProx and those of trees).
     """
     if name in REFUSED:
         raise FedsimError(f"federation.strategy: {name} is not supported: {REFUSED[name]}")

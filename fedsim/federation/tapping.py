@@ -64,7 +64,8 @@ def tap(
     Args:
         target: The grid or the strategy of a ServerApp.
         out: The folder; each run of the app gets its own in it, `run-<id>`.
-        rounds: Rounds that are recorded, counted from 1; default all.
+        rounds: Rounds that are recorded, counted from 1; default all. Where orders do not name
+            their round, batches of orders to train are counted.
         clients: Maximum number of clients recorded, those that are asked first; default all.
         max_gib: Maximum size of a run on disk, in GiB; what does not fit is left out and counted.
 
@@ -102,7 +103,8 @@ def client_tap(
 
     Args:
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
-        rounds: Rounds that are recorded, counted from 1; default all.
+        rounds: Rounds that are recorded, counted from 1; default all. Where orders do not name
+            their round, orders to train are counted.
         max_gib: Maximum size of a run on disk, in GiB; what does not fit is left out and counted.
 
     Raises:

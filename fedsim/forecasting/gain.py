@@ -438,8 +438,7 @@ class Estimate:
     """The expected gain of one plan, and what it is made of."""
 
     gain: float
-    """Gain of attacks that match gradients or read a closed form: dB over the guess, 0 to
-    `MOST_GAIN`."""
+    """Gain of attacks that match gradients or read a closed form: dB over the guess, 0 to 50."""
     stall: float
     """t_s, 0 to 1: share of the way from truth to guess at which descents stall."""
     unfinished: float | None
@@ -489,7 +488,7 @@ def _mean_gain(errors: Sequence[float]) -> float:
 
 
 def gain_of(error: float) -> float:
-    """Returns the gain, -10 log10(`error`) dB, kept from 0 to `MOST_GAIN`.
+    """Returns the gain, -10 log10(`error`) dB, kept from 0 to 50 (`MOST_GAIN`).
 
     `error` is an attack's mean squared error over the guess's; 1 or more gains nothing.
     """

@@ -33,6 +33,7 @@ class Indicator:
     number: float | None
     """The value as a number; None where it is a word."""
     helps: Advantage
+    """Side that the property helps: `attacker`, `client` or `neither`."""
     why: str
     """Why the property helps that side, in a clause."""
 

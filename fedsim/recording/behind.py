@@ -43,7 +43,7 @@ class WorkQueue:
         Args:
             job: Work to do. Its exceptions are lost: it has to report its failures itself.
             size: Number of bytes that are held until the job is done. One job may be larger than
-                what the queue takes (`MOST_BYTES` by default), and then waits alone.
+                what the queue takes (512 MiB by default), and then waits alone.
         """
         with self._changed:
             while self._bytes and self._bytes + size > self._most:

@@ -64,8 +64,8 @@ def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> Deployed
 def plain_value(value: object) -> bool | int | float | str | None:
     """Returns a number, truth value or text as JSON can hold it; None for anything else.
 
-    Texts are cut to `LONGEST` characters. Infinite numbers and NaN become texts, since JSON has
-    neither.
+    Texts are cut to 200 characters (`LONGEST`). Infinite numbers and NaN become texts, since JSON
+    has neither.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

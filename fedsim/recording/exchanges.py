@@ -102,7 +102,7 @@ class Exchange(BaseModel):
     def number(self, key: str) -> float | None:
         """Returns the first number called `key` in a record of the metrics; None if there is none.
 
-        Numbers beyond `LARGEST` are passed over, since a client may state anything.
+        Numbers beyond 1e100 are passed over, since a client may state anything.
         """
         for record in self.metrics.values():
             value = record.get(key)
@@ -241,8 +241,8 @@ class Recorder:
         """Keeps what the app consists of, outermost first; parts that were noted are replaced.
 
         `kind` is `strategies` (the server's) or `mods` (a client's). Mods that differ from those
-        noted before are counted like what is left out, under the reason `CHANGED`. A strategy's
-        settings change with its state, and are not counted.
+        noted before are counted like what is left out, under a reason of their own (`CHANGED`). A
+        strategy's settings change with its state, and are not counted.
         """
         before = self._parts.get(kind)
         if before != list(parts):

@@ -43,6 +43,7 @@ class Series:
     """Number of the color: 0 for the undefended stack, then 1, 2, and so on. Those beyond the last
     color share one."""
     points: Sequence[Point]
+    """(x, y) of each point, in the units of the axes."""
     shape: Literal["dots", "line", "steps"] = "dots"
     label: str = ""
     """Text beside the last point."""

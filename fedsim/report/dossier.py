@@ -152,7 +152,8 @@ SOURCE = (
 class Coverage(NamedTuple):
     """Says whether a run has measured one of the attackers, and how that is known.
 
-    The attackers are those that `SOURCE` names A to H.
+    The attackers are those that Carletti et al. (`SOURCE`) name A to H. `has` says in words what
+    the attacker has, and `reason` why the extent is as it is.
     """
 
     letter: str

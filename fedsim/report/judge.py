@@ -109,6 +109,8 @@ class Control:
     subject: str
     """`LeaderboardRow.subject` of its rows."""
     status: ControlStatus
+    """`passed`, `failed`, `broken` (an attack crashed or refused, and no other worked), or `absent`
+    (without an undefended stack)."""
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
     metric: str | None = None
@@ -192,7 +194,11 @@ class Verdict:
     stack: str
     undefended: bool
     level: Level
+    """How badly the defense leaks: that of `level_of`, `invalid` where the control did not pass, or
+    the part of another target that leaks, such as `labels`."""
     finding: Finding
+    """What the attacker gets: `recognizable`, `colors only`, `features`, the part of another
+    target, `some trials`, `undecided`, `nothing`, `failed`, `unknown` or `no answer`."""
     besides: tuple[Leaking, ...]
     """What leaks for certain besides the `finding`; empty where the finding is no leak."""
     strongest: LeaderboardRow
@@ -230,7 +236,9 @@ class Verdict:
     """Whether labels were recovered where nothing else has an answer: that needs no control."""
     costs: Costs
     reliance: Reliance
+    """Whether to rely on the defense: `rely`, `do not rely` or `not shown`."""
     reason: Statement
+    """Why the reliance is as it is."""
     cautions: tuple[Statement, ...]
     """What to know before the verdict is believed."""
     untried: tuple[Statement, ...]

@@ -86,8 +86,10 @@ def image_gains(row: ResultRow) -> list[tuple[float, float]]:
     """Returns (PSNR, gain in dB) of each image of a trial that has an answer and a control.
 
     The gain is the lesser of those over the image's own guess and over the same image as drawn from
-    another update. Where rows do not say these per image, the gain is the PSNR less the trial's
-    mean guess and less `WITHIN`. The list is empty without an answer, a guess or a control.
+    another update; images that lack either are left out. Where rows do not say these per image, the
+    gain is the PSNR less the trial's mean guess and less 14 dB (`WITHIN`). Then the trial's mean
+    has to exceed guess and control, or the list is empty. It is empty without an answer, a guess or
+    a control, too.
     """
     values = (row.per_image or {}).get("psnr", [])
     guess, other = value_of(row.baseline, "psnr"), value_of(row.other_update, "psnr")

@@ -156,7 +156,7 @@ def plates_of(
     All rows of one comparison, batch size and round show the same image first, so that defenses
     can be compared. It is the median image of the median trial of the first of these rows, which
     is undefended where one is. A row that did not attack that image shows its own median trial. The
-    strongest attacks come first, until the page has `PIXELS` pixels.
+    strongest attacks come first, until the page has 2^20 pixels (`PIXELS`).
     """
     scored = scored_trials(runs)
     victims: dict[tuple[object, ...], str | None] = {}

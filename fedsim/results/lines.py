@@ -284,8 +284,9 @@ class ResultRow(RowPart):
     """Holds a line of `results.jsonl`: one attack on one observed update.
 
     `vantage`, `round`, `client` and `trial` are those of the `Observation`; `client` is -1 where
-    clients were combined. `reason` says why nothing was scored; else it is None. Parts of a row are
-    None where it does not state them.
+    clients were combined. `status` is `ok`, `failed`, `unscored` (the truth is still elsewhere) or
+    `unseen` (the vantage shows no update). `reason` says why nothing was scored; else it is None.
+    Parts of a row are None where it does not state them.
     """
 
     scenario: str
@@ -508,7 +509,10 @@ class RoundRow(RowPart):
 
 
 class AuditRow(RowPart):
-    """Holds a line of `audit.jsonl`: what canaries showed of one stack's claim."""
+    """Holds a line of `audit.jsonl`: what canaries showed of one stack's claim.
+
+    `method` is `two_worlds` or `one_run`, see `fedsim.scenario.model.Audit`.
+    """
 
     defense: str
     method: str

@@ -148,7 +148,7 @@ CONTROL = "control"
 def files_of(folder: Path, pattern: str) -> list[Path]:
     """Returns the sorted paths below `folder`, at any depth, that match the glob `pattern`.
 
-    What lies in a folder named `CONTROL` is left out.
+    What lies in a folder named `control` is left out: no client made it (`controls`).
     """
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]

@@ -102,6 +102,7 @@ class LocalSection(ScenarioSection):
     schedule: RateSchedule | None = None
     """Fall of `lr` over the rounds. Default: none."""
     mode: Mode = "train"
+    """Mode of the model, as of `fedsim.types.LocalTraining`; so are `batches`."""
     batches: Batches = "different"
     sampling: Sampling = "without_replacement"
     """How a client draws batches from its n examples. `without_replacement`: `batch_size` in each

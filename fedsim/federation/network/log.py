@@ -20,7 +20,7 @@ def older(path: Path) -> Path:
 
 
 class Log:
-    """Appends text to a file, which together with its predecessor has at most 2 LOG_BYTES."""
+    """Appends text to a file, which together with its predecessor has at most 16 MiB."""
 
     def __init__(self, path: Path) -> None:
         """Continues the file at `path`, or begins it."""

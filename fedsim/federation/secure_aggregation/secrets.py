@@ -183,8 +183,8 @@ def add_mask(vector: Ring, key: bytes, sign: int) -> None:
 def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
     """Splits a secret of 32 bytes into `holders` shares, of which any `needed` reveal it.
 
-    Fewer shares tell nothing of the secret. Shares are numbered from 1 in order, and a share of
-    `SHARE` bytes begins with its number.
+    Fewer shares tell nothing of the secret. Shares are numbered from 1 in order, and a share of 34
+    bytes (`SHARE`) begins with its number.
     """
     # Shamir's field has 128 bits: each half of the secret is shared by itself.
     halves = [
