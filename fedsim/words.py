@@ -128,9 +128,10 @@ _READABLE = 8
 
 
 def describe_value(value: object) -> str:
-    """Formats a parameter's value as JSON does, a computed number shortened to four digits.
+    """Formats a parameter's value as JSON does, but text without quotes.
 
-    A text stays as it is, without quotes.
+    A float that takes more than 8 characters counts as computed, and is rounded to four significant
+    digits, so that the value cannot be read back. What JSON cannot hold is quoted text.
     """
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return f"{value:.4g}" if isinstance(value, float) and len(text) > _READABLE else text

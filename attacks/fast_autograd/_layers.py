@@ -96,7 +96,10 @@ class _NormOptions(NamedTuple):
         return x.sum((0, 2, 3) if self.groups is None else (2, 3), keepdim=True)
 
     def group(self, local: Tensor) -> Tensor:
-        """Sums local sums (..., C, 1, 1) over each group, and repeats the sum at its channels."""
+        """Sums local sums (..., C, 1, 1) over each group, and repeats the sum at its channels.
+
+        For batch norm `local` has already summed over images, and is returned as it is.
+        """
         if self.groups is None:
             return local
         parts = torch.unflatten(local, -3, (self.groups, -1))

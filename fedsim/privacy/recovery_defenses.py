@@ -43,7 +43,8 @@ class RecoverySetting(Keys):
     steps: Count = 2
     """Local steps."""
     noise: Annotated[float, Field(ge=0, le=1e12)] = 1.0
-    """σ, standard deviation of the noise in units of one image's part of an entry."""
+    """σ, standard deviation of the noise over the size of one image's part of an entry of ∂L/∂A.
+    It is neither an absolute deviation nor a noise multiplier."""
     clipped: Annotated[float, Field(ge=1, le=1e12)] = 1.0
     """max(1, |g| / S): by how much clipping shortens a gradient."""
     noise_multiplier: PositiveSize | None = None

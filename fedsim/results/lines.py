@@ -56,7 +56,9 @@ def _numbers(value: object) -> Iterator[float]:
 class Metrics(RowPart):
     """Scores of one reconstruction, by the names of the table of metrics.
 
-    `scores[name]` is the value of a metric; None if it does not apply or was not scored.
+    Of an object `metrics` of this class, `metrics[name]` is the value of a metric. It is None if
+    the metric does not apply, was not scored, or has another name. In JSON the names are keys of
+    the part itself.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -180,7 +180,11 @@ class Document:
         return Document(value, marks)
 
     def without(self, path: KeyPath) -> Document:
-        """Returns the document without what stands at `path`, a path of keys."""
+        """Returns a copy of the document without what stands at `path`, a path of mappings' keys.
+
+        Where nothing stands there, or the path leads through a list, the values stay as they are.
+        The path has at least one key.
+        """
         marks = {at: mark for at, mark in self.marks.items() if at[: len(path)] != path}
         return Document(_prune(self.value, path), marks)
 
