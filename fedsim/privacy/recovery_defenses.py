@@ -63,6 +63,7 @@ class DefenseBounds:
 
     defense: str
     rate: float | None
+    """`tensor_rate`, to which the tensor attack's error is proportional."""
     upper: float | None
     """Upper bound of the tensor attack's error, a root mean square distance of unit features, with
     the hidden constant and logarithms at 1."""

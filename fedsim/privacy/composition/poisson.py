@@ -107,8 +107,8 @@ def _divergences(sampling_rate: float, noise: float) -> Array:
 def interval(sampling_rate: float, noise: float, steps: int) -> float:
     """Chooses the step between losses of dp_accounting's grid, for `steps` releases.
 
-    One release has at most `POINTS` losses, and all together have at most 32 times as many. `noise`
-    is the multiplier of a step's noise.
+    One release has at most 2^17 losses (`POINTS`), and all together have at most 32 times as many.
+    The arguments are those of `least_bound`.
     """
     # A step that takes the example loses N(1 / (2 z²), 1 / z²): the mean and 12 deviations.
     reach = 0.5 / noise**2 + 12 / noise
@@ -125,7 +125,7 @@ def interval(sampling_rate: float, noise: float, steps: int) -> float:
 def distribution(sampling_rate: float, noise: float, steps: int) -> Any:
     """Builds dp_accounting's PLD accountant of `steps` Poisson-sampled Gaussian releases.
 
-    `noise` is the multiplier of a step's noise.
+    The arguments are those of `least_bound`.
     """
     from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
