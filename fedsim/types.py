@@ -401,7 +401,7 @@ class Effect:
     projection, a transform), or by a curve."""
     orthogonal: bool = False
     """Whether each tensor is a random one in place of the batch's gradient, which has its norm and
-    is orthogonal to it. Tensors of one entry are zero."""
+    is orthogonal to it. Tensors of one entry are zero. `mixed` has to be declared as well."""
     model: tuple[Named, ...] = ()
     """Defenses that alter the model, in order. Whoever has them installed builds the same model
     (`fedsim.models.victim.rebuild`), however little else is known."""
@@ -426,7 +426,10 @@ class Effect:
         return not altered and not self.batch and not self.noisy
 
     def then(self, after: Effect) -> Effect:
-        """Returns the effect of this defense followed by one of effect `after`."""
+        """Returns the effect of this defense followed by one of effect `after`.
+
+        It is `orthogonal` only if nothing else acts. Of two bounds, or cuts, the smaller remains.
+        """
         bounds = [bound for bound in (self.bound, after.bound) if bound is not None]
         cuts = [cut for cut in (self.truncated, after.truncated) if cut is not None]
         # Where two rules act, a zero no longer says which of them set it: the rule is then

@@ -99,7 +99,7 @@ def public_examples(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor]:
     """Returns test images (P, C, H, W), uint8, that an attacker may be granted, and labels (P,).
 
     In place of images, the `dataset` of a table has rows (P, D), float32. There are at most 10,000
-    and 2^28 values; `seed` draws them if the split has more.
+    and 2^28 values; `seed` draws them if the split has more. They are in the order of the split.
     """
     images = dataset.test_images
     count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))

@@ -63,7 +63,7 @@ def explain_missing(reply: Message | None) -> Screening:
 
 
 def is_zero(update: Tensors) -> bool:
-    """Returns whether every entry of an update is zero."""
+    """Returns whether every entry of an update is zero; NaN is not. True without entries."""
     flat = [tensor.flatten() for tensor in update.values()]
     # Nearly every update differs from 0 in its first entries, which spares reading the rest.
     if any(bool(tensor[:_GLANCE].any()) for tensor in flat):

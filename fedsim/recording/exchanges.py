@@ -158,7 +158,7 @@ class Recorder:
         """Returns whether to record an answer of this node in this round, and notes the node.
 
         Only as many nodes as the recorder takes are noted, those that come first; later ones are
-        not wanted.
+        not wanted, nor are other rounds than those that it takes.
         """
         # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:

@@ -486,6 +486,8 @@ def told_targets() -> dict[Leaking, Target]:
 def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
     """Whether labels, or members, were told from the update, not from knowledge or guessing.
 
+    An interval or a certificate has to show it; where too little was measured, it is False.
+
     `what` is a key of `told_targets`, and `rows` are all rows that `row` was chosen among.
     """
     told = told_targets()[what]
@@ -527,8 +529,8 @@ def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
 def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
     """Whether labels, or members, were told better than by guessing on average.
 
-    The mean gain has to be `Target.leaks` or more, without regard to its interval. `what` is a key
-    of `told_targets`.
+    The mean gain has to be `Target.leaks` or more, without regard to its interval. It is False
+    where nothing was measured, or `what` was granted. `what` is a key of `told_targets`.
     """
     told = told_targets()[what]
     gain, over = row.above_guess(told.ranking.name), row.above_other(told.ranking.name)

@@ -271,12 +271,12 @@ class LeaderboardRow:
 
         Such an attack may read nothing off this update. The lower end of the interval of the metric
         that ranks the attack decides. A trial that no attack gains by chance proves that the attack
-        reads the update.
+        reads the update. Without a control it is False, unless the attack `ignores_update`.
         """
         return self.is_uninformed_by(self.ranked_by)
 
     def is_uninformed_by(self, name: str) -> bool:
-        """Whether the attack is uninformed by metric `name`.
+        """Whether the attack is uninformed by metric `name`, as of `is_uninformed`.
 
         Another batch of the same client makes no attack uninformed: data of one client look alike.
         """
@@ -316,13 +316,17 @@ class LeaderboardRow:
     def is_refuted_by_members(self) -> bool:
         """Whether members told refute the privacy claim, which is wrong once in 20 at most.
 
-        One client is enough: a mean over clients would hide it.
+        One client is enough: a mean over clients would hide it. False also where the claim does not
+        bound membership.
         """
         return self.membership_p is not None and self.membership_p <= REFUTING_LEVEL
 
     @property
     def exposed(self) -> bool:
-        """Whether one trial, or one image, certainly leaked, whatever the others did."""
+        """Whether one trial, or one image, certainly leaked, whatever the others did.
+
+        False also without a control (`no_control`), and if the attack ignores the update.
+        """
         if self.ignores_update or self.no_control:
             return False
         certain = (

@@ -161,7 +161,10 @@ class StoredRun:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has come to its end; rows may still wait for their truth."""
+        """Whether the run has come to its end; rows may still wait for their truth.
+
+        A folder of rows alone, without a plan and a scenario, counts as ended.
+        """
         if self.plan is None:
             # Without a plan or a scenario, a folder holds rows alone, and nothing says that more
             # will come.

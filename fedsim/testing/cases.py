@@ -375,9 +375,9 @@ def reference(plugin: Mapping[str, Any]) -> PluginRef:
 
 
 def example_batch(count: int, shape: tuple[int, ...] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
-    """Returns `count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, ...
+    """Returns `count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, 2, ...
 
-    `shape` is (C, H, W).
+    `shape` is (C, H, W). Labels are multiples of 3, modulo 10.
     """
     images = torch.rand(count, *shape, generator=rng.generator(0, "example"))
     return images, (3 * torch.arange(1, count + 1)) % 10
