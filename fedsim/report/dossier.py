@@ -17,15 +17,13 @@ from shutil import which
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple, cast
 
-from markupsafe import Markup
-
 from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack, unreadable
 from fedsim.recording.files import write_bytes, write_text
 from fedsim.report.content import Content
 from fedsim.report.facts import again
 from fedsim.report.figures import describe_stack, read_texts
-from fedsim.report.page import read_style, render
+from fedsim.report.page import render
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.threat import WATCHERS, is_own, threat_model_of, unknown_grants
 from fedsim.report.utility import utility
@@ -87,7 +85,6 @@ def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
     return render(
         "dossier.html.j2",
         content,
-        style=Markup(read_style()),  # noqa: S704 - files of this package
         local=local,
         descriptions=list(dict.fromkeys(" ".join(text.split()) for text in descriptions)),
         ended=all(run.ended for run in runs),

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from fedsim.contracts.target import Target, ranking_targets
 from fedsim.report.facts import round_seconds, runs_of, unfinished
-from fedsim.report.leaderboard import aggregate
 from fedsim.report.row import Comparison, LeaderboardRow, by_comparison
-from fedsim.results.reading import StoredRun, measurements
+from fedsim.results.reading import StoredRun
 from fedsim.scoring import LEAST, Accuracy, Share, Summary, chance_of
 from fedsim.words import NO_DIFFERENTIAL_PRIVACY
 
@@ -299,14 +298,6 @@ def judgements(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -
     `runs` are the runs that the rows are from, see `judge`.
     """
     return [judge(own, runs_of(own, runs)) for own in by_comparison(rows).values()]
-
-
-def judge_runs(runs: Sequence[StoredRun], *, confidence: float = 0.95) -> list[Judgement]:
-    """Returns the judgement of each comparison in `runs`, in the leaderboard's order.
-
-    Intervals hold at this `confidence`.
-    """
-    return judgements(aggregate(measurements(runs), confidence=confidence), runs)
 
 
 def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:

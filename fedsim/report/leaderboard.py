@@ -317,7 +317,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
         metrics={name: summary(values[name]) for name in METRICS},
         worst={name: _worst(rows, name, values[name]) for name in METRICS},
-        baseline={name: _guess(rows, name) for name in METRICS},
+        baseline={name: _mean(_list_guessed(rows, name)) for name in METRICS},
         gains=measured_by(lambda name: gains(rows, name) if name in yielded else None),
         own_gains=measured_by(lambda name: own_gains(rows, name) if name in yielded else None),
         others=measured_by(lambda name: [value_of(row.other_update, name) for row in rows]),
@@ -339,7 +339,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         **_utility(rows, confidence),
         **_claimed(rows),
         **_theory(rows),
-        seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
+        seconds=_mean(_list_stated(rows, "cost", "seconds")),
         certificates=_certificates(rows),
         networks=len({row.folder for row in rows}),
         clients=len({(row.folder, row.client) for row in rows}),
@@ -351,11 +351,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
 def _utility(rows: list[ResultRow], confidence: float) -> dict[str, Any]:
     """Returns the fields of a line that state how well the final model works."""
     return {
-        "train_loss": _mean(rows, lambda row: row.utility.train_loss if row.utility else None),
-        "test_loss": _mean(rows, lambda row: row.utility.test_loss if row.utility else None),
-        "test_accuracy": _mean(
-            rows, lambda row: row.utility.test_accuracy if row.utility else None
-        ),
+        **{name: _mean(_list_stated(rows, "utility", name)) for name in _MEASURED},
         "accuracy": accuracy_of([r.utility for r in rows if r.utility], confidence=confidence),
         "diverged": sum(bool(row.utility and row.utility.diverged) for row in rows),
     }
@@ -364,28 +360,25 @@ def _utility(rows: list[ResultRow], confidence: float) -> dict[str, Any]:
 def _theory(rows: list[ResultRow]) -> dict[str, Any]:
     """Returns the fields of a line that state what theory says of the attacked updates."""
     return {
-        "tensor_rate": _mean(rows, lambda row: row.theory.tensor_rate if row.theory else None),
-        "tensor_bound": _mean(rows, lambda row: row.theory.tensor_bound if row.theory else None),
-        "tensor_bound_reason": _find_first(rows, "tensor_bound_reason"),
-        "limits": _limits(rows),
-        "limit_prior": _find_first(rows, "limit_prior"),
-        "limit_reason": _find_first(rows, "limit_reason"),
+        **{name: _mean(_list_stated(rows, "theory", name)) for name in _PREDICTED},
+        **{name: next(iter(_list_stated(rows, "theory", name)), None) for name in _EXPLAINED},
+        "limits": {
+            name: limit
+            for name in METRICS
+            if (limit := _mean(_list_stated(rows, "theory", name))) is not None
+        },
     }
 
 
-def _limits(rows: list[ResultRow]) -> dict[str, float]:
-    """Returns the most that the privacy claims allow, of the metrics that they bound."""
-    limits: dict[str, float] = {}
-    for name in METRICS:
-        stated = [limit for row in rows if (limit := getattr(row.theory, name, None)) is not None]
-        if stated:
-            limits[name] = sum(stated) / len(stated)
-    return limits
+_MEASURED = ("train_loss", "test_loss", "test_accuracy")
+_PREDICTED = ("tensor_rate", "tensor_bound")
+_EXPLAINED = ("tensor_bound_reason", "limit_prior", "limit_reason")
 
 
-def _find_first(rows: list[ResultRow], name: str) -> str | None:
-    """Returns the first value of a field of `theory`, in the rows' order."""
-    return next((value for row in rows if (value := getattr(row.theory, name, None))), None)
+def _list_stated(rows: list[ResultRow], part: str, name: str) -> list[Any]:
+    """Returns the values of a field of a `part` of the rows, such as `cost`, without None."""
+    values = (getattr(getattr(row, part), name, None) for row in rows)
+    return [value for value in values if value is not None]
 
 
 def _control_of(rows: Sequence[ResultRow]) -> ControlKind | None:
@@ -523,8 +516,9 @@ def _value_of_guess(row: ResultRow, name: str) -> float | None:
     return METRICS[name].uninformed if value is None else value
 
 
-def _guess(rows: list[ResultRow], name: str) -> float | None:
-    return _mean(rows, lambda row: value_of(row.baseline, name))
+def _list_guessed(rows: list[ResultRow], name: str) -> list[float]:
+    guesses = (value_of(row.baseline, name) for row in rows)
+    return [guess for guess in guesses if guess is not None]
 
 
 def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> float | None:
@@ -565,6 +559,5 @@ def _least(values: Sequence[_Number | None]) -> _Number | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def _mean(rows: list[ResultRow], get: Callable[[ResultRow], float | None]) -> float | None:
-    values = [value for row in rows if (value := get(row)) is not None]
+def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

@@ -62,25 +62,15 @@ def measure_row(row: LeaderboardRow, name: str) -> Measured:
     metric, over = METRICS[name], row.above_other(name)
     guess = row.baseline.get(name)
     guess = metric.uninformed if guess is None else guess
-    if not row.n_ok:
-        return Measured(
-            metric=metric,
-            value=ABSENT,
-            guess=_plain(guess, metric),
-            above=ABSENT,
-            above_other=ABSENT,
-            worst=ABSENT,
-            limit=ABSENT,
-        )
-    return Measured(
-        metric=metric,
-        value=format_metric(row.metrics.get(name), metric),
-        guess=_plain(guess, metric),
-        above=_above(row, metric),
-        above_other=_format_gain(over, metric),
-        worst=_plain(row.worst.get(name), metric),
-        limit=_plain(row.limit(name), metric),
-    )
+    figures = {
+        "value": format_metric(row.metrics.get(name), metric),
+        "above": _above(row, metric),
+        "above_other": _format_gain(over, metric),
+        "worst": _plain(row.worst.get(name), metric),
+        "limit": _plain(row.limit(name), metric),
+    }
+    shown = figures if row.n_ok else dict.fromkeys(figures, ABSENT)
+    return Measured(metric=metric, guess=_plain(guess, metric), **shown)
 
 
 def excess(row: LeaderboardRow, name: str) -> float | None:

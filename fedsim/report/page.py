@@ -80,8 +80,7 @@ def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
         "page.html.j2",
         content,
         policy=policy(script, live),
-        style=Markup(read_style()),  # noqa: S704 - files of this package
-        script=Markup(script),  # noqa: S704
+        script=Markup(script),  # noqa: S704 - a file of this package
         live=live,
         problem=problem,
     )
@@ -96,15 +95,11 @@ def render(template: str, content: Content, **context: object) -> str:
     page = _environment().get_template(template)
     own = {
         "content": content,
+        "style": Markup(_text("page.css")),  # noqa: S704 - a file of this package
         "explained": lambda text: explain_terms(text, keys),
         "local": lambda text: text,
     }
     return remove_turns(page.render(own | context))
-
-
-def read_style() -> str:
-    """Returns the CSS of every page."""
-    return _text("page.css")
 
 
 def policy(script: str, live: bool = False) -> str:

@@ -202,7 +202,9 @@ def _grid(rows: Sequence[LeaderboardRow], step: int) -> Table:
         if first and index:
             grid.add_section()
         mark = "▸" if row.strongest else " "
-        attack = " ".join([mark, row.attack, *_malicious(row), *_own_cases(row, varying)])
+        # No row of a malicious server may be quoted without what that has done.
+        done = [] if row.server == "honest" else [f"({row.server})"]
+        attack = " ".join([mark, row.attack, *done, *_own_cases(row, varying)])
         texts = [row.defense if first else "", attack, *(cell(row) for cell in cells)]
         grid.add_row(*(Text(printable(each), "bold" if row.strongest else "") for each in texts))
     return grid
@@ -254,11 +256,6 @@ def _own_cases(row: LeaderboardRow, varying: set[str]) -> list[str]:
     sight = [row.sight] if row.sight and (row.masked or "vantage" in varying) else []
     own = _cases(row).items()
     return sight + [f"{name}={value}" for name, value in own if name in varying - {"vantage"}]
-
-
-def _malicious(row: LeaderboardRow) -> list[str]:
-    """Words what a malicious server has done, in each of its rows: none may be quoted without."""
-    return [] if row.server == "honest" else [f"({row.server})"]
 
 
 Format = Literal["table", "json", "csv"]

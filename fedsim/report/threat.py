@@ -66,11 +66,6 @@ class ThreatModel:
         return self == HONEST
 
     @property
-    def is_honest(self) -> bool:
-        """Whether an honest server can be this attacker: nothing altered, nothing beyond."""
-        return not self.malicious and not self.beyond
-
-    @property
     def title(self) -> str:
         """Name of the threat model: `honest server`, or `honest server, granted labels=known`."""
         done = _DONE[self.server]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.report import load_runs
-from fedsim.report.judge import Judgement, Verdict, judge_runs
+from fedsim.report.content import Content
+from fedsim.report.judge import Judgement, Verdict
 
 Lines = list[dict[str, Any]]
 
@@ -114,7 +115,7 @@ def save(folder: Path, lines: Lines, rounds: Lines | None = None) -> Path:
 
 def judged(folder: Path, lines: Lines, rounds: Lines | None = None) -> Judgement:
     """The judgement of the first comparison among `lines`."""
-    return judge_runs(load_runs([save(folder, lines, rounds)]))[0]
+    return Content(load_runs([save(folder, lines, rounds)])).judgements[0]
 
 
 def behind(folder: Path, lines: Lines, plain: Lines = WORKS) -> Verdict:

@@ -23,7 +23,8 @@ from answer_rows import (
 )
 
 from fedsim.report import invalid_reasons, leaderboard_rows, load_runs
-from fedsim.report.judge import is_leak, judge_runs
+from fedsim.report.content import Content
+from fedsim.report.judge import is_leak
 from fedsim.scoring import student_interval
 
 OTHER = {"psnr": 9.0, "label_accuracy": 0.2}
@@ -379,7 +380,7 @@ def test_an_audit_refutes_what_training_claims_of_its_own_variant(tmp_path: Path
         judged(tmp_path / f"{rate}", [row | {"variant": variant} for row in [*WORKS, *SAFE]])
     audit = {"defense": "dp", "method": "canaries", "audited_epsilon": 1.5, "holds": False}
     (tmp_path / "0.1" / "audit.jsonl").write_text(json.dumps(audit) + "\n")
-    kinds = [each.verdicts[1].reason.kind for each in judge_runs(load_runs([tmp_path]))]
+    kinds = [each.verdicts[1].reason.kind for each in Content(load_runs([tmp_path])).judgements]
     assert kinds == ["training audit refutes", "promised"]
 
 
@@ -389,7 +390,7 @@ def test_a_run_beside_it_that_is_not_scored_answers_nothing(tmp_path: Path) -> N
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "results.jsonl").write_text(json.dumps(late) + "\n")
     (tmp_path / "b" / "scenario.yaml").write_text("name: s\n")
-    (each,) = judge_runs(load_runs([tmp_path]))
+    (each,) = Content(load_runs([tmp_path])).judgements
     assert {verdict.finding for verdict in each.verdicts} == {"no answer"}
 
 
@@ -397,7 +398,7 @@ def test_every_comparison_is_judged_by_itself(tmp_path: Path) -> None:
     planted = trials([13.0, 13.1, 13.2], defense="none", server="planted")
     granted = changed(SAFE, knowledge={"labels": "known"})
     judged(tmp_path, [*WORKS, *planted, *granted])
-    honest, known, malicious = judge_runs(load_runs([tmp_path]))
+    honest, known, malicious = Content(load_runs([tmp_path])).judgements
     found = [(each.comparison[-2].server, each.verdicts[0].finding) for each in (honest, malicious)]
     assert found == [("honest", "recognizable"), ("planted", "no answer")]
     assert known.verdicts[0].reason.kind == "nothing undefended"

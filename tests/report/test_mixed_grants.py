@@ -16,7 +16,7 @@ from fedsim.cli import outcome
 from fedsim.report import leaderboard_rows, load_runs, render, write_report
 from fedsim.report.content import Content
 from fedsim.report.dossier import write_dossier
-from fedsim.report.judge import Verdict, judge_runs
+from fedsim.report.judge import Verdict
 from fedsim.report.limits import broken_limits
 from fedsim.report.messages import brief
 from fedsim.report.threat import HONEST, describe_attacker, threat_model
@@ -76,7 +76,7 @@ def attacker_of(verdict: Verdict) -> str:
 
 
 def test_headlines_are_of_one_threat_model_each(mixed_update: Path) -> None:
-    honest, other = judge_runs(load_runs([mixed_update]))
+    honest, other = Content(load_runs([mixed_update])).judgements
     assert honest.comparison[-2] == HONEST != other.comparison[-2]
     found = [{v.defense: v.finding for v in each.verdicts}["dp"] for each in (honest, other)]
     assert found == ["nothing", "recognizable"]

@@ -610,7 +610,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "tests/models/test_planting.py",
         ),
         "rows of a malicious server without its mark": swap(
-            "fedsim/report/render.py:_malicious",
+            "fedsim/report/render.py:_grid",
             "[] if row.server == 'honest' else [f'({row.server})']",
             "[]",
             BOARD,
