@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -50,7 +50,7 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
-from flwr.supercore.protobuf.client import ProtobufClientInterceptor
+from flwr.supercore.protobuf.client import ProtobufClient, ProtobufClientInterceptor
 from flwr.supercore.retry.retry_invoker import RetryInvoker, exponential
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
@@ -216,12 +216,7 @@ def register(link: Link, public_key: bytes) -> bool:
             "no public key in OpenSSH's format, which begins with ecdsa-sha2-nistp384"
         ) from error
     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    client = ControlHttpClient.from_server_address(
-        link.superlink,
-        link.roots is None,
-        link.certificates(),
-        [RuntimeVersionHttpInterceptor(component_name="flwr-cli")],
-    )
+    client = _connect(ControlHttpClient, link, "flwr-cli")
     try:
         if client.RegisterNode(RegisterNodeRequest(public_key=pem)).node_id:
             return True
@@ -263,20 +258,9 @@ def deactivate(link: Link, key: ec.EllipticCurvePrivateKey, node: int) -> None:
     Otherwise the SuperLink would count the node as connected for a minute, and refuse to let it in
     again.
     """
-    client = FleetHttpClient.from_server_address(
-        link.superlink,
-        link.roots is None,
-        link.certificates(),
-        [
-            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-            NodeAuthHttpInterceptor(key, key.public_key()),
-        ],
-    )
-    try:
-        with suppress(httpx.HTTPError):
-            client.DeactivateNode(DeactivateNodeRequest(node_id=node))
-    finally:
-        client.close()
+    signer = NodeAuthHttpInterceptor(key, key.public_key())
+    with _connect(FleetHttpClient, link, "SuperNode", signer) as client, suppress(httpx.HTTPError):
+        client.DeactivateNode(DeactivateNodeRequest(node_id=node))
 
 
 @contextmanager
@@ -297,32 +281,20 @@ def server_app(
         FedsimError: The SuperLink refuses, lets another process execute the run, or is away for
             longer.
     """
-    insecure, roots = link.roots is None, link.certificates()
-    interceptors: list[ProtobufClientInterceptor] = [
-        RuntimeVersionHttpInterceptor(component_name="flwr-serverapp")
-    ]
+    entitled = []
     if link.secret is not None:
-        interceptors.append(
-            SuperExecAuthHttpInterceptor(
-                master_secret=paths.read_named(link.secret, "--superexec-secret", paths.TEXT),
-                protected_methods={"/flwr.proto.Runtime/AcquireTask"},
-            )
-        )
-    control = ControlHttpClient.from_server_address(
-        link.superlink,
-        insecure,
-        roots,
-        [RuntimeVersionHttpInterceptor(component_name="flwr-cli")],
-    )
-    runtime = RuntimeHttpClient.from_server_address(
-        link.superlink, insecure, roots, interceptors, retry_invoker=_retry_for(patience)
+        secret = paths.read_named(link.secret, "--superexec-secret", paths.TEXT)
+        entitled.append(_entitle(secret))
+    control = _connect(ControlHttpClient, link, "flwr-cli")
+    runtime = _connect(
+        RuntimeHttpClient, link, "flwr-serverapp", *entitled, retry=_retry_for(patience)
     )
     before = vars(TaskIdentity).copy()  # Flower keeps it by process, and another run may be there
     grid = None
     try:
         try:
             token = _start_run(control, runtime, config)
-            grid = BoundedGrid(link.superlink, insecure, roots, token=token)
+            grid = BoundedGrid(link.superlink, link.roots is None, link.certificates(), token=token)
             grid._retry_invoker, grid.most_bytes = _retry_for(patience), most_bytes
             with _beating(grid._runtime_client), _reporting(grid) as context:
                 yield grid, context
@@ -358,14 +330,8 @@ def serving(
         FedsimError: A message or an answer did not get through. The SuperNode waits for that answer
             for ever, and another one has to be started.
     """
-    interceptors: list[ProtobufClientInterceptor] = [
-        RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
-        SuperExecAuthHttpInterceptor(
-            master_secret=secret, protected_methods={"/flwr.proto.Runtime/AcquireTask"}
-        ),
-    ]
-    client = RuntimeHttpClient.from_server_address(runtime, True, None, interceptors)
-    try:
+    link = Link(superlink=runtime)
+    with _connect(RuntimeHttpClient, link, "flwr-clientapp", _entitle(secret)) as client:
         while not stop.is_set():
             try:
                 given = client.AcquireTask(
@@ -378,43 +344,60 @@ def serving(
                 stop.wait(_POLL_SECONDS)
                 continue
             try:
-                _execute(runtime, given.token, answer)
+                _execute(link, given.token, answer)
             except Exception as error:  # Flower has several, for objects that did not get through
                 raise FedsimError(
                     f"an answer did not get to the SuperNode: {type(error).__name__}: {error}"
                 ) from error
-    finally:
-        client.close()
 
 
-def _execute(runtime: str, token: str, answer: Callable[[Message, Context], Message]) -> None:
+def _execute(link: Link, token: str, answer: Callable[[Message, Context], Message]) -> None:
     """Answers one message as its ClientApp, and tells the SuperNode what became of it."""
-    client = RuntimeHttpClient.from_server_address(
-        runtime,
-        True,
-        None,
-        [
-            RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
-            RuntimeTokenHttpInterceptor(token),
-        ],
+    own = RuntimeTokenHttpInterceptor(token)
+    with (
+        _connect(RuntimeHttpClient, link, "flwr-clientapp", own) as client,
+        _beating(client),
+    ):
+        message, context, _, _ = pull_task_input(client)
+        status, why = SubStatus.COMPLETED, ""
+        try:
+            reply = answer(message, context)
+        except Exception as error:  # a client may fail in any way, and its node goes on
+            known = isinstance(error, FedsimError)
+            why = (str(error) if known else f"{type(error).__name__}: {error}")[:_REASON]
+            status = SubStatus.FAILED
+            reply = Message(
+                Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=why), reply_to=message
+            )
+        push_message(client, reply, context)
+        push_task_output(client, context, status, why)
+
+
+_Client = TypeVar("_Client", bound=ProtobufClient)
+
+
+def _connect(
+    kind: type[_Client],
+    link: Link,
+    component: str,
+    *interceptors: ProtobufClientInterceptor,
+    retry: RetryInvoker | None = None,
+) -> _Client:
+    """Returns a client of an API behind `link`, which poses as a `component` of Flower's."""
+    version = RuntimeVersionHttpInterceptor(component_name=component)
+    return kind.from_server_address(
+        link.superlink,
+        link.roots is None,
+        link.certificates(),
+        [version, *interceptors],
+        retry_invoker=retry,
     )
-    try:
-        with _beating(client):
-            message, context, _, _ = pull_task_input(client)
-            status, why = SubStatus.COMPLETED, ""
-            try:
-                reply = answer(message, context)
-            except Exception as error:  # a client may fail in any way, and its node goes on
-                known = isinstance(error, FedsimError)
-                why = (str(error) if known else f"{type(error).__name__}: {error}")[:_REASON]
-                status = SubStatus.FAILED
-                reply = Message(
-                    Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=why), reply_to=message
-                )
-            push_message(client, reply, context)
-            push_task_output(client, context, status, why)
-    finally:
-        client.close()
+
+
+def _entitle(secret: bytes) -> SuperExecAuthHttpInterceptor:
+    """Returns what shows the `secret` of those who may execute tasks."""
+    methods = {"/flwr.proto.Runtime/AcquireTask"}
+    return SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=methods)
 
 
 def _start_run(

@@ -10,7 +10,6 @@ SuperLink that dies is started again, at the same address, with the same key and
 from __future__ import annotations
 
 import json
-import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,18 +22,10 @@ from typing import TypeVar, cast
 from fedsim.federation.network import flower
 from fedsim.federation.network.gate import Gate, GateSettings
 from fedsim.federation.network.home import make_private
-from fedsim.federation.network.keys import (
-    KEY_NAME,
-    PEERS_NAME,
-    SECRET_BYTES,
-    make_authority,
-    make_node_key,
-    make_signing_keys,
-)
+from fedsim.federation.network.keys import KEY_NAME, PEERS_NAME, make_keys
 from fedsim.federation.network.link import Link
 from fedsim.federation.network.node import JOINED
 from fedsim.federation.network.superlink import Child, free_port, superlink
-from fedsim.recording.files import write_bytes
 from fedsim.system.scratch import scratch
 from fedsim.types import FedsimError
 
@@ -82,47 +73,42 @@ def federation(
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as until_the_end:
         folder = until_the_end.enter_context(scratch("fedsim-up-"))
-        authority = make_authority(folder / "keys", [_HOST, "localhost"])
-        keys = authority.certificate.parent
-        secret = secrets.token_bytes(SECRET_BYTES)
-        write_bytes(keys / "superexec.secret", secret, private=True)
+        keys = folder / "keys"
+        make_keys(keys, nodes, [_HOST, "localhost"], days=2)
+        runner, guard = keys / "runner", keys / "gate"
         port = free_port()
         watched = until_the_end.enter_context(_Watched.running())
-        link = watched.add(lambda: superlink(keys, port, logs / "superlink.log"))
+        link = watched.add(lambda: superlink(keys / "superlink", port, logs / "superlink.log"))
         link().await_port(port)
         reached = Link(
             superlink=f"{_HOST}:{port}",
-            roots=authority.certificate,
-            secret=keys / "superexec.secret",
+            roots=runner / "ca.crt",
+            secret=runner / "superexec.secret",
             shared_seed=shared_seed,
         )
         settings = GateSettings(
             superlink=reached.superlink,
-            certificate=authority.server_certificate,
-            key=authority.server_key,
-            roots=authority.certificate,
+            certificate=guard / "server.crt",
+            key=guard / "server.key",
+            roots=guard / "ca.crt",
         )
         gate = f"{_HOST}:{free_port()}"
         keeper = watched.add(Gate(gate, settings, log=logs / "gate.log").start)
         policy = folder / "policy.yaml"
         # JSON is YAML, too.
         policy.write_text(json.dumps({"paths": paths}))
-        signing, peers = make_signing_keys(nodes)
-        write_bytes(keys / PEERS_NAME, peers)
         found = []
         for client in range(nodes):
             home = out / "nodes" / f"node-{client}"
             make_private(home)
-            key = keys / f"node-{client}"
-            flower.register(reached, make_node_key(key).read_bytes())
-            own = keys / f"node-{client}.{KEY_NAME}"
-            write_bytes(own, signing[client], private=True)
+            own = keys / home.name
+            flower.register(reached, (runner / f"{home.name}.pub").read_bytes())
             command = [
                 *(sys.executable, "-m", "fedsim", "node"),
-                *("--superlink", gate, "--root-certificates", str(authority.certificate)),
-                *("--key", str(key), "--client", str(client), "--data", data),
+                *("--superlink", gate, "--root-certificates", str(own / "ca.crt")),
+                *("--key", str(own / "key"), "--client", str(client), "--data", data),
                 *("--home", str(home), "--policy", str(policy)),
-                *("--signing-key", str(own), "--peers", str(keys / PEERS_NAME)),
+                *("--signing-key", str(own / KEY_NAME), "--peers", str(own / PEERS_NAME)),
                 *(["--shared-seed"] if shared_seed else []),
             ]
             found.append(watched.add(partial(Child, command, home / "node.log")))
