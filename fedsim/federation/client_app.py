@@ -239,7 +239,9 @@ class FederationClient:
             probe=order.probe,
         )
         # Before the answer leaves, so that no recording lacks the truth by which it is judged.
-        self._keep_truth(client, order, result)
+        if result.truth:
+            for observation in workload.recorded_as(round, client, order.probe):
+                save_truth(result.truth, self.out, observation, client)
         # Probes leave the client's memory as it is, so that training does not depend on them.
         if order.probe is None and result.state:
             memory.save(round, result.state, workload.scenario.federation.checkpoint_every)
@@ -256,11 +258,6 @@ class FederationClient:
             numbers = torch.tensor([update.num_examples, result.loss or 0], dtype=torch.float64)
             memory.note_release(at, [update.tensors, update.buffers, {"numbers": numbers}])
         return replace(result, update=update, is_clipped=is_clipped)
-
-    def _keep_truth(self, client: int, order: wire.Order, result: ClientResult) -> None:
-        if result.truth:
-            for observation in self.workload.recorded_as(order.round, client, order.probe):
-                save_truth(result.truth, self.out, observation, client)
 
     def _look(self, client: int, order: wire.Order, memory: ClientState) -> None:
         """Records what the new global model tells `client` of the others in the round before.

@@ -13,13 +13,14 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from fedsim.recording import files
 from fedsim.scenario import Scenario
 from fedsim.system import paths
 from fedsim.training.server import Census, Server
 from fedsim.training.source import load_dataset
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, Unit
 
 NO_LINK = (
     "federation.engine: deployment needs a SuperLink: name it with --superlink, or start a whole "
@@ -53,8 +54,7 @@ class Deployed:
             census = Census(
                 held=[int(count) for count in found["held"]],
                 private_statistics={
-                    "client": tuple(found["private_statistics"]["client"]),
-                    "example": tuple(found["private_statistics"]["example"]),
+                    unit: tuple(found["private_statistics"][unit]) for unit in get_args(Unit)
                 },
             )
         except (ValueError, KeyError, TypeError) as error:

@@ -29,6 +29,13 @@ class TrainingOrder:
     """The client's number among the partitions of the data, if it has one."""
 
 
+_WATCHED = (
+    *("left_out", "sizes", "optimizer", "settings", "training_mode"),
+    *("rates", "factors", "proximal", "unmodelled"),
+)
+"""Fields of `Steps` that a testimony has under the same names."""
+
+
 def keep_testimony(
     folder: Path, steps: Steps, order: TrainingOrder, mods: list[DeployedPart], max_bytes: int
 ) -> None:
@@ -45,25 +52,8 @@ def keep_testimony(
         ids = order.run_id, order.round, order.node_id, order.message_id
         save_unseen(folder, *ids, reason=reason)
         raise FedsimError(reason)
-    said = Witnessed(
-        run_id=order.run_id,
-        round=order.round,
-        node_id=order.node_id,
-        message_id=order.message_id,
-        partition=order.partition,
-        images=len(steps.images),
-        left_out=steps.left_out,
-        sizes=steps.sizes,
-        optimizer=steps.optimizer,
-        settings=steps.settings,
-        training_mode=steps.training_mode,
-        rates=steps.rates,
-        factors=steps.factors,
-        proximal=steps.proximal,
-        unmodelled=steps.unmodelled,
-        mods=mods,
-        **steps.loss,
-    )
+    watched = {name: getattr(steps, name) for name in _WATCHED}
+    said = Witnessed(**vars(order), images=len(steps.images), mods=mods, **watched, **steps.loss)
     images = torch.stack(steps.images)
     # Counted on disk, since each message may come to another process.
     files = run_of(folder, order.run_id).rglob("*.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import get_args
 
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
@@ -21,7 +22,6 @@ _VERSION, _HELD, _STATISTICS = "version", "held", "statistics"
 _MOST_HELD = 2**40
 # Limits: reasons kept per node, characters kept per reason.
 _REASONS, _REASON = 20, 500
-_UNITS = ("client", "example")
 
 
 def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
@@ -55,14 +55,13 @@ def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = Non
             client.
     """
     held: dict[int, int] = {}
-    statistics: dict[str, list[str]] = {unit: [] for unit in _UNITS}
+    statistics: dict[Unit, list[str]] = {unit: [] for unit in get_args(Unit)}
     for _, content in roll_call(grid, clients, RecordDict(), ACTION, patience, on_wait):
         client, count, reasons = _read(content)
         if client in held:
             raise FedsimError(f"two nodes say that they are client {client}; give each its own")
         held[client] = count
-        for unit in _UNITS:
-            own = statistics[unit]
+        for unit, own in statistics.items():
             # Clients of one scenario give equal reasons, and one is enough.
             own += [reason for reason in reasons.get(unit, []) if reason not in own]
     missing = sorted(set(range(clients)) - set(held))
@@ -70,10 +69,7 @@ def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = Non
         raise FedsimError(f"no node is client {missing[0]}; number them 0 to {clients - 1}")
     return Census(
         held=[held[client] for client in range(clients)],
-        private_statistics={
-            "client": tuple(statistics["client"]),
-            "example": tuple(statistics["example"]),
-        },
+        private_statistics={unit: tuple(own) for unit, own in statistics.items()},
     )
 
 
