@@ -69,7 +69,7 @@ class Attack(Plugin, Generic[S]):
 
     @property
     def joins_rounds(self) -> bool:
-        """Whether it looks at recordings of all rounds together.
+        """Whether it looks at recordings of all rounds together; by default if asked of candidates.
 
         It is then asked once of each watcher and client, at the last recording, and handed those up
         to it (`Knowledge.seen`).

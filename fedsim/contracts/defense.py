@@ -250,7 +250,8 @@ class TrainingDefense(Plugin):
     def target(self) -> AskedEpsilon | None:
         """ε for which this defense's noise has to be found; None where the noise is declared.
 
-        A defense with a target proves an ε of ∞, and gives no direction, until `with_noise`.
+        The default is None. A defense with a target proves an ε of ∞, and gives no direction, until
+        `with_noise`.
         """
         return None
 

@@ -134,7 +134,10 @@ class Computation(ABC):
         return None
 
     def most_examples(self, training: LocalTraining) -> int:
-        """Returns the largest weight of a client in the mean over clients, in examples."""
+        """Returns the largest weight of a client in the mean over clients, in examples.
+
+        The default is `training.num_images`.
+        """
         return training.num_images
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
@@ -169,7 +172,7 @@ class Computation(ABC):
 
         `before` and `after` are the parameter's values in both models. The method undoes
         `apply_update` and `finalize` of a mean in which all clients weigh the same. Only learners
-        for which that is possible override it.
+        for which that is possible override it; the default raises the error.
 
         Raises:
             FedsimError: the models do not tell the mean update.

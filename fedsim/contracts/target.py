@@ -224,15 +224,21 @@ class Target(Plugin):
 
     @property
     def truth_name(self) -> str:
-        """Name of the tensor in a client's truth that answers are compared with."""
+        """Name of the tensor in a client's truth that answers are compared with; default `part`."""
         return self.part
 
     def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns the truth that answers are compared with; None if it was not recorded."""
+        """Returns the truth that answers are compared with; None if it was not recorded.
+
+        The default is the tensor `truth_name` of `truth.tensors()`.
+        """
         return truth.tensors().get(self.truth_name)
 
     def answer_of(self, found: Reconstruction) -> Tensor | None:
-        """Returns an attack's answer to this target; None if it gave none."""
+        """Returns an attack's answer to this target; None if it gave none.
+
+        The default is the answer called `part`.
+        """
         return found.parts().get(self.part)
 
     def prepare(self, resources: Resources) -> Any:
@@ -244,6 +250,8 @@ class Target(Plugin):
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses an answer that cannot be scored.
+
+        The default wants the shape of the truth, where there is one, and finite entries.
 
         Raises:
             ScoringError: the answer has another shape than the truth, or is not finite.
@@ -259,7 +267,8 @@ class Target(Plugin):
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Compares a checked answer with the truth, by all metrics of this target.
 
-        `aids` maps each target's `part` to what its `prepare` returned.
+        `aids` maps each target's `part` to what its `prepare` returned. The default pairs both as
+        they are, and makes all metrics unavailable where the truth was not recorded.
         """
         true = self.truth_of(truth)
         if true is None:

@@ -54,7 +54,8 @@ class FlowerEngine(Engine):
     ) -> Deployed | None:
         """Returns what is known of clients on other machines.
 
-        The result is None if the clients are in this machine's processes.
+        The result is None if the clients are in this machine's processes, as by default. The
+        default refuses a link.
 
         Args:
             scenario: Scenario that the clients have to answer.
@@ -72,6 +73,8 @@ class FlowerEngine(Engine):
 
     def join(self, out: Path, homes: Sequence[Path]) -> int:
         """Copies the truth that nodes keep of a run into its folder; returns the number of files.
+
+        The default raises the error.
 
         Args:
             out: The run's folder.

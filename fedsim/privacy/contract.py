@@ -144,7 +144,7 @@ class ExactCurve(Curve):
         """
 
     def details(self) -> Mapping[str, Any]:
-        """Returns further fields of the answers by name, such as the noise's `sigma`."""
+        """Returns further fields of the answers by name, such as `sigma`; by default none."""
         return {}
 
     def delta(self, epsilon: float) -> Answer:
