@@ -42,7 +42,8 @@ class Resources:
 class HeldExamples:
     """Names all examples that a client holds. A call returns inputs (pixels or rows) and labels.
 
-    Inputs are made at each call, and may be many.
+    Inputs are made at each call, and may be many. They are pixels in [0, 1], or the rows of a
+    table, in the order of `labels`.
     """
 
     read: Callable[[], tuple[Tensor, Tensor]]

@@ -101,7 +101,11 @@ class Forecast:
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the forecast as a mapping of values that JSON can hold."""
+        """Returns the forecast as a mapping of values that JSON can hold.
+
+        Its keys are names of this class's and of `Estimate`'s fields. Of these, `gain` is
+        `matching_gain`, and `images` is `images_computed`. `reason` is None if a gain is told.
+        """
         return {
             "stack": self.stack,
             "rounds": list(self.rounds),

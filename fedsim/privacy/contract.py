@@ -140,7 +140,7 @@ class ExactCurve(Curve):
     def epsilons(self, delta: float) -> Mapping[Direction, float]:
         """Computes the least ε >= 0 for δ in (0, 1), by direction; inf if there is none.
 
-        The keys are those of `log_deltas`.
+        The keys are those of `log_deltas`, or that of the larger direction alone.
         """
 
     def details(self) -> Mapping[str, Any]:

@@ -108,6 +108,8 @@ def model_order(
 def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | None:
     """Reads the weights at which probes are computed; None if they are the model's `parameters`.
 
+    The result is name -> tensor, in the order of `parameters`.
+
     Raises:
         MalformedError: These weights differ from `parameters` in name, shape or type.
     """

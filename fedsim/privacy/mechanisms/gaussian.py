@@ -35,11 +35,11 @@ class GaussianCurve(Sensitivity, ExactCurve):
         return self
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0; both directions are alike."""
+        """Computes log δ at each of `epsilons` >= 0, under the key `both`."""
         return {"both": gaussian.log_delta(self.sigma / self.sensitivity, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1); both directions are alike."""
+        """Computes the least ε >= 0 for δ in (0, 1), under the key `both`."""
         return {"both": float(gaussian.epsilon(self.sigma / self.sensitivity, delta))}
 
     def details(self) -> dict[str, float]:

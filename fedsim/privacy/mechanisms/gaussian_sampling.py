@@ -93,7 +93,7 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
     """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
 
     def details(self) -> dict[str, str]:
-        """Returns the method of the answers: exact, or the paper's lemma."""
+        """Returns the `method` of the answers: exact, or the paper's lemma."""
         paper = "DP-NTK regression, Lemma 5.4 (for ε < 1)"
         return {"method": paper if self.variant == "paper" else self.method}
 
@@ -108,11 +108,14 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
         return super().delta(epsilon)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0; both directions are alike."""
+        """Computes log δ at each of `epsilons` >= 0, under the key `both`."""
         return {"both": wishart.log_delta_at(self.k, self.separation(), epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1): exact, or as the paper bounds it."""
+        """Computes the least ε >= 0 for δ in (0, 1), under the key `both`.
+
+        It is exact, or as the paper bounds it.
+        """
         if self.variant == "paper":
             return {"both": wishart.paper_epsilon(self.k, self.apart(), delta)}
         return {"both": wishart.epsilon(self.k, self.separation(), delta)}

@@ -147,11 +147,11 @@ class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
     """The largest magnitude of the noise, in the units of the release."""
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0; both directions are alike."""
+        """Computes log δ at each of `epsilons` >= 0, under the key `both`."""
         return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1); both directions are alike."""
+        """Computes the least ε >= 0 for δ in (0, 1), under the key `both`."""
         return {"both": epsilon(self.sensitivity, self.scale, self.bound, delta)}
 
     def details(self) -> dict[str, float]:

@@ -280,7 +280,7 @@ class RandomProjectionCurve(ExactCurve):
         return {way: log_delta(self.leverage, self.r, epsilons, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), of the larger direction alone."""
+        """Computes the least ε >= 0 for δ in (0, 1), of the larger direction, `forward`, alone."""
         return {"forward": float(epsilon(self.leverage, self.r, delta))}
 
 
