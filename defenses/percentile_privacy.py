@@ -58,7 +58,11 @@ class PercentilePrivacy(UpdateDefense):
         return {n: self._filter(t, cutoff) if t.ndim else t for n, t in update.items()}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns a bound of gamma on each entry, and no mechanism."""
+        """Returns `before` with the L2 bound of entries of at most gamma times `steps`.
+
+        No mechanism is added; one that `before` has is kept.
+        Where a tensor is a single number, or shapes are unknown, `before` is returned as it is.
+        """
         if before.shapes is None or not all(before.shapes):
             return before
         # A margin of rounding, since sums of squares are rounded in another order elsewhere.

@@ -89,7 +89,11 @@ class Stream(torch.Generator):
 
 
 def generator(seed: int, *path: str | int) -> Stream:
-    """Returns the stream `path` under `seed`."""
+    """Returns the stream `path` under `seed`, from its beginning.
+
+    Each call makes a new one: two of the same path draw the same numbers. A number and the same
+    digits as text are different paths.
+    """
     return Stream(_text(seed, path))
 
 

@@ -59,19 +59,26 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def format_epsilon(epsilon: float | None) -> str:
-    """Formats ε as `3.2` or `∞`, rounded up; a dash for None (not accounted)."""
+    """Formats ε as `3.2` or `∞`, rounded up; a dash for None (not accounted).
+
+    The text has up to three significant digits. A value that exceeds such a number by a millionth
+    of itself or less counts as that number.
+    """
     if epsilon is None:
         return "–"
     return "∞" if math.isinf(epsilon) else _round_to(epsilon, 3, ROUND_CEILING)
 
 
 def format_delta(delta: float) -> str:
-    """Formats δ as `1e-05`, rounded up."""
+    """Formats δ as `1e-05`, rounded up, with up to six significant digits."""
     return _round_to(delta, 6, ROUND_CEILING)
 
 
 def format_bound(epsilon: float) -> str:
-    """Formats the lower bound that an audit found for ε, rounded down."""
+    """Formats the lower bound that an audit found for ε, rounded down.
+
+    The text has up to three significant digits; `epsilon` is finite.
+    """
     return _round_to(epsilon, 3, ROUND_FLOOR)
 
 
@@ -119,7 +126,10 @@ NO_DIFFERENTIAL_PRIVACY = ("relative", "close")
 
 
 def describe_variant(variant: Mapping[str, Any]) -> str:
-    """Formats a variant as `training.mode=eval, …`; empty for a run outside of a sweep."""
+    """Formats a variant as `training.mode=eval, …`; empty for a run outside of a sweep.
+
+    All keys are listed. Values are as `describe_value` formats them, with long floats rounded.
+    """
     return ", ".join(f"{key}={describe_value(value)}" for key, value in variant.items())
 
 

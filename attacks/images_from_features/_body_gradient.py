@@ -77,7 +77,8 @@ class Body:
     def without_padding(self, name: str, tensor: Tensor) -> Tensor:
         """Selects the entries of a parameter that ever meet anything but padding.
 
-        `name` is the parameter's, and `tensor` the parameter itself or its update.
+        `name` is the parameter's, and `tensor` the parameter itself or its update, of full shape.
+        The result is a view, or `tensor` itself where no entry is dropped.
         """
         window = self._windows.get(name)
         return tensor if window is None else tensor[window]

@@ -45,7 +45,8 @@ def scratch(out: Path, stack: str) -> Path:
 class Spool:
     """Holds the accepted answers of one round, by client.
 
-    As a context manager, a spool forgets all answers at its end.
+    As a context manager, a spool forgets all answers at its end. What is asked of a client needs
+    one whose answer is held (`clients`); any other is an error.
     """
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:

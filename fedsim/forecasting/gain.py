@@ -275,7 +275,8 @@ class UpdateMap:
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
         """Returns the mean update of all clients: name of each tensor -> the tensor, in float64.
 
-        `differentiable` says whether the update can be differentiated by the images.
+        Client after client holds as many consecutive images, with their labels. `differentiable`
+        says whether the update can be differentiated by the images.
         """
 
         def direction(parameters: Tensors, x: Tensor, y: Tensor) -> Tensors:

@@ -27,10 +27,14 @@ class DeployedPart(BaseModel):
     name: str = Field(max_length=LONGEST)
     """Import name of its class or function."""
     settings: dict[str, PlainValue] = {}
-    """Public attributes that are numbers, truth values, short texts, or lists of these texts."""
+    """Public attributes that are numbers, truth values, texts, or lists of texts. Texts are cut to
+    200 characters; infinite numbers and NaN are texts."""
 
     def number(self, key: str) -> float | None:
-        """Returns the setting `key` as a number; None if it is missing, a truth value or a text."""
+        """Returns the setting `key` as a number; None if it is missing, a truth value or a text.
+
+        It is None for an infinite number, too, which is kept as text.
+        """
         value = self.settings.get(key)
         # To Python a truth value is an integer.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -109,7 +109,10 @@ def remove_turns(page: str) -> str:
 
 
 def tip(key: str, text: str) -> Markup:
-    """Returns an HTML button with `text` that shows the glossary's term `key`."""
+    """Returns an HTML button with `text` that shows the glossary's term `key`.
+
+    `text` is escaped. The page needs the element `tip-{key}`, which holds the explanation.
+    """
     return Markup('<button type="button" class="tip" popovertarget="tip-{}">{}</button>').format(
         key, text
     )

@@ -57,7 +57,8 @@ def metrics_of(row: LeaderboardRow) -> list[Measured]:
 def measure_row(row: LeaderboardRow, name: str) -> Measured:
     """Returns the figures of metric `name` of `row`.
 
-    Where every trial failed, only the guess has a figure, and the rest are dashes.
+    Where every trial failed, only the guess has a figure, and the rest are dashes. Where the guess
+    has no value, the metric's value of an uninformed answer stands for it.
     """
     metric, over = METRICS[name], row.above_other(name)
     guess = row.baseline.get(name)
@@ -75,6 +76,8 @@ def measure_row(row: LeaderboardRow, name: str) -> Measured:
 
 def excess(row: LeaderboardRow, name: str) -> float | None:
     """Returns the mean gain of metric `name` over the guess; None without a value or a guess.
+
+    Where the guess has no value, the metric's value of an uninformed answer stands for it.
 
     It is positive where the attack's answer is better than the guess, also for errors.
     """

@@ -398,7 +398,11 @@ class LeaderboardRow:
         return tuple(self.strength_by(name) for name in ranking_targets())
 
     def strength_by(self, name: str) -> float:
-        """Returns the value that ranks the attack by metric `name`; -inf if it has none."""
+        """Returns the value that ranks the attack by metric `name`; -inf if it has none.
+
+        It is a gain, so that more is stronger also for errors. `name` is the ranking metric of a
+        target (`ranking_targets`); any other is a KeyError.
+        """
         target = ranking_targets()[name]
         uninformed = target.ranking.uninformed
         if target.ranks_by == "mean":

@@ -538,7 +538,10 @@ def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None
 
 
 def nested(mapping: Any, *path: str) -> Any:
-    """Returns `mapping[path[0]][path[1]]…`; None where a key is missing."""
+    """Returns `mapping[path[0]][path[1]]…`; None where a key is missing.
+
+    Only dictionaries are entered: a path that leads through a list gives None.
+    """
     for key in path:
         mapping = mapping.get(key) if isinstance(mapping, dict) else None
     return mapping

@@ -93,7 +93,8 @@ def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def leaves_of(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of each leaf of a nested mapping; a list is one value.
 
-    `path` is put before each key as it is, so that it ends in a dot.
+    `path` is put before each key as it is, so that it ends in a dot. An empty mapping below
+    `mapping` is a value, too.
     """
     for key, value in mapping.items():
         # An empty mapping is a value: it would yield no key at all.
@@ -205,7 +206,10 @@ class StoredRun:
         return {seed + row.place: row.content for row in self.rows}
 
     def setting(self, *path: str) -> Any:
-        """Returns a value of the scenario by its keys; None if it is not there."""
+        """Returns a value of the scenario by its keys; None if it is not there.
+
+        Each key is an argument of its own: `setting("training", "rounds")`. Lists are not entered.
+        """
         return nested(self.scenario, *path)
 
 

@@ -96,7 +96,10 @@ def look_up(value: Any, path: KeyPath) -> Any:
 
 
 def unknown_key(key: str, choices: Iterable[str]) -> str:
-    """Returns the message about a key that does not exist, with the nearest of `choices`."""
+    """Returns the message about a key that does not exist, with the nearest of `choices`.
+
+    Where none is near, the message lists all `choices`. It does not name `key` itself.
+    """
     choices = list(choices)
     hint = nearest(key, choices)
     if hint:
@@ -106,7 +109,11 @@ def unknown_key(key: str, choices: Iterable[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns `value` as it would be written in YAML, shortened."""
+    """Returns `value` as messages show it: text in quotes, truth values as `true` and `false`.
+
+    A mapping or list is named without its content, and None is `nothing (null)`. Of more than 60
+    characters the first 40 are shown, with their number.
+    """
     if value is None:
         return "nothing (null)"
     if isinstance(value, Mapping):

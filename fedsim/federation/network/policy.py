@@ -109,7 +109,7 @@ class Policy(BaseModel):
         return policy
 
     def check(self, scenario: Scenario, stack: str) -> None:
-        """Refuses what the policy does not allow of `stack` of `scenario`."""
+        """Refuses what the policy does not allow of `stack`, a name in `scenario.defenses`."""
         wanted = build_stack(scenario.defenses[stack])
         # Compared once built, so that neither spelling nor defaults matter.
         if self.stacks is not None and wanted not in map(_stack, self.stacks):
