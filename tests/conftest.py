@@ -6,6 +6,7 @@ processes that tests start inherit it, since the number of threads decides the l
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -14,6 +15,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import pytest
 import torch
+
+from fedsim.data import bundled
 
 LEFT_OUT = {"slow", "by_hand"}
 """Marks without which the rest takes minutes on two cores; pyproject.toml says what each means."""
@@ -54,6 +57,18 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sets_are_read_once() -> Iterator[None]:
+    """Reading and resizing a bundled set takes a third of a small run.
+
+    What is kept stays as it was read: the split copies what it hands out.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_digits", "_faces", "_photos"):
+            patch.setattr(bundled, name, functools.cache(getattr(bundled, name)))
         yield
 
 

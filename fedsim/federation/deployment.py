@@ -13,22 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from fedsim.federation.deployed import NO_LINK, Deployed, run_name
 from fedsim.federation.engine import FlowerEngine
-from fedsim.federation.network import link as links
-from fedsim.federation.network.home import run_folder
-from fedsim.federation.network.link import Link
-from fedsim.recording import files, truth
 from fedsim.system import paths
-from fedsim.training.server import Census
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.federation.client_app import FederationJob
     from fedsim.federation.delivery import OnWait
+    from fedsim.federation.deployed import Deployed
+    from fedsim.federation.network.link import Link
     from fedsim.federation.server_app import OnRound
     from fedsim.scenario import Scenario
-    from fedsim.training.server import Server
+    from fedsim.training.server import Census, Server
 
 _SECRET_BYTES = 32
 # What Flower writes beside each tensor, or a secure sum of each client, and beside all of them.
@@ -60,6 +56,9 @@ class Deployment(FlowerEngine):
                 neither a link nor an earlier answer. Or the link is encrypted where
                 `federation.tls` says otherwise.
         """
+        from fedsim.federation.deployed import Deployed
+        from fedsim.federation.network import link as links
+
         if link is None:
             return Deployed.read(out)
         links.check(link.superlink, link.roots)
@@ -89,6 +88,7 @@ class Deployment(FlowerEngine):
         """
         from fedsim.federation import server_app
         from fedsim.federation.delivery import Delivery
+        from fedsim.federation.deployed import NO_LINK, run_name
         from fedsim.federation.network import flower
         from fedsim.federation.wire import VERSION
 
@@ -119,6 +119,8 @@ class Deployment(FlowerEngine):
             FedsimError: There is no deployed run, no home, or a folder that is no node's; or a home
                 holds truth of another client than its own.
         """
+        from fedsim.recording import files, truth
+
         if not (out / "run").exists():
             return super().join(out, homes)
         chosen = list(homes) or sorted((out / "nodes").glob("node-*"))
@@ -184,6 +186,10 @@ def _find_owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
     Raises:
         FedsimError: a home is no folder, or holds truth of another client than its own.
     """
+    from fedsim.federation.deployed import run_name
+    from fedsim.federation.network.home import run_folder
+    from fedsim.recording import truth
+
     owned: dict[int, Path] = {}
     for home in homes:
         if not home.is_dir():

@@ -23,8 +23,8 @@ from fedsim.federation.checkpoint import Checkpoint, Checkpoints
 from fedsim.federation.delivery import START_SECONDS, Delivery, Nodes
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.tap import TapGrid
-from fedsim.privacy.numerics import gaussian
 from fedsim.training.server import Server
+from fedsim.training.spending import epsilon_of_rounds
 from fedsim.types import FedsimError, Tensors
 from fedsim.words import number_of
 
@@ -175,11 +175,11 @@ class _StackTraining:
         accountant, strategy = self._strategy.accountant, self._strategy  # type: ignore[attr-defined]
         counted, rounds = accountant.get_privacy_spent(), accountant.num_releases
         # Its clients weigh the same, so that Gaussian releases compose to one (`server_noise`).
-        held = gaussian.epsilon(strategy.noise_multiplier / math.sqrt(rounds), counted.delta)  # type: ignore[attr-defined]
+        held = epsilon_of_rounds(strategy.noise_multiplier, rounds, counted.delta)  # type: ignore[attr-defined]
         self._tap.tally.say(
             f"the accountant stops training: it has counted ε = {counted.epsilon:.4g} in "
             f"{number_of(rounds, 'round')}, and allows {accountant.config.max_epsilon:g}; who sees "
-            f"the model alone has true ε = {float(held):.4g} (δ = {counted.delta:g}, client, zero "
+            f"the model alone has true ε = {held:.4g} (δ = {counted.delta:g}, client, zero "
             "out), and the server, which has seen each update, ε = ∞"
         )
 

@@ -6,6 +6,7 @@ least data. How much a client holds is known from the census, and it is taken to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,6 +14,7 @@ from itertools import product
 from fedsim.contracts.defense import AskedEpsilon, NoisyAggregation
 from fedsim.contracts.stack import Stack
 from fedsim.privacy.ledger import Entry, ProbeReleases, claim, worst_client_sizes
+from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario
 from fedsim.scenario.document import blaming
@@ -24,6 +26,11 @@ from fedsim.words import number_of
 def asked_epsilons(stack: Stack) -> list[AskedEpsilon]:
     """Returns the ε of each defense of `stack` that declares an ε in place of a noise."""
     return [one.target for one in stack.training_defenses if one.target]
+
+
+def epsilon_of_rounds(noise_multiplier: float, rounds: int, delta: float) -> float:
+    """Returns ε at `delta` of so many Gaussian releases of one multiplier, which compose to one."""
+    return float(gaussian.epsilon(noise_multiplier / math.sqrt(rounds), delta))
 
 
 def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:

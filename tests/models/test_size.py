@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -68,21 +66,6 @@ def test_functions_are_counted_however_they_are_called(
 def test_windows_are_counted_as_torch_computes_them(layer: nn.Module) -> None:
     size = count_size(lambda: deepcopy(layer).to("meta"), (3, 4, 5))
     assert size is not None and size.image == 4 * layer(torch.zeros(1, 3, 4, 5)).numel()
-
-
-def test_a_models_size_needs_no_compiler_of_torchs() -> None:
-    """Its import takes longer than all else that a process does before it attacks."""
-    code = (
-        "import sys\n"
-        "from fedsim.models.base import size_of\n"
-        "from fedsim.types import ModelSpec\n"
-        "spec = ModelSpec(name='convnet', parameters={}, input_shape=(1, 32, 32), num_classes=2,\n"
-        "                 mean=(0.5,), std=(0.5,))\n"
-        "assert size_of(spec) is not None\n"
-        "print({'sympy', 'torch._dynamo'} & set(sys.modules))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "set()", done
 
 
 def test_numbers_that_are_there_are_computed() -> None:

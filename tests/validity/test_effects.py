@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ def source_of_attacks() -> list[Path]:
     return sorted(Path(fedsim_attacks.__file__).parent.rglob("*.py"))
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file's tree."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def test_no_attack_reads_the_names_of_defenses() -> None:
     """`Observation.defense` is for people; nor does theory of what leaks read it."""
     files = [*source_of_attacks(), ROOT / "attacking" / "theory.py"]
@@ -49,7 +56,7 @@ def test_no_attack_reads_the_names_of_defenses() -> None:
     found = [
         f"{path.name}:{node.lineno}"
         for path in files
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr == "defense"
     ]
     assert not found
@@ -61,7 +68,7 @@ def test_no_attack_knows_a_defense_by_name() -> None:
     found = [
         f"{path.name}:{node.lineno}: {node.value}"
         for path in source_of_attacks()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and node.value in names
     ]
     assert not found

@@ -29,7 +29,7 @@ from fedsim_defenses.gaussian_noise import GaussianNoise
 
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
 DELTA = 1e-3
-TRIALS = 6000
+TRIALS = 3000
 
 
 def claimed(stack: Stack, rounds: int = 1) -> float:

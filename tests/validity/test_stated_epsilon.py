@@ -118,7 +118,7 @@ def test_one_of_many_examples_moves_their_mean_by_no_more_than_accounted() -> No
     """A mean in float32 has an error that is not small beside one example of 20,000."""
     examples = torch.rand(20_000, 4, generator=torch.Generator().manual_seed(0)) + 0.5
     here = mean_of(examples, 1.0).double()
-    for index in range(0, len(examples), 997):
+    for index in range(0, len(examples), 4999):
         other = examples.clone()
         other[index] *= -1
         moved = float((mean_of(other, 1.0).double() - here).norm())

@@ -40,7 +40,7 @@ def log_moment_of(mean1, cov1, mean2, cov2):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(("seed", "epsilon"), [(0, 0.0), (1, 1.0)])
 def test_three_dimensions_agree_with_the_moments_of_the_matrices(seed: int, epsilon: float) -> None:
     pair = random_pair(3, seed)
-    with mp.workdps(25):
+    with mp.workdps(16):
         log_moment, at = log_moment_of(*pair)
         expected = rotated(log_moment, epsilon, at)
         found = float(np.exp(ndis.pair(*pair).log_delta(epsilon)))
@@ -64,7 +64,7 @@ def test_fifty_dimensions_agree_with_two_groups_in_disguise(a1: float, a2: float
     cov2 = place @ np.diag(1 / precision) @ place.T
     pair = ndis.pair(np.zeros(size), mix @ mix.T, place @ mean2, cov2)
     found = float(np.exp(pair.log_delta(epsilon)))
-    with mp.workdps(30):
+    with mp.workdps(20):
         c = (
             epsilon
             + (mp.log(1 - mp.mpf(a1)) + 49 * mp.log(1 - mp.mpf(a2))) / 2
