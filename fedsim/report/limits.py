@@ -52,8 +52,8 @@ def broken_limits(
         max_gain: Largest mean gain, dB, of any attack over guessing and over another update. The
             upper end of the interval counts, or the best trial where there is none.
         max_epsilon: Largest ε of all releases of a run. A claim keeps to no limit if it is no
-            differential privacy, has a δ above 0.001, or is refuted (by an audit, or by a
-            membership attack).
+            differential privacy, or has a δ above 0.001. Nor does one that an audit or a
+            membership attack refutes.
         defenses: Names of the defenses that count; by default all but the undefended.
 
     Raises:

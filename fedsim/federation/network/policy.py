@@ -186,7 +186,11 @@ class Releases:
                 ) from error
 
     def count(self) -> None:
-        """Counts one more answer; must be called before the answer is computed."""
+        """Counts one more answer; must be called before the answer is computed.
+
+        Raises:
+            FedsimError: The policy allows no more answers.
+        """
         if self._most is not None and self._count >= self._most:
             raise FedsimError(
                 f"this node has answered {self._count} times, which is all that its policy allows "
