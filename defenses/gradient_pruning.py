@@ -35,7 +35,10 @@ class GradientPruning(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with zeros for its smallest entries; the others stay bit for bit."""
+        """Returns the update with zeros for its smallest entries; the others stay bit for bit.
+
+        `state` is returned unchanged, and nothing is drawn.
+        """
         if self.scope == "global":
             return self._prune(update), state
         return {

@@ -49,7 +49,11 @@ class PercentilePrivacy(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with its small entries zeroed and its large ones truncated."""
+        """Returns the update with its small entries zeroed and its large ones truncated.
+
+        The percentile is that of all tensors together. `state` is returned unchanged, and nothing
+        is drawn.
+        """
         if not update:
             return update, state
         flat = [tensor.detach().cpu().flatten().float() / self.steps for tensor in update.values()]
@@ -60,8 +64,8 @@ class PercentilePrivacy(UpdateDefense):
     def guarantee(self, before: Guarantee) -> Guarantee:
         """Returns `before` with the L2 bound of entries of at most gamma times `steps`.
 
-        No mechanism is added; one that `before` has is kept.
-        Where a tensor is a single number, or shapes are unknown, `before` is returned as it is.
+        No mechanism is added; one that `before` has is kept. Where a tensor is a
+        single number, or shapes are unknown, `before` is returned as it is.
         """
         if before.shapes is None or not all(before.shapes):
             return before

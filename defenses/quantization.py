@@ -36,7 +36,7 @@ class Quantization(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with each tensor rounded to its own grid."""
+        """Returns the update with each tensor rounded to its own grid, and `state` unchanged."""
         return {name: self._quantize(tensor, rng) for name, tensor in update.items()}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:

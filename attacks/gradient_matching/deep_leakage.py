@@ -59,7 +59,10 @@ class GradientDistance(IterativeAttack[Descent]):
         """Returns labels (N,) int64, or None if soft labels are to be optimized with the images."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
-        """Draws images from N(0, `initial_std`²), and logits of soft labels from N(0, 1)."""
+        """Draws images from N(0, `initial_std`²).
+
+        Where `labels` returns None, logits of soft labels are drawn from N(0, 1), too.
+        """
         matching = Matching(observation, tensors=self.tensors)
         candidate = matching.random_candidate(
             self.labels(observation, knowledge), rng, self.initial_std

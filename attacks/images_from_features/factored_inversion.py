@@ -543,7 +543,10 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
         )
 
     def step(self, state: FactoredInversionState) -> FactoredInversionState:
-        """Takes a step of Adam, projected onto valid pixels."""
+        """Takes a step of Adam, projected onto valid pixels.
+
+        In a phase that peels stages it takes steps in their inputs instead, and images stay.
+        """
         while state.phases.over(state.iteration):
             state.best = state.shown
             state.phases.follow(state.best)
