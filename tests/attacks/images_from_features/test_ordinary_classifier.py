@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fedsim.models.base import normalize
 from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
-from fedsim.types import GroundTruth, Observation
+from fedsim.types import Effect, GroundTruth, Observation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit, WholeGradient
 from fedsim_attacks.images_from_features._heads import recover, signals, try_recovery
@@ -95,6 +96,29 @@ def test_a_few_iterations_are_nearer_than_twice_as_many_of_inverting_gradients()
     )
     gain = float(score(factored, truth)["psnr"] or 0) - float(score(matched, truth)["psnr"] or 0)
     assert gain > 1
+
+
+@pytest.mark.parametrize(
+    "defense",
+    [
+        {"name": "percentile_privacy", "gamma": 0.001},
+        {"name": "soteria", "ratio": 0.5},
+        {"name": "gaussian_noise", "std": 1e-3},
+    ],
+    ids=lambda defense: defense["name"],
+)
+def test_knowing_a_defense_costs_an_attack_on_a_shallow_body_nothing(
+    defense: dict[str, Any],
+) -> None:
+    observation, _ = observe([defense])
+    attack, blind = FactoredInversion(iterations=3), replace(observation, effect=Effect())
+    knowing, ignorant = (
+        solve(attack, seen, Knowledge(), 0).reconstruction for seen in (observation, blind)
+    )
+    assert knowing.images is not None and ignorant.images is not None
+    assert torch.equal(knowing.images, ignorant.images)
+    # But what it says of its features is not certain.
+    assert knowing.certified is None and knowing.determined is None
 
 
 def observe_residual(classes: int, count: int = 3, **case: Any) -> tuple[Observation, GroundTruth]:
