@@ -10,7 +10,7 @@ Both risks are means over all iterates, as in the paper, each on as many points 
 arm takes as many steps as it has examples. Noise has the multiplier that `correlated_gaussian`
 proves for `fixed_size` batches at ε and δ = 1e-5 (`zero_out`), or one that does not depend on λ.
 
-    python benchmarks/kan_theory.py measure > runs.jsonl            # about five minutes
+    python benchmarks/kan_theory.py measure > runs.jsonl            # about twelve minutes
     python benchmarks/kan_theory.py runs < runs.jsonl > docs/results/kan-theory.csv
     python benchmarks/kan_theory.py slopes < runs.jsonl > docs/results/kan-theory-slopes.csv
 """
@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import nnls
-from scipy.stats import t as student
 from torch import Tensor
 
 from fedsim.models.splines import basis_size, spline_basis
@@ -39,7 +38,7 @@ from fedsim.scoring import student_interval
 
 Array = NDArray[np.float64]
 DIMENSION, DEGREE, INTERVALS, DELTA = 4, 3, 4, 1e-5
-BORDER, FRESH, BATCH, SEEDS = 0.5, 1000, 32, 2
+BORDER, FRESH, BATCH, SEEDS = 0.5, 1000, 32, 5
 LARGEST = 150
 """Examples that the margin is computed of, at most: its program has as many unknowns."""
 
@@ -271,7 +270,11 @@ def table(rows: list[dict[str, object]]) -> Iterator[dict[str, object]]:
 
 
 def slopes(rows: list[dict[str, object]]) -> Iterator[dict[str, object]]:
-    """Slopes of log risk over the logarithm of what a study varies; of λ, over that of 1 - λ."""
+    """Slopes of log risk over the logarithm of what a study varies; of λ, over that of 1 - λ.
+
+    A seed's arms share points and network. So each seed has a slope of its own, and the interval is
+    that of their mean.
+    """
     studies: dict[str, list[tuple[Arm, list[dict[str, object]]]]] = {}
     for arm, found in grouped(rows):
         studies.setdefault(arm.study, []).append((arm, found))
@@ -280,30 +283,22 @@ def slopes(rows: list[dict[str, object]]) -> Iterator[dict[str, object]]:
         if symbol not in VARIABLES:
             continue
         for name in MEASURED:
-            places, risks = [], []
+            curves: dict[object, list[tuple[float, float]]] = {}
             for arm, found in arms:
                 at = float(getattr(arm, VARIABLES[symbol]))
-                places += [math.log(1 - at if symbol == "λ" else at)] * len(found)
-                risks += [math.log(value) for value in numbers(found, name)]
-            slope, low, high = fitted(np.array(places), np.array(risks))
-            of = "1 - λ" if symbol == "λ" else symbol
+                place = math.log(1 - at if symbol == "λ" else at)
+                for row in found:
+                    point = place, math.log(float(str(row[name])))
+                    curves.setdefault(row["seed"], []).append(point)
+            fitted = [float(np.polyfit(*zip(*each, strict=True), 1)[0]) for each in curves.values()]
+            low, high = student_interval(fitted)
             line = {
                 "study": study,
                 "risk": name.partition("_")[0],
-                "over": of,
-                "slope": f"{slope:.2f}",
+                "over": "1 - λ" if symbol == "λ" else symbol,
+                "slope": f"{np.mean(fitted):.2f}",
             }
-            yield line | {"low": f"{low:.2f}", "high": f"{high:.2f}", "runs": len(risks)}
-
-
-def fitted(x: Array, y: Array) -> tuple[float, float, float]:
-    """(slope, low, high) of the least-squares line at 95%."""
-    centred = x - x.mean()
-    slope = float(centred @ y / (centred @ centred))
-    rest = y - y.mean() - slope * centred
-    error = math.sqrt(float(rest @ rest) / (len(x) - 2) / float(centred @ centred))
-    half = float(student.ppf(0.975, len(x) - 2)) * error
-    return slope, slope - half, slope + half
+            yield line | {"low": f"{low:.2f}", "high": f"{high:.2f}", "runs": len(fitted)}
 
 
 def main() -> None:
