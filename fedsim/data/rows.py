@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from fedsim.contracts.data import DataSource
@@ -57,19 +57,29 @@ class RangeColumn(BaseModel):
         return InputColumn(name=self.name)
 
 
+def _require_distinct(texts: tuple[str, ...]) -> tuple[str, ...]:
+    for text, count in Counter(texts).items():
+        if count > 1:
+            raise ValueError(f"{text!r} is declared twice; remove one")
+    return texts
+
+
+Texts = Annotated[
+    tuple[str, ...],
+    Field(min_length=2, max_length=1024),
+    AfterValidator(_require_distinct),
+]
+"""Texts that the cells of a column may hold, all different."""
+
+
 class CategoryColumn(BaseModel):
     """A column of categories, as the file writes them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str
-    categories: Annotated[tuple[str, ...], Field(min_length=2, max_length=1024)]
+    categories: Texts
     """Text of each category. A row has one entry per category: +1 for its own, -1 for others."""
-
-    @model_validator(mode="after")
-    def _distinct(self) -> CategoryColumn:
-        require_distinct(self.name, self.categories)
-        return self
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
         """Returns name -> entry (n,) of -1 and +1, one per category.
@@ -85,17 +95,6 @@ class CategoryColumn(BaseModel):
     def describe(self) -> InputColumn:
         """Describes the column to a model: its name and categories."""
         return InputColumn(name=self.name, categories=self.categories)
-
-
-def require_distinct(column: str, texts: tuple[str, ...]) -> None:
-    """Refuses a class or category of `column` that is declared twice among `texts`.
-
-    Raises:
-        ValueError: one is declared twice; the message names the first.
-    """
-    twice = [text for text, count in Counter(texts).items() if count > 1]
-    if twice:
-        raise ValueError(f"column {column}: {twice[0]!r} is declared twice; remove one")
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from fedsim.data.rows import (
     RangeColumn,
     TableSource,
     TargetColumn,
-    require_distinct,
+    Texts,
 )
 from fedsim.system import paths
 from fedsim.types import FedsimError, Table
@@ -45,13 +45,8 @@ class ClassColumn(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=1024)]
+    classes: Texts
     """Text of each class. Closed-form learners take two: the first becomes -1, the other +1."""
-
-    @model_validator(mode="after")
-    def _distinct(self) -> ClassColumn:
-        require_distinct(self.name, self.classes)
-        return self
 
     def scale(self, values: Tensor) -> Tensor:
         """Maps numbers of classes, 0 to K - 1 (any shape), evenly onto [-1, 1]."""
