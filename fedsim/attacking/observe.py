@@ -381,3 +381,39 @@ def _prefixes(names: Sequence[str]) -> list[str]:
     first = names[0] if names else ""
     dotted = [first[: end + 1] for end, each in enumerate(first) if each == "."]
     return [each for each in dotted if all(name.startswith(each) for name in names)]
+
+
+def checked_examples(
+    images: Tensor, labels: Tensor, spec: ModelSpec, count: int, *, where: str = ""
+) -> tuple[Tensor, Tensor]:
+    """Returns images and labels that a caller states, as float32 and int64 on the CPU.
+
+    Args:
+        images: (`count`, C, H, W) pixels in [0, 1].
+        labels: (`count`,) integers, the classes of the images.
+        spec: The model that takes them.
+        count: Number of images that are expected.
+        where: Text before messages.
+
+    Raises:
+        FedsimError: a shape, a type or a value is another.
+    """
+    shape = (count, *spec.input_shape)
+    if tuple(images.shape) != shape:
+        raise FedsimError(f"{where}images: expected shape {shape}, got {tuple(images.shape)}")
+    low, high = float(images.min()), float(images.max())
+    # A NaN among the pixels fails this comparison as well.
+    if not 0 <= low <= high <= 1:
+        raise FedsimError(
+            f"{where}images: expected pixels in [0, 1], got {low:.3g} to {high:.3g}: before "
+            "normalization"
+        )
+    whole = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    if not whole or tuple(labels.shape) != (count,):
+        raise FedsimError(
+            f"{where}labels: expected {number_of(count, 'integer')}, got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}"
+        )
+    if not 0 <= int(labels.min()) <= int(labels.max()) < spec.num_classes:
+        raise FedsimError(f"{where}labels: expected 0 to {spec.num_classes - 1}")
+    return images.detach().cpu().float(), labels.detach().cpu().long()

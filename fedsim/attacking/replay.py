@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedsim import scoring
 from fedsim.attacking import jobs
 from fedsim.attacking.knowledge import Public
+from fedsim.attacking.observe import checked_examples
 from fedsim.attacking.question import on_cpu
 from fedsim.attacking.targets import join_solutions, questions, unanswerable
 from fedsim.contracts.attack import Attack, AttackState, create
@@ -33,7 +33,6 @@ from fedsim.types import (
     Reconstruction,
     Truth,
 )
-from fedsim.words import number_of
 
 
 def attack(
@@ -131,7 +130,10 @@ def _find(
         # A recording in a run's folder has its truth and its public images there.
         root = root or files.root_of(path)
     if isinstance(truth, tuple):
-        return observation, root, _check_truth(observation, *truth)
+        images, labels = checked_examples(
+            *truth, observation.model, observation.num_images, where="truth: "
+        )
+        return observation, root, GroundTruth(images=images, labels=labels)
     if root is None or not has_truth(root, observation.id):
         return observation, root, None
     return observation, root, load_truth(root, observation.id, observation.num_clients)
@@ -203,26 +205,3 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     )
     # A simulation that diverges has no meaningful distance, nor has an update of zeros.
     return off / size if size and math.isfinite(off) else None
-
-
-def _check_truth(observation: Observation, images: Tensor, labels: Tensor) -> GroundTruth:
-    """Returns the truth that a caller states; refuses one that cannot be of the observation."""
-    shape = (observation.num_images, *observation.model.input_shape)
-    if tuple(images.shape) != shape:
-        raise FedsimError(f"truth: expected images of shape {shape}, got {tuple(images.shape)}")
-    low, high = float(images.min()), float(images.max())
-    # The chain is false for NaN as well.
-    if not 0 <= low <= high <= 1:
-        raise FedsimError(
-            f"truth: expected pixels in [0, 1], got {low:.3g} to {high:.3g}: before normalization"
-        )
-    classes = observation.model.num_classes
-    whole = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-    if tuple(labels.shape) != shape[:1] or not whole:
-        raise FedsimError(
-            f"truth: expected {number_of(shape[0], 'integer label')}, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}"
-        )
-    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise FedsimError(f"truth: expected labels of 0 to {classes - 1}")
-    return GroundTruth(images=images.detach().cpu().float(), labels=labels.detach().cpu().long())

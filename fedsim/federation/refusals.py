@@ -97,7 +97,7 @@ def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
             f"federation.strategy: learner {scenario.learner.name} releases no update of a model, "
             f"of which {federation.strategy} could make anything but the mean; use FedAvg"
         )
-    training = declared_training(scenario)
+    training = declared_training(scenario.training)
     if federation.clips_at_clients and training.algorithm != "fedavg":
         raise FedsimError(
             f"federation.strategy: clients of {federation.strategy} clip changes of weights, and "

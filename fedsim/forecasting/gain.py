@@ -90,9 +90,6 @@ def rows_are_the_image(plan: UpdatePlan) -> bool:
     return weight is not None and weight.ndim == 2 and weight.shape[1] == pixels
 
 
-_NONE = Stack()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Disturbance:
     """An update y that is seen of a computed one u, as y / scale = u + error + noise."""
@@ -112,7 +109,6 @@ def disturbance(
     model: Classifier,
     images: Tensor,
     labels: Tensor,
-    names: tuple[str, ...],
 ) -> Disturbance:
     """Returns what the stack does to the update of these images.
 
@@ -126,7 +122,6 @@ def disturbance(
         images: (N, C, H, W), normalized float64. Clients follow each other, and the steps of a
             client follow each other.
         labels: (N,) classes of the images.
-        names: Names of the update's tensors, in the order of the vector.
     """
     effect, clients = observation.effect, observation.num_clients
     altered = _is_altered(effect)
@@ -136,7 +131,7 @@ def disturbance(
         return Disturbance(scale=1.0, error=None, std=std)
     plain: list[Tensors] = []
     defended: list[Tensors] = []
-    state = model.to(torch.float32)
+    state, names = model.to(torch.float32), tuple(observation.parameters)
     groups = zip(images.float().chunk(clients), labels.chunk(clients), strict=True)
     for number, (x, y) in enumerate(groups):
         # Each client's update twice: as computed, and as its stack makes it. Both draw the same
@@ -195,7 +190,7 @@ def _update(
 ) -> Tensors:
     training = observation.training
     batches = _batches_of(training, images, labels)
-    stack = _NONE if bare else plan.stack
+    stack = Stack() if bare else plan.stack
     # Defenses remember nothing yet, as in a client's first round.
     with stack.memory_of({}):
         trained = train(
@@ -324,12 +319,7 @@ def flat(tensors: Tensors, names: Sequence[str]) -> Tensor:
 
 
 def spectrum(
-    update_map: UpdateMap,
-    images: Tensor,
-    labels: Tensor,
-    start: Tensor,
-    short: float,
-    steps: int = LANCZOS_STEPS,
+    update_map: UpdateMap, images: Tensor, labels: Tensor, start: Tensor, short: float
 ) -> Spectrum:
     """Returns eigenvalues of J'J with the shares of the direction `start` in them, by Lanczos.
 
@@ -343,7 +333,6 @@ def spectrum(
         labels: (N,) classes of the images.
         start: The direction, shaped like the images.
         short: Length of the way from truth to guess; difference quotients step a part of that.
-        steps: Most Lanczos steps; fewer if the direction's invariant space is smaller.
     """
     short = _STEP * short
     square = float(start.square().sum())
@@ -351,7 +340,7 @@ def spectrum(
         nothing = torch.zeros(1, dtype=torch.float64)
         return Spectrum(eigenvalues=nothing, weights=nothing + 1, square=0.0)
     basis, diagonal, beside = [start / math.sqrt(square)], [], []
-    for step in range(steps):
+    for step in range(LANCZOS_STEPS):
         current = basis[-1]
         # J v by a central difference, J' of it by backward
         # differentiation: J itself is never formed.
@@ -365,7 +354,7 @@ def spectrum(
                 image = image - (image * vector).sum() * vector
         size = float(image.norm())
         # Nothing new is left: the space that the direction generates is exhausted.
-        if step == steps - 1 or size <= 1e-10 * max(diagonal):
+        if step == LANCZOS_STEPS - 1 or size <= 1e-10 * max(diagonal):
             break
         beside.append(size)
         basis.append(image / size)
@@ -539,8 +528,7 @@ def _at(plan: UpdatePlan, largest: int) -> Estimate:
 def _case(plan: UpdatePlan, observation: Observation, draw: int, largest: int) -> _Case:
     images, labels, way = plan.draw_batch(draw, largest)
     model = rebuild(observation)
-    names = tuple(observation.parameters)
-    disturbed = disturbance(plan, observation, model, images, labels, names)
+    disturbed = disturbance(plan, observation, model, images, labels)
     update_map = UpdateMap(
         model,
         observation.parameters,

@@ -175,9 +175,7 @@ def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateM
     if std == 0:
         return Indicator(name, "0", 0.0, "attacker", "no noise")
     own = flat(update_map.tensors(images, labels), update_map.names)
-    scale = disturbance(
-        plan, observation, rebuild(observation), images, labels, update_map.names
-    ).scale
+    scale = disturbance(plan, observation, rebuild(observation), images, labels).scale
     # Clipping shortens the update before noise is added: the ratio is that of what is sent.
     ratio = std / max(scale * float(own.square().mean().sqrt()), 1e-30)
     side: Advantage = "client" if ratio > _LOUD else "attacker" if ratio < _FAINT else "neither"

@@ -114,13 +114,13 @@ class UpdatePlan:
         return images, self.stand_ins.labels[chosen], guess - images
 
 
-def synthetic(spec: ModelSpec, seed: int, count: int = 64) -> StandIns:
-    """Draws `count` images whose amplitudes fall with frequency, and labels.
+def synthetic(spec: ModelSpec, seed: int) -> StandIns:
+    """Draws 64 images whose amplitudes fall with frequency, and labels.
 
     The amplitude spectrum 1/f is that of natural images (Field, Relations between the statistics
     of natural images and the response properties of cortical cells, JOSA A 1987).
     """
-    stream = rng.generator(seed, "synthetic")
+    stream, count = rng.generator(seed, "synthetic"), 64
     channels, height, width = spec.input_shape
     white = torch.randn(count, channels, height, width, generator=stream)
     down, across = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)[None]
@@ -220,7 +220,7 @@ def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
     first = observations[0][1][0]
     # By batch size; the scenario's order of stacks is kept below.
     observations.sort(key=lambda each: each[1][0].training.batch_size)
-    declared, images = declared_training(scenario), _stand_ins_of_run(scenario, first)
+    declared, images = declared_training(scenario.training), _stand_ins_of_run(scenario, first)
     return [
         UpdatePlan(
             stack_name=stack,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedsim.attacking.observe import observe
+from fedsim.attacking.observe import checked_examples, observe
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.stack import Stack
 from fedsim.forecasting.forecast import Forecast, forecast
@@ -163,25 +163,12 @@ def _stand_ins(
         return synthetic(spec, seed)
     if labels is None:
         raise FedsimError("images: their labels are missing; give labels, too")
-    if images.ndim != 4 or tuple(images.shape[1:]) != spec.input_shape or len(images) < 2:
-        expected = ("at least 2", *spec.input_shape)
-        raise FedsimError(f"images: expected shape {expected}, got {tuple(images.shape)}")
-    low, high = float(images.min()), float(images.max())
-    # A NaN among the pixels fails this comparison as well.
-    if not 0 <= low <= high <= 1:
-        raise FedsimError(f"images: expected pixels in [0, 1], got {low:.3g} to {high:.3g}")
-    whole = not labels.is_floating_point() and labels.dtype != torch.bool
-    if not whole or tuple(labels.shape) != (len(images),):
-        raise FedsimError(
-            f"labels: expected {number_of(len(images), 'integer')}, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}"
-        )
-    if not 0 <= int(labels.min()) <= int(labels.max()) < spec.num_classes:
-        raise FedsimError(f"labels: expected 0 to {spec.num_classes - 1}")
-    pixels = images.detach().cpu().float()
+    # One image alone would be its own guess.
+    count = max([2, *images.shape[:1]])
+    pixels, classes = checked_examples(images, labels, spec, count)
     return StandIns(
         pixels=pixels,
-        labels=labels.detach().cpu().long(),
+        labels=classes,
         guess=pixels.mean(0),
         source=f"{number_of(len(images), 'image')} that were handed over",
     )

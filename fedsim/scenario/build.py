@@ -199,13 +199,8 @@ def _rule_of(local: LocalSection) -> StepRule | None:
     return rule if rule != StepRule() else None
 
 
-def declared_training(scenario: Scenario) -> LocalTraining:
-    """Returns the clients' local training before any defense changes it."""
-    return local_training_of(scenario.training)
-
-
-def local_training_of(training: Training) -> LocalTraining:
-    """Returns the local training of `training`, before any defense changes it."""
+def declared_training(training: Training) -> LocalTraining:
+    """Returns the clients' local training of `training`, before any defense changes it."""
     local = training.local
     return LocalTraining(
         algorithm=algorithm(training),

@@ -16,7 +16,7 @@ from fedsim.scenario.build import (
     build_engine,
     build_learner,
     build_stack,
-    local_training_of,
+    declared_training,
     plugin_class,
     rate_factor,
 )
@@ -159,7 +159,7 @@ def cautions(scenario: Scenario) -> list[str]:
     if not scenario.attacks:
         return []
     found = []
-    if not local_training_of(scenario.training).sums_gradients:
+    if not declared_training(scenario.training).sums_gradients:
         found.append(
             "training.local: attacks that match updates simulate optimizer and weight_decay; those "
             "that read labels or features off an update take it for SGD"
@@ -539,7 +539,7 @@ def _stack(
     # The shortest beginning of the stack that fails ends with the defense to blame.
     for end in range(1, len(refs) + 1):
         try:
-            build_stack(refs[:end]).guarantees(local_training_of(training))
+            build_stack(refs[:end]).guarantees(declared_training(training))
         except FedsimError as error:
             yield (*path, end - 1), str(error)
             return
@@ -547,7 +547,7 @@ def _stack(
             cause = f"{type(error).__name__}: {error}"
             yield (*path, end - 1), f"its plugin failed: {cause}; drop it, or tell its author"
             return
-    trained = stack.training(local_training_of(training))
+    trained = stack.training(declared_training(training))
     # Both comparisons below are chained: they are true where a defense changed what was declared.
     sampled = trained.sampling != "without_replacement" and trained.steps > 1
     if sampled and trained.batches == "same" != training.local.batches:

@@ -509,7 +509,7 @@ def _observe_release(
     refs = [reference(member) for member in defense]
     computation = build_learner(scenario.learner).start(problem)
     before, buffers = computation.initial()
-    declared = declared_training(scenario)
+    declared = declared_training(scenario.training)
     # All rows are dealt out, members or not, so that a client's share does not tell who took part.
     parts = torch.arange(len(members)).chunk(scenario.data.clients)
     if stack.aggregation is None:

@@ -130,7 +130,7 @@ class Server:
     @cached_property
     def declared(self) -> LocalTraining:
         """Local training before the stack's training defenses."""
-        return declared_training(self.scenario)
+        return declared_training(self.scenario.training)
 
     @cached_property
     def training(self) -> LocalTraining:

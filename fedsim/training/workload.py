@@ -52,7 +52,7 @@ class Workload(Server):
                 impossible, or the model does not fit the images.
         """
         learner = build_learner(scenario.learner)
-        least = learner.least_examples(declared_training(scenario))
+        least = learner.least_examples(declared_training(scenario.training))
         data = learner.view(load_dataset(scenario) if dataset is None else dataset)
         with blaming("data.partition"):
             parts = partition(

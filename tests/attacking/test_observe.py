@@ -277,10 +277,10 @@ def test_updates_of_another_model_are_refused(
 @pytest.mark.parametrize(
     ("truth", "message"),
     [
-        ((torch.rand(3, *SHAPE), torch.tensor([1, 2, 3])), "expected images of shape"),
+        ((torch.rand(3, *SHAPE), torch.tensor([1, 2, 3])), "truth: images: expected shape"),
         ((torch.rand(2, *SHAPE) * 2, torch.tensor([1, 2])), "before normalization"),
-        ((torch.rand(2, *SHAPE), torch.tensor([1.0, 2.0])), "2 integer labels"),
-        ((torch.rand(2, *SHAPE), torch.tensor([1, 5])), "labels of 0 to 4"),
+        ((torch.rand(2, *SHAPE), torch.tensor([1.0, 2.0])), "labels: expected 2 integers"),
+        ((torch.rand(2, *SHAPE), torch.tensor([1, 5])), "labels: expected 0 to 4"),
     ],
 )
 def test_truths_that_are_none(
