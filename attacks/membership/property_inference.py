@@ -11,6 +11,7 @@ apart (PROLIN).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self, final
 
 import torch
@@ -27,6 +28,8 @@ from fedsim.types import Observation, Reconstruction, Tensors, as_pixels
 from fedsim_attacks._attack_kinds import DirectAttack
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+_PRIORS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25)
+"""Variances of a share among clients that are tried; of shares of 0 or 1 it is 0.25."""
 _ENTRIES = 1 << 25
 """Maximum number of weights that are trained at once."""
 
@@ -85,15 +88,13 @@ class PropertyInference(DirectAttack):
         )
         public = _Public(inputs, labels.cpu(), values.cpu().double(), bool(self.columns))
         if self.of == "update":
-            lost, answer = _of_update(observation, public, self.shadows, rng)
-            return _answer("class_shares", _as_distribution(answer), lost)
+            one = _of_update(observation, public, self.shadows, rng)
+            return _answer("class_shares", _as_distribution(one.shares), one.lost)
         rounds = [seen for seen in knowledge.seen if seen.client == observation.client]
         part, own = _participation(rounds or [observation])
         each = [_of_update(seen, public, self.shadows, rng) for seen in rounds or [observation]]
-        sums = torch.stack([shares for _, shares in each])
-        # A sum of one client alone would have that client's shares.
-        shares = torch.stack([_regress(part, sums, alone)[1] for alone in _alone(part, own)])
-        lost = sum(error for error, _ in each) / len(each)
+        shares = _of_clients(part, each, own)
+        lost = sum(one.lost for one in each) / len(each)
         if not self.columns:
             mixes = torch.stack([_as_distribution(mix) for mix in shares])
             return _answer("client_class_shares", mixes, lost)
@@ -184,17 +185,63 @@ def _participation(rounds: list[Observation]) -> tuple[Tensor, list[int]]:
     return part, [clients.index(client) for client in sorted(taking_part[-1])]
 
 
-def _alone(part: Tensor, own: list[int]) -> Tensor:
-    """Returns rows of a participation matrix in which each client of `own` takes part alone."""
-    return torch.eye(part.shape[1], dtype=part.dtype)[own]
+@dataclass(frozen=True)
+class _Estimate:
+    """Holds shares that were read from one update, and how well such are read from shadows."""
+
+    shares: Tensor
+    """(E,) shares by ridge regression, which draws them towards the shadows' mean."""
+    unbiased: Tensor
+    """(E,) the same with that undone, which makes them noisier."""
+    variance: float
+    """Mean variance of the latter."""
+    lost: float
+    """Mean error of the former on shadows that are left out."""
 
 
-def _of_update(
-    seen: Observation, public: _Public, shadows: int, rng: torch.Generator
-) -> tuple[float, Tensor]:
-    """Returns the error on shadows that are left out, and the shares (E,) of one update."""
+def _of_update(seen: Observation, public: _Public, shadows: int, rng: torch.Generator) -> _Estimate:
+    """Returns the shares of one update."""
     updates, shown = _train(seen, public, shadows, rng)
-    return _regress(updates, shown, _direction(seen.update)[0])
+    mean, center = updates.mean(0), shown.mean(0)
+    target = shown - center
+    observed, missed = _ridge(updates - mean, target, _direction(seen.update)[0] - mean)
+    told = target - missed
+    # Shares of shadows that are left out are told too near to the mean, by this factor.
+    slope = ((told * target).sum(0) / target.square().sum(0).clamp(min=1e-30)).clamp(min=0.05)
+    spread = (told / slope - target).square().mean()
+    return _Estimate(
+        shares=center + observed,
+        unbiased=center + observed / slope,
+        variance=max(float(spread), 1e-12),
+        lost=float(missed.abs().mean()),
+    )
+
+
+def _of_clients(part: Tensor, each: list[_Estimate], own: list[int]) -> Tensor:
+    """Returns the shares (n, E) of the clients `own`, whose part in the rounds is (R, C).
+
+    It is their mean given the sums, if clients' shares are normal around a common mean with the
+    variance, of several, under which the sums are likeliest.
+    """
+    sums = torch.stack([one.unbiased for one in each])
+    variances = torch.tensor([one.variance for one in each], dtype=part.dtype)
+    center = (sums / variances[:, None]).sum(0) / (1 / variances).sum()
+    # In units of each round's noise, so that rounds that tell little count little.
+    spread = variances.sqrt()[:, None]
+    rows, target = part / spread, (sums - center) / spread
+    gram = rows @ rows.T
+    best: tuple[float, Tensor] | None = None
+    for prior in _PRIORS:
+        whole = torch.eye(len(gram), dtype=gram.dtype) + prior * gram
+        factor = torch.linalg.cholesky(whole)
+        solved = torch.cholesky_solve(target, factor)
+        # The log-likelihood, up to a constant; the determinant is that of each of E entries.
+        misfit = float((target * solved).sum()) / 2
+        fit = -misfit - target.shape[1] * float(factor.diagonal().log().sum())
+        if best is None or fit > best[0]:
+            best = fit, prior * rows.T @ solved
+    assert best is not None
+    return center + best[1][own]
 
 
 def _draw_shares(labels: Tensor, classes: int, count: int, rng: torch.Generator) -> Tensor:
@@ -247,22 +294,24 @@ def _direction(update: Tensors, count: int = 1) -> Tensor:
     return directions
 
 
-def _regress(updates: Tensor, shares: Tensor, observed: Tensor) -> tuple[float, Tensor]:
-    """Returns the least error on shadows left out, and the shares of the observed update."""
-    mean, center = updates.mean(0), shares.mean(0)
-    centered = updates - mean
+def _ridge(rows: Tensor, target: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what a ridge regression of `target` (S, E) on `rows` (S, P) says of another row.
+
+    Of several ridges it is the one with the least error on rows that are left out. The second
+    result (S, E) is what is missed of the target of each such row.
+    """
     # In the dual form: the matrix to invert has the size of the shadows, not of the entries.
-    gram, target = centered @ centered.T, shares - center
-    inner = centered @ (observed - mean)
-    # Equal rows, as of one client in all rounds, leave the mean: 0 would not be inverted.
+    gram, inner = rows @ rows.T, rows @ observed
+    # Rows of 0 would not be inverted.
     size = gram.diagonal().mean().clamp(min=1e-30)
-    best: tuple[float, Tensor] | None = None
+    best: tuple[float, Tensor, Tensor] | None = None
     for ridge in _RIDGES:
         inverse = torch.linalg.inv(gram + ridge * size * torch.eye(len(gram), dtype=gram.dtype))
         weights = inverse @ target
         # Leaving one out changes its residual to α_i / (A^-1)_ii, as in any ridge regression.
-        lost = float((weights / inverse.diagonal()[:, None]).abs().mean())
+        missed = weights / inverse.diagonal()[:, None]
+        lost = float(missed.abs().mean())
         if best is None or lost < best[0]:
-            best = lost, center + inner @ weights
+            best = lost, inner @ weights, missed
     assert best is not None
-    return best
+    return best[1], best[2]

@@ -19,7 +19,12 @@ from fedsim.targets.client_shares import (
 )
 from fedsim.testing.cases import make_observation
 from fedsim.types import GroundTruth, LocalTraining
-from fedsim_attacks.membership.property_inference import PropertyInference, _regress
+from fedsim_attacks.membership.property_inference import (
+    PropertyInference,
+    _Estimate,
+    _of_clients,
+    _ridge,
+)
 
 CLASSES, BATCH = 4, 40
 SGD = LocalTraining(algorithm="fedavg", steps=2, batch_size=BATCH // 2, lr=0.1)
@@ -121,24 +126,27 @@ def test_columns_of_a_table_and_all_data_of_a_client_are_scored(tmp_path):
         "model": {"name": "mlp", "hidden": [8]},
         "training": {"rounds": 10, "local": {"steps": 4, "batch_size": 20, "lr": 0.1}},
         "federation": {"participation": 0.67},
-        "defenses": {"none": [], "sum": ["aggregate"]},
+        "defenses": {"sum": ["aggregate"]},
         "attacks": [
             {"name": "property_inference", "label": "mix", "of": "clients", "shadows": 32},
-            {"name": "property_inference", "of": "clients", "columns": ["worst radius"]},
+            {
+                "name": "property_inference",
+                "of": "clients",
+                "columns": ["worst radius"],
+                "shadows": 32,
+            },
         ],
         "observe": {"rounds": list(range(1, 11)), "clients": "all"},
         "knowledge": {"public": "test"},
     }
     fedsim.run(scenario, out=tmp_path, workers=1)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    found = {(r["defense"]["name"], r["attack"]["label"]): r for r in rows if r["vantage"] != ""}
     # All rounds are one question, at the last of them.
-    summed = [row for row in rows if row["defense"]["name"] == "sum"]
-    assert len(summed) == 2
-    for row in rows:
-        assert row["status"] == "ok", row["reason"]
+    assert [row["round"] for row in rows] == [10, 10]
+    found = {row["attack"]["label"]: row for row in rows}
     for label, name in (("mix", "client_class_error"), (_LABEL, "client_column_error")):
-        row = found["sum", label]
+        row = found[label]
+        assert row["status"] == "ok", row["reason"]
         assert row["metrics"][name] < row["baseline"][name]
 
 
@@ -179,8 +187,23 @@ def test_left_out_error_is_that_of_fits_without_each_shadow():
             guess = gram[left, kept] @ torch.linalg.solve(own, shares[kept])
             errors.append((shares[left] - guess).abs().mean())
         expected.append(float(torch.stack(errors).mean()))
-    lost, _ = _regress(updates, shares, updates[0])
-    assert lost == pytest.approx(min(expected), rel=1e-9)
+    _, missed = _ridge(updates, shares, updates[0])
+    assert float(missed.abs().mean()) == pytest.approx(min(expected), rel=1e-9)
+
+
+def test_rounds_that_tell_little_count_little_and_noise_averages_out():
+    stream = torch.Generator().manual_seed(0)
+    true = torch.tensor([[0.9], [0.5], [0.1]], dtype=torch.float64)
+    part = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1]] * 20, dtype=torch.float64) / 2
+    noise = torch.where(torch.arange(60) % 2 == 0, 0.02, 2.0)[:, None]
+    sums = part @ true + noise * torch.randn(60, 1, generator=stream, dtype=torch.float64)
+    each = [
+        _Estimate(shares=total, unbiased=total, variance=float(spread) ** 2, lost=0.0)
+        for total, spread in zip(sums, noise, strict=True)
+    ]
+    assert (_of_clients(part, each, [0, 1, 2]) - true).abs().max() < 0.05
+    alike = [replace(one, variance=1.0) for one in each]
+    assert (_of_clients(part, alike, [0, 1, 2]) - true).abs().max() > 0.1
 
 
 def test_error_is_the_share_of_examples_that_would_have_to_change():
