@@ -69,6 +69,18 @@ def test_censor_releases_tensors_that_are_orthogonal_and_as_long() -> None:
     assert not torch.equal(found["weight"], draw_orthogonal(GRADIENT, stream(2))["weight"])
 
 
+def test_releases_of_one_gradient_give_its_direction_away() -> None:
+    """A tensor of d entries is all that is orthogonal to d - 1 releases of it, up to its sign."""
+    gradient = {"weight": torch.randn(4, 5, generator=stream(3))}
+    seen = [draw_orthogonal(gradient, stream(seed))["weight"] for seed in range(19)]
+    found = torch.linalg.svd(torch.stack([each.flatten().double() for each in seen]))[2][-1]
+    true = gradient["weight"].flatten().double()
+    assert abs(float(found @ true)) == pytest.approx(float(true.norm()), rel=1e-5)
+    # One release less leaves a plane.
+    left = torch.linalg.svd(torch.stack([each.flatten().double() for each in seen[:-1]]))[2][-1]
+    assert abs(float(left @ true)) < 0.999 * float(true.norm())
+
+
 def softmax_step(defense: Censor, seed: int) -> tuple[Tensors, float]:
     """Returns what a step of softmax regression releases, and the loss after a long step."""
     images, labels = torch.randn(4, 1, 2, 2, generator=stream()), torch.tensor([0, 3, 3, 1])
