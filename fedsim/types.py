@@ -553,6 +553,19 @@ CANDIDATE_MEMBERS = "candidate_members"
 """Tensor of a client's truth: (N,) bool, whether the client trains on each candidate."""
 
 
+SOURCE_INPUTS = "source_inputs"
+"""Tensor of a joined truth: (N, ...) inputs on [0, 1] whose client source attacks are asked for."""
+SOURCE_LABELS = "source_labels"
+"""Tensor of a joined truth: (N,) int64 classes of these inputs."""
+SOURCE_CLASSES = "source_classes"
+"""Tensor of a joined truth: (K, C) int64, how many candidates of each class each client holds out.
+They tell the clients' proportions of classes apart from the records themselves."""
+SOURCE_CLIENTS = "source_clients"
+"""Tensor of a joined truth: (K,) int64, ascending numbers of the clients that the watcher saw."""
+SOURCE_PARTICIPANTS = "source_participants"
+"""Tensor of a joined truth: (R, K) bool, whether each client was part of each recording."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Truth:
     """Holds what clients really used. It goes to the score, never to an attack."""

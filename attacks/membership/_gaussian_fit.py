@@ -22,6 +22,8 @@ class GaussianFit:
     """(n,) z_i = g_i' C_i^-1 x / (g_i' C_i^-1 g_i)^(1/2) of x = v - Σ m_j g_j, where C_i is the
     covariance of v without the term of i. This is the score test of a_i > m_i. It is 0 where g_i
     is 0."""
+    precisions: Tensor
+    """(n,) g_i' C_i^-1 g_i, the inverse variance of an estimate of a_i."""
     log_likelihood: float
     """Log-likelihood of v, up to a constant that depends on P alone."""
 
@@ -46,7 +48,7 @@ class InnerProducts:
             mean: (n,) m, the means of the coefficients a_i.
             variance: (n,) d > 0, the variances of the coefficients.
             noise: s > 0, the variance of the noise in each entry of v.
-            scored: Whether scores are computed, too; else they are empty.
+            scored: Whether scores and precisions are computed, too; else they are empty.
         """
         # With D = diag(d) and M = I + D^(1/2) A D^(1/2) / s, whose size is n and not P, Woodbury's
         # identity gives both the likelihood and q = D^(1/2) G C^-1 x.
@@ -63,10 +65,14 @@ class InnerProducts:
         misfit = rest / noise - float(right @ solved)
         # |C| = s^P |M|, and |M| is the squared product of its Cholesky factor's diagonal.
         determinant = self.entries * math.log(noise) + 2 * float(factor.diagonal().log().sum())
-        scores = solved[:0]
+        scores = precisions = solved[:0]
         if scored:
             inverse = torch.cholesky_inverse(factor).diagonal()
             # Leaving term i out of C divides by (M^-1)_ii; what is left is 0 for a gradient of 0.
             spread = inverse * (1 - inverse)
             scores = torch.where(spread > 1e-12, solved / spread.clamp(min=1e-12).sqrt(), 0.0)
-        return GaussianFit(scores=scores, log_likelihood=-(misfit + determinant) / 2)
+            # (M^-1)_ii = 1 / (1 + d_i g_i' C_i^-1 g_i), by the same identity.
+            precisions = torch.where(spread > 1e-12, (1 / inverse - 1) / variance, 0.0)
+        return GaussianFit(
+            scores=scores, precisions=precisions, log_likelihood=-(misfit + determinant) / 2
+        )

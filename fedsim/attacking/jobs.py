@@ -15,11 +15,11 @@ from fedsim.attacking.question import AttackAnswer, reason_of
 from fedsim.contracts.attack import Attack, AttackState, Progress, Solution, create
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.prior import GuessChances
-from fedsim.contracts.target import Aids, GuessRequest, Resources
+from fedsim.contracts.target import Aids, GuessRequest, Resources, targets
 from fedsim.models.base import Classifier
 from fedsim.privacy.recovery import TensorBound
-from fedsim.recording.files import checked_id, load_observation, write_tensors
-from fedsim.recording.truth import load_truth
+from fedsim.recording.files import checked_id, load_observation, paths_beside, write_tensors
+from fedsim.recording.truth import add_sources, load_truth
 from fedsim.types import Effect, Observation, ReleaseSpec, Status, Truth
 
 OnProgress = Callable[[Progress], None]
@@ -133,16 +133,30 @@ def asked_about(
 
     They are all, but for attacks on updates that join rounds: these look at the recordings of all
     rounds together, and are asked once of each watcher and client, at its last.
+    Of sources a watcher is asked once for all clients.
     """
+
+    def watcher(seen: Observation) -> tuple[str, int | None]:
+        # A participant is a watcher of its own, and all others see what several clients send.
+        together = attack.asked_of_sources and seen.vantage != "client"
+        return seen.vantage, None if together else seen.client
+
     kept = list(recorded)
-    last = {(seen.vantage, seen.client): seen.id for seen in kept if seen.payload == "update"}
+    last = {watcher(seen): seen.id for seen in kept if seen.payload == "update"}
     for seen in kept:
         # None: no update was recorded there, and each recording is a question of its own.
-        if not attack.joins_rounds or last.get((seen.vantage, seen.client)) in (
-            None,
-            seen.id,
-        ):
+        if not attack.joins_rounds or last.get(watcher(seen)) in (None, seen.id):
             yield seen
+
+
+def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observation) -> Truth:
+    """Returns `truth` with the records of all clients that the watcher of an observation saw.
+
+    `root` is the run's folder, and `path` the observation's JSON file.
+    """
+    seen = paths_beside(path, observation)
+    ids = [f"{each.parents[1].name}/{each.parent.name}/{each.stem}" for each in seen]
+    return add_sources(truth, root, ids)
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
@@ -207,6 +221,8 @@ def score_answer(
     metrics, per_image = scoring.no_metrics(), {}
     certificate = None
     if found is not None:
+        if any(t.of_all_clients and t.answer_of(found) is not None for t in targets().values()):
+            truth = add_all_sources(truth, setting.root, job.observation, observation)
         try:
             # The answer is scored before it is written: one that cannot be scored leaves no file.
             scores = scoring.score(found, truth, aids)

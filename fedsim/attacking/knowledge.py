@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.contracts.grant import Grant, Knowledge, MembershipCandidates
+from fedsim.contracts.grant import Grant, Knowledge, MembershipCandidates, SourceRecords
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_public, load_public_labels
@@ -19,6 +19,10 @@ from fedsim.types import (
     CANDIDATE_INPUTS,
     CANDIDATE_LABELS,
     CANDIDATE_MEMBERS,
+    SOURCE_CLIENTS,
+    SOURCE_INPUTS,
+    SOURCE_LABELS,
+    SOURCE_PARTICIPANTS,
     FedsimError,
     Observation,
     RowTruth,
@@ -131,6 +135,30 @@ def hand_over_rounds(
     Arguments are as above.
     """
     return tuple(_withhold(each, granted) for each in seen) or (observation,)
+
+
+def hand_over_records(
+    truth: Truth | None, granted: Grant, seen: Sequence[Observation]
+) -> SourceRecords | None:
+    """Returns the records whose client is asked for; None where the truth has none.
+
+    Args:
+        truth: Truth with the records of all clients (`add_sources`).
+        granted: What the threat model grants, also of the recordings in `seen`.
+        seen: Recordings of the same watcher up to this round, in the order of the truth.
+    """
+    secret = truth.tensors() if truth else {}
+    if SOURCE_INPUTS not in secret or not seen:
+        return None
+    device = next(iter(seen[0].parameters.values())).device
+    clients, took_part = secret[SOURCE_CLIENTS], secret[SOURCE_PARTICIPANTS]
+    return SourceRecords(
+        inputs=secret[SOURCE_INPUTS].to(device, copy=True),
+        labels=secret[SOURCE_LABELS].to(device, copy=True),
+        seen=tuple(_withhold(each, granted) for each in seen),
+        # Whoever adds up updates, or takes part, knows who else does.
+        participants=tuple(tuple(clients[row].tolist()) for row in took_part),
+    )
 
 
 _AT_BOUND = 1 - 1e-6

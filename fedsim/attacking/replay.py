@@ -82,6 +82,8 @@ def attack(
     if threads < 1:
         raise FedsimError(f"threads: expected at least 1, got {threads}")
     _refuse_unfit(chosen, name, observation, victim, grant)
+    if chosen.asked_of_sources and path and root and victim:
+        victim = jobs.add_all_sources(victim, root, path, observation)
     with fix_within(threads):
         asked = questions(
             chosen,

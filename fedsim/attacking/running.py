@@ -27,6 +27,7 @@ from fedsim.attacking.jobs import (
     Job,
     Result,
     Setting,
+    add_all_sources,
     hide_defenses,
     result_without_attack,
     score_answer,
@@ -240,6 +241,8 @@ class _AskedJob:
         observation = load_observation(job.observation)
         truth = load_truth(setting.root, observation.id, observation.num_clients)
         attack = job.plugin
+        if attack.asked_of_sources:
+            truth = add_all_sources(truth, setting.root, job.observation, observation)
         # Theory speaks of what was released, also to an attack that is not told of the defenses.
         self.bound = observed_bound(observation) if attack.follows_tensor_rate else None
         seen: tuple[Observation, ...] = ()

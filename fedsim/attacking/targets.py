@@ -17,6 +17,7 @@ from fedsim.attacking.knowledge import (
     Public,
     hand_over,
     hand_over_candidates,
+    hand_over_records,
     hand_over_rounds,
     hand_over_row,
     remove_truncated,
@@ -70,7 +71,12 @@ def questions(
         yield from _of_rows(attack, observation, truth, granted, seed, restarts)
         return
     shown, known = hand_over(observation, truth, granted, public)
-    if attack.asked_of_candidates:
+    if attack.asked_of_sources:
+        records = hand_over_records(truth, granted, seen)
+        if records and not attack.reads_truncated:
+            records = replace(records, seen=tuple(map(remove_truncated, records.seen)))
+        known = replace(known, records=records)
+    elif attack.asked_of_candidates:
         candidates = hand_over_candidates(observation, truth, granted, seen)
         if candidates and not attack.reads_truncated:
             candidates = replace(candidates, seen=tuple(map(remove_truncated, candidates.seen)))

@@ -58,6 +58,10 @@ class Attack(Plugin, Generic[S]):
     ranked behind all that look, and never said to work."""
     asked_of_candidates: ClassVar[bool] = False
     """Whether it says, of a given row, if that took part. Else it recovers one that did."""
+    asked_of_sources: ClassVar[bool] = False
+    """Whether it says which client holds each of the given examples, known to be held by one
+    (`Knowledge.records`). It is `asked_of_candidates` as well, and gets those that took part, of
+    all clients together."""
     follows_tensor_rate: ClassVar[bool] = False
     """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
     reads_truncated: ClassVar[bool] = False

@@ -199,6 +199,28 @@ class MembershipCandidates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceRecords:
+    """Holds the examples of which a source attack says which client trains on each.
+
+    Each is known to be held by one of the clients that the watcher saw.
+    """
+
+    inputs: Tensor
+    """(N, C, H, W) pixels on [0, 1], or (N, D) entries of rows of a table."""
+    labels: Tensor
+    """(N,) int64."""
+    seen: tuple[Observation, ...]
+    """Recordings as in `MembershipCandidates.seen`."""
+    participants: tuple[tuple[int, ...], ...]
+    """Clients that each of `seen` is the update, or the mean update, of."""
+
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """Numbers of all clients that may hold a record, ascending."""
+        return tuple(sorted({client for each in self.participants for client in each}))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Knowledge:
     """Holds what an attack is handed beside the observation: a grant, and its values."""
 
@@ -226,6 +248,8 @@ class Knowledge:
     seen: tuple[Observation, ...] = ()
     """Recordings of the attacked stack at the attacked vantage up to the attacked round, which is
     included, ordered by round and client. Set only for attacks that join rounds."""
+    records: SourceRecords | None = None
+    """Examples whose client is asked for; None if none are."""
     candidate: Tensor | None = None
     """(d + 1,) float64: the row of which is asked whether it took part. None if the question is
     what the missing row is, or if an update of a model is attacked."""

@@ -133,6 +133,9 @@ class Target(Plugin):
     """Kinds of client message whose main target it is: unanswered rows of results count for it."""
     asked_singly: ClassVar[bool] = False
     """Whether attacks are asked about one example at a time, so that trials share examples."""
+    of_all_clients: ClassVar[bool] = False
+    """Whether its truth is of all clients that the watcher saw, and not only of those that the
+    attacked update is of."""
     pictured: ClassVar[bool] = False
     """Whether answers are pixels, saved as `truth` and `reconstruction`, that a page can show."""
     saved_as: ClassVar[tuple[str, str] | None] = None

@@ -265,22 +265,27 @@ def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
     Raises:
         FedsimError: A recording cannot be read.
     """
+    seen: list[Observation] = []
+    for other in paths_beside(path, attacked):
+        each = load_observation(other)
+        if seen and seen[-1].round == each.round:
+            each = replace(each, parameters=seen[-1].parameters, buffers=seen[-1].buffers)
+        seen.append(each)
+    return tuple(seen)
+
+
+def paths_beside(path: Path, attacked: Observation) -> list[Path]:
+    """Returns the JSON files of the recordings of `load_beside`, in their order."""
     kind = path.stem.partition("-")[0]
     alone = attacked.vantage in ("client", "aggregate")
-    seen: list[Observation] = []
-    for folder in sorted(path.parent.parent.glob("round-*")):
-        first: Observation | None = None
-        for other in sorted(folder.glob(f"{kind}-*training.json")):
-            if alone and other.name != path.name:
-                continue
-            each = load_observation(other)
-            if each.round > attacked.round:
-                continue
-            if first is not None:
-                each = replace(each, parameters=first.parameters, buffers=first.buffers)
-            first = first or each
-            seen.append(each)
-    return tuple(seen)
+    return [
+        other
+        for folder in sorted(path.parent.parent.glob("round-*"))
+        # Folders after the attacked round hold what was not seen yet.
+        if int(folder.name.removeprefix("round-")) <= attacked.round
+        for other in sorted(folder.glob(f"{kind}-*training.json"))
+        if not alone or other.name == path.name
+    ]
 
 
 def root_of(recording: Path) -> Path | None:

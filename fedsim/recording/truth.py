@@ -10,14 +10,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fedsim import rng
 from fedsim.recording.files import checked_id, copy_file, read_tensors, remove_torn, write_tensors
 from fedsim.system import memory, paths
-from fedsim.types import FedsimError, Truth
+from fedsim.types import (
+    CANDIDATE_INPUTS,
+    CANDIDATE_LABELS,
+    CANDIDATE_MEMBERS,
+    SOURCE_CLASSES,
+    SOURCE_CLIENTS,
+    SOURCE_INPUTS,
+    SOURCE_LABELS,
+    SOURCE_PARTICIPANTS,
+    FedsimError,
+    Truth,
+)
 from fedsim.words import number_of
 
 _FOLDER = "truth"
@@ -173,6 +186,50 @@ def _join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         of_client = [torch.full((len(part["rows"]),), k) for k, part in enumerate(parts)]
         tensors["clients"] = torch.cat(of_client)
     return tensors
+
+
+def add_sources(truth: Truth, root: Path, ids: Sequence[str]) -> Truth:
+    """Adds the records of all clients that the observations `ids` are of, and whose each is.
+
+    Records are the candidates that a client trains on. One that two clients hold is left out, as no
+    single client is its source. The order is that of digests, which tells nothing of clients.
+    `truth` is returned as it is where no candidates were recorded.
+
+    Args:
+        truth: Truth of the attacked observation.
+        root: The run's folder.
+        ids: What the watcher saw.
+    """
+    files = [sorted(_folder(root, id).glob("client-*.safetensors")) for id in ids]
+    numbers = [[int(path.stem.removeprefix("client-")) for path in each] for each in files]
+    # Candidates stay the same over rounds, so that any of a client's files has them.
+    paths = {n: p for own in zip(numbers, files, strict=True) for n, p in zip(*own, strict=True)}
+    clients = sorted(paths)
+    candidates = [read_tensors(paths[number]) for number in clients]
+    if not clients or not all(CANDIDATE_MEMBERS in each for each in candidates):
+        return truth
+    coins = [each[CANDIDATE_MEMBERS] for each in candidates]
+    both = list(zip(candidates, coins, strict=True))
+    records = torch.cat([each[CANDIDATE_INPUTS][members] for each, members in both])
+    labels = torch.cat([each[CANDIDATE_LABELS][members] for each, members in both])
+    others = [each[CANDIDATE_LABELS][~members] for each, members in both]
+    owner = torch.repeat_interleave(torch.stack([members.sum() for members in coins]))
+    classes = 1 + int(torch.cat([labels, *others]).max())
+    digests = [rng.of_bytes(each.contiguous().numpy().tobytes()) for each in records]
+    holders: dict[int, set[int]] = {}
+    for digest, place in zip(digests, owner.tolist(), strict=True):
+        holders.setdefault(digest, set()).add(place)
+    single = [i for i, digest in enumerate(digests) if len(holders[digest]) == 1]
+    order = torch.tensor(sorted(single, key=digests.__getitem__), dtype=torch.int64)
+    more = {
+        SOURCE_INPUTS: records[order],
+        SOURCE_LABELS: labels[order],
+        "source": owner[order],
+        SOURCE_CLASSES: torch.stack([each.bincount(minlength=classes) for each in others]),
+        SOURCE_CLIENTS: torch.tensor(clients),
+        SOURCE_PARTICIPANTS: torch.tensor([[c in own for c in clients] for own in numbers]),
+    }
+    return replace(truth, more={**truth.more, **more})
 
 
 _SAME = ("scored", "classes", "columns")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from fedsim.contracts.target import METRICS, targets
+from fedsim.contracts.target import METRICS, ranking_targets, targets
 from fedsim.report.figures import format_number, format_signed, read_texts
 from fedsim.report.judge import (
     LARGEST_DELTA,
@@ -342,8 +342,42 @@ def describe_shown(shown: Shown) -> str:
     elif not shown.is_informed:
         text += f", and no more than with {row.other}"
     text += f", n = {number_of(row.n, 'trial')}"
+    if answer := describe_answer(shown):
+        text += f": {answer}"
     limit = row.limit(metric.name)
     return text if limit is None else f"{text}; the privacy claim allows at most {limit:.2f}"
+
+
+def describe_answer(shown: Shown) -> str:
+    """Words what an attack's answers come to in shares of members or records; empty if nothing.
+
+    Ends are those of the mean over trials or, of too few trials, the mean ends of a trial's own.
+    """
+    row = shown.row
+    names = {metric.name for metric in ranking_targets()[shown.metric].metrics}
+    for name, message in _TEXTS["answers"].items():
+        summary = row.metrics.get(name) if name in names else None
+        if summary is None:
+            continue
+        own = (row.metrics.get(f"{name}_low"), row.metrics.get(f"{name}_high"))
+        ends = [summary.low, summary.high]
+        if summary.low is None:
+            ends = [each and each.mean for each in own]
+        low, high = (None if end is None else min(max(end, 0.0), 1.0) for end in ends)
+        guess = row.baseline.get(name)
+        return fill(
+            message,
+            value=_format_share(summary.mean),
+            interval=""
+            if low is None or high is None
+            else f" ({_format_share(low)} to {_format_share(high)})",
+            guess="not measured" if guess is None else _format_share(guess),
+        )
+    return ""
+
+
+def _format_share(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
 def describe_certificates(shown: Shown | None) -> str:

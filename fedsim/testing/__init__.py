@@ -3,6 +3,7 @@
 from fedsim.testing.attack import AttackContract as AttackContract
 from fedsim.testing.attack import CandidateAttackContract as CandidateAttackContract
 from fedsim.testing.attack import RowAttackContract as RowAttackContract
+from fedsim.testing.attack import SourceAttackContract as SourceAttackContract
 from fedsim.testing.cases import make_kernel_release as make_kernel_release
 from fedsim.testing.cases import make_observation as make_observation
 from fedsim.testing.cases import make_release as make_release

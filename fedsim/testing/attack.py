@@ -25,7 +25,7 @@ import torch
 from fedsim import rng
 from fedsim.attacking.knowledge import Public, hand_over, hand_over_candidates, hand_over_row
 from fedsim.contracts.attack import Attack, AttackFailed, solve
-from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.contracts.grant import Grant, Knowledge, SourceRecords
 from fedsim.testing.cases import (
     PluginContract,
     copy,
@@ -236,6 +236,43 @@ class CandidateAttackContract(AttackContract):
         assert scores is not None, "nothing is answered"
         assert scores.shape == (2 * observation.num_images,)
         assert not bool(scores.isnan().any())
+        assert not scores.requires_grad
+        assert math.isfinite(reconstruction.loss)
+
+
+class SourceAttackContract(CandidateAttackContract):
+    """Tests what attacks keep to that are asked which client holds a record.
+
+    Three clients hold `size` records each, and the updates of all are seen.
+    """
+
+    def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+        """Returns the last client's update, and the records of all in another order."""
+        _, known = super().case(size, most)
+        images, labels = example_batch(3 * size)
+        seen = tuple(
+            replace(
+                make_observation(
+                    images[client::3],
+                    labels[client::3],
+                    model=self.model,
+                    model_parameters=self.model_parameters,
+                )[0],
+                client=client,
+            )
+            for client in range(3)
+        )
+        records = SourceRecords(
+            inputs=images, labels=labels, seen=seen, participants=((0,), (1,), (2,))
+        )
+        return seen[-1], replace(known, candidates=None, records=records)
+
+    def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
+        """Asserts a finite score of each client for each record, and a finite loss."""
+        scores = reconstruction.more.get("source")
+        assert scores is not None, "nothing is answered"
+        assert scores.shape == (3 * observation.num_images, 3)
+        assert bool(scores.isfinite().all())
         assert not scores.requires_grad
         assert math.isfinite(reconstruction.loss)
 

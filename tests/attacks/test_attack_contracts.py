@@ -18,7 +18,11 @@ from fedsim.contracts.attack import Attack
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import load_as, names
 from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
-from fedsim.testing.attack import AnyAttackContract, CandidateAttackContract
+from fedsim.testing.attack import (
+    AnyAttackContract,
+    CandidateAttackContract,
+    SourceAttackContract,
+)
 from fedsim.testing.cases import example_batch
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching.generative_prior import (
@@ -172,6 +176,10 @@ CASES: dict[str, list[Case]] = {
     "shadow_likelihood": [
         (CandidateAttackContract, {"shadows": 4}),
         (CandidateAttackContract, {"shadows": 4, "measure": "log_odds"}),
+    ],
+    "source_inference": [
+        (SourceAttackContract, {}),
+        (SourceAttackContract, {"evidence": "losses"}),
     ],
     "spear": [(OnAFullyConnectedNetwork, {}), (OnAFullyConnectedNetwork, {"search": "descent"})],
     "spectral_features": [(OnATwoLayerHead, {})],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from answer_rows import FAILS, PROVEN, SAFE, WORKS, Lines, behind, judged, trials
+from answer_rows import FAILS, PROVEN, SAFE, WORKS, Lines, behind, changed, judged, trials
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
@@ -164,3 +164,31 @@ def test_a_name_turns_no_words_of_the_page(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert "Behind x" in page
     assert "\u202e" not in page and "\u2066" not in page
+
+
+SHARES = {
+    "membership": (
+        {"membership_auc": 0.7},
+        {"membership_auc": 0.5},
+        ("membership_tpr_at_01_percent", 0.12, 0.09, 0.151),
+        "12% (9.0% to 15%) of members",
+    ),
+    "source": (
+        {"source_advantage": 0.5},
+        {"source_advantage": 0.0, "source_accuracy": 0.25},
+        ("source_accuracy", 0.62, 0.58, 0.66),
+        "62% (58% to 66%) of records (chance 25%)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SHARES)
+def test_answers_are_worded_as_shares_of_members_or_records(what: str, tmp_path: Path) -> None:
+    """All trials have the same share, so that the interval is that of a trial."""
+    metrics, guess, (name, value, low, high), expected = SHARES[what]
+    shares = {name: value, f"{name}_low": low, f"{name}_high": high}
+    rows = changed(SAFE, metrics=metrics | shares, baseline=guess)
+    (told,) = words.describe_told(behind(tmp_path, rows))
+    assert expected in told
+    without = changed(SAFE, metrics=metrics, baseline=guess)
+    assert "%" not in words.describe_told(behind(tmp_path, without))[0].partition("n =")[2]

@@ -1,0 +1,260 @@
+"""Scores source: which client holds a given record that one of them trains on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.metric import Metric, MetricValue, ScoredPair, ScoringError, Term, Unavailable
+from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
+from fedsim.scoring.statistics import share
+from fedsim.types import (
+    SOURCE_CLASSES,
+    SOURCE_CLIENTS,
+    SOURCE_LABELS,
+    Reconstruction,
+    Tensors,
+    Truth,
+)
+
+_SHUFFLES = 999
+"""Number of times that answers are dealt anew among records of their class."""
+
+
+def name_clients(scores: Tensor) -> Tensor:
+    """Returns the clients (N, K) that `scores` (N, K) name for each record, as shares of one.
+
+    The largest score of a record names its client; ties share it.
+    """
+    named = (scores == scores.max(1, keepdim=True).values).double()
+    return named / named.sum(1, keepdim=True)
+
+
+def shuffle_accuracies(named: Tensor, labels: Tensor, source: Tensor) -> Tensor:
+    """Returns the accuracies (999,) of answers that are dealt anew among records of a class.
+
+    An answer that knows no more of a record than its class is as accurate as these. That holds
+    however the answers depend on each other (R. A. Fisher, The Design of Experiments, 1935).
+
+    Args:
+        named: (N, K) shares of `name_clients`.
+        labels: (N,) classes.
+        source: (N,) int64 true clients.
+    """
+    stream = torch.Generator().manual_seed(0)
+    # Ordering records by class and then by chance deals the answers of each class anew.
+    drawn = torch.rand(_SHUFFLES, len(labels), generator=stream, dtype=torch.float64)
+    dealt = (drawn + labels).argsort(1)
+    home = labels.argsort(stable=True)
+    return named[dealt, source[home]].mean(1)
+
+
+def class_rule_accuracy(labels: Tensor, source: Tensor, held: Tensor) -> float:
+    """Returns the accuracy of naming the client that holds most other examples of the class.
+
+    It is what the clients' proportions of classes tell without any update. Ties share a record.
+
+    Args:
+        labels: (N,) classes of the records, below C.
+        source: (N,) true clients, below K.
+        held: (K, C) numbers of other examples that each client holds of each class.
+    """
+    return float(name_clients(held.T)[labels, source].mean())
+
+
+def chance_accuracy(scores: Tensor, source: Tensor, labels: Tensor, held: Tensor) -> float:
+    """Returns the accuracy of whoever knows no more of a record than its class.
+
+    It is the largest of one over the number of clients, the rule of `class_rule_accuracy`, and the
+    mean accuracy of these very answers (N, K), dealt anew among records of their class. Other
+    arguments are those of `class_rule_accuracy`.
+    """
+    shuffled = shuffle_accuracies(name_clients(scores), labels, source)
+    return max(
+        1 / scores.shape[1], class_rule_accuracy(labels, source, held), float(shuffled.mean())
+    )
+
+
+def measure_source(
+    scores: Tensor, source: Tensor, labels: Tensor, held: Tensor
+) -> dict[str, float | Unavailable]:
+    """Returns metric -> its value, for scores (N, K) of records of known class and client.
+
+    Other arguments are those of `class_rule_accuracy`.
+
+    Ends of the accuracy are Clopper and Pearson's (1934), which take records for independent. The
+    p-value does not: it is the share of answers dealt anew within each class that are as accurate.
+    Rank 1 is the client with the largest score.
+    """
+    if not len(source):
+        reason = Unavailable("no record has a single client")
+        return {metric.name: reason for metric in Source.metrics}
+    named = name_clients(scores)
+    hits, count = float(named[torch.arange(len(source)), source].sum()), len(source)
+    shuffled = shuffle_accuracies(named, labels, source)
+    chance = chance_accuracy(scores, source, labels, held)
+    likely = max(chance, float(shuffled.quantile(0.975)))
+    accuracy, left = hits / count, 1 - chance
+    own = scores.gather(1, source[:, None])
+    # The middle of the ranks that equal scores share.
+    ranks = 1 + (scores > own).sum(1) + ((scores == own).sum(1) - 1) / 2
+    found: dict[str, float | Unavailable] = {
+        "source_accuracy": accuracy,
+        # Ties share records, and an interval takes whole ones.
+        "source_accuracy_low": share(math.floor(hits + 1e-9), count).low,
+        "source_accuracy_high": share(math.ceil(hits - 1e-9), count).high,
+        "source_rank": float(ranks.double().mean()),
+        # The answer itself is one of the deals, which makes the test exact.
+        "source_p_value": (1 + int((shuffled >= accuracy - 1e-12).sum())) / (1 + _SHUFFLES),
+        "source_advantage": Unavailable("the classes of records name their clients by themselves"),
+    }
+    found["source_advantage_beyond_chance"] = found["source_advantage"]
+    if left > 1e-9:
+        found["source_advantage"] = (accuracy - chance) / left
+        found["source_advantage_beyond_chance"] = max(0.0, accuracy - likely) / left
+    return found
+
+
+def _compute(name: str) -> Callable[[ScoredPair], MetricValue]:
+    """Returns what computes one metric of scores and clients; classes, and numbers, are an aid."""
+    return lambda pair: measure_source(pair.claimed.double(), pair.truth, *pair.aid)[name]
+
+
+def _select_classes(tensors: Tensors) -> dict[str, Tensor]:
+    """Returns the tensors of a truth that state the classes of records."""
+    return {n: tensors[n] for n in (SOURCE_LABELS, SOURCE_CLASSES) if n in tensors}
+
+
+_SOURCE = Term(
+    key="source",
+    name="Source",
+    meaning="How well clients are named for known records. Accuracy: share of records whose client "
+    "is named first. Chance: what the records' classes alone tell, or one over the number of "
+    "clients. Advantage: the way from chance (0) to certainty (1).",
+)
+
+
+class Source(Target):
+    """Scores of each client for each record, the highest for the client that holds it."""
+
+    part: ClassVar[str] = "source"
+    noun: ClassVar[str] = "sources"
+    singular: ClassVar[str] = "source"
+    order: ClassVar[float] = 5.0
+    ranks_by: ClassVar[Any] = "gain"
+    leaks: ClassVar[float] = 0.05
+    works: ClassVar[float | None] = 0.25
+    of_all_clients: ClassVar[bool] = True
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="source_advantage",
+            compute=_compute("source_advantage"),
+            unit="share",
+            larger_leaks=True,
+            uninformed=0.0,
+            heading="source advantage",
+            meaning="way from chance to certainty in naming the client that holds a record",
+            described=_SOURCE,
+            shown_as="interval",
+        ),
+        Metric(
+            name="source_accuracy",
+            compute=_compute("source_accuracy"),
+            unit="share",
+            larger_leaks=True,
+            heading="source",
+            meaning="share of records whose client is named right",
+            described=_SOURCE,
+            shown_as="percent",
+        ),
+        *(
+            Metric(name=name, compute=_compute(name), unit="share", larger_leaks=True)
+            for name in (
+                "source_accuracy_low",
+                "source_accuracy_high",
+                "source_advantage_beyond_chance",
+            )
+        ),
+        *(
+            Metric(name=name, compute=_compute(name), unit="none", larger_leaks=False)
+            for name in ("source_rank", "source_p_value")
+        ),
+    )
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses answers that are not a finite score of each client for each record.
+
+        Raises:
+            ScoringError: the answer has another shape, or a score is not finite.
+        """
+        true = self.truth_of(truth)
+        if true is None:
+            raise ScoringError("clients of records were named, and the truth has no records")
+        clients = truth.tensors().get(SOURCE_CLIENTS)
+        # Saved truths are without the clients' numbers, and their answers were checked before.
+        shape = (len(true), answer.shape[-1] if clients is None else len(clients))
+        if answer.shape != shape or not bool(answer.isfinite().all()):
+            raise ScoringError(
+                f"source: expected finite scores of {shape[0]} records and {shape[1]} clients, got "
+                f"{tuple(answer.shape)}"
+            )
+
+    def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
+        """Compares the clients that are named with those that hold the records."""
+        known = self._read_known(truth)
+        if known is None:
+            return TargetScores(values=self.unavailable("the records were not recorded"))
+        return TargetScores(values=measure_source(answer.detach().cpu().double(), *known))
+
+    def _read_known(self, truth: Truth) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Returns clients, classes and numbers of other examples; None if one is missing."""
+        tensors = truth.tensors()
+        if not {self.part, SOURCE_LABELS, SOURCE_CLASSES} <= set(tensors):
+            return None
+        return tensors[self.part].cpu(), tensors[SOURCE_LABELS].cpu(), tensors[SOURCE_CLASSES].cpu()
+
+    def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
+        """Returns what classes alone tell, or one of K clients; None where no client was named."""
+        answer = None if request.found is None else self.answer_of(request.found)
+        if answer is None:
+            return None
+        values: dict[str, float | None] = dict.fromkeys(metric.name for metric in self.metrics)
+        known = self._read_known(request.truth)
+        if known is not None and len(known[0]):
+            chance = chance_accuracy(answer.detach().cpu().double(), *known)
+            values |= {"source_advantage": 0.0, "source_accuracy": chance}
+        return TargetGuess(metrics=values)
+
+    def tensors_to_save(
+        self,
+        found: Reconstruction,
+        truth: Truth,
+        assignments: Mapping[str, list[int]],
+        aids: Aids,
+    ) -> dict[str, Tensor]:
+        """Returns scores and clients, and the classes of the records that scores take, too."""
+        saved = super().tensors_to_save(found, truth, assignments, aids)
+        return saved and {**saved, **_select_classes(truth.tensors())}
+
+    def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Returns the scores (None if there are none), and clients and classes of the records."""
+        answer, true = super().read_saved(tensors)
+        return answer, true and {**true, **_select_classes(tensors)}
+
+    def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
+        """Returns another watcher's scores, repeated where it has fewer records or clients.
+
+        Args:
+            answer: Its scores of its own records and clients.
+            pairs: Not used, since its scores tell nothing about these records.
+            truth: Truth of this watcher.
+        """
+        true = self.truth_of(truth)
+        assert true is not None
+        clients = max(answer.shape[1], int(true.max()) + 1)
+        records = torch.arange(len(true)) % len(answer)
+        return answer[records][:, torch.arange(clients) % answer.shape[1]]
