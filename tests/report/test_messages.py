@@ -184,10 +184,10 @@ SHARES = {
 
 @pytest.mark.parametrize("what", SHARES)
 def test_answers_are_worded_as_shares_of_members_or_records(what: str, tmp_path: Path) -> None:
-    """All trials have the same share, so that the interval is that of a trial."""
+    """Two trials have no interval of their mean, so that the ends are those of a trial."""
     metrics, guess, (name, value, low, high), expected = SHARES[what]
     shares = {name: value, f"{name}_low": low, f"{name}_high": high}
-    rows = changed(SAFE, metrics=metrics | shares, baseline=guess)
+    rows = changed(SAFE[:2], metrics=metrics | shares, baseline=guess)
     (told,) = words.describe_told(behind(tmp_path, rows))
     assert expected in told
     without = changed(SAFE, metrics=metrics, baseline=guess)
