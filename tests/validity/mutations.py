@@ -201,6 +201,12 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "epsilon",
             "tests/privacy/test_update_membership_limits.py",
         ),
+        "the span of several answers with the limit of one": swap(
+            "fedsim/privacy/recovery.py:direction_chances",
+            "betainc((dimension - answers) / 2, answers / 2, squares)",
+            "answers * betainc((dimension - 1) / 2, 0.5, squares)",
+            "tests/privacy/test_recovery_limits.py",
+        ),
         "noise whose low bits are shown": swap(
             "fedsim/contracts/defense.py:_rounded_to", "2.0 ** 52", "0", LOW_BITS
         ),
