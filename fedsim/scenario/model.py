@@ -156,7 +156,10 @@ class Federation(ScenarioSection):
     def budget(self) -> float | None:
         """Largest ε that the strategy's accountant allows; None without an accountant."""
         accountant = self.strategy_parameters.get("accountant")
-        return accountant.get("max_epsilon") if isinstance(accountant, Mapping) else None
+        if not isinstance(accountant, Mapping):
+            return None
+        budget: float | None = accountant.get("max_epsilon")
+        return budget
 
 
 class AttackEntry(ScenarioSection):

@@ -246,7 +246,7 @@ def test_an_accountant_remembers_what_was_spent() -> None:
     name = "DifferentialPrivacyServerSideFixedClipping"
     parameters = {**WRAPPED, "accountant": {"max_epsilon": 8.0, "delta": 1e-5}}
     strategy, fresh = (strategies.build(name, parameters) for _ in range(2))
-    # Exact ε of 2 and 3 rounds of multiplier 1 are 6.6 and 8.5.
+    # Exact ε of 2 and 3 rounds of multiplier 1 are 6.6 and 8.4.
     assert [strategies.rounds_within_budget(strategy, most) for most in (1, 9)] == [1, 2]
     strategy.accountant.compose(GaussianPrivacyEvent(1.0, 4, 4), 2)  # type: ignore[attr-defined]
     strategy_state.restore(fresh, *strategy_state.save(strategy))
