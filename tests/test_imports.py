@@ -41,7 +41,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "federation": {
         *BASE,
-        *("audit", "contracts", "models", "recording", "scenario", "scoring", "training"),
+        *("audit", "contracts", "models", "privacy", "recording", "scenario", "scoring"),
+        "training",
     },
     "attacking": {*BASE, "contracts", "models", "privacy", "recording", "scoring"},
     "forecasting": {
