@@ -245,8 +245,9 @@ def serve(
     DIR is the folder of a run, or one that holds folders of runs. Ctrl-C ends it.
     """
     with exits():
-        from fedsim.report.serving import PageServer, is_loopback
+        from fedsim.report.serving import PageServer
         from fedsim.report.serving import serve as serve_page
+        from fedsim.system.addresses import is_loopback
 
         def on_ready(server: PageServer) -> None:
             typer.echo(f"leaderboard: {server.address}")

@@ -11,7 +11,7 @@ import typer
 from fedsim.cli.exits import exits
 from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
 from fedsim.cli.outcome import show
-from fedsim.federation.network import addresses
+from fedsim.system import addresses
 
 
 def up(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
 import socket
 import threading
@@ -24,6 +23,7 @@ from fedsim.report.content import Content
 from fedsim.report.page import html_of
 from fedsim.results.plan import PLAN
 from fedsim.results.reading import RESULTS, load_runs
+from fedsim.system.addresses import is_loopback
 from fedsim.system.lock import is_locked
 from fedsim.types import FedsimError, RunFailed
 
@@ -187,20 +187,6 @@ def serve(
     with PageServer(folders, host, port, token) as server:
         on_ready(server)
         server.serve_forever()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
-    (True, True, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -32,11 +32,10 @@ from typing import Protocol
 
 import h11
 
-from fedsim.federation.network import addresses
 from fedsim.federation.network.admission import BODY_LIMIT, Refusal, Signatures
 from fedsim.federation.network.log import Log
 from fedsim.federation.network.passage import CHUNK_BYTES, Passage, Side, SuperLink
-from fedsim.system import processes
+from fedsim.system import addresses, processes
 
 CONNECTIONS = 1024
 """Maximum number of connections at once. A node has two, and one more for each core while it

@@ -36,9 +36,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedsim.federation.network import addresses
 from fedsim.federation.secure_aggregation.secrets import KEY, Identity
-from fedsim.system import paths
+from fedsim.system import addresses, paths
 from fedsim.types import FedsimError
 
 # Certificates are valid from so long ago, for machines whose clocks are behind.

@@ -12,8 +12,7 @@ from email.utils import parsedate_to_datetime
 from io import BytesIO
 from pathlib import Path
 
-from fedsim.federation.network import addresses
-from fedsim.system import paths
+from fedsim.system import addresses, paths
 from fedsim.types import FedsimError
 
 SCENARIO = "scenario"

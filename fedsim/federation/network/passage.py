@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import h11
 
-from fedsim.federation.network import addresses
 from fedsim.federation.network.admission import (
     REPLIES,
     Refusal,
@@ -27,6 +26,7 @@ from fedsim.federation.network.admission import (
     passed_on,
     vet,
 )
+from fedsim.system import addresses
 
 CHUNK_BYTES = 64 * 1024
 """Maximum number of bytes of a body that are held in memory at once."""

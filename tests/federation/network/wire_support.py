@@ -31,7 +31,7 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from fedsim.federation import wire
-from fedsim.federation.network.addresses import address_of, split
+from fedsim.system.addresses import address_of, split
 
 
 @contextmanager

@@ -37,7 +37,11 @@ def is_host(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether `host` is `localhost` or a loopback address."""
+    """Returns whether only this machine reaches `host`: `localhost`, or a loopback address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
     if host == "localhost":
         return True
     try:
