@@ -202,7 +202,10 @@ class Phases:
         return len(self._staged.stages)
 
     def over(self, iteration: int) -> bool:
-        """Says whether the present phase ends at `iteration` and another one follows."""
+        """Says whether the present phase ends at `iteration` and another one follows.
+
+        Iterations count from 0 over all phases, here and in `done`.
+        """
         return bool(self._plans) and iteration - self._begun >= self.present.iterations
 
     def follow(self, images: Tensor) -> None:
@@ -213,7 +216,10 @@ class Phases:
             self.distribution = self._distribution()
 
     def done(self, iteration: int) -> float:
-        """Computes the share, in [0, 1], of the present phase that is over at `iteration`."""
+        """Computes the share, in [0, 1], of the present phase that is over at `iteration`.
+
+        `iteration` counts over all phases, not from the beginning of this one.
+        """
         return (iteration - self._begun) / self.present.iterations
 
     def _distribution(self) -> ImageDistribution | None:

@@ -220,7 +220,7 @@ class Spear(IterativeAttack[SpearState]):
     )
 
     iterations: Annotated[int, Field(ge=1)] = 1000
-    """Iterations of 4,096 sets of neurons each; it ends when all neurons agree."""
+    """Iterations of 4,096 sets of neurons each; it ends at a score of 0.999."""
     search: Literal["sampled", "descent"] = "sampled"
     """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and also
     descended from. That is not the paper's, and its cost does not double with each image."""
@@ -272,13 +272,13 @@ class Spear(IterativeAttack[SpearState]):
         return state
 
     def terminate(self, state: SpearState) -> bool:
-        """Says whether the score is perfect, or `iterations` steps are made."""
+        """Says whether the score is at least 0.999, or `iterations` steps are made."""
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: SpearState) -> Reconstruction:
         """Returns what the inputs of the layer tell of the images: pixels, or features.
 
-        No image is marked as determined unless all neurons agree with the selection.
+        No image is marked as determined unless the score is at least 0.999.
 
         Raises:
             AttackFailed: too few combinations have been found.

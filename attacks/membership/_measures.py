@@ -81,7 +81,11 @@ def losses(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) 
 
 
 class UpdateSimilarity:
-    """Compares examples' gradients with any number of updates of one global model."""
+    """Compares examples' gradients with any number of updates of one global model.
+
+    Each update has to have all tensors that the update of `seen` has. Over 262,144 entries, products and
+    lengths are estimates by a random sketch (`ExampleGradients`).
+    """
 
     def __init__(self, seen: Observation, inputs: Tensor, labels: Tensor) -> None:
         """Computes the gradients of the examples at the weights that `seen` started from.
@@ -97,7 +101,7 @@ class UpdateSimilarity:
         """Returns the inner products (N,) of each example's gradient and the `update`.
 
         `update` is taken as observed: a change of weights is negated here, a gradient is not. A
-        larger value speaks for membership.
+        larger value speaks for membership. It is not divided by learning rate or steps.
         """
         return (self._rows @ (self._sign * self._gradients.vector(update))).double()
 

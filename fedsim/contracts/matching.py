@@ -22,6 +22,7 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 
     `reconstruction` is (M, ...), `truth` is (N, ...), the same shape but for the first axis. The
     result has N entries: `assignment[i]` is the reconstruction that is scored against truth i.
+    Both are finite, on the CPU, and need no gradient.
 
     If M > N, only the first N reconstructions count: an attack that hands in many guesses must rank
     them itself, for choosing among them by the truth would be an oracle. If M < N, N - M truths
@@ -39,7 +40,7 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 def assign(cost: Tensor) -> list[int]:
     """Returns the column of each row of `cost` (N, M) under the assignment of least total cost.
 
-    A row without a column has `MISSING` (-1).
+    A row without a column has `MISSING` (-1). `cost` is on the CPU and holds no NaN.
     """
     if cost.shape == (1, 1):  # without scipy, whose import takes half a second
         return [0]

@@ -153,8 +153,9 @@ def check_promise(server: Server) -> None:
 def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
     """Returns the defenses between a client's data and whoever looks from `seen_from`.
 
-    A participant knows what it added itself. In a deployment, an aggregation without noise is left
-    out: the server computes it itself, and so has what each client releases.
+    A participant (`client`) sees the combination in any case, and knows what it added itself. Seen
+    from elsewhere in a deployment, an aggregation without noise is left out. The server computes it
+    itself, and so has what each client releases.
     """
     aggregation = server.stack.aggregation
     if seen_from == "client" and aggregation:

@@ -161,6 +161,7 @@ class Account:
     def worst_client_sizes(self, training: LocalTraining) -> list[int]:
         """Returns the numbers of examples of clients among which the largest ε is.
 
+        `training` is the local training after the stack's training defenses, not `declared`.
         Unknown sizes are left out; if all are unknown, the result is [0].
         """
         return worst_client_sizes(training, [count for count in self.held if count] or self.held)
