@@ -50,7 +50,7 @@ class UpdateMembership(DirectAttack):
         rounds = candidates.of_victim(observation)
         losses, square = [], 0.0
         for seen in rounds:
-            weight = _shared(seen, observation)
+            weight = _find_shared_part(seen, observation)
             if not weight:
                 continue
             fit = fit_presence(seen, inputs, labels, len(total))
@@ -63,7 +63,7 @@ class UpdateMembership(DirectAttack):
         )
 
 
-def _shared(seen: Observation, asked: Observation) -> float:
+def _find_shared_part(seen: Observation, asked: Observation) -> float:
     """Returns the share of the clients asked about, those of `asked`, that are part of `seen`.
 
     A candidate's score rises by that share on average, and its spread does not, so that this is the

@@ -69,9 +69,8 @@ def attack(
         The reconstruction, and a row. The row has the id of the `observation`, the resolved
             `attack`, the kind of `server`, the granted `knowledge`, and the `cost`. Null without
             truth are `metrics`, the number of images that are `missing` from the reconstruction and
-            left out of metrics, and the `simulation_error`. The `certificate` is what the attack
-            says that it knows; null if it says nothing. `features_by` names another attack that the
-            features are from. `stages` is the number of stages that the attack cut the body into.
+            left out of metrics, and the `simulation_error`. Further fields are those of
+            `results.jsonl`, which docs/formats-results.md describes.
 
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.

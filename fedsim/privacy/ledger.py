@@ -92,8 +92,8 @@ class Entry:
     """The release that a closed-form learner makes of all of a client's rows in each round; None
     of a learner that trains."""
     schedules: Collection[tuple[bool, ...]] = ()
-    """For each client, whether it took part in each round so far. Only noise of the server that is
-    correlated over rounds depends on it; by default one client took part in all."""
+    """Whether a client took part, by client and round so far. Only noise of the server
+    that is correlated over rounds depends on it; by default one client took part in all."""
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
     """By unit, names of quantities that clients compute with and that the unit's data influenced
     without noise. A unit then moves more than its own contribution, and nothing is claimed."""

@@ -106,7 +106,7 @@ class Control:
 
     comparison: Comparison
     subject: str
-    """`LeaderboardRow.subject` of its rows."""
+    """The kind of leak that its rows attack: a name in `fedsim list targets`."""
     status: ControlStatus
     """`passed`, `failed`, `broken` (an attack crashed or refused, and no other worked), or `absent`
     (without an undefended stack)."""

@@ -359,10 +359,10 @@ def describe_answer(shown: Shown) -> str:
         summary = row.metrics.get(name) if name in names else None
         if summary is None:
             continue
-        own = (row.metrics.get(f"{name}_low"), row.metrics.get(f"{name}_high"))
         ends = [summary.low, summary.high]
         if summary.low is None:
-            ends = [each and each.mean for each in own]
+            own = (row.metrics.get(f"{name}_{end}") for end in ("low", "high"))
+            ends = [each.mean if each else None for each in own]
         low, high = (None if end is None else min(max(end, 0.0), 1.0) for end in ends)
         guess = row.baseline.get(name)
         return fill(
