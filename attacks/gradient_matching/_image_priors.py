@@ -138,8 +138,8 @@ def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
 def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
     """Computes factors (N, 1, 1, 1) that stretch `images` (N, C, H, W) until they fill `box`.
 
-    `box` holds the normalized values of the pixels 0 and 1 (`valid_range`). The factors are
-    multiplied by `contrast`, in [0, 1].
+    `box` holds the normalized values of the pixels 0 and 1 (`valid_range`). One entry in a thousand
+    of an image may end up outside. The factors are multiplied by `contrast`, in [0, 1].
     """
     low, high = box
     # `low` is negative, `high` positive: each pixel's share of the way to the end that it faces.
@@ -150,7 +150,8 @@ def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float
 def expose(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
     """Multiplies normalized `images` (N, C, H, W) by the factors that make them fill `box`.
 
-    `box` is what `valid_range` returns; `contrast`, in [0, 1], multiplies the factors.
+    `box` is what `valid_range` returns; `contrast`, in [0, 1], multiplies the factors. One entry in
+    a thousand may lie outside of `box`: the result is not clamped.
     """
     return exposure_factors(images, box, contrast) * images
 

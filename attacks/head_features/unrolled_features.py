@@ -123,7 +123,10 @@ class UnrolledSolver(FeatureSolver):
 
     @property
     def finished(self) -> bool:
-        """Whether the first step's features are explained, or all trials have ended."""
+        """Whether the first step's features are explained, or all trials have ended.
+
+        They count as explained at a `loss` below 0.04.
+        """
         return float(self.loss) < _EXPLAINED or self.ended >= (1 if self.static else self.trials)
 
     def improve(self) -> None:

@@ -393,7 +393,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
         return state
 
     def terminate(self, state: PixelPosterior) -> bool:
-        """Says whether `iterations` are over, or pixels no longer change."""
+        """Says whether `iterations` are over, or no pixel changed by 1e-6 in the last."""
         return state.iteration >= self.iterations or bool(state.largest_change < _SETTLED)
 
     def postprocess(self, state: PixelPosterior) -> Reconstruction:

@@ -83,8 +83,8 @@ def losses(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) 
 class UpdateSimilarity:
     """Compares examples' gradients with any number of updates of one global model.
 
-    Each update has to have all tensors that the update of `seen` has. Over 262,144 entries,
-    products and lengths are estimates by a random sketch (`ExampleGradients`).
+    Each update has to have all tensors that the update of `seen` has. For updates
+    of more than 262,144 entries, a random sketch estimates products and lengths.
     """
 
     def __init__(self, seen: Observation, inputs: Tensor, labels: Tensor) -> None:

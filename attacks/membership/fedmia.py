@@ -39,7 +39,8 @@ class FedMIA(DirectAttack):
 
     measure: Literal["loss", "cosine"] = "cosine"
     """`loss` (FedMIA-I): negative loss under each client's model. `cosine` (FedMIA-II): cosine of
-    the candidate's gradient and each client's update."""
+    the candidate's gradient and each client's update, estimated by a random sketch for
+    updates of more than 262,144 entries."""
     statistic: Literal["probability", "log_probability", "z"] = "probability"
     """Average over rounds: the normal probability of a lower measurement under the null, its
     logarithm, or the number of standard deviations. That one takes half of each candidate's

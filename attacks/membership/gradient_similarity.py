@@ -14,7 +14,10 @@ from fedsim_attacks.membership._measures import UpdateSimilarity, require_candid
 
 @final
 class GradientSimilarity(DirectAttack):
-    """Scores candidates by the similarity of their gradients and the update, over all rounds."""
+    """Scores candidates by the similarity of their gradients and the update, over all rounds.
+
+    For updates of more than 262,144 entries, a random sketch estimates similarities.
+    """
 
     takes_rows: ClassVar[bool] = True
     asked_of_candidates: ClassVar[bool] = True

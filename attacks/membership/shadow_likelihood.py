@@ -53,7 +53,7 @@ class ShadowLikelihood(DirectAttack):
     has. Half of them hold a given candidate."""
     measure: Literal["log_odds", "cosine"] = "cosine"
     """`log_odds`: of the label, under the client's model, as published. `cosine`: of the gradient
-    and the update."""
+    and the update, estimated by a random sketch for updates of more than 262,144 entries."""
     held: Annotated[int, Field(ge=1)] | None = None
     """Number of examples that a shadow client holds beside candidates. None: as many as it holds
     candidates, or all that are public if these are fewer."""

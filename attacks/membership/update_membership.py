@@ -22,7 +22,10 @@ from fedsim_attacks.membership._presence_fit import append_public, fit_presence
 
 @final
 class UpdateMembership(DirectAttack):
-    """Says of candidates whether they are part of a client's updates, or of a sum of clients."""
+    """Says of candidates whether they are part of a client's updates, or of a sum of clients.
+
+    Updates of more than 262,144 entries are compared with gradients by a random sketch.
+    """
 
     takes_rows: ClassVar[bool] = True
     asked_of_candidates: ClassVar[bool] = True

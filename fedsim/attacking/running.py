@@ -107,7 +107,7 @@ class Workers:
         """Scores the answer to a job, and writes the reconstruction below the setting's root.
 
         `bound` is what theory predicts of the error. If workers are few, this process scores before
-        the call returns.
+        the call returns. The processes must have started.
         """
         if self._scorers is None:
             done: Future[Result] = Future()
@@ -123,7 +123,8 @@ class Workers:
     ) -> None:
         """Calls `on_progress` with each job and progress that attacks told since the last call.
 
-        The indices that were given to `attack` are those of `jobs`.
+        The indices that were given to `attack` are those of `jobs`. The processes must have
+        started.
         """
         while True:
             try:

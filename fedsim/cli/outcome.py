@@ -41,7 +41,7 @@ def outcome(runs: Sequence[reading.StoredRun]) -> str:
     """Returns the leaderboard of `runs`, or what their defenses cost if no attack is scored.
 
     Lines follow on defenses that declare no effect, and on rounds in which no update moved the
-    model.
+    model. The text is for the terminal, as `leaderboard` says.
     """
     from fedsim.report import (
         attacks_nothing,
@@ -63,7 +63,7 @@ def outcome(runs: Sequence[reading.StoredRun]) -> str:
 def leaderboard(runs: Sequence[reading.StoredRun], format: TableFormat) -> str:
     """Returns the leaderboard of `runs` as text; a table stands below the verdicts.
 
-    A table is as wide as the terminal.
+    A table is as wide as the terminal, and has ANSI codes if the standard output is one.
     """
     from shutil import get_terminal_size
 

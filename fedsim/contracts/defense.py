@@ -278,13 +278,15 @@ class TrainingDefense(Plugin):
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
         """Returns what is proven of the update after training as `training` says.
 
-        `before` is what was proven without this defense.
+        `before` is what was proven without this defense. `training` is that after all training
+        defenses of the stack, this one and later ones included.
         """
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns what the defense does to the update beyond what its own `training` says.
+        """Returns what the defense does to the update beyond what its method `training` says.
 
-        The default is UNKNOWN.
+        The argument is the local training after all training defenses of the stack. The default is
+        UNKNOWN.
         """
         return UNKNOWN
 
@@ -340,6 +342,8 @@ class ModelDefense(Plugin):
 
     def effect(self, training: LocalTraining) -> Effect:
         """Returns what the defense does to an update besides altering the model.
+
+        `training` is the local training after the stack's training defenses.
 
         The stack declares that the model is altered. The default is UNKNOWN.
         """
@@ -485,7 +489,7 @@ def all_finite(update: Tensors) -> bool:
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
     """Returns `update` with independent N(0, std^2) on every entry; `std` 0 changes no bit.
 
-    Noise is drawn from the cryptographic stream of `rng` (`fedsim.rng.normal`).
+    Noise is drawn as `standard_normal` draws it, and rounded as by `add_noise`.
     """
     if std == 0:
         return dict(update)
@@ -493,7 +497,11 @@ def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
 
 
 def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Returns independent draws of N(0, 1) in float64, with the names and shapes of `like`."""
+    """Returns independent draws of N(0, 1) in float64, with the names and shapes of `like`.
+
+    They are on the devices of `like`. From a `fedsim.rng.Stream` they are cryptographic. From any
+    other generator they are torch's own, which can be predicted and protect nobody.
+    """
     return {
         # Drawn on the CPU and moved, so that every device adds the same noise.
         name: normal(tensor.shape, rng, torch.float64).to(tensor.device)

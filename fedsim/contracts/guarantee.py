@@ -56,7 +56,7 @@ def of_steps(
     Neighbours differ in one example. Where examples are drawn independently of each other, it is
     there or not (`zero_out`). In a batch of fixed size, another one is in its place
     (`replace_one`). `noise_multiplier` is the standard deviation over the clipping bound, and
-    `correlation` is λ of `Mechanism`.
+    `correlation` is λ of `Mechanism`. `training` is that after the stack's training defenses.
     """
     steps = 1 if training.algorithm == "fedsgd" else training.steps
     # One batch for all steps is not drawn anew: the example may be in each, and nothing is

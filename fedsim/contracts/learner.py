@@ -136,7 +136,8 @@ class Computation(ABC):
     def most_examples(self, training: LocalTraining) -> int:
         """Returns the largest weight of a client in the mean over clients, in examples.
 
-        The default is `training.num_images`.
+        `training` is the local training after the stack's training defenses. The default is
+        `training.num_images`.
         """
         return training.num_images
 
@@ -164,7 +165,8 @@ class Computation(ABC):
         """Returns a global parameter after a client's `update` of it; `before` is its value.
 
         The result is what the strategy averages over clients. A gradient is subtracted, times the
-        learning rate of `training`. A change of weights is added, and a release is the result.
+        learning rate of `training`, which is that of the round (`Server.scale_rate`). A change of
+        weights is added, and a release is the result.
         """
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
@@ -244,7 +246,10 @@ class Learner(Plugin):
         return None
 
     def least_examples(self, training: LocalTraining) -> int:
-        """Returns the number of examples that a client has to hold at least; by default 1."""
+        """Returns the number of examples that a client has to hold at least; by default 1.
+
+        `training` is the local training before any defense.
+        """
         return 1
 
     @abstractmethod

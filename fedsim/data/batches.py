@@ -78,7 +78,7 @@ def of_trial(
 def distinct(indices: Tensor, images: Tensor) -> Tensor:
     """Returns the first of `indices` for each different image that they have in `images`.
 
-    `images` (N, C, H, W) are all images, into which the indices point.
+    `images` (N, C, H, W) are all images, on the CPU, into which the indices point.
     """
     first: dict[int, int] = {}
     for index in indices.tolist():

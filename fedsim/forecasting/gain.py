@@ -167,8 +167,8 @@ def _project_scale(seen: Tensor, computed: Tensor, std: float) -> float:
 def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:
     """Returns the standard deviation of all `noise` in one entry of the mean update.
 
-    `training` is the local training of each client, and `clients` is the number of clients whose
-    updates are averaged.
+    `training` is each client's local training after the stack's training defenses, and `clients` is
+    the number of clients whose updates are averaged.
     """
     single = training.algorithm == "fedsgd"
     # Variances add up: steps by their squared factors, while

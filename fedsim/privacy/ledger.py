@@ -269,7 +269,8 @@ _REPEATED = (
 def worst_client_sizes(training: LocalTraining, held: Iterable[int]) -> list[int]:
     """Returns client sizes, in rising order, among which the largest ε is attained.
 
-    `held` has the number of examples of each client, and at least one client.
+    `held` has the number of examples of each client, and at least one client. `training` is the
+    local training after the stack's training defenses.
 
     Without balls-in-bins the result is the smallest size. With balls-in-bins it is the smallest
     size for each number of bins, since fewer bins are not proven to be worse.

@@ -268,7 +268,7 @@ def _uri(image: Tensor) -> str:
 
 
 def encode_png(image: Tensor) -> bytes:
-    """Returns a (H, W, C) uint8 image, C = 1 or 3, as the bytes of a PNG."""
+    """Returns a (H, W, C) uint8 image on the CPU, C = 1 or 3, as the bytes of a PNG."""
     from PIL import Image
 
     buffer = io.BytesIO()

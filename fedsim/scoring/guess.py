@@ -252,8 +252,8 @@ def _likeliest(labels: Tensor, count: int) -> Tensor:
 def mean_image(images: Tensor) -> Tensor:
     """Returns the mean image, (C, H, W) float32 pixels in [0, 1].
 
-    `images` are (N, C, H, W), of uint8 levels or of pixels in [0, 1]. Of rows (N, D) on [0, 1] the
-    result is the mean row, (D,).
+    `images` are (N, C, H, W) on the CPU, of uint8 levels or of pixels in [0, 1]. Of rows (N, D) on
+    [0, 1] the result is the mean row, (D,).
 
     Raises:
         ScoringError: there is no image.

@@ -65,8 +65,9 @@ def ssim(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns the structural similarity of each image (N, C, H, W): (N,) in [-1, 1].
 
     The form is that of scikit-image (Wang et al., IEEE TIP 13(4), 2004). The window is uniform, of
-    7 x 7 pixels, or the largest odd window that fits a smaller image. The reason is returned
-    where a side is below 3 pixels, or scikit-image is missing.
+    7 x 7 pixels, or the largest odd window that fits a smaller image. Images are on the CPU, and
+    need no gradient. The reason is returned where a side is below 3 pixels, or scikit-image is
+    missing.
     """
     try:
         from skimage.metrics import structural_similarity

@@ -19,7 +19,7 @@ def class_share_error(claimed: Tensor, truth: Tensor) -> float:
     """Returns the total variation distance of two distributions over classes, in [0, 1].
 
     It is the share of examples whose class would have to change. `claimed` (K,) and `truth` (L,)
-    are shares of the first classes; the shorter one lacks classes of share 0.
+    are shares of the first classes, on the CPU; the shorter one lacks classes of share 0.
     """
     size = max(len(claimed), len(truth))
     padded = [

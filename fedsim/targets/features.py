@@ -103,8 +103,8 @@ def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailabl
 def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns the angles in degrees between reconstructed and true feature spans, (N,).
 
-    Both are (N, d); of more reconstructed features the first N count. Angles ascend from 0 (a
-    direction of both) to 90 (a direction that the reconstruction lacks). Unlike in
+    Both are (N, d), on the CPU; of more reconstructed features the first N count. Angles ascend
+    from 0 (a direction of both) to 90 (a direction that the reconstruction lacks). Unlike in
     `subspace_error`, directions that true features share weigh no more than others. The reason is
     returned where the true features are linearly dependent.
 

@@ -42,7 +42,7 @@ def split_candidates(
 
     Args:
         parts: Indices of each client's examples.
-        inputs: (n, ...) all training inputs.
+        inputs: (n, ...) all training inputs, on the CPU.
         count: Number of candidates of a client.
         seed: Seed of the draws and coins.
         least: Least number of examples that a client has to keep.

@@ -216,8 +216,8 @@ class Client:
     def check_victims(self, training: LocalTraining, trials: int) -> None:
         """Refuses a probe of more `trials` than the client has different examples for.
 
-        `training` is the local training of one trial. A single trial is never refused: where the
-        client holds too few, its steps are drawn like those of training.
+        `training` is the local training of one trial, after training defenses. A single trial is
+        never refused: where the client holds too few, its steps are drawn like those of training.
 
         Raises:
             FedsimError: there are too few; the message says how many trials there can be.
