@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import federation, progress, scoring
-from fedsim.data.images import public_images
+from fedsim.data.images import public_examples
 from fedsim.federation import refusals
 from fedsim.federation.deployed import Deployed
 from fedsim.federation.network.link import Link
@@ -106,7 +106,7 @@ def describe_near_copies(server: Server) -> list[str]:
         return []
     asked, held = server.scenario.observe.clients, server.dataset.train_images
     seen = [held[one.own] for one in server.clients if asked == "all" or one.number in asked]
-    public = public_images(server.dataset, server.scenario.seed)
+    public = public_examples(server.dataset, server.scenario.seed)[0]
     count = sum(scoring.near_copies(images, public) for images in seen)
     # Only copies are judged here: ∞ public images for each guess are always enough.
     problem = scoring.guess_problem(len(public), math.inf, count)

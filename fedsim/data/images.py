@@ -90,11 +90,6 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(means), tuple(deviations)
 
 
-def public_images(dataset: Dataset, seed: int) -> Tensor:
-    """Returns the images of `public_examples` alone: (P, C, H, W) uint8, or rows (P, D) float32."""
-    return public_examples(dataset, seed)[0]
-
-
 def public_examples(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor]:
     """Returns test images (P, C, H, W), uint8, that an attacker may be granted, and labels (P,).
 

@@ -49,11 +49,13 @@ def check(
     """
     data, training, observe = (sections.get(name) for name in ("data", "training", "observe"))
     attacks, knowledge = sections.get("attacks"), sections.get("knowledge")
+    federation = sections.get("federation")
+    usable = [(i, entry) for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
     trains = True
     if sound(("learner",)):
         learner = build_learner(sections["learner"])
         trains = learner.trains
-        yield from _readable(attacks or [], sound, learner.payload())
+        yield from _readable(usable, learner.payload())
         yield from (_model(sections, sound) if trains else _closed_form(sections, learner))
     trainable: Training | None = None
     if training:
@@ -65,20 +67,15 @@ def check(
         yield from _partition(data)
     if observe:
         yield from _check_observe(observe, training, data)
-    if training and observe:
-        usable = [entry for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
-        yield from _sampling(training, observe, usable)
-    if observe:
+        if training:
+            yield from _sampling(training, observe, [entry for _, entry in usable])
         # A stack with errors of its own cannot be built, and is reported elsewhere.
         stacks = {n: r for n, r in sections.get("defenses", {}).items() if sound(("defenses", n))}
-        yield from _vantages(observe, training, sections.get("federation"), stacks, trains=trains)
-    if observe:
-        learns = trains and sound(("learner",))
-        yield from _candidates(observe, attacks or [], sections.get("federation"), learns, sound)
-    if federation := sections.get("federation"):
+        yield from _vantages(observe, training, federation, stacks, trains=trains)
+        yield from _candidates(observe, usable, federation, trains and sound(("learner",)))
+    if federation:
         yield from _engine(federation.engine, audited=sections.get("audit") is not None)
     yield from _results(sections)
-    usable = [(i, entry) for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
     yield from _labels(usable)
     if knowledge:
         yield from _needs(usable, knowledge)
@@ -97,16 +94,15 @@ def check(
 
 def _candidates(
     observe: Observe,
-    entries: Sequence[AttackEntry],
+    entries: Sequence[tuple[int, AttackEntry]],
     federation: Federation | None,
     trains: bool,
-    sound: Callable[[KeyPath], bool],
 ) -> Iterator[SectionProblem]:
     """Refuses attacks on updates that lack candidates, and candidates that nobody can have."""
     path = ("observe", "candidates")
     if observe.candidates is None:
-        for index, entry in enumerate(entries):
-            if trains and sound(("attacks", index)) and _asks_candidates(entry):
+        for index, entry in entries:
+            if trains and _asks_candidates(entry):
                 yield (
                     ("attacks", index),
                     f"{entry.name} says of candidates whether they took part; add "
@@ -231,12 +227,10 @@ def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Secti
 
 
 def _readable(
-    entries: Sequence[AttackEntry], sound: Callable[[KeyPath], bool], released: Payload | None
+    entries: Sequence[tuple[int, AttackEntry]], released: Payload | None
 ) -> Iterator[SectionProblem]:
     """Refuses attacks that read something else than what the learner's clients send."""
-    for index, entry in enumerate(entries):
-        if not sound(("attacks", index)):
-            continue
+    for index, entry in entries:
         cls = plugin_class("fedsim.attacks", entry.name)
         assert issubclass(cls, Attack)
         if reason := unreadable(entry.name, cls.reads, released):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.commands import app
 from fedsim.data.bundled import Digits
-from fedsim.data.images import public_images
+from fedsim.data.images import public_examples
 from fedsim.recording.files import load_public, save_public
 from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows
@@ -114,8 +114,8 @@ def test_of_many_images_ten_thousand_are_drawn_by_the_seed() -> None:
         std=(1.0,),
         classes=("one",),
     )
-    drawn = public_images(data, seed=1)
+    drawn = public_examples(data, seed=1)[0]
     assert len(drawn) == 10_000
     assert len(drawn[:, 0, 0, 0].unique()) == 10_000
-    assert torch.equal(drawn, public_images(data, seed=1))
-    assert not torch.equal(drawn, public_images(data, seed=2))
+    assert torch.equal(drawn, public_examples(data, seed=1)[0])
+    assert not torch.equal(drawn, public_examples(data, seed=2)[0])
