@@ -188,6 +188,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
             AttackFailed: features are wanted and cannot be recovered, or the update holds nothing
                 of the body.
         """
+        # Recovery gets a seed, so that what it draws does not change where drawing starts.
         seed = int(torch.randint(2**31, (), generator=rng))
         told = self._recover(observation, knowledge, seed)
         matching = Matching(
@@ -214,6 +215,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
 
         pixels, unet = self._pixel_iterations, None
         if pixels:
+            # Free pixels find a picture first, which the U-Net then starts from.
             unet = draw_by("unet", self.iterations - pixels, self.learning_rate)
             drawing = draw_by("pyramid", pixels, None)
         else:

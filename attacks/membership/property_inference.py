@@ -90,6 +90,7 @@ class PropertyInference(DirectAttack):
         if self.of == "update":
             one = _of_update(observation, public, self.shadows, rng)
             return _answer("class_shares", _as_distribution(one.shares), one.lost)
+        # Updates of one client, or sums (their client is -1): the two are not mixed.
         rounds = [seen for seen in knowledge.seen if seen.client == observation.client]
         part, own = _participation(rounds or [observation])
         each = [_of_update(seen, public, self.shadows, rng) for seen in rounds or [observation]]
@@ -225,6 +226,7 @@ def _of_clients(part: Tensor, each: list[_Estimate], own: list[int]) -> Tensor:
     """
     sums = torch.stack([one.unbiased for one in each])
     variances = torch.tensor([one.variance for one in each], dtype=part.dtype)
+    # Rounds are weighted by precision; the mean is that of all clients, near enough.
     center = (sums / variances[:, None]).sum(0) / (1 / variances).sum()
     # In units of each round's noise, so that rounds that tell little count little.
     spread = variances.sqrt()[:, None]

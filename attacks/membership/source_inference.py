@@ -114,4 +114,5 @@ def _score_by_losses(records: SourceRecords) -> Tensor:
         # Later rounds have smaller losses, also of clients that took no part in earlier ones.
         total[:, places] += found - found.mean(1, keepdim=True)
         times[places] += 1
+    # Means, so that a client is no likelier for having taken part more often.
     return -total / times

@@ -81,18 +81,14 @@ def attack(
     if threads < 1:
         raise FedsimError(f"threads: expected at least 1, got {threads}")
     _refuse_unfit(chosen, name, observation, victim, grant)
+    # Sources are asked of the records of all clients, and `victim` has those of one.
     if chosen.asked_of_sources and path and root and victim:
         victim = jobs.add_all_sources(victim, root, path, observation)
     with fix_within(threads):
+        start = jobs.seed_of(observation, name) if seed is None else seed
+        public, seen = Public.of(root, grant), _others(chosen, observation, path)
         asked = questions(
-            chosen,
-            observation,
-            victim,
-            grant,
-            jobs.seed_of(observation, name) if seed is None else seed,
-            public=Public.of(root, grant),
-            restarts=restarts,
-            seen=_others(chosen, observation, path),
+            chosen, observation, victim, grant, start, public=public, restarts=restarts, seen=seen
         )
         solution = join_solutions([each.answer(on_progress) for each in asked])
         found = on_cpu(solution.reconstruction)

@@ -169,6 +169,7 @@ class _StackTraining:
 
     def _say_spent(self) -> None:
         """Notes, once, that the accountant has stopped training, and which ε holds."""
+        # Flower asks each later round again, and raises each time.
         if self._is_spent:
             return
         self._is_spent = True

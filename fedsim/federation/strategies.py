@@ -94,6 +94,7 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
         if key not in _SET_BY_FEDSIM and key not in _LEFT_ALONE
     }
     sampled = parameters.get("num_sampled_clients")
+    # The accountant is made of two settings here, where Flower wants an object.
     values = {
         key: _accountant(value, sampled)
         if key == "accountant" and key in free
@@ -190,7 +191,7 @@ def _value(name: str, key: str, value: Any, accepted: Mapping[str, inspect.Param
         ) from error
 
 
-class _Budget(BaseModel):
+class _AccountantSettings(BaseModel):
     """Settings of Flower's accountant."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -202,7 +203,7 @@ class _Budget(BaseModel):
 def _accountant(value: Any, sampled: Any) -> RdpAccountant:
     """Returns Flower's accountant for rounds of so many `sampled` clients."""
     try:
-        budget = _Budget.model_validate(value)
+        budget = _AccountantSettings.model_validate(value)
         # Nothing is amplified by sampling, and then the accountant uses no number of clients.
         config = PrivacyConfig(
             target_delta=budget.delta,

@@ -283,9 +283,11 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         found = {name: summary(values(name)) for name in METRICS}
         return {name: each for name, each in found.items() if each is not None}
 
+    # A metric that the attack does not answer has no value, not that of a guess.
     values = {name: _count_failures(rows, name) if name in yielded else None for name in METRICS}
     ok = [row for row in rows if row.ok]
     main = first.main
+    # A leak is only what the update added: public images alone may bring a gain.
     due = due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
     counted = measured(due)
     leaks = sum(gain >= main.leaks for gain in counted)
@@ -340,6 +342,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         certificates=_certificates(rows),
         networks=len({row.folder for row in rows}),
         clients=len({(row.folder, row.client) for row in rows}),
+        # Images that public ones nearly show are no leak of the update.
         near_copies=sum(b.near_copies or 0 for b in baselines),
         recognizable=_recognizable(rows, due),
     )

@@ -175,6 +175,7 @@ class MLflow(Store):
         whole = self.folder.resolve()
         client = MlflowClient(tracking_uri=f"sqlite:///{whole}/mlflow.db")
         name = _allow(run.scenario)
+        # MLflow refuses to create an experiment whose name exists.
         found = client.get_experiment_by_name(name)
         experiment = (
             found.experiment_id
@@ -193,6 +194,7 @@ class MLflow(Store):
             for picture in run.pictures:
                 *folders, last = _allow(picture.name).split("/")
                 path = Path(scratch) / f"{last}-round-{picture.round}.png"
+                # MLflow takes artifacts only from files, which it copies.
                 path.write_bytes(encode_png(picture.pixels))
                 client.log_artifact(identity, str(path), "/".join(folders))
         client.set_terminated(identity)

@@ -253,10 +253,12 @@ def _recovery_limits(server: Server, result: Result) -> dict[str, float | str | 
         return {"limit_reason": first.reason}
     if first.relation not in _NEIGHBOURS:
         return {"limit_reason": f"the ε is of data that are {first.relation}, not of any example"}
+    # All pairs of ε and δ hold at once, and the least limit of them is taken.
     curve = [(each.epsilon, each.delta or 0.0) for each in claims]
     found: dict[str, float | str | None] = {
         name: mean_limit(
             each.levels,
+            # The best of several answers has at most the sum of their chances.
             [min(1.0, each.answers * chance) for chance in each.chances],
             lambda chance: success_limit(chance, curve),
         )

@@ -406,6 +406,7 @@ def _vantages(
     if "eavesdropper" in observe.vantages and federation and not federation.tls:
         for name, refs in stacks.items():
             aggregation = _aggregation(refs)
+            # Masked updates may be read on the wire; an ideal sum sends plain ones, which may not.
             if aggregation and not isinstance(aggregation, MaskedAggregation):
                 yield (
                     ("defenses", name),

@@ -73,6 +73,7 @@ def chance_accuracy(scores: Tensor, source: Tensor, labels: Tensor, held: Tensor
     mean accuracy of these very answers (N, K), dealt anew among records of their class. Other
     arguments are those of `class_rule_accuracy`.
     """
+    # The largest, since a chance that is too low would call luck a leak.
     shuffled = shuffle_accuracies(name_clients(scores), labels, source)
     return max(
         1 / scores.shape[1], class_rule_accuracy(labels, source, held), float(shuffled.mean())
@@ -97,6 +98,7 @@ def measure_source(
     hits, count = float(named[torch.arange(len(source)), source].sum()), len(source)
     shuffled = shuffle_accuracies(named, labels, source)
     chance = chance_accuracy(scores, source, labels, held)
+    # Answers that know only classes exceed this once in 40 times.
     likely = max(chance, float(shuffled.quantile(0.975)))
     accuracy, left = hits / count, 1 - chance
     own = scores.gather(1, source[:, None])
@@ -255,6 +257,7 @@ class Source(Target):
         """
         true = self.truth_of(truth)
         assert true is not None
+        # Another run may have fewer clients, and no true client may lie beyond the scores.
         clients = max(answer.shape[1], int(true.max()) + 1)
         records = torch.arange(len(true)) % len(answer)
         return answer[records][:, torch.arange(clients) % answer.shape[1]]
