@@ -98,8 +98,13 @@ def row_claim(
 
     Whoever hides all of a client's data hides one example. The client takes part in both worlds.
     Where a claim exchanges it for zero or for none, two such steps lead from one world to the other
-    (group privacy). Where examples are sampled and each one's contribution is bounded, an absent
-    example contributes zero. Two steps of an ε above 350 give (inf, 0), which limits nothing.
+    (group privacy).
+
+    A claim that exchanges a sampled example for zero leaves the client's number of examples, which
+    all others are sampled by, as it is. So the worlds are those of one number: where the example is
+    absent, another one is there. These are two steps as well: one leaves, and the other comes.
+
+    Two steps of an ε above 350 give (inf, 0), which limits nothing.
 
     Args:
         unit: `client` or `example`; None if unknown.
@@ -111,13 +116,12 @@ def row_claim(
     """
     if (unit, relation) in (("example", "add_or_remove"), ("client", "replace_one")):
         return epsilon, delta
-    if unit == "client" and relation in ("zero_out", "add_or_remove"):
+    going = unit == "client" and relation in ("zero_out", "add_or_remove")
+    if going or (unit == "example" and relation == "zero_out" and sampled):
         if epsilon > 350:  # no limit is left, and the exponential would overflow
             return math.inf, 0.0
         # Of two steps, ε adds up, and the first δ is enlarged by the second step's e^ε.
         return 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * delta)
-    if unit == "example" and relation == "zero_out" and sampled:
-        return epsilon, delta
     return None
 
 

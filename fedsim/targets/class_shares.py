@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.metric import Metric, ScoringError, ordered
-from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess
+from fedsim.contracts.target import Aids, GuessRequest, Resources, Target, TargetGuess
 from fedsim.types import Truth
 
 
@@ -26,6 +26,13 @@ def class_share_error(claimed: Tensor, truth: Tensor) -> float:
         torch.cat([each.double(), torch.zeros(size - len(each))]) for each in (claimed, truth)
     ]
     return float((padded[0] - padded[1]).abs().sum() / 2)
+
+
+def are_distributions(shares: Tensor) -> bool:
+    """Whether shares (..., K) are non-negative and sum to 1, to 0.001."""
+    # Shares in float32 sum to 1 up to rounding only.
+    sums = shares.double().sum(-1)
+    return bool((shares >= 0).all()) and bool(((sums - 1).abs() < 1e-3).all())
 
 
 class ClassShares(Target):
@@ -50,6 +57,11 @@ class ClassShares(Target):
         ),
     )
 
+    def prepare(self, resources: Resources) -> Any:
+        """Returns the shares (K,) of the classes of public examples; None where there are none."""
+        guesser = resources.guesser
+        return None if guesser is None else _shares_of(guesser.public_labels())
+
     def truth_of(self, truth: Truth) -> Tensor | None:
         """Returns the shares (K,) of classes 0 to K - 1 in the true labels; None without labels.
 
@@ -58,7 +70,7 @@ class ClassShares(Target):
         labels = truth.tensors().get("labels")
         if labels is None or not len(labels):
             return None
-        return torch.bincount(labels.cpu()).double() / len(labels)
+        return _shares_of(labels)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses answers that are no distribution over classes.
@@ -66,18 +78,21 @@ class ClassShares(Target):
         Raises:
             ScoringError: the answer is not (K,), or not of shares that sum to 1, to 0.001.
         """
-        shares = answer.double()
-        # Shares in float32 sum to 1 up to rounding only.
-        near = (
-            answer.ndim == 1 and bool((shares >= 0).all()) and abs(float(shares.sum()) - 1) < 1e-3
-        )
-        if not near:
+        if answer.ndim != 1 or not are_distributions(answer):
             raise ScoringError("class_shares: expected a share of each class, (K,), that sum to 1")
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of equal shares of all classes; None if no shares were answered."""
+        """Returns the score of the public examples' shares; None if no shares were answered.
+
+        Where nothing is public, it is that of equal shares of all classes.
+        """
         answer = None if request.found is None else self.answer_of(request.found)
         if answer is None:
             return None
-        equal = torch.full((len(answer),), 1 / len(answer))
-        return TargetGuess(metrics=self.compare(equal, request.truth, aids).means())
+        public = aids.get(self.part)
+        guessed = torch.full((len(answer),), 1 / len(answer)) if public is None else public
+        return TargetGuess(metrics=self.compare(guessed, request.truth, aids).means())
+
+
+def _shares_of(labels: Tensor) -> Tensor:
+    return torch.bincount(labels.cpu()).double() / len(labels)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedsim.contracts.metric import Metric, ScoringError, ordered
 from fedsim.contracts.target import Aids, GuessRequest, HeldExamples, Resources, Target, TargetGuess
+from fedsim.targets.class_shares import are_distributions
 from fedsim.types import Truth
 
 
@@ -92,6 +93,20 @@ class ClientClassShares(_ClientMeans):
             "answered shares of classes to be right",
         ),
     )
+
+    def check(self, answer: Tensor, truth: Truth) -> None:
+        """Refuses answers of another shape, or that are no distributions over classes.
+
+        An answer of zeros would else be nearer to uneven clients than any that knows nothing.
+
+        Raises:
+            ScoringError: the answer is so.
+        """
+        super().check(answer, truth)
+        if not are_distributions(answer):
+            raise ScoringError(
+                "client_class_shares: expected shares of the classes of each client, that sum to 1"
+            )
 
     def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
         """Leaves the shares (1, K) of classes among all that the client holds; None of rows."""

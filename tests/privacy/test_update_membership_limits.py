@@ -48,11 +48,36 @@ def test_a_p_value_is_where_the_intervals_end_meets_the_limit() -> None:
 def test_only_relations_that_tell_an_examples_presence_bound_it() -> None:
     assert row_claim("example", "add_or_remove", 2.0, 1e-5, sampled=False) == (2.0, 1e-5)
     assert row_claim("client", "replace_one", 2.0, 1e-5, sampled=False) == (2.0, 1e-5)
-    assert row_claim("example", "zero_out", 2.0, 1e-5, sampled=True) == (2.0, 1e-5)
     # Without sampling another example takes the place of an absent one.
     assert row_claim("example", "zero_out", 2.0, 1e-5, sampled=False) is None
     assert row_claim("example", "replace_one", 2.0, 1e-5, sampled=True) is None
     assert row_claim("example", "close", 2.0, 1e-5, sampled=True) is None
+
+
+def test_a_sampled_examples_absence_changes_how_others_are_sampled() -> None:
+    """One example of n = 2 in batches of about one: alone, the other is drawn for certain.
+
+    Both contribute along axes of their own. The claim, where only the example's contribution goes,
+    bounds this less than it says.
+    """
+    line = np.linspace(-8, 9, 500)
+    zero, one = scipy.stats.norm.pdf(line), scipy.stats.norm.pdf(line, 1)
+    half = (zero + one) / 2
+
+    def delta(first: np.ndarray, second: np.ndarray, epsilon: float) -> float:
+        step = (line[1] - line[0]) ** first.ndim
+        ways = ((first, second), (second, first))
+        return max(float(np.maximum(p - math.exp(epsilon) * q, 0).sum()) * step for p, q in ways)
+
+    epsilon = 3.6  # the ledger's for a rate of 1/2 and a noise of 1 is 3.53
+    assert delta(half, zero, epsilon) < 1e-5
+    present, alone = np.outer(half, half), np.outer(zero, one)
+    assert delta(present, alone, epsilon) > 1e-4
+    bound = row_claim("example", "zero_out", epsilon, 1e-5, sampled=True)
+    assert bound is not None
+    # With the number of examples kept, another one comes for the one that goes.
+    here, there = np.outer(half, zero), np.outer(zero, half)
+    assert delta(here, there, epsilon) > 1e-5 and delta(here, there, bound[0]) < bound[1]
 
 
 @pytest.mark.parametrize("relation", ["zero_out", "add_or_remove"])
@@ -62,6 +87,8 @@ def test_a_client_that_goes_and_comes_is_a_group_of_two(relation: str) -> None:
     assert epsilon == 4.0
     assert delta == pytest.approx((1 + math.exp(2)) * 1e-5)
     assert row_claim("client", relation, 1000.0, 1e-5, sampled=False) == (math.inf, 0.0)
+    sampled = row_claim("example", "zero_out", 2.0, 1e-5, sampled=True)
+    assert sampled == row_claim("client", relation, 2.0, 1e-5, sampled=True)
 
 
 def test_the_auc_of_few_candidates_is_sure_of_little() -> None:

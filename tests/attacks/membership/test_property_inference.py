@@ -10,6 +10,7 @@ import fedsim
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.metric import ScoringError
+from fedsim.contracts.target import GuessRequest, Resources
 from fedsim.targets.class_shares import ClassShares, class_share_error
 from fedsim.targets.client_shares import (
     ClientClassShares,
@@ -18,7 +19,7 @@ from fedsim.targets.client_shares import (
     client_column_error,
 )
 from fedsim.testing.cases import make_observation
-from fedsim.types import GroundTruth, LocalTraining
+from fedsim.types import GroundTruth, LocalTraining, Reconstruction
 from fedsim_attacks.membership.property_inference import (
     PropertyInference,
     _Estimate,
@@ -216,3 +217,29 @@ def test_answers_that_are_no_distribution_are_refused(answer):
     truth = GroundTruth(images=torch.zeros(2, 1, 1, 1), labels=torch.tensor([0, 1]))
     with pytest.raises(ScoringError, match="sum to 1"):
         ClassShares().check(torch.tensor(answer), truth)
+
+
+@pytest.mark.parametrize("answer", [[[0.0, 0.0]], [[1.5, -0.5]]], ids=str)
+def test_clients_shares_that_are_no_distribution_are_refused(answer):
+    """Zeros would be within 1/2 of any client, which no distribution is without knowing it."""
+    batch = GroundTruth(images=torch.zeros(2, 1, 1, 1), labels=torch.tensor([0, 1]))
+    truth = replace(batch, more={"client_class_shares": torch.tensor([[1.0, 0.0]])})
+    ClientClassShares().check(torch.tensor([[0.25, 0.75]]), truth)
+    with pytest.raises(ScoringError, match="sum to 1"):
+        ClientClassShares().check(torch.tensor(answer), truth)
+
+
+class _Public:
+    def public_labels(self):
+        return torch.tensor([0, 0, 0, 1])
+
+
+def test_a_guesser_of_a_batchs_shares_knows_those_of_public_examples():
+    batch = GroundTruth(images=torch.zeros(4, 1, 1, 1), labels=torch.tensor([0, 0, 0, 1]))
+    target = ClassShares()
+    found = Reconstruction(more={"class_shares": torch.tensor([0.5, 0.5])}, loss=0, iterations=0)
+    asked = GuessRequest(truth=batch, found=found)
+    for guesser, error in ((_Public(), 0.0), (None, 0.25)):
+        aids = {"class_shares": target.prepare(Resources(guesser=guesser))}
+        guessed = target.guess(asked, aids)
+        assert guessed.metrics["class_share_error"] == error
