@@ -9,6 +9,11 @@ With adaptive clipping the count of clipped updates is released as well, with no
 since the next clipping norm follows from it. One client moves it by 1. (Andrew et al.,
 Differentially Private Learning with Adaptive Clipping, NeurIPS 2021, count from 1/2, so that it is
 moved by 1/2: Flower's z takes that for granted.)
+
+Flower moves the norm before it adds its noise, which so follows the next norm and not the one to
+which updates were clipped. The next is exp(r (f - q)) times less, of rate r, quantile q and the
+noisy share f of clipped updates. f exceeds 1 + σ t / n, of a normal quantile t, with a chance that
+is half of δ over all rounds. What is left of δ is that of the noise.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ _CLIPS = (
     "flwr.clientapp.mod.centraldp_mods.fixedclipping_mod",
     "flwr.clientapp.mod.centraldp_mods.adaptiveclipping_mod",
 )
+_LARGEST_EXPONENT = 300.0
+"""Larger ones overflow when they are squared."""
 _MEANS = (f"{_HOME}fedavg.FedAvg", f"{_HOME}fedprox.FedProx")
 """Strategies whose new model is the weighted mean of what they get."""
 
@@ -92,6 +99,8 @@ def _find_epsilon(
     delta: float,
 ) -> float | str:
     """Returns the ε of all rounds of the client that weighs most, or why there is none."""
+    from scipy.special import ndtri
+
     wrapper, inner = strategies[0], strategies[1:]
     multiplier, sampled = wrapper.number("noise_multiplier"), wrapper.number("num_sampled_clients")
     if not multiplier or not sampled:
@@ -112,15 +121,21 @@ def _find_epsilon(
     shares = _find_shares(exchanges, str(inner[0].settings.get("weighted_by_key")), int(sampled))
     if isinstance(shares, str):
         return shares
-    count = 0.0
+    count, lag = 0.0, 1.0
     if wrapper.name.startswith(_ADAPTIVE):
         deviation = wrapper.number("clipped_count_stddev")
         if not deviation:
             return "the count of clipped updates gets no noise"
-        count = 1 / deviation**2
+        count, delta = 1 / deviation**2, delta / 2
+        rounds = len({each.round for each in exchanges})
+        most = 1 + deviation * float(-ndtri(delta / rounds)) / sampled
+        pace, aim = wrapper.number("clip_norm_lr"), wrapper.number("target_clipped_quantile")
+        if pace is None or aim is None:
+            return "it is not known how its norm moves, which its noise follows"
+        lag = math.exp(min(pace * max(0.0, most - aim), _LARGEST_EXPONENT))
     # Gaussian releases compose to one, of the sum of their squared ratios.
     ratios = [
-        math.fsum((sampled * share / multiplier) ** 2 + count for share in own)
+        math.fsum((lag * sampled * share / multiplier) ** 2 + count for share in own)
         for own in shares.values()
     ]
     return float(gaussian.epsilon(1 / math.sqrt(max(ratios)), delta))

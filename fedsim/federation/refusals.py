@@ -103,6 +103,9 @@ def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
             f"federation.strategy: clients of {federation.strategy} clip changes of weights, and "
             "training.algorithm is fedsgd; set it to fedavg"
         )
+    # The strategy is handed weights, which a gradient moves by the learning rate. No round has a
+    # larger one; a small one is no reason to clip less.
+    rate = max(1.0, training.lr) if training.algorithm == "fedsgd" else 1.0
     for name in stacks:
         stack = build_stack(scenario.defenses[name])
         with blaming(f"defenses.{name}"):
@@ -112,6 +115,7 @@ def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
                 sees_each=stack.aggregation is None,
                 losses=trains and stack.shows_losses(training),
                 bound=stack.guarantees(training)[-1].sensitivity if trains else math.inf,
+                rate=rate,
             )
 
 
@@ -122,6 +126,12 @@ OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [
 
 
 # Of a stack, whoever computes its clients.
+
+
+def wrapper_knows_its_round(server: Server) -> None:
+    """Refuses a strategy's noise for another number of clients than a round samples."""
+    parameters = server.scenario.federation.strategy_parameters
+    strategies.check_sampled(parameters, len(server.plan(1).participants))
 
 
 def neurons_to_plant(server: Server) -> None:
@@ -194,6 +204,7 @@ def enough_share_the_noise(server: Server) -> None:
 
 
 OF_STACK: list[Callable[[Server], None]] = [
+    wrapper_knows_its_round,
     neurons_to_plant,
     somebody_is_observed,
     somebody_looks,

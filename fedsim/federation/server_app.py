@@ -21,6 +21,7 @@ from fedsim import rng
 from fedsim.federation import strategies, strategy_state, wire
 from fedsim.federation.checkpoint import Checkpoint, Checkpoints
 from fedsim.federation.delivery import START_SECONDS, Delivery, Nodes
+from fedsim.federation.noise_use import notes, release_key, use_once
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.tap import TapGrid
 from fedsim.training.server import Server
@@ -31,6 +32,8 @@ from fedsim.words import number_of
 OnRound = Callable[[RoundRecord], None]
 
 _ONE_MACHINE = Delivery()
+_SECRET_WORDS = 8
+"""Words of 32 bits by which NumPy is seeded with a secret: one could be found by trying all."""
 
 
 def build(
@@ -66,15 +69,10 @@ class _StackTraining:
         self._server = server
         self._tap = tap
         self._nodes = nodes
+        self._out = out
         federation = server.scenario.federation
         self._strategy = strategies.build(federation.strategy, federation.strategy_parameters)
-        sampled = len(server.plan(1).participants)
-        claimed = federation.strategy_parameters.get("num_sampled_clients")
-        if claimed not in (None, sampled):
-            raise FedsimError(
-                f"federation.strategy_parameters: num_sampled_clients is {claimed}, but "
-                f"a round samples {number_of(sampled, 'client')}, and the noise depends on it"
-            )
+        strategies.check_sampled(federation.strategy_parameters, len(server.plan(1).participants))
         held = server.census.held
         self._checkpoints = Checkpoints(out, server.scenario, server.stack_name, held)
         parameters, buffers = server.initial()
@@ -140,8 +138,7 @@ class _StackTraining:
         """
         arrays = wire.encode(self._parameters)
         name = type(self._strategy).__name__
-        # Seeded by round, so that a resumed run draws what an uninterrupted one does.
-        with _numpy_stream(rng.derive(self._server.scenario.seed, "strategy", round)):
+        with _numpy_stream(self._words(round)):
             try:
                 messages = self._strategy.configure_train(round, arrays, ConfigRecord(), self._tap)
             except PrivacyBudgetExhausted:
@@ -149,6 +146,9 @@ class _StackTraining:
                 return None
             replies = self._tap.send_and_receive(messages)
             if not replies:
+                # An accountant's strategy awaits the end of a round that it has begun.
+                if getattr(self._strategy, "accountant", None) is not None:
+                    self._strategy.aggregate_train(round, [])
                 return None
             try:
                 aggregated, _ = self._strategy.aggregate_train(round, replies)
@@ -165,7 +165,23 @@ class _StackTraining:
             self._tap.tally.say(f"{name} aggregates nothing of {number_of(len(replies), 'update')}")
             return None
         clients = len(self._tap.tally.accepted)
-        return self._server.finalize(self._cast(aggregated), clients)
+        tensors = self._cast(aggregated)
+        if getattr(self._strategy, "noise_multiplier", 0):
+            # A round that is repeated with other answers would show their difference without noise.
+            path = notes(self._out, self._server.stack_name, "strategy")
+            use_once(path, release_key(round, None), [tensors], "the strategy")
+        return self._server.finalize(tensors, clients)
+
+    def _words(self, round: int) -> int | list[int]:
+        """Returns the seed of all that the strategy draws in `round`.
+
+        It is the same in a resumed run. Where clients draw noise from secrets, it follows from the
+        server's own: they know the scenario's, and could take the noise off the model.
+        """
+        secret = self._server.noise_seed
+        if secret is None:
+            return rng.derive(self._server.scenario.seed, "strategy", round) % 2**32
+        return [rng.derive(secret, "strategy", round, n) % 2**32 for n in range(_SECRET_WORDS)]
 
     def _say_spent(self) -> None:
         """Notes, once, that the accountant has stopped training, and which ε holds."""
@@ -177,11 +193,16 @@ class _StackTraining:
         counted, rounds = accountant.get_privacy_spent(), accountant.num_releases
         # Its clients weigh the same, so that Gaussian releases compose to one (`server_noise`).
         held = epsilon_of_rounds(strategy.noise_multiplier, rounds, counted.delta)  # type: ignore[attr-defined]
+        stated = f"{held:.4g} (δ = {counted.delta:g}, client, zero out)"
+        if self._server.releases_statistics:
+            stated = "∞, since batch-norm statistics are averaged without a clip or noise"
+        elif any(not value.ndim for value in self._parameters.values()):
+            stated = "∞, since Flower clips no tensor that is a single number"
         self._tap.tally.say(
             f"the accountant stops training: it has counted ε = {counted.epsilon:.4g} in "
             f"{number_of(rounds, 'round')}, and allows {accountant.config.max_epsilon:g}; who sees "
-            f"the model alone has true ε = {held:.4g} (δ = {counted.delta:g}, client, zero "
-            "out), and the server, which has seen each update, ε = ∞"
+            f"the model alone has true ε = {stated}, and the server, which has seen each update, "
+            "ε = ∞"
         )
 
     def _cast(self, arrays: ArrayRecord) -> Tensors:
@@ -219,10 +240,10 @@ class _StackTraining:
 
 
 @contextmanager
-def _numpy_stream(seed: int) -> Iterator[None]:
+def _numpy_stream(seed: int | list[int]) -> Iterator[None]:
     """Seeds NumPy's global stream, from which Flower's strategies draw; restores it at the end."""
     before = np.random.get_state()  # noqa: NPY002 - it is the global stream that is meant
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    np.random.seed(seed)  # noqa: NPY002
     try:
         yield
     finally:

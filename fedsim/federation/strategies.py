@@ -26,7 +26,7 @@ from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fedsim.types import FedsimError
-from fedsim.words import nearest
+from fedsim.words import nearest, number_of
 
 _SET_BY_FEDSIM: dict[str, Any] = {
     "fraction_train": 1.0,  # of the clients that this round's seed has sampled
@@ -54,6 +54,8 @@ REFUSED = {
 }
 """Strategies that would run without doing what their names say, with the reason."""
 
+_WRAPPERS = "DifferentialPrivacy"
+"""Prefix of the names of strategies that wrap another one."""
 _OF_CLIPPED = ("DifferentialPrivacyClientSideFixedClipping",)
 """Strategies whose noise is made for clients that clip to `clipping_norm` themselves."""
 # Strategies that use nothing but the mean of the updates, and those that weigh by losses.
@@ -129,7 +131,13 @@ def rounds_within_budget(strategy: Strategy, most: int) -> int:
 
 
 def check_fit(
-    name: str, parameters: Mapping[str, Any], *, sees_each: bool, losses: bool, bound: float
+    name: str,
+    parameters: Mapping[str, Any],
+    *,
+    sees_each: bool,
+    losses: bool,
+    bound: float,
+    rate: float = 1.0,
 ) -> None:
     """Refuses a strategy that needs more than the server gets to see, or shorter updates.
 
@@ -139,6 +147,7 @@ def check_fit(
         sees_each: Whether the server sees each client's update, or only their combination.
         losses: Whether clients report their loss.
         bound: L2 norm that no client's update exceeds; inf if none is proven.
+        rate: By how much weights move for an update of length 1, at most.
 
     Raises:
         FedsimError: The strategy needs single updates, or losses, that the defense stack withholds,
@@ -154,15 +163,32 @@ def check_fit(
             f"federation.strategy: {name} needs each client's loss, which clients do not report "
             "under differential privacy; use FedAvg"
         )
-    if name in _OF_CLIPPED and bound > (norm := parameters["clipping_norm"]):
+    if name in _OF_CLIPPED and rate * bound > (norm := parameters["clipping_norm"]):
         raise FedsimError(
             f"federation.strategy: {name} expects clients that clip their updates to {norm:g}, and "
-            f"the stack leaves them up to {bound:g}; end it with the defense clip, norm: {norm:g}"
+            f"the stack leaves them up to {rate * bound:g}; end it with the defense clip, norm: "
+            f"{norm / rate:g}"
         )
     if "strategy" in parameters:
         # A wrapper hands on what it gets, so that the strategy inside has to fit, too.
         inner, inner_parameters = _inner(parameters["strategy"])
-        check_fit(inner, inner_parameters, sees_each=sees_each, losses=losses, bound=bound)
+        check_fit(
+            inner, inner_parameters, sees_each=sees_each, losses=losses, bound=bound, rate=rate
+        )
+
+
+def check_sampled(parameters: Mapping[str, Any], sampled: int) -> None:
+    """Refuses a wrapper that is told of another number of clients than a round samples.
+
+    Raises:
+        FedsimError: `num_sampled_clients` of `parameters` is not `sampled`.
+    """
+    told = parameters.get("num_sampled_clients")
+    if told not in (None, sampled):
+        raise FedsimError(
+            f"federation.strategy_parameters: num_sampled_clients is {told}, but a round samples "
+            f"{number_of(sampled, 'client')}, and the noise depends on it"
+        )
 
 
 def _value(name: str, key: str, value: Any, accepted: Mapping[str, inspect.Parameter]) -> Any:
@@ -177,7 +203,14 @@ def _value(name: str, key: str, value: Any, accepted: Mapping[str, inspect.Param
             f"{nearest(key, accepted)} (it has: {', '.join(accepted) or 'none'})"
         )
     if key == "strategy":
-        return build(*_inner(value))
+        inner, settings = _inner(value)
+        if inner.startswith(_WRAPPERS):
+            # Nobody would ask the inner one's accountant, or send its norm to clients.
+            raise FedsimError(
+                f"federation.strategy_parameters: {name} wraps {inner}, itself a wrapper; use one "
+                "of them, around a strategy that aggregates"
+            )
+        return build(inner, settings)
     # Strict, so that neither a text nor a boolean passes for a number.
     adapter: TypeAdapter[Any] = TypeAdapter(
         accepted[key].annotation, config=ConfigDict(strict=True, allow_inf_nan=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client.mod.localdp_mod import LocalDpMod as OlderLocalDpMod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod, message_size_mod
@@ -167,9 +169,33 @@ def test_an_adaptive_norm_releases_a_count_as_well(tmp_path: Path) -> None:
         FedAvg(), 1.0, 2, clipped_count_stddev=3.0
     )
     noise = noise_of(strategy, tmp_path, [[1, 1]])
+    # The noise follows the next norm, which all clients and noise of half of δ would lower so far.
+    lag = math.exp(0.2 * (1 + 3 * -NormalDist().inv_cdf(5e-6) / 2 - 0.5))
     # Flower's own multiplier is z with 1/z² = 1/1² - 1/6²; the count moves by 1, against σ = 3.
-    multiplier = 1 / math.sqrt(1 - 1 / 36 + 1 / 9)
-    assert noise.epsilon == pytest.approx(float(gaussian.epsilon(multiplier, 1e-5)))
+    multiplier = 1 / math.sqrt((1 - 1 / 36) * lag**2 + 1 / 9)
+    assert noise.epsilon == pytest.approx(float(gaussian.epsilon(multiplier, 5e-6)))
+
+
+def test_adaptive_noise_follows_the_next_norm() -> None:
+    """As of Flower 1.41: the norm falls before the noise is drawn, and has clipped before."""
+    strategy = DifferentialPrivacyServerSideAdaptiveClipping(
+        FedAvg(), 1.0, 2, initial_clipping_norm=1.0, clip_norm_lr=4.0, clipped_count_stddev=0.51
+    )
+    strategy._noisy_fraction = lambda count, total: count / total  # type: ignore[method-assign]
+    held: list[float] = []
+
+    def note_norm(arrays: ArrayRecord) -> ArrayRecord:
+        held.append(strategy.clipping_norm)
+        return arrays
+
+    strategy._add_noise_to_aggregated_arrays = note_norm  # type: ignore[method-assign]
+    strategy.current_arrays = ArrayRecord({"w": Array(np.zeros(4, np.float32))})
+    long = ArrayRecord({"w": Array(np.full(4, 9, np.float32))})
+    sent = {"arrays": long, "metrics": MetricRecord({"num-examples": 1})}
+    with identity():
+        order = Message(RecordDict(), dst_node_id=1, message_type="train")
+        strategy.aggregate_train(1, [Message(RecordDict(sent), reply_to=order) for _ in range(2)])
+    assert held == [pytest.approx(math.exp(-4 * 0.5))]
 
 
 class Doubling(FedAvg):

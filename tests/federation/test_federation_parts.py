@@ -115,6 +115,11 @@ def test_a_lazy_array_is_an_array_whose_reader_may_write() -> None:
         ("DifferentialPrivacyClientSideAdaptiveClipping", {}, "needs"),
         ("DifferentialPrivacyServerSideFixedClipping", {"strategy": 3}, "strategy is 3"),
         ("DifferentialPrivacyServerSideFixedClipping", {"strategy": "FedAv"}, "'FedAvg'"),
+        (
+            "DifferentialPrivacyServerSideFixedClipping",
+            {"strategy": {"name": "DifferentialPrivacyServerSideFixedClipping"}},
+            "itself a wrapper",
+        ),
     ],
 )
 def test_a_wrong_strategy_is_refused_before_training(
@@ -157,21 +162,35 @@ def test_a_strategy_that_needs_what_the_stack_hides_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("stack", "fits"), [([0.5], True), ([1.0], True), ([2.0], False), ([], False)]
+    ("stack", "rate", "fits"),
+    [
+        ([0.5], 0.1, True),
+        ([1.0], 0.1, True),
+        ([2.0], 0.1, False),
+        ([], 0.1, False),
+        # A gradient of length 1 moves weights by the learning rate.
+        ([1.0], 5.0, False),
+        ([0.2], 5.0, True),
+    ],
 )
 def test_noise_for_clipped_updates_demands_clients_that_clip(
-    stack: list[float], fits: bool
+    stack: list[float], rate: float, fits: bool
 ) -> None:
     federation = {
         "strategy": "DifferentialPrivacyClientSideFixedClipping",
         "strategy_parameters": WRAPPED,
     }
     clips = [{"name": "clip", "parameters": {"norm": norm}} for norm in stack]
-    wanted = scenario(federation=federation, defenses={"own": clips})
+    wanted = scenario(
+        federation=federation,
+        defenses={"own": clips},
+        training__algorithm="fedsgd",
+        training__local={"steps": 1, "batch_size": 4, "lr": rate},
+    )
     if fits:
         check_scenario(wanted)
     else:
-        with pytest.raises(FedsimError, match=r"defenses.own: .* norm: 1$"):
+        with pytest.raises(FedsimError, match=rf"defenses.own: .* norm: {1 / max(1, rate):g}$"):
             check_scenario(wanted)
 
 

@@ -30,12 +30,15 @@ from fedsim.contracts.defense import global_norm
 from fedsim.federation import local, tap, wire
 from fedsim.federation.local import LocalGrid
 from fedsim.federation.records import REASONS, RoundRecord
+from fedsim.federation.refusals import check
 from fedsim.federation.serde import size_of
 from fedsim.federation.spool import Spool
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.truth import load_truth
+from fedsim.scenario import Scenario
 from fedsim.training.accounting import spent
 from fedsim.training.schedule import Probe
+from fedsim.training.server import Server
 from fedsim.types import FedsimError
 
 Honest = Callable[[], Message]
@@ -406,6 +409,8 @@ def test_a_strategy_that_fails_is_named(tmp_path: Path) -> None:
             "strategy_parameters": {**parameters, "num_sampled_clients": 9},
         }
         train(scenario(federation=changed), tmp_path / "dp")
+    with pytest.raises(FedsimError, match="num_sampled_clients is 9"):
+        check(workload(scenario(federation=changed)).server())
 
 
 def test_clients_clip_to_the_norm_that_flower_sends(tmp_path: Path) -> None:
@@ -455,6 +460,72 @@ def test_a_spent_budget_stops_training(tmp_path: Path) -> None:
     claim = spent(workload(wanted), 4)
     assert claim.claimed_epsilon == 8.0 and math.isinf(claim.epsilon)
     assert claim.reason and "after the server has seen each update" in claim.reason
+
+
+def _budgeted(**changes: Any) -> Scenario:
+    parameters = {
+        "strategy": "FedAvg",
+        "noise_multiplier": 1.0,
+        "clipping_norm": 1.0,
+        "num_sampled_clients": 4,
+        "accountant": {"max_epsilon": 8.0, "delta": 1e-5},
+    }
+    name = "DifferentialPrivacyServerSideFixedClipping"
+    federation = {"strategy": name, "strategy_parameters": parameters}
+    return scenario(
+        federation=federation, **{"training__rounds": 4, "observe__rounds": [1]} | changes
+    )
+
+
+def test_a_round_without_answers_spends_nothing_and_ends_no_run(tmp_path: Path) -> None:
+    orders = iter(range(100))
+
+    def silent_in_the_second(client: int, message: Message, honest: Honest) -> Message:
+        return _raise(client, message, honest) if 4 <= next(orders) < 8 else honest()
+
+    records = train_with_fault(_budgeted(), tmp_path, silent_in_the_second)
+    assert [record.aggregated for record in records] == [4, 0, 4, 0]
+    assert "2 rounds" in records[3].details[0]
+
+
+def test_statistics_without_noise_leave_no_finite_epsilon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Server, "releases_statistics", True)
+    records = train(_budgeted(training__rounds=3), tmp_path)
+    assert "true ε = ∞, since batch-norm statistics" in records[2].details[0]
+
+
+def test_a_deployed_strategys_noise_follows_from_no_seed_that_clients_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, models = _budgeted(training__rounds=1), []
+    for number, secret in enumerate((None, 5, 5 + 2**63, 5)):
+        server = workload(wanted)
+        object.__setattr__(server, "noise_seed", secret)
+        monkeypatch.setattr("federation_support.workload", lambda *_, server=server: server)
+        train_with_fault(wanted, tmp_path / str(number), lambda client, order, honest: honest())
+        models.append(final_model(tmp_path / str(number), wanted))
+    assert same(models[1], models[3])
+    assert not any(same(models[one], models[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_noise_of_a_strategy_is_used_for_one_mean_only(tmp_path: Path) -> None:
+    wanted = _budgeted(
+        training__rounds=1, training__local={"steps": 1, "batch_size": 4, "lr": 1e-4}
+    )
+    for _ in range(2):
+        train_with_fault(wanted, tmp_path, lambda client, message, honest: honest())
+        (tmp_path / "checkpoints" / "none.safetensors").unlink()
+
+    def other(client: int, message: Message, honest: Honest) -> Message:
+        reply = honest()
+        halves = {name: value / 2 for name, value in tensors(reply).items()}
+        reply.content[wire.ARRAYS] = wire.encode(halves)
+        return reply
+
+    with pytest.raises(FedsimError, match="the strategy has answered in round 1 for other values"):
+        train_with_fault(wanted, tmp_path, other)
 
 
 def test_noise_of_the_server_is_used_for_one_sum_only(tmp_path: Path) -> None:
