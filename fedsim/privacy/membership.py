@@ -57,10 +57,16 @@ def share_p_value(
 ) -> float:
     """Returns the p-value of an (ε, δ) under which `told` of so many `members` are told.
 
-    The threshold is the `accused`-th highest score of `others` that took no part. At the level α,
-    the claim is refuted if the lower end of Clopper and Pearson's interval (1934) of the share told
-    is above `tpr_limit` at `certain_rate`, each wrong with probability α / 2 at most. The result is
-    the least such α, and 1 if there is none.
+    The threshold is the `accused`-th highest score of `others` that took no part. Without δ, the
+    claim is refuted at the level α if the lower end of Clopper and Pearson's interval (1934) of the
+    share told is above `tpr_limit` at `certain_rate`, each wrong with probability α / 2 at most.
+    The result is the least such α, and 1 if there is none.
+
+    All candidates are of one run, in which δ may show many of them together. Of m candidates 2 m δ
+    at most are bounded by no ε on average (Steinke, Nasr and Jagielski, Privacy Auditing with One
+    (1) Training Run, NeurIPS 2023), so that more than i are with a chance of 2 m δ / (i + 1) at
+    most. For each i, that many are taken from those told and from the others, and that chance is
+    added. The result is the least of these.
 
     Raises:
         FedsimError: as in `certain_rate` and `tpr_limit`.
@@ -70,11 +76,27 @@ def share_p_value(
     >>> share_p_value(80, 100, 1, 99, 1.0, 0.0) < 1e-6
     True
     """
+    _check(epsilon, delta, 0.0)
+    most = min(told, others - accused) if delta else 0
+    # Powers of two are enough: the chance is at most twice that of any number between them.
+    shown = [0, *(1 << power for power in range(most.bit_length()))]
+    return min(
+        1.0,
+        *(
+            2 * (members + others) * delta / (i + 1)
+            + _pure_p_value(told - i, members, accused, others - i, epsilon)
+            for i in shown
+        ),
+    )
+
+
+def _pure_p_value(told: int, members: int, accused: int, others: int, epsilon: float) -> float:
+    """Returns `share_p_value` of a claim whose δ is 0."""
     from scipy.special import betaincinv
 
     def is_refuted(level: float) -> bool:
         low = betaincinv(told, members - told + 1, level / 2) if told else 0.0
-        return bool(low > tpr_limit(epsilon, delta, certain_rate(accused, others, level / 2)))
+        return bool(low > tpr_limit(epsilon, 0.0, certain_rate(accused, others, level / 2)))
 
     if not is_refuted(1.0):
         return 1.0

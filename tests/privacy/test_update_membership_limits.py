@@ -39,10 +39,28 @@ def test_a_claim_that_holds_is_refuted_as_rarely_as_its_p_value_says() -> None:
 
 
 def test_a_p_value_is_where_the_intervals_end_meets_the_limit() -> None:
-    level = share_p_value(30, 100, 2, 199, 1.0, 1e-5)
+    level = share_p_value(30, 100, 2, 199, 1.0, 0.0)
     low = scipy.stats.binomtest(30, 100).proportion_ci(1 - level, "exact").low
-    limit = tpr_limit(1.0, 1e-5, certain_rate(2, 199, level / 2))
+    limit = tpr_limit(1.0, 0.0, certain_rate(2, 199, level / 2))
     assert low == pytest.approx(limit, rel=1e-6)
+
+
+@pytest.mark.parametrize("shown", [9, 11, 40, 150])
+@pytest.mark.parametrize("delta", [1e-5, 1e-2])
+def test_a_delta_that_shows_many_members_at_once_is_as_rare_as_the_p_value(
+    shown: int, delta: float
+) -> None:
+    """Showing so many of 150 members with a chance of δ 150 / `shown` is (0, δ)-private."""
+    chance = min(1.0, delta * 150 / shown)
+    assert share_p_value(shown, 150, 1, 150, 0.0, delta) >= chance
+
+
+def test_a_small_delta_still_lets_members_refute() -> None:
+    assert share_p_value(80, 100, 1, 99, 1.0, 1e-5) < 1e-3
+    # Where hardly any others are left to take the shown ones from, those told are still counted.
+    assert share_p_value(3, 3, 2, 2, 0.0, 1e-5) <= 1.0
+    with pytest.raises(FedsimError, match="delta: 2"):
+        share_p_value(3, 10, 1, 10, 0.0, 2.0)
 
 
 def test_only_relations_that_tell_an_examples_presence_bound_it() -> None:

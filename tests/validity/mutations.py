@@ -201,6 +201,12 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "epsilon",
             "tests/privacy/test_update_membership_limits.py",
         ),
+        "members that δ shows together, each counted for itself": swap(
+            "fedsim/privacy/membership.py:share_p_value",
+            "2 * (members + others) * delta / (i + 1)",
+            "0.0",
+            "tests/privacy/test_update_membership_limits.py",
+        ),
         "the span of several answers with the limit of one": swap(
             "fedsim/privacy/recovery.py:direction_chances",
             "betainc((dimension - answers) / 2, answers / 2, squares)",
