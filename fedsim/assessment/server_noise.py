@@ -87,6 +87,7 @@ def read_server_noise(
         rounds = len({each.round for each in exchanges})
         epsilon = found
         text += f"{found:.4g} at δ = {delta:g} after {rounds} rounds (client, zero out)"
+        text += ", if no update has NaN, which Flower's clip passes"
     return ServerNoise(
         text=text, epsilon=epsilon, claimed_epsilon=spent if budget is None else budget
     )

@@ -488,6 +488,18 @@ def test_a_round_without_answers_spends_nothing_and_ends_no_run(tmp_path: Path) 
     assert "2 rounds" in records[3].details[0]
 
 
+def test_an_update_of_zero_ends_no_run(tmp_path: Path) -> None:
+    def still(client: int, message: Message, honest: Honest) -> Message:
+        reply = honest()
+        zeros = {name: torch.zeros_like(value) for name, value in tensors(reply).items()}
+        reply.content[wire.ARRAYS] = wire.encode(zeros)
+        return reply
+
+    records = train_with_fault(_budgeted(training__rounds=1), tmp_path, _only(2, still))
+    assert [record.aggregated for record in records] == [0]
+    assert "an update is zero" in records[0].details[0]
+
+
 def test_statistics_without_noise_leave_no_finite_epsilon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
