@@ -10,7 +10,8 @@ Each cell (data, partition, stack, B, epochs, seed, attack) is a line of the CSV
 are there are not computed again, and nothing is begun after `--minutes`: call it again to go on.
 `limit_*` is the most that the claim of all observed rounds allows (empty: it bounds nothing),
 `claim_p` the p-value of that claim, and `blind_p` the least p-value of members that differ from
-others before any update is seen.
+others before any update is seen. Ends of shares take the threshold as given,
+though its rate is uncertain (docs/formats-results.md), and candidates for independent.
 
     python benchmarks/membership.py --csv FILE [--images ../shared/data/cifar10-images.zip]
         [--batch-sizes 64] [--epochs 1] [--seeds 1] [--model convnet --width 8] [--alpha 0.5]

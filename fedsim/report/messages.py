@@ -352,6 +352,7 @@ def describe_answer(shown: Shown) -> str:
     """Words what an attack's answers come to in shares of members or records; empty if nothing.
 
     Ends are those of the mean over trials or, of too few trials, the mean ends of a trial's own.
+    The latter do not count that the threshold, too, is estimated from a trial's few non-members.
     """
     row = shown.row
     names = {metric.name for metric in ranking_targets()[shown.metric].metrics}
@@ -364,6 +365,7 @@ def describe_answer(shown: Shown) -> str:
             own = (row.metrics.get(f"{name}_{end}") for end in ("low", "high"))
             ends = [each.mean if each else None for each in own]
         low, high = (None if end is None else min(max(end, 0.0), 1.0) for end in ends)
+        shown_own = summary.low is None and low is not None
         guess = row.baseline.get(name)
         return fill(
             message,
@@ -371,6 +373,7 @@ def describe_answer(shown: Shown) -> str:
             interval=""
             if low is None or high is None
             else f" ({_format_share(low)} to {_format_share(high)})",
+            given=", its threshold taken as exact" if shown_own else "",
             guess="not measured" if guess is None else _format_share(guess),
         )
     return ""

@@ -100,7 +100,9 @@ def membership_tpr_end(
     """Returns an end of Clopper and Pearson's interval (1934) of the share of `membership_tpr`.
 
     `end` is 0 for the lower one, 1 for the upper one, at 95% confidence. The threshold is taken as
-    given. The other arguments, and the reasons, are those of `membership_tpr`.
+    given, and its rate is uncertain itself: the share at exactly 1% lies outside of the interval in
+    about half of all trials, at 0.1% in up to three of four. The other arguments, and the reasons,
+    are those of `membership_tpr`.
     """
     told = membership_tpr(scores, members, false_positives)
     if isinstance(told, Unavailable):

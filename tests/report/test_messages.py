@@ -171,7 +171,7 @@ SHARES = {
         {"membership_auc": 0.7},
         {"membership_auc": 0.5},
         ("membership_tpr_at_01_percent", 0.12, 0.09, 0.151),
-        "12% (9.0% to 15%) of members",
+        "12% (9.0% to 15%) of members at 0.1% false alarms, its threshold taken as exact",
     ),
     "source": (
         {"source_advantage": 0.5},
