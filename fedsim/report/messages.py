@@ -127,7 +127,8 @@ def lead(verdict: Verdict) -> str:
 
 def describe_attack(verdict: Verdict) -> str:
     """Words which attacker gets what by the strongest attack on the defense."""
-    if verdict.finding in ("failed", "unknown", "no answer"):
+    untold = verdict.finding == "unknown" and not verdict.told
+    if untold or verdict.finding in ("failed", "no answer"):
         return describe_gets(verdict)
     row = verdict.strongest
     attacker = describe_attacker(row.threat, row.vantage, masked=row.masked)
@@ -138,7 +139,9 @@ def brief(verdict: Verdict) -> str:
     """Words `sentence` without evidence, costs and guarantee, for a terminal."""
     if verdict.finding == "no answer":
         return f"{lead(verdict)}: {_reason(verdict)}."
-    return f"{lead(verdict)}; {describe_reliance(verdict)}."
+    shown = [each for what, each in verdict.told.items() if verdict.finding in (what, "unknown")]
+    answers = ", ".join(filter(None, map(describe_answer, shown)))
+    return f"{lead(verdict)}{answers and ': '}{answers}; {describe_reliance(verdict)}."
 
 
 def grounds(verdict: Verdict) -> list[tuple[str, str]]:
@@ -170,8 +173,12 @@ def describe_gets(verdict: Verdict) -> str:
     times = "at times" if verdict.is_rare else "on average"
     if verdict.leaking and verdict.leaking.count:
         times = in_trials(verdict.leaking.count, verdict.leaking.n)
+    kind = "told nothing" if finding == "unknown" and verdict.told else finding
+    about = "" if verdict.gain else _join_nouns(verdict.may_leak)
     gets = fill(
-        _TEXTS["gets"].get(finding) or _noun(finding),
+        _TEXTS["gets"].get(kind) or _noun(finding),
+        told=_join_nouns(verdict.told),
+        about=about and f"about {about} ",
         pictures=_pictures(verdict),
         colors="colors" if row.main.pictured else "coarse values",
         certain="" if verdict.is_bounded else "certain ",
@@ -190,6 +197,11 @@ def describe_gets(verdict: Verdict) -> str:
 
 def _noun(what: Leaking) -> str:
     return _NOUNS.get(what) or targets()[what].noun
+
+
+def _join_nouns(parts: Iterable[Leaking]) -> str:
+    """Joins the nouns of targets; empty without any."""
+    return join(nouns) if (nouns := [*map(_noun, parts)]) else ""
 
 
 def _describe_times(times: Times) -> str:
@@ -232,10 +244,12 @@ def describe_untried(judged: Verdict | Judgement) -> list[str]:
 def describe_evidence(verdict: Verdict) -> str:
     """Words the figures behind a finding: of pictures, or of what else leaks where they do not.
 
-    The text is empty where the finding is `failed`, `unknown` or `no answer`.
+    The text is empty where the finding is `failed` or `no answer`.
     """
     row, finding, leaking = verdict.strongest, verdict.finding, verdict.leaking
-    if finding in ("failed", "unknown", "no answer"):
+    if finding == "unknown":
+        return ", ".join(describe_told(verdict))
+    if finding in ("failed", "no answer"):
         return ""
     others = [text for text in _other_evidence(verdict) if text]
     errors = _describe_errors(row)
@@ -502,10 +516,17 @@ def describe_control(control: Control) -> str:
     measured, required = (fill(text, **values) for text in texts)
     if control.status == "passed":
         return measured
+    if control.required is not None and control.required < 0:  # of an error, which has no less
+        return f"{measured}{_TEXTS['unbeatable']}"
     lesson = _TEXTS["lessons"]["alone" if control.is_alone else "defended"]
-    failed = f"{measured}, where {required}: {lesson}{_TEXTS['try']}"
+    # Attacks on what a whole training tells have no batch to choose, and few have iterations.
+    decides = ranking_targets().get(control.metric or "")
+    told = decides and decides.works is not None and not decides.itemwise
+    by_rounds = told and row and "update" in row.main.payloads
+    remedy = _TEXTS["try rounds" if by_rounds else "try"]
+    failed = f"{measured}, where {required}: {lesson}{remedy}"
     if control.is_blind:
-        failed = f"{measured}{_TEXTS['uninformed']}{_TEXTS['try']}"
+        failed = f"{measured}{_TEXTS['uninformed']}{remedy}"
     besides = _words_of_failures(control.failures)
     return f"{failed}; besides, {besides}" if besides else failed
 
@@ -570,7 +591,8 @@ def _warnings_of(rows: Sequence[LeaderboardRow]) -> list[str]:
         worst = min(poor, key=lambda row: (-row.near_copies, row.guess_public_per_image or 0.0))
         sizes = ", ".join(map(str, sorted({row.batch_size for row in poor})))
         lines.append(f"batch size {sizes}, at worst: {worst.guess_problem}")
-    for reason in dict.fromkeys(row.no_control for row in rows if row.ended and row.no_control):
-        attacks = dict.fromkeys(row.attack for row in rows if row.no_control == reason)
+    alone = [row for row in rows if row.ended and row.control_problem]
+    for reason in dict.fromkeys(row.no_control for row in alone):
+        attacks = dict.fromkeys(row.attack for row in alone if row.no_control == reason)
         lines.append(f"{', '.join(attacks)}: {reason}{_TEXTS['no_control']}")
     return lines

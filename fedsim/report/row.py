@@ -368,13 +368,28 @@ class LeaderboardRow:
         """Reason why the guess that gains refer to is poor; None if good, or not described."""
         if self.guess_public is None or self.guess_public_per_image is None:
             return None
-        return guess_problem(self.guess_public, self.guess_public_per_image, self.near_copies)
+        # Shares and members are guessed from all public examples at once, or by a coin.
+        itemwise = [target for target in targets().values() if target.itemwise]
+        each = any(self.metrics[metric.name] for target in itemwise for metric in target.metrics)
+        needed = self.guess_public_per_image if each and self.n_ok else math.inf
+        return guess_problem(self.guess_public, needed, self.near_copies)
 
     @property
     def warnings(self) -> list[str]:
         """Texts that a reader must know before believing a figure of this line."""
-        problems = (self.learning_problem, self.guess_problem, self.no_control)
+        problems = (self.learning_problem, self.guess_problem, self.control_problem)
         return [problem for problem in problems if problem]
+
+    @property
+    def control_problem(self) -> str | None:
+        """Reason why nothing tells what the attack knew; None with a control, or without need.
+
+        Answers about all clients are compared with themselves, dealt anew.
+        """
+        answered = [t for t in targets().values() if self.metrics[t.ranking.name]]
+        if answered and all(target.of_all_clients for target in answered):
+            return None
+        return self.no_control
 
     @property
     def learning_problem(self) -> str | None:

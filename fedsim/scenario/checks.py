@@ -136,6 +136,12 @@ def _asks_candidates(entry: AttackEntry) -> bool:
     return issubclass(cls, Attack) and cls.asked_of_candidates and "update" in cls.reads
 
 
+def _asks_members(entry: AttackEntry) -> bool:
+    """Returns whether an attack on updates says which candidates take part."""
+    cls = plugin_class("fedsim.attacks", entry.name)
+    return _asks_candidates(entry) and not getattr(cls, "asked_of_sources", False)
+
+
 def _engine(name: str, *, audited: bool) -> Iterator[SectionProblem]:
     try:
         engine = build_engine(name)
@@ -162,11 +168,16 @@ def cautions(scenario: Scenario) -> list[str]:
         )
     asked = scenario.observe.candidates
     # A coin holds half of them out, and k of n others exceed a threshold at the rate k / (n + 1).
-    if asked is not None and asked < 2 * 99:
+    if asked is not None and asked < 2 * 99 and any(map(_asks_members, scenario.attacks)):
         found.append(
             f"observe.candidates: of {asked} of a client about {asked // 2} take no part, and a "
             "share at 1% of false accusations takes 99; ask for 240 or more. In a sum, candidates "
             "of all its clients count"
+        )
+    if scenario.federation.clips_at_clients:
+        found.append(
+            f"federation.strategy: {scenario.federation.strategy} has every client clip what it "
+            "sends, so that updates without a stack are no undefended ones; compare with FedAvg"
         )
     if any(not stack for stack in scenario.defenses.values()):
         return found

@@ -192,3 +192,50 @@ def test_answers_are_worded_as_shares_of_members_or_records(what: str, tmp_path:
     assert expected in told
     without = changed(SAFE, metrics=metrics, baseline=guess)
     assert "%" not in words.describe_told(behind(tmp_path, without))[0].partition("n =")[2]
+
+
+def of_sources(defense: str, advantage: float, accuracy: float) -> Lines:
+    """One answer about all clients, which has no other update, beside a few public images."""
+    found = {"source_advantage": advantage, "source_accuracy": accuracy}
+    beyond = {"source_advantage_beyond_chance": max(0.0, advantage - 0.08)}
+    (row,) = trials([12.0], defense=defense, attack="source_inference")
+    guess = {"name": "labels", "source_advantage": 0.0, "source_accuracy": 0.15}
+    few = {"public": 359, "public_per_image": 0.7, "near_copies": 0}
+    return [
+        row
+        | {"metrics": found | beyond, "baseline": guess | few, "control": {"other_update": None}}
+    ]
+
+
+def test_what_is_told_of_sources_is_an_answer_though_no_image_was_attacked(tmp_path: Path) -> None:
+    """It has its figure, and no warning of a guess or a control that it does not need."""
+    lines = [*of_sources("none", 0.3, 0.4), *of_sources("dp", 0.02, 0.17)]
+    plain, defended = judged(tmp_path, lines).verdicts
+    assert "gets which client holds a record: it names the right client for 40%" in words.brief(
+        plain
+    )
+    said = words.brief(defended)
+    assert "nothing certain about which client holds a record: it names" in said
+    assert "for 17% of records (chance 15%); not shown: no attack on images" in said
+    assert "by source_inference" in words.describe_evidence(defended)
+    assert not words.warnings([plain.strongest, defended.strongest])
+    assert not plain.strongest.warnings
+
+
+def test_what_leaks_on_average_is_named_where_no_picture_was_attacked(tmp_path: Path) -> None:
+    lines = [*of_sources("none", 0.3, 0.4), *of_sources("dp", 0.09, 0.22)]
+    lines[1]["metrics"]["source_advantage_beyond_chance"] = 0.0
+    said = words.brief(judged(tmp_path, lines).verdicts[1])
+    assert "gets something about which client holds a record on average" in said
+
+
+@pytest.mark.parametrize(
+    ("guess", "said"), [(0.03, "no attack can be told from it"), (0.3, "where 0.200 is required")]
+)
+def test_a_control_asks_for_no_error_below_zero(guess: float, said: str, tmp_path: Path) -> None:
+    (row,) = trials([12.0], defense="none", attack="property_inference")
+    row |= {"metrics": {"client_column_error": guess - 0.01}, "control": {"other_update": None}}
+    row |= {"baseline": {"client_column_error": guess}}
+    text = words.describe_control(judged(tmp_path, [row]).control)
+    assert said in text and "−" not in text
+    assert ("observe.rounds" in text) == (guess == 0.3)

@@ -118,16 +118,46 @@ def _truth_of(splits: list[CandidateSplit], inputs: Tensor, labels: Tensor) -> G
     return replace(drawn(), more=more)
 
 
-@pytest.mark.parametrize(("count", "lines"), [(197, 1), (198, 0), (None, 0)])
-def test_too_few_candidates_for_a_low_rate_are_warned_of(count: int | None, lines: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "attack", "lines"),
+    [
+        (197, "update_membership", 1),
+        (198, "update_membership", 0),
+        (20, "source_inference", 0),
+        (None, "label_inference", 0),
+    ],
+)
+def test_too_few_candidates_for_a_low_rate_are_warned_of(
+    count: int | None, attack: str, lines: int
+) -> None:
     scenario = resolve(
         {
             "name": "few",
             "data": {"source": {"name": "digits", "size": 8}},
             "model": "mlp",
             "defenses": {"none": []},
-            "attacks": ["update_membership" if count else "label_inference"],
+            "attacks": [attack],
             "observe": {"candidates": count},
         }
     )
     assert len(cautions(scenario)) == lines
+
+
+@pytest.mark.parametrize(("name", "said"), [("AdaptiveClipping", True), ("", False)])
+def test_clients_that_clip_for_the_strategy_are_told_to_be_defended(name: str, said: bool) -> None:
+    strategy = f"DifferentialPrivacyClientSide{name}" if name else "FedAvg"
+    parameters = {"strategy": "FedAvg", "noise_multiplier": 0.1, "num_sampled_clients": 4}
+    scenario = resolve(
+        {
+            "name": "clipped",
+            "data": {"source": {"name": "digits", "size": 8}},
+            "model": "mlp",
+            "training": {"algorithm": "fedavg"},
+            "federation": {
+                "strategy": strategy,
+                "strategy_parameters": {**parameters, "clipped_count_stddev": 2.0} if name else {},
+            },
+            "attacks": ["label_inference"],
+        }
+    )
+    assert any("clip what it sends" in line for line in cautions(scenario)) == said
