@@ -479,10 +479,11 @@ def _stacks(run: StoredRun) -> dict[str, list[Any]]:
 def _refuted_by_attack(row: LeaderboardRow) -> list[str]:
     """Returns a line for each membership score that lies above what the ε allows.
 
-    Its interval does, or each of several trials that scored the same.
+    Its interval does, or each of several trials that scored the same. Of a claim with a p-value,
+    that alone counts: intervals are not corrected for the attempts on the claim.
     """
     lines = []
-    for name in ("membership_auc", "membership_tpr"):
+    for name in ("membership_auc", "membership_tpr") if row.membership_p is None else ():
         found, most = row.metrics[name], row.limit(name)
         if not found or most is None or found.n < LEAST:
             continue

@@ -102,6 +102,11 @@ LIMITS: dict[str, tuple[Lines, dict[str, float], list[str]]] = {
                       theory={"membership_auc": 0.7311})), {"max_epsilon": 8.0},
         ["dp, ", "pruning: "],
     ),
+    "an interval refutes nothing where a corrected p-value does not": (
+        of_dp(changed(DP, privacy={"epsilon": 1.0}, metrics={"membership_auc": 0.97},
+                      theory={"membership_auc": 0.7311, "membership_p": 0.4})),
+        {"max_epsilon": 8.0}, ["pruning: "],
+    ),
     "equal scores do": (
         of_dp([row | {"metrics": {"membership_auc": 1.0}, "theory": {"membership_auc": 0.7311}}
                for row in DP]), {"max_epsilon": 8.0}, ["dp, ", "pruning: "],
