@@ -720,7 +720,9 @@ def _verdict(
     )
     leaking = _leaking(rows, strongest)
     level = _level(rows, strongest, control)
-    unanswerable = _unanswerable(control, strongest, is_late)
+    decides = ranking_targets()[control.metric].part if control.metric else ""
+    is_weak = decides in told_targets() and any(leaks(r, undefended, decides) for r in undefended)
+    unanswerable = _unanswerable(control, strongest, is_late=is_late, is_weak=is_weak)
     finding = "no answer" if unanswerable else _finding(rows, level, leaking)
     verdict = Verdict(
         defense=strongest.defense,
@@ -759,12 +761,19 @@ def _verdict(
     return replace(verdict, reliance=_RELIANCES.get(reason.kind, "not shown"), reason=reason)
 
 
-def _unanswerable(control: Control, row: LeaderboardRow, is_late: bool) -> Statement | None:
-    """Returns why no defense gets an answer; None if this one does."""
+def _unanswerable(
+    control: Control, row: LeaderboardRow, *, is_late: bool, is_weak: bool
+) -> Statement | None:
+    """Returns why no defense gets an answer; None if this one does.
+
+    `is_weak` is whether what the control is judged by, members or such, leaks for certain.
+    """
     if is_late:
         return _state("not ended")
     if control.status == "broken":
         return _state("attacks broken", failures=control.failures)
+    if control.status == "failed" and is_weak:
+        return _state("attacks weak")
     if control.status == "absent":
         return _state("nothing undefended")
     if control.status == "failed":

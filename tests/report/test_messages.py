@@ -239,3 +239,11 @@ def test_a_control_asks_for_no_error_below_zero(guess: float, said: str, tmp_pat
     text = words.describe_control(judged(tmp_path, [row]).control)
     assert said in text and "−" not in text
     assert ("observe.rounds" in text) == (guess == 0.3)
+
+
+def test_a_leak_below_the_control_is_not_said_to_be_none(tmp_path: Path) -> None:
+    """An advantage of 0.2 leaks for certain, and is less than what the control asks for."""
+    for advantage, said in ((0.2, "leaks for certain without a defense"), (0.0, "do not work")):
+        lines = [*of_sources("none", advantage, 0.3), *of_sources("dp", 0.02, 0.17)]
+        for verdict in judged(tmp_path, lines).verdicts:
+            assert verdict.finding == "no answer" and said in words.brief(verdict)
