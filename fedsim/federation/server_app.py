@@ -199,16 +199,31 @@ class _StackTraining:
         # Its clients weigh the same, so that Gaussian releases compose to one (`server_noise`).
         held = epsilon_of_rounds(strategy.noise_multiplier, rounds, counted.delta)  # type: ignore[attr-defined]
         stated = f"{held:.4g} (δ = {counted.delta:g}, client, zero out)"
-        if self._server.releases_statistics:
-            stated = "∞, since batch-norm statistics are averaged without a clip or noise"
-        elif any(not value.ndim for value in self._parameters.values()):
-            stated = "∞, since Flower clips no tensor that is a single number"
+        if unproven := self._why_unproven():
+            stated = f"∞, since {unproven}"
+        # The reason comes last: a long line is cut.
         self._tap.tally.say(
             f"the accountant stops training: it has counted ε = {counted.epsilon:.4g} in "
-            f"{number_of(rounds, 'round')}, and allows {accountant.config.max_epsilon:g}; who sees "
-            f"the model alone has true ε = {stated}, and the server, which has seen each update, "
-            "ε = ∞"
+            f"{number_of(rounds, 'round')}, and allows {accountant.config.max_epsilon:g}; the "
+            "server, which has seen each update, has ε = ∞, and who sees the model alone true ε = "
+            f"{stated}"
         )
+
+    def _why_unproven(self) -> str:
+        """Returns why the strategy's clip and noise hide no client in the model; empty if so."""
+        moving = self._server.census.private_statistics.get("client", ())
+        passed = [n for n, value in self._parameters.items() if not value.ndim]
+        cases = {
+            "batch-norm statistics are averaged without a clip or noise": (
+                self._server.releases_statistics
+            ),
+            f"Flower clips no single number: {', '.join(passed)}": bool(passed),
+            f"clients' data moved, without noise, {'; '.join(moving)}": bool(moving),
+            f"noise is rounded in {', '.join(self._server.unprotected)}": bool(
+                self._server.unprotected
+            ),
+        }
+        return next((why for why, is_so in cases.items() if is_so), "")
 
     def _cast(self, arrays: ArrayRecord) -> Tensors:
         """Casts the strategy's result to the parameters' types (FedAdam computes in float64)."""

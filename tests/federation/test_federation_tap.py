@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -500,12 +501,20 @@ def test_an_update_of_zero_ends_no_run(tmp_path: Path) -> None:
     assert "an update is zero" in records[0].details[0]
 
 
-def test_statistics_without_noise_leave_no_finite_epsilon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reason", ["batch-norm statistics", "the mean image"])
+def test_what_a_strategys_noise_leaves_out_has_no_finite_epsilon(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Server, "releases_statistics", True)
-    records = train(_budgeted(training__rounds=3), tmp_path)
-    assert "true ε = ∞, since batch-norm statistics" in records[2].details[0]
+    wanted = _budgeted(training__rounds=3)
+    if reason == "the mean image":
+        server = workload(wanted)
+        told = replace(server.census, private_statistics={"client": (reason,)})
+        object.__setattr__(server, "census", told)
+        monkeypatch.setattr("federation_support.workload", lambda *_: server)
+    else:
+        monkeypatch.setattr(Server, "releases_statistics", True)
+    records = train(wanted, tmp_path)
+    assert "true ε = ∞, since" in records[2].details[0] and reason in records[2].details[0]
 
 
 def test_a_deployed_strategys_noise_follows_from_no_seed_that_clients_know(
