@@ -43,7 +43,8 @@ class Display:
 class Live(Display):
     """Shows bars on a terminal, and plain lines elsewhere.
 
-    Lines tell of stages, notes and, at most every `_SILENCE` seconds, of the share done.
+    Lines tell of stages, notes and, at most every `_SILENCE` seconds, of the share done. Bars are
+    drawn within its `with` block alone.
     """
 
     def __init__(self, console: Console) -> None:
@@ -124,7 +125,7 @@ _PATIENCE, _EVERY = 1.0, 5.0
 
 @contextmanager
 def display(quiet: bool) -> Iterator[Display]:
-    """Yields a display on standard error, or one that shows nothing if `quiet`."""
+    """Gives its `with` block a display on standard error, which shows nothing if `quiet`."""
     if quiet:
         yield Display()
     else:
@@ -136,7 +137,9 @@ def display(quiet: bool) -> Iterator[Display]:
 def report_work(title: str, of: str = "a curve") -> Iterator[None]:
     """Prints an accountant's or a forecast's progress on standard error, after a second.
 
-    A line says which share of the work is done: `title: 40% of a curve`; `of` names the work.
+    The work is what is done within the `with` block, by functions that report it
+    (`numerics.work`). A line says which share of the work is done: `title: 40% of a curve`; `of`
+    names the work.
     """
     from fedsim.privacy.numerics import work
 

@@ -141,7 +141,8 @@ def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Dista
     """Makes a distance |c u - t|² / (2 `variance` `pixels`) of update u and target t.
 
     It is -log p(t | u) per pixel, up to a constant, of normal noise of that variance in each entry
-    of t. c is 1; where the update was `scaled` by an unknown factor, c >= 0 is the likeliest one.
+    of t. `pixels` counts the entries of all images behind the update: their number times C H W.
+    c is 1; where the update was `scaled` by an unknown factor, c >= 0 is the likeliest one.
     Balunović et al., Bayesian Framework for Gradient Leakage, ICLR 2022.
     """
 

@@ -27,7 +27,10 @@ _UNDEFENDED = "none"
 class AppTraining:
     """Local training and defenses of the app's clients, declared or found.
 
-    `notes` gathers lines for the report, and `stack` names the defenses in it.
+    `answer` says what clients send: `weights`, a `delta` or a `gradient`. `local` declares their
+    training by the keys batch_size and lr, and perhaps epochs and momentum. None: it is read off
+    what was witnessed. `defenses` are written as in a scenario, name and parameters. `notes`
+    gathers lines for the report, and `stack` names the defenses in it.
     """
 
     def __init__(

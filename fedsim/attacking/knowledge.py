@@ -130,9 +130,10 @@ def hand_over_candidates(
 def hand_over_rounds(
     observation: Observation, granted: Grant, seen: Sequence[Observation]
 ) -> tuple[Observation, ...]:
-    """Returns what the watcher of `observation` saw, as far as it is granted.
+    """Returns what the watcher of `observation` saw, as far as it is `granted`.
 
-    Arguments are as above.
+    `seen` are its recordings up to this round. Where there are none, the result is `observation`
+    alone, as it was recorded.
     """
     return tuple(_withhold(each, granted) for each in seen) or (observation,)
 

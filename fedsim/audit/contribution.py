@@ -20,7 +20,10 @@ from fedsim.types import Dataset, Tensors, as_pixels
 
 
 class Contributions:
-    """Computes what canaries of a workload contribute, at the model's start or another model."""
+    """Computes what canaries of a workload contribute, at the model's start or another model.
+
+    The other model is given as `start`: its parameters and its buffers.
+    """
 
     def __init__(self, workload: Workload, start: tuple[Tensors, Tensors] | None = None) -> None:
         self._workload = workload

@@ -315,7 +315,7 @@ def _format(path: Parts) -> str | None:
 
 @contextmanager
 def open_tree(root: Path) -> Iterator[Tree]:
-    """Opens the tree at `root`, a directory or a zip archive.
+    """Opens the tree at `root`, a directory or a zip archive, for the `with` block alone.
 
     Raises:
         FedsimError: there is neither a directory nor a file at `root`, or the archive cannot be

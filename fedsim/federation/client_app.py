@@ -86,7 +86,11 @@ def build(
 
 
 class FederationClient:
-    """Answers the server's messages for the client that the context of each message names."""
+    """Answers the server's messages for the client that the context of each message names.
+
+    Its arguments are those of `build`. A copy in another process has the job alone: it loads the
+    data itself, and calls no `on_release`.
+    """
 
     def __init__(
         self,

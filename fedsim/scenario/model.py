@@ -51,7 +51,11 @@ class ScenarioSection(BaseModel):
 
 
 class PluginRef(ScenarioSection):
-    """A plugin by name, with its parameters as the plugin's own class resolved them."""
+    """A plugin by name, with its parameters as the plugin's own class resolved them.
+
+    Neither is checked here. `resolve_plugin` makes one of what a user writes, `{name: ...,
+    parameter: value}`, with all defaults filled in.
+    """
 
     name: str
     parameters: dict[str, Any] = {}
@@ -163,7 +167,10 @@ class Federation(ScenarioSection):
 
 
 class AttackEntry(ScenarioSection):
-    """An attack to run on every recorded observation."""
+    """An attack to run on every recorded observation.
+
+    As in a `PluginRef`, `name` and `parameters` are not checked here.
+    """
 
     name: str
     label: Slug | None = None

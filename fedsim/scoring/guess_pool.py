@@ -50,7 +50,12 @@ _WEIGHT = 1 << 28
 
 @final
 class Pool:
-    """Holds public images that guesses are made of or tried on. Pixels are levels from 0 to 255."""
+    """Holds public images that guesses are made of or tried on. Pixels are levels from 0 to 255.
+
+    `images` are (P, C, H, W) uint8, with `labels` (P,). `granted` has the known labels of the batch
+    to guess, ascending; None: its labels are unknown. Where it is given, every `count` has to be
+    its length. `name` tells the random draws of pools apart: same name, same draws.
+    """
 
     def __init__(
         self, images: Tensor, labels: Tensor, granted: tuple[int, ...] | None, name: str

@@ -369,7 +369,10 @@ def _combine(
 
 
 def reference(plugin: Mapping[str, Any]) -> PluginRef:
-    """Returns a scenario's entry, `name` and parameters, in the form that a scenario holds."""
+    """Returns a scenario's entry, `name` and parameters, in the form that a scenario holds.
+
+    Parameters that are left out stay so; a scenario that is read has their defaults.
+    """
     parameters = {key: value for key, value in plugin.items() if key != "name"}
     return PluginRef(name=plugin["name"], parameters=parameters)
 

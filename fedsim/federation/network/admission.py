@@ -143,7 +143,8 @@ class Signatures:
     """Lets each signature pass once, and knows whose requests the SuperLink accepted.
 
     Signatures of before `since` (seconds since 1970) do not pass, as another gate may have let them
-    pass. A node whose clock is ahead can still make up to 5 s of them pass.
+    pass. A node whose clock is ahead can still make up to 5 s of them pass. While `capacity`
+    signatures are remembered, every further one is refused (503).
     """
 
     def __init__(self, since: float, capacity: int = _SIGNATURES) -> None:

@@ -49,7 +49,11 @@ T = TypeVar("T")
 
 
 class Side:
-    """One of the two connections of an exchange, with the state of its HTTP."""
+    """One of the two connections of an exchange, with the state of its HTTP.
+
+    `role` is what this process is on the connection: `h11.SERVER` towards a client of the gate, and
+    `h11.CLIENT` towards the SuperLink.
+    """
 
     def __init__(
         self,
