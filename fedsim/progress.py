@@ -43,8 +43,8 @@ class Display:
 class Live(Display):
     """Shows bars on a terminal, and plain lines elsewhere.
 
-    Lines tell of stages, notes and, at most every `_SILENCE` seconds, of the share done. Bars are
-    drawn within its `with` block alone.
+    Lines tell of stages, notes and, every 30 seconds at most, of the share done. Bars are drawn
+    within its `with` block alone.
     """
 
     def __init__(self, console: Console) -> None:

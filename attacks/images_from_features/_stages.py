@@ -223,7 +223,10 @@ class StagedBody:
     def __init__(
         self, observation: Observation, num_images: int, rng: torch.Generator, *, width: float
     ) -> None:
-        """Cuts the body into stages; `width` is as for `Body`, at first."""
+        """Cuts the body into stages; `width` is as for `Body`, at first.
+
+        `num_images` is the size of the batches that stages get, and `rng` is on the CPU.
+        """
         self._full = width
         device = next(iter(observation.parameters.values())).device
         self._width = torch.tensor(float(width), device=device)

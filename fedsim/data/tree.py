@@ -220,7 +220,10 @@ class DirectoryTree(Tree):
 
 @final
 class ZipTree(Tree):
-    """Reads members of a zip archive. zipfile reads no more of a member than its stated size."""
+    """Reads members of a zip archive. zipfile reads no more of a member than its stated size.
+
+    `root` is the archive's own path, which messages name; members are found from its top.
+    """
 
     def __init__(self, root: Path, archive: zipfile.ZipFile) -> None:
         super().__init__(root)

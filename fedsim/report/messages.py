@@ -87,7 +87,9 @@ _FORMATTER = _Messages()
 def fill(message: str, **values: Any) -> str:
     """Returns `message` with each `{name}` replaced by the value of that name.
 
-    A field may name a format of `_FORMATS`, as `{share:percent}`, or `count` or `number`.
+    A field may name a format: `percent` (of a share from 0 to 1), `signed`, `epsilon`, `delta`,
+    `other`, `failures`, `terms` or `rounds`. `{n:count image}` words a number of images,
+    and `{x:number 2}` shows two decimals.
     """
     return _FORMATTER.vformat(message, (), values)
 
