@@ -38,6 +38,8 @@ class DirectAttack(Attack[Answered]):
     ) -> Reconstruction:
         """Computes what can be recovered from the observation, and the loss that remains.
 
+        `rng` is on the CPU: what it draws is moved to the observation's device.
+
         Raises:
             AttackFailed: nothing can be recovered from this observation, with the reason.
         """

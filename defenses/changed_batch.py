@@ -30,7 +30,7 @@ class BatchDefense(TrainingDefense):
             images: normalized images (B, C, H, W), B > 0, which stay as they are.
             labels: (B, K) probabilities of their classes.
             spec: says how images are normalized.
-            rng: only source of randomness.
+            rng: only source of randomness, on the CPU; images may be on a GPU.
         """
 
     @abstractmethod

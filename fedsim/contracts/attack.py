@@ -104,6 +104,8 @@ class Attack(Plugin, Generic[S]):
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:
         """Returns the state before the first step. Tensors live on the observation's device.
 
+        `rng` is on the CPU and the only source of randomness: what it draws is moved to the device.
+
         Raises:
             AttackFailed: nothing can be recovered from this observation, with the reason.
         """

@@ -125,7 +125,8 @@ class StatisticDefense(Plugin):
         Args:
             value: Features (n, d) or a kernel matrix (n, n), by `statistic`.
             release: Public bounds of what the client releases.
-            rng: Only source of randomness.
+            rng: Only source of randomness, on the CPU. Noise that protects is drawn from it by
+                `normal` and `uniform` of this module; torch's own draws can be predicted.
 
         Raises:
             FedsimError: the defense cannot do what it is asked for.
@@ -201,8 +202,9 @@ class UpdateDefense(Plugin):
     ) -> tuple[Tensors, Tensors]:
         """Returns (defended update, next state), with unchanged names, shapes and types.
 
-        Arguments are not changed. `state` is what `init` or the previous round returned; `rng` is
-        the only source of randomness.
+        Arguments are not changed. `state` is what `init` or the previous round returned. `rng`, on
+        the CPU, is the only source of randomness. Noise that protects is drawn from it by `normal`
+        and `uniform` of this module; torch's own draws can be predicted.
         """
 
     @abstractmethod
