@@ -272,7 +272,8 @@ class TrainingDefense(Plugin):
     def gradient(self, step: LocalStep) -> GradientFn:
         """Returns the function that gives the direction of a local `step`.
 
-        The default is `step.gradient`, the direction so far.
+        The default is `step.gradient`, the direction so far. The function's rng is on the CPU, its
+        images perhaps on a GPU. Noise that protects is drawn as in `UpdateDefense.apply`.
         """
         return step.gradient
 
@@ -409,7 +410,8 @@ class NoisyAggregation(AggregationDefense):
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
         """Returns `combined`, which `combine` returned and which stays, with the server's noise.
 
-        `round` has what the noise depends on.
+        `round` has what the noise depends on. Noise is drawn from its streams as in
+        `UpdateDefense.apply`.
         """
 
 
