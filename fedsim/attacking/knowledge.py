@@ -132,10 +132,9 @@ def hand_over_rounds(
 ) -> tuple[Observation, ...]:
     """Returns what the watcher of `observation` saw, as far as it is `granted`.
 
-    `seen` are its recordings up to this round. Where there are none, the result is `observation`
-    alone, as it was recorded.
+    `seen` are its recordings up to this round. Where there are none, `observation` stands alone.
     """
-    return tuple(_withhold(each, granted) for each in seen) or (observation,)
+    return tuple(_withhold(each, granted) for each in seen or (observation,))
 
 
 def hand_over_records(
