@@ -48,7 +48,11 @@ class _Index(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """State of a stack's training after `round`."""
+    """State of a stack's training after `round`.
+
+    `parameters` are the global model's weights by name. After `Checkpoints.load` tensors are on the
+    CPU, and no longer in the model's order.
+    """
 
     round: int
     """Number of the last round that is done, from 1."""
@@ -66,7 +70,11 @@ class Checkpoints:
     def __init__(
         self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None
     ) -> None:
-        """Looks below `out`; `held` is the number of examples of each client, if that is known."""
+        """Looks below `out` for the checkpoint of `stack`, a key of `scenario.defenses`.
+
+        `held` is the number of examples of each client, by client. None leaves out the check that
+        the data are the same.
+        """
         self._out = out
         self._held = None if held is None else list(held)
         self._stack = stack
@@ -94,12 +102,20 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a checkpoint or a recording of the stack."""
+        """Whether there is a checkpoint or a recording of the stack.
+
+        Raises:
+            FedsimError: As by `load`.
+        """
         return self._index() is not None or self._recordings.exists()
 
     @property
     def complete(self) -> bool:
-        """Whether the last checkpoint is that of the scenario's last round."""
+        """Whether the last checkpoint is that of the scenario's last round; False without any.
+
+        Raises:
+            FedsimError: As by `load`.
+        """
         index = self._index()
         return index is not None and index.round >= index.rounds
 

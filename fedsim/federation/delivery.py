@@ -160,7 +160,10 @@ class Nodes:
     """
 
     def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
-        """Knows no node before `gather`, which waits for them for `patience` seconds."""
+        """Knows no node before `gather`, which waits for them for `patience` seconds.
+
+        `clients` is the number of clients, which are numbered from 0 and reached over `grid`.
+        """
         self._grid = grid
         self._count = clients
         self._patience = patience

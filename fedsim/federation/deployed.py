@@ -33,7 +33,10 @@ _RUN_BYTES = 16
 
 @dataclass(frozen=True)
 class Deployed:
-    """Facts of a deployed run that its scenario does not hold."""
+    """Facts of a deployed run that its scenario does not hold.
+
+    `census` is what the nodes have answered of their data, see `fedsim.training.server.Census`.
+    """
 
     census: Census
     secret: bytes | None

@@ -29,7 +29,7 @@ def release_key(round: int, probe: Probe | None) -> tuple[int, ...]:
 
 
 def notes(out: Path, stack: str, who: str) -> Path:
-    """Returns the path of the file that notes how the noise of `who` was used.
+    """Returns the path of the file below `out` that notes how noise of `who` in `stack` was used.
 
     `who` is the name of a client's folder, such as `client-0000`, or `server`.
     """

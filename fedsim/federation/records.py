@@ -20,7 +20,8 @@ class RoundRecord:
     round: int
     """Number of the round, from 1."""
     participants: tuple[int, ...]
-    """Clients that were asked to train, ascending."""
+    """Clients that were asked to train, ascending; empty once the strategy's accountant has stopped
+    training."""
     aggregated: int
     """Number of updates in the new global model; with 0 it stayed as it was."""
     train_loss: float | None

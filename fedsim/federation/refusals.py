@@ -43,7 +43,7 @@ def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) ->
 
 
 def check(server: Server) -> None:
-    """Runs the checks of one stack; a `Workload` is checked with the data of its clients, too.
+    """Runs the checks of one stack, of `server`; a `Workload` is checked with its data, too.
 
     Raises:
         FedsimError: The stack cannot work; the text names the scenario's key.

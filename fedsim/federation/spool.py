@@ -45,12 +45,13 @@ def scratch(out: Path, stack: str) -> Path:
 class Spool:
     """Holds the accepted answers of one round, by client.
 
-    As a context manager, a spool forgets all answers at its end. What is asked of a client needs
-    one whose answer is held (`clients`); any other is an error.
+    It works inside a `with` block or without one. As a context manager, a spool forgets all answers
+    at its start and its end. What is asked of a client needs one whose answer is held (`clients`);
+    any other is an error.
     """
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
-        """Spools in `folder`, which it empties at entry and removes at exit.
+        """Spools in `folder`, which is removed with all in it at entry and at exit of the block.
 
         `budget` is how many bytes stay in memory; further answers go to disk.
         """
@@ -163,8 +164,8 @@ class Spool:
 class MeanRelease:
     """Mean of several releases of one client, or of the aggregate (client -1).
 
-    `releases` is the number of releases in the mean, and `num_clients` the number of clients that
-    each of them combines.
+    `update` is the mean. `releases` is the number of releases in it, and `num_clients` the number
+    of clients that each of them combines.
     """
 
     client: int
@@ -182,7 +183,7 @@ class Averages:
     """
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
-        """Averages in `folder`, which it empties at entry and removes at exit; see `Spool`."""
+        """Averages in `folder` with `budget` bytes of memory, both as of `Spool`."""
         self._spool = Spool(folder, budget)
         self._counts: dict[int, tuple[int, int]] = {}
         self._names: tuple[list[str], list[str]] = [], []
@@ -215,7 +216,11 @@ class Averages:
         self._counts[client] = count + 1, clients
 
     def means(self) -> Iterator[MeanRelease]:
-        """Yields each client's mean, by ascending client."""
+        """Yields each client's mean, by ascending client.
+
+        `num_examples` of a mean's update is that of the client's last release, and `participants`
+        is empty.
+        """
         for client, (releases, clients) in sorted(self._counts.items()):
             yield MeanRelease(
                 client=client,

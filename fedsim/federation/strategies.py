@@ -180,6 +180,8 @@ def check_fit(
 def check_sampled(parameters: Mapping[str, Any], sampled: int) -> None:
     """Refuses a wrapper that is told of another number of clients than a round samples.
 
+    `sampled` is the number that a round samples. Parameters without `num_sampled_clients` pass.
+
     Raises:
         FedsimError: `num_sampled_clients` of `parameters` is not `sampled`.
     """

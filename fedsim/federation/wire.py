@@ -89,7 +89,8 @@ class WireAnswer:
 class Shape:
     """Required form of an answer: a tensor of the right type and shape for each name.
 
-    `loss` says whether the answer must hold a loss; if not, it must hold none.
+    `update` and `buffers` are such tensors, whose values do not matter. `loss` says whether the
+    answer must hold a loss; if not, it must hold none.
     """
 
     update: Tensors
@@ -194,7 +195,10 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
 
 
 def answer(update: Update, loss: float | None, is_clipped: bool | None = None) -> RecordDict:
-    """Returns the message content that carries an update, and all else that is not None."""
+    """Returns the message content that carries an update, and all else that is not None.
+
+    `loss` and `is_clipped` are those of `WireAnswer`.
+    """
     metrics = metrics_of(update.num_examples, loss, is_clipped)
     return RecordDict(
         {ARRAYS: encode(update.tensors), BUFFERS: encode(update.buffers), METRICS: metrics}
@@ -202,7 +206,10 @@ def answer(update: Update, loss: float | None, is_clipped: bool | None = None) -
 
 
 def metrics_of(examples: int, loss: float | None, is_clipped: bool | None) -> MetricRecord:
-    """Returns the numbers of an answer, without those that are None."""
+    """Returns the numbers of an answer, without those that are None.
+
+    `examples` is the number of examples; `loss` and `is_clipped` are those of `WireAnswer`.
+    """
     metrics = MetricRecord({EXAMPLES: examples})
     if loss is not None:
         metrics[LOSS] = loss

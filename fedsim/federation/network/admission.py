@@ -52,7 +52,7 @@ _SERVER = 1
 
 
 class Refusal(Exception):  # noqa: N818 - reads as what happened
-    """Raised with an HTTP status and a text for a request that does not pass.
+    """Raised with an HTTP `status` and a text, the `reason`, for a request that does not pass.
 
     Flower's nodes end themselves at a 401 and take a 403 for the end of the run. They try again,
     signed anew, after 502, 503 and 504.

@@ -73,9 +73,10 @@ class GateSettings:
 class Gate:
     """Runs a gate in a process of its own, which ends with the block and with this process.
 
-    `address` is the HOST:PORT at which it listens (port 0 takes a free one). Its log has a line for
-    each refusal: time, client, status, reason, request. A full log begins anew (`log`). Without a
-    log the lines go to standard error.
+    `with Gate(...)` calls `start` and `stop`. The argument `listen` is the HOST:PORT to listen at,
+    where port 0 takes a free one. `address` is the one taken. The file `log` gets a line for each
+    refusal: time, client, status, reason, request. A full log begins anew. Without a log the lines
+    go to standard error.
     """
 
     def __init__(self, listen: str, settings: GateSettings, *, log: Path | None = None) -> None:
@@ -111,7 +112,7 @@ class Gate:
         return self
 
     def stop(self) -> None:
-        """Ends the process, if it still runs."""
+        """Ends the process, if it still runs; without one, nothing happens."""
         self._stack.close()
 
     def __enter__(self) -> Gate:
@@ -122,7 +123,7 @@ class Gate:
 
     @property
     def status(self) -> int | None:
-        """Exit status of the process; None while it runs."""
+        """Exit status of the process; None while it runs, and -N if signal N ended it."""
         return self._process.exitcode
 
     @property

@@ -46,7 +46,10 @@ _CLOCK_SKEW = timedelta(minutes=5)
 
 @dataclass(frozen=True, kw_only=True)
 class Authority:
-    """Names the files of a certificate authority and of the one server that it vouches for."""
+    """Names the files of a certificate authority and of the one server that it vouches for.
+
+    `key` is the authority's private key. `server_certificate` and `server_key` are the server's.
+    """
 
     certificate: Path
     """Certificate by which nodes verify the server; no secret."""

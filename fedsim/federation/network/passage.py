@@ -51,8 +51,8 @@ T = TypeVar("T")
 class Side:
     """One of the two connections of an exchange, with the state of its HTTP.
 
-    `role` is what this process is on the connection: `h11.SERVER` towards a client of the gate, and
-    `h11.CLIENT` towards the SuperLink.
+    `reader` and `writer` are asyncio's streams of the open connection. `role` is what this process
+    is on it: `h11.SERVER` towards a client of the gate, and `h11.CLIENT` towards the SuperLink.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Side:
 
 @dataclass(frozen=True)
 class SuperLink:
-    """Address of the SuperLink, with the TLS settings that verify it."""
+    """Address of the SuperLink, with the TLS settings that verify it (`context`)."""
 
     address: str
     """HOST:PORT; the SuperLink's certificate must name this host."""

@@ -171,9 +171,12 @@ class Releases:
     """Counts on disk how often the node has answered."""
 
     def __init__(self, path: Path, most: int | None) -> None:
-        """Continues the count in the file at `path`.
+        """Continues the count in the file at `path`; without a file it begins at 0.
 
         There are at most `most` answers; None is any number.
+
+        Raises:
+            FedsimError: The file is damaged.
         """
         self._path, self._most = path, most
         self._count = 0

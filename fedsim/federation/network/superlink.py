@@ -51,7 +51,10 @@ class Child:
     """A program that runs until it ends or is stopped; its output is appended to a file."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        """Starts it. On Linux the kernel ends it when this thread ends, however that happens."""
+        """Starts `command`, a program's path and its arguments; output is appended to `log`.
+
+        On Linux the kernel ends it when this thread ends, however that happens.
+        """
         self.command, self._log = list(command), log
         parent = os.getpid()
         with log.open("ab") as file:
@@ -75,7 +78,7 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """Exit status of the program; None while it runs."""
+        """Exit status of the program; None while it runs, and -N if signal N ended it."""
         return self._process.poll()
 
     def words(self) -> str:

@@ -39,7 +39,10 @@ _REFUSED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RunningFederation:
-    """A federation that runs on this machine, with handles on its processes."""
+    """A federation that runs on this machine, with handles on its processes.
+
+    `link` is the way by which the run itself reaches the SuperLink, past the gate.
+    """
 
     link: Link
     gate: str

@@ -33,7 +33,7 @@ from fedsim.types import FedsimError, Tensors
 
 @dataclass(frozen=True, kw_only=True)
 class SumIdentity:
-    """A client's signing key for secure sums, and how the client draws its secrets."""
+    """A client's signing key for secure sums (`identity`), and how the client draws its secrets."""
 
     identity: Identity
     fresh: bool

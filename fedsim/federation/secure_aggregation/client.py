@@ -73,7 +73,8 @@ class SumClient:
             terms: Terms of the sum.
             number: Number of this client.
             identity: Its signing key, and the others' public ones.
-            memory: Its memory after the stage before; by default it has answered none.
+            memory: Its memory after the stage before, which is changed in place; by default it has
+                answered none.
             keep: Saves the memory; called when a stage begins and when it ends.
 
         Raises:

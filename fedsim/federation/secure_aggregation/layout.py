@@ -51,7 +51,10 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPoint:
-    """Converts real entries of one kind (an update's, or the buffers') to integers and back."""
+    """Converts real entries of one kind (an update's, or the buffers') to integers and back.
+
+    Noise that rounding would lose is a `FedsimError` at construction.
+    """
 
     clients: int
     """Maximum number of clients in a sum."""
@@ -114,7 +117,10 @@ class FixedPoint:
         return rounded
 
     def decode(self, total: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns the real values (n,) for which the integers `total` (n,) of a sum stand."""
+        """Returns the real values (n,) for which the integers `total` (n,) of a sum stand.
+
+        They are still the sum of clients' values, each times its `share`.
+        """
         return total.astype(np.float64) * self.step
 
 
@@ -201,8 +207,9 @@ class Layout:
         """Returns the mean update in one part of the opened vector `total`.
 
         `part` is a position in `plan.parts`, and `clients` the number of clients in the sum. The
-        sum is divided by the number of examples or, with noise, by the number of clients that were
-        asked. `num_examples` of the result is the number of examples in the sum.
+        sum of updates, weighted by examples, is divided by the number of examples. With noise,
+        weights are examples over `most_examples` (`SumTerms`), and the divisor is the number of
+        clients asked. `num_examples` of the result is the number of examples in the sum.
 
         Raises:
             AbortedError: The counted examples cannot be those of this number of clients.

@@ -27,7 +27,10 @@ from fedsim.training.server import Server
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Weights and buffers from which clients compute in one round, as they are sent."""
+    """Weights and buffers from which clients compute in one round, as they are sent.
+
+    `parameters` are the global model's weights, and `buffers` its float buffers.
+    """
 
     parameters: ArrayRecord
     buffers: ArrayRecord

@@ -89,6 +89,8 @@ class SumServer:
     def add(self, client: int, vector: Ring, signature: bytes) -> None:
         """Adds a masked vector to the sum without keeping it, and keeps the client's signature.
 
+        The first vector sets type and length for all. The signature is not verified.
+
         Raises:
             AbortedError: The client shared no secrets or was added before, or its vector has
                 another type or length.
