@@ -59,6 +59,7 @@ from fedsim.types import Observation, RunFailed
 class Workers:
     """The processes of an attack stage, started by its first jobs and kept until the block ends.
 
+    The block is a `with` statement of this object, in which `run_jobs` starts them.
     Each takes seconds to start. All jobs of a stage have one setting, except for its root.
     """
 
@@ -80,7 +81,11 @@ class Workers:
         self._running.__exit__(*error)
 
     def start(self, setting: Setting, around: Surroundings) -> None:
-        """Starts the processes if they are not there yet."""
+        """Starts the processes if they are not there yet; else the arguments change nothing.
+
+        It is called within the block. `around` goes to those that attack, `setting` to those that
+        score.
+        """
         if self._attackers is not None:
             return
         pool = processes.pool(self.count, around)

@@ -49,7 +49,8 @@ def questions(
     """Yields the questions to `attack` about `observation`, with the knowledge that is granted.
 
     Images are one question. Rows are a question each, in order: every row that took part or, for an
-    attack that is asked of candidates, every row that could have.
+    attack that is asked of candidates, every row that could have. Errors are raised when the first
+    question is asked for.
 
     Args:
         attack: The attack.

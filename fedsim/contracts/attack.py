@@ -212,7 +212,8 @@ def solve(
 ) -> Solution:
     """Runs `attack` from several starting points, and returns the answer of least own loss.
 
-    Same arguments, same result.
+    Same arguments, same result but for `seconds` and memory. The answer's tensors are on the device
+    of the observation's parameters.
 
     Args:
         attack: The attack with its parameters.
@@ -224,8 +225,8 @@ def solve(
         every: Least number of seconds between two calls of `progress`.
 
     Raises:
-        AttackFailed: the observation is empty or not finite, or no restart ended at a finite loss
-            and a finite answer.
+        AttackFailed: the update is zero everywhere or not finite, a step of the attack raises it,
+            or no restart ended at a finite loss and a finite answer.
     """
     _refuse_unusable(observation)
     # Otherwise each iteration pays for fresh pages of the same tensors.

@@ -438,6 +438,8 @@ class SumTerms:
     def client_noise(self, participants: int) -> float:
         """Returns the deviation of the noise that each client adds to an entry of its own update.
 
+        The update is then clipped and has its weight.
+
         `participants` is the number of clients in the round.
         """
         # At least so many honest clients are in a sum, and their variances add up to `noise`².

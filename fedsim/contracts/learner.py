@@ -39,7 +39,12 @@ d + 1), labels)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Describes what a learner works on: one stack's federation, without its clients' data."""
+    """Describes what a learner works on: one stack's federation, without its clients' data.
+
+    `learner` is the learner's name and parameters. `device` is where it computes. `seed` is the
+    scenario's, from which it derives weights and other public draws. `clients` is the number of
+    clients of the federation.
+    """
 
     learner: Named
     stack: Stack
@@ -63,7 +68,12 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Holds what a client is asked in a round."""
+    """Holds what a client is asked in a round.
+
+    `batches` has (inputs, labels) of each local step: pixels in [0, 1], (B, C, H, W), or features
+    in [0, 1]. A learner that releases once gets one batch of all that the client holds; of a table
+    that is (rows (n, d + 1), labels). `parameters` and `buffers` are the global model's.
+    """
 
     batches: LabelledBatches
     parameters: Tensors

@@ -22,8 +22,8 @@ class GuessChances:
     levels: tuple[float, ...]
     """Values of the score, ascending, both ends of its range included."""
     chances: tuple[float, ...]
-    """Bound on the probability of a single answer to reach each of `levels`, in their order. The
-    truth is one of the candidates, each as likely."""
+    """Upper bound on the probability of a single answer to reach each of `levels`, in their order.
+    The truth is one of the candidates, each as likely."""
     candidates: int
     answers: int = 1
     """Number of answers of which the best counts."""
@@ -34,6 +34,7 @@ def bound_chances(
 ) -> tuple[float, ...]:
     """Returns for each radius a bound on the chance that one answer is so near to the candidate.
 
+    Bounds are upper ones, in the order of `radii`.
     The candidate is drawn uniformly. Candidates within r of one answer are within 2 r of each
     other. So no answer has more of them near than some candidate has within 2 r.
 

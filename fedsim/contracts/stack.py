@@ -37,6 +37,7 @@ class Stack:
 
     Those of the model, data, training and statistics come first, then those of updates, then the
     aggregation. There is at most one data defense and one aggregation; None where there is none.
+    `chain` makes a stack, and checks the order; the constructor checks nothing.
 
     `release` of its methods describes what a closed-form learner releases; None for a learner that
     trains. `declared` is the local training before any defense.
@@ -198,7 +199,9 @@ class Stack:
 
         `state` is the one after the client's previous round (empty before its first). The mapping
         that is yielded is filled on exit with what the steps leave, and is kept with the state of
-        the update defenses. Outside the block, every direction begins as in a client's first round.
+        the update defenses: what `apply` returned, and these. It stays empty if the block fails.
+        Outside the block, every direction begins as in a client's first round. A stack has one such
+        block at a time: blocks are neither nested nor shared by threads.
         """
         self._memories.update({index: {} for index in range(len(self.training_defenses))})
         for name, tensor in state.items():
@@ -294,7 +297,8 @@ class Stack:
     ) -> Tensors:
         """Returns the state of all update defenses before the first round, as a flat mapping.
 
-        `declared` is the local training before any defense.
+        `declared` is the local training before any defense. Names are those of each defense's own
+        state behind its index among the update defenses, as `0.name`.
 
         Raises:
             FedsimError: `guarantees` raises it.

@@ -67,7 +67,8 @@ class TargetScores:
     """Holds the comparison of an answer with the truth by all metrics of one target."""
 
     values: Mapping[str, MetricValue]
-    """Metric -> its values, or why there are none."""
+    """Metric -> its values: (N,) with one for each truth, a float for all of them, or an
+    `Unavailable` with the reason why there are none."""
     assignment: list[int] = field(default_factory=list)
     """Index of the answer that was scored against each truth; -1: none. Empty without a match."""
     missing: int = 0

@@ -21,7 +21,7 @@ class FeatureExtractor:
     """Computes rows of L2 norm 1: features of a frozen model, or pixels if there is no model.
 
     The model is public: it must not have been trained on the clients' data. A row of zeros has
-    no direction and stays as it is.
+    no direction and stays as it is. `dimension` is the number d of features in a row.
     """
 
     def __init__(self, problem: Problem) -> None:

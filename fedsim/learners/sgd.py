@@ -293,6 +293,9 @@ def train(
 ) -> Trained:
     """Trains on `batches` as `training` says, and returns the result before the update defenses.
 
+    Model, weights, buffers and batches are on one device, and so is the result. Defenses with a
+    memory go on from a client's earlier steps only inside `stack.memory_of`.
+
     Args:
         model: computes the loss.
         spec: describes the model, for defenses.
@@ -302,7 +305,7 @@ def train(
             sums are divided by `training.batch_size`.
         training: as changed by the stack's training defenses.
         stack: its training defenses make the direction of a step.
-        generator: stream of the defenses' and dropout's draws.
+        generator: stream of the defenses' and dropout's draws, on the CPU.
     """
     updated = {name: value.clone() for name, value in buffers.items()}
     loss = loss_function(model, updated, training)

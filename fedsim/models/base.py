@@ -141,7 +141,7 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
     """Builds the model that `spec` names, as `defenses` alter it.
 
     The weights are a function of `seed`. Defenses leave the weights of the model itself as they are
-    without them.
+    without them. The model is on the CPU, in train mode.
 
     Raises:
         PluginError: the model is not installed.

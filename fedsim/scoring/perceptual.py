@@ -43,6 +43,8 @@ class LpipsMetric:
     """Computes LPIPS v0.1 of matched pixels in [0, 1]; the value is 0 for identical images.
 
     It is called with a reconstruction and the truth, (N, C, H, W) each, and returns (N,) float64.
+    `load_lpips` makes one: `model` is the network, on the CPU as images have to be, and
+    `weights_sha256` the hex digest of the backbone's file.
     """
 
     backbone: Backbone

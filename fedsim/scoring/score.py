@@ -208,6 +208,9 @@ def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
         other: Saved tensors of the other update.
         pairs: Index of the other update's row that stands in each row's place. Only targets whose
             rows are asked for one at a time read it.
+
+    Raises:
+        ScoringError: `score` raises it.
     """
     (_, truth), (made, _) = read_saved(own), read_saved(other)
     answers = {

@@ -224,7 +224,8 @@ def make_observation(
     """Returns what a server sees of clients who train a model on `images`, and the truth.
 
     Each client trains on as many images. They are normalized by a mean of 0.4 and a standard
-    deviation of 0.25 in each channel.
+    deviation of 0.25 in each channel. All is computed on the CPU. The truth has the images and
+    labels in their order, and the features of each.
 
     Args:
         images: (N, C, H, W) pixels in [0, 1]: those of the first client's first step, then of
@@ -242,6 +243,7 @@ def make_observation(
 
     Raises:
         PluginError: the model or a defense is not installed.
+        FedsimError: the defenses do not fit each other, or the model does not fit the images.
         RuntimeError: `weights` are not those of the model.
         ValueError: the number of images is not what the training needs, or several clients' updates
             are not combined.
@@ -405,8 +407,8 @@ def make_release(
     """Returns what a server sees of a release from the `members` among `rows`, and the truth.
 
     Args:
-        rows: (N, d + 1) features and target in [-1, 1], no longer than `row_norm`: those of the
-            first client, then of the second, as many of each.
+        rows: (N, d + 1) features and target in [-1, 1], no longer than `row_norm` (not checked):
+            those of the first client, then of the second, as many of each.
         members: (N,) bool: whether each row takes part.
         learner: Name of a registered closed-form learner.
         parameters: Parameters of the learner.
