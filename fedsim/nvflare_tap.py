@@ -203,8 +203,8 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
 def list_filters(context: FLContext, data_kind: str) -> list[DeployedPart]:
     """Returns the client's filters that act on answers of `data_kind`, outermost first.
 
-    fedsim's own are left out. A filter of differences that gets weights is marked, since it then
-    acts on something else than an update.
+    fedsim's own are left out. Filters of weights have the further setting `acts_on_weights` 1,
+    since one that is made for differences then acts on something else than an update.
     """
     runner: Any = context.get_prop(FLContextKey.RUNNER)
     named = context.get_prop(FLContextKey.TASK_NAME)

@@ -44,7 +44,7 @@ class Live(Display):
     """Shows bars on a terminal, and plain lines elsewhere.
 
     Lines tell of stages, notes and, every 30 seconds at most, of the share done. Bars are drawn
-    within its `with` block alone.
+    within its `with` block alone. `console` is rich's, to which all is written.
     """
 
     def __init__(self, console: Console) -> None:

@@ -48,7 +48,8 @@ def attack(
 ) -> None:
     """Runs and scores every attack, and shows its progress on `display`.
 
-    `on_result` is called with each job and its result.
+    `on_result` is called with each job and its result. `setting` is what all attacks share.
+    `workers` are the processes that attack, inside their `with` block.
 
     Raises:
         RunFailed: an attacking process died.

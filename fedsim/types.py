@@ -197,7 +197,10 @@ class InputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(InputSpec):
-    """Describes a model so that an attacker, who has its code, can build it again."""
+    """Describes a model so that an attacker, who has its code, can build it again.
+
+    `name` and `parameters` are those of the model's plugin, and `num_classes` counts its outputs.
+    """
 
     name: str
     parameters: Mapping[str, Any]
@@ -252,6 +255,7 @@ class ReleaseSpec:
     """Describes, publicly, how a closed-form release comes from rows.
 
     It does not say how many rows there are: that would tell whether one of them is there.
+    `learner` and `parameters` are the learner's name and parameters; `kind` is what is released.
     """
 
     learner: str

@@ -24,7 +24,11 @@ from fedsim.types import Observation
 
 @dataclass(frozen=True)
 class AssessmentContext:
-    """Facts that every result of an assessment shares."""
+    """Facts that every result of an assessment shares.
+
+    `name` is the title of the report, `model` the class name of the app's model, and `grant` what
+    the attacker was granted.
+    """
 
     name: str
     model: str

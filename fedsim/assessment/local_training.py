@@ -29,7 +29,8 @@ class AppTraining:
 
     `answer` says what clients send: `weights`, a `delta` or a `gradient`. `local` declares their
     training by the keys batch_size and lr, and perhaps epochs and momentum. None: it is read off
-    what was witnessed. `defenses` are written as in a scenario, name and parameters. `notes`
+    what was witnessed. `mode` is that of the model, as of `LocalTraining`. `defenses` are written
+    as in a scenario, name and parameters; they are built at once, and wrong ones raise. `notes`
     gathers lines for the report, and `stack` names the defenses in it.
     """
 

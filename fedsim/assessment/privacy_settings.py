@@ -73,7 +73,8 @@ class PrivacySettings:
         """Returns a result's `privacy` of one attacked client, and lines that explain it.
 
         The privacy is that against the server, which sees the client's answer. It has the fields of
-        a `PrivacyClaim`, and is empty where nothing was found that claims any.
+        a `PrivacyClaim`, with the text `inf` for an infinite ε. It is empty where nothing was found
+        that claims any.
 
         Args:
             each: The attacked answer of a client.

@@ -22,7 +22,7 @@ _ROUNDING = 0.02
 
 @dataclass(frozen=True)
 class Picked:
-    """An exchange that is attacked, with its truth."""
+    """An exchange that is attacked, with its truth (`testimony`)."""
 
     exchange: Exchange
     testimony: Testimony

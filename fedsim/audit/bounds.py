@@ -38,7 +38,11 @@ LEAST_DRAWS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """The release is not (ε', δ)-private for any ε' < ε, with probability at least `confidence`."""
+    """The release is not (ε', δ)-private for any ε' < ε, with probability at least `confidence`.
+
+    `delta` is δ, and `method` the name of the kind of bound: `threshold`, `gaussian_dp` or
+    `one_run`.
+    """
 
     epsilon: float
     """ε, at least 0; a bound of 0 says nothing."""

@@ -22,7 +22,8 @@ from fedsim.types import Dataset, Tensors, as_pixels
 class Contributions:
     """Computes what canaries of a workload contribute, at the model's start or another model.
 
-    The other model is given as `start`: its parameters and its buffers.
+    The other model is given as `start`: its parameters and its buffers. Without it, they are those
+    of the workload before any training.
     """
 
     def __init__(self, workload: Workload, start: tuple[Tensors, Tensors] | None = None) -> None:

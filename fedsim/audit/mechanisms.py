@@ -24,12 +24,15 @@ _MOST_WORK = 2_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismVerdict:
-    """A mechanism's claim, and the lower bound of ε from releases drawn under two neighbours."""
+    """A mechanism's claim, and the lower bound of ε from releases drawn under two neighbours.
+
+    `delta`, `confidence` and `seed` are those that `audit` was asked for.
+    """
 
     claim: float
     """ε at δ; infinite if nothing is claimed."""
     lower_bound: float
-    """The best of the bounds below; all hold at once with `confidence`."""
+    """The largest ε among `bounds`; all of them hold at once with `confidence`."""
     bounds: Mapping[str, float]
     """ε by method: `threshold`, and `gaussian_dp` where the trade-off curve is a Gaussian one; or
     `one_run`."""

@@ -28,7 +28,8 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
     """Draws each of `indices` independently with probability `batch_size` / len(`indices`).
 
-    `indices` must not be empty. The result may be, and keeps their order.
+    `indices` must not be empty. The result may be, and keeps their order. If `batch_size` is their
+    number or more, all are drawn.
     """
     # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
     # rate that the accountant takes.

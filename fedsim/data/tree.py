@@ -59,7 +59,8 @@ class UnreadableError(FedsimError):
 class Tree(ABC):
     """Gives access to image files by their path relative to the root.
 
-    A path is the tuple of its parts: folders' names, then the file's.
+    A path is the tuple of its parts: folders' names, then the file's. `root` is the directory or
+    the archive. A file is visible unless its name or a folder's begins with a dot or `__MACOSX`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -222,7 +223,8 @@ class DirectoryTree(Tree):
 class ZipTree(Tree):
     """Reads members of a zip archive. zipfile reads no more of a member than its stated size.
 
-    `root` is the archive's own path, which messages name; members are found from its top.
+    `root` is the path of the archive, which messages name; members are found from its top.
+    `archive` is the archive itself, open while the tree is used. `open_tree` sees to that.
     """
 
     def __init__(self, root: Path, archive: zipfile.ZipFile) -> None:

@@ -27,7 +27,11 @@ _FACTOR, _MARGIN = 2.0, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The expected gain of attacks on one kind of update, where the formula tells it."""
+    """The expected gain of attacks on one kind of update, where the formula tells it.
+
+    `stack` is the name of the stack of defenses, and `first_attack` the name of the attack to run
+    first.
+    """
 
     stack: str
     rounds: tuple[int, ...]

@@ -118,7 +118,8 @@ def synthetic(spec: ModelSpec, seed: int) -> StandIns:
     """Draws 64 images whose amplitudes fall with frequency, and labels.
 
     The amplitude spectrum 1/f is that of natural images (Field, Relations between the statistics
-    of natural images and the response properties of cortical cells, JOSA A 1987).
+    of natural images and the response properties of cortical cells, JOSA A 1987). Labels are drawn
+    uniformly, and the guess is 0.5 everywhere. `seed` decides all draws.
     """
     stream, count = rng.generator(seed, "synthetic"), 64
     channels, height, width = spec.input_shape

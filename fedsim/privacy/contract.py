@@ -31,7 +31,11 @@ Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer of the calculator; fields that do not apply to the mechanism are None."""
+    """An answer of the calculator; fields that do not apply to the mechanism are None.
+
+    The release is (`epsilon`, `delta`)-private: one of the two was asked about, the other found.
+    Both may be estimates, see `interval`.
+    """
 
     epsilon: float
     delta: float

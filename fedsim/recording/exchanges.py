@@ -57,8 +57,9 @@ _DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, Recur
 class Exchange(BaseModel):
     """Describes one order to train and its answer, without tensors: the JSON beside a reply.
 
-    `config` holds the numbers and short texts of the order, and `metrics` those of the answer: name
-    of a record -> key -> value.
+    `run_id`, `node_id` and `message_id` are those of the order's message. `config` holds the
+    numbers and short texts of the order, and `metrics` those of the answer: name of a record -> key
+    -> value.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -120,7 +121,8 @@ class Exchange(BaseModel):
 class Recorder:
     """Writes the exchanges of one run as they come, and keeps none of them in memory.
 
-    Methods that write, or count what is left out, must be called by one thread at a time.
+    Methods that write, or count what is left out, must be called by one thread at a time. Those
+    that save do not look at rounds or nodes: the caller asks `wants` before.
     """
 
     def __init__(

@@ -30,9 +30,10 @@ from fedsim.words import printable
 class Witnessed(BaseModel):
     """Describes how one client trained on one order: the JSON beside its images.
 
-    `optimizer` is the name of the optimizer's class; None if nothing was stepped. `training_mode`
-    says whether the model was in training mode. `label_smoothing` and `class_weights` are those of
-    the cross-entropy; weights are None where it has none.
+    `run_id`, `node_id` and `message_id` are those of the order's message. `optimizer` is the name
+    of the optimizer's class; None if nothing was stepped. `training_mode` says whether the model
+    was in training mode. `label_smoothing` and `class_weights` are those of the cross-entropy;
+    weights are None where it has none.
     """
 
     model_config = ConfigDict(extra="forbid")

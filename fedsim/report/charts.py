@@ -37,7 +37,11 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One defense in a chart."""
+    """One defense in a chart.
+
+    `shape` is how its points are drawn: as `dots`, joined by a `line`, or by `steps` that go across
+    first and then up.
+    """
 
     color: int
     """Number of the color: 0 for the undefended stack, then 1, 2, and so on. Those beyond the last
@@ -58,7 +62,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a chart."""
+    """One axis of a chart; `name` is the text beside it."""
 
     name: str
     ends: Span | None = None
@@ -214,7 +218,7 @@ _TEXTS = read_texts()["charts"]
 
 @dataclass(frozen=True)
 class ChartGroup:
-    """Charts below one heading."""
+    """Charts below one heading, `title`, with an explaining text, `note`."""
 
     title: str
     note: str

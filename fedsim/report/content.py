@@ -137,7 +137,12 @@ class DefenseLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSection:
-    """Holds one comparison: what may be ranked together."""
+    """Holds one comparison: what may be ranked together.
+
+    `lines` has a cell for each leaderboard row, in their order, and `columns` those of the matrix.
+    `threats` is of `fedsim.report.threat.threat_model`, and `warnings` of
+    `fedsim.report.messages.warnings`. `figures` are the charts.
+    """
 
     id: str
     title: str

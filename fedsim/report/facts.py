@@ -196,7 +196,7 @@ def _continuation(run: StoredRun) -> str:
 
 @dataclass(frozen=True)
 class Again:
-    """Says how runs are repeated, and what then is the same."""
+    """Says how runs are repeated, by a shell `command`, and what then is the same."""
 
     command: str
     promise: str

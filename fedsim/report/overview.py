@@ -37,7 +37,7 @@ _NAME = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """One true image, and what an attack made of it, with the PSNR of that in dB."""
+    """One true image, and what an attack made of it (`image`), with the PSNR of that in dB."""
 
     round: int
     client: int

@@ -137,8 +137,8 @@ class LeaderboardRow:
     """Number of public images that the guess was learned from; None if it learned from none, or the
     rows do not say."""
     guess_public_per_image: float | None
-    """Number of public images for each image of the guess, the least of the trials; None as
-    above."""
+    """Number of public images for each image of the guess, the least of the trials; None where
+    `guess_public` is."""
     train_loss: float | None
     test_loss: float | None
     test_accuracy: float | None

@@ -108,7 +108,7 @@ def _encode(content: Content, problem: str = "") -> bytes:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers with the page of some run folders."""
+    """Answers with the page of some run folders; a `with` block closes it at its end."""
 
     daemon_threads = True
 
@@ -119,7 +119,7 @@ class PageServer(ThreadingHTTPServer):
             folders: of runs, or that hold folders of runs; they may be empty yet.
             host: name or address to listen on.
             port: 0 for any free one.
-            token: that a request must have; None only on the loopback interface.
+            token: that a request must have, as `/?token=...`; None only on the loopback interface.
 
         Raises:
             FedsimError: a folder is missing, or the host is open to others and there is no token.

@@ -274,12 +274,13 @@ class TheoryOf(RowPart):
     None if it does not bound membership."""
     membership_tpr_at_1_percent: float | None = None
     """Largest share of members told that the claim for all rounds seen allows, at the false
-    positive rate that the threshold certainly does not exceed. None as above."""
+    positive rate that the threshold certainly does not exceed. None if it does not bound
+    membership."""
     membership_tpr_at_01_percent: float | None = None
     """Like `membership_tpr_at_1_percent`, of the threshold for a false positive rate of 0.1%."""
     membership_p: float | None = None
     """p-value of the claim for all rounds seen, by the shares of members told at any rate, of this
-    attack on this update alone. None as above."""
+    attack on this update alone. None if the claim does not bound membership."""
 
 
 class ResultRow(RowPart):

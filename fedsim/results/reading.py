@@ -117,7 +117,11 @@ class ReportError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """Holds the content of one folder of results: a run, or one variant of a sweep."""
+    """Holds the content of one folder of results: a run, or one variant of a sweep.
+
+    `rows` are lines of `results.jsonl`, `rounds` those of `rounds.jsonl`, and `audits` those of
+    `audit.jsonl`.
+    """
 
     folder: Path
     rows: list[ResultRow]

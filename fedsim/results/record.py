@@ -156,7 +156,7 @@ def files_of(folder: Path, pattern: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Run:
-    """Gives access to a finished run's folder, as `fedsim.run` returns it."""
+    """Gives access to a finished run's folder, `out`, as `fedsim.run` returns it."""
 
     out: Path
 

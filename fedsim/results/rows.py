@@ -92,7 +92,10 @@ def row_noise(server: Server) -> float | None:
 
 @dataclass(frozen=True)
 class Context:
-    """Holds what lines of `results.jsonl` of one run have in common, or share by stack."""
+    """Holds what lines of `results.jsonl` of one run have in common, or share by stack.
+
+    `variant` has the swept keys and their values; empty without a sweep.
+    """
 
     scenario: Scenario
     variant: Mapping[str, Any]

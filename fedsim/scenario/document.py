@@ -32,7 +32,11 @@ _MAX_PROBLEMS = 50
 
 @dataclass(frozen=True)
 class ScenarioProblem:
-    """States one thing that is wrong with a scenario."""
+    """States one thing that is wrong with a scenario.
+
+    `path` has the keys and list positions that lead to the value; empty if none is to blame. `str`
+    of it gives place, path and message.
+    """
 
     message: str
     """What was expected, what was found, and what to do."""
@@ -51,6 +55,7 @@ class ScenarioError(FedsimError):
     """A scenario cannot be run.
 
     The message lists each problem once, in order of lines, up to 50, and the number of the others.
+    `problems` has all of them in that order, at least one; those without a line come first.
     """
 
     def __init__(self, problems: Iterable[ScenarioProblem]) -> None:
@@ -63,7 +68,7 @@ class ScenarioError(FedsimError):
 
     @property
     def path(self) -> str:
-        """The key path of the first problem, as users write it."""
+        """The key path of the first problem, as users write it; empty if no key is to blame."""
         return show_path(self.problems[0].path)
 
     @property
@@ -167,7 +172,10 @@ class Document:
         return self.mark(path).problem(path, message)
 
     def error(self, path: str, message: str) -> ScenarioError:
-        """Returns the error to raise about the value at `path`, such as `data.clients`."""
+        """Returns the error to raise about the value at `path`, such as `data.clients`.
+
+        Here `path` is text as users write it. Text that is no key path is a ValueError.
+        """
         return ScenarioError([self.problem(parse(path), message)])
 
     def part(self, path: KeyPath) -> Document:

@@ -61,7 +61,7 @@ class Poisson:
     """An example that is in each step's batch with probability `sampling_rate`, independently.
 
     Draws of it come from several laws of its participations z. Law 0 is the true one; in the others
-    the example participates more often, to reach the tails. `correlation` is λ.
+    the example participates more often, to reach the tails. `steps` is T, and `correlation` is λ.
     """
 
     steps: int
@@ -170,7 +170,7 @@ class BallsInBins:
     """An example in every `bins`-th step's batch, from a uniform one of the first `bins` on.
 
     The methods are those of `Poisson`, with vectors in coordinates of the span of all C z. `steps`
-    need not be a multiple of `bins`, and `correlation` is λ.
+    is T, which need not be a multiple of `bins`, and `correlation` is λ.
     """
 
     steps: int
