@@ -28,7 +28,10 @@ class Answered(AttackState):
 
 
 class DirectAttack(Attack[Answered]):
-    """Computes its answer in closed form, without iterations."""
+    """Computes its answer in closed form, without iterations.
+
+    `solve` hands it tensors on the CPU, unless a subclass sets `on_processor` to False.
+    """
 
     on_processor: ClassVar[bool] = True
 
@@ -116,7 +119,10 @@ F = TypeVar("F", bound=FeatureSolver)
 
 
 class FeatureAttack(Attack[F], Generic[F]):
-    """Runs the feature solver that `init` makes, step by step, until the solver is finished."""
+    """Runs the feature solver that `init` makes, step by step, until the solver is finished.
+
+    `solve` hands it tensors on the CPU, unless a subclass sets `on_processor` to False.
+    """
 
     on_processor: ClassVar[bool] = True
 

@@ -97,6 +97,7 @@ def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
     """Draws images of `shape` (N, C, H, W) with a natural spectrum: amplitudes fall as 1/f.
 
     Each image has mean 0 and variance 1, plus a random brightness of standard deviation 0.5.
+    They are on the CPU, as `rng` is.
     """
     spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
     frequency = torch.hypot(
@@ -120,7 +121,11 @@ class Drift:
     """
 
     def __init__(self, observation: Observation, middle: float, rng: torch.Generator) -> None:
-        """Watches features of noise at both ends of the path and at its `middle`."""
+        """Watches features of noise at both ends of the path and at its `middle`.
+
+        `observation` has all local steps, and `middle` is a share in (0, 1) of the update. `rng`,
+        on the CPU, draws the noise.
+        """
         shape = torch.Size((_IMAGES + _TRIED, *observation.model.input_shape))
         images = natural_noise(shape, rng).to(next(iter(observation.parameters.values())).device)
         whole = [_features(observation, share, images) for share in (0.0, 1.0)]
@@ -180,7 +185,11 @@ class LocalPath:
     """The path of one client's local steps on one batch, and corrections of the fit along it."""
 
     def __init__(self, observation: Observation, rng: torch.Generator) -> None:
-        """Takes the steps for one gradient at the middle, and watches features drift."""
+        """Takes the steps for one gradient at the middle, and watches features drift.
+
+        `observation` has all local steps; `suits` has to hold of it, which is not checked. `rng`,
+        on the CPU, draws images of noise.
+        """
         self._training = observation.training
         self._shares = decaying(self._training)
         share = middle(self._training, self._shares)

@@ -712,6 +712,7 @@ def exchange_images(
     """Makes S new starts from a fit, in each of which some images are replaced.
 
     With probability 1/2 a start keeps the labels of the replaced images; else it draws new ones.
+    All tensors are on the CPU.
 
     Args:
         images: (N, u), the unknowns of each image.

@@ -92,7 +92,11 @@ class Prior:
 
 
 def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:
-    """Builds the missing row's prior, from the other rows if `learned`, else from public facts."""
+    """Builds the missing row's prior, from the other rows if `learned`, else from public facts.
+
+    `spec` has the public facts of the release. Where no rows are granted, `learned` counts as
+    False.
+    """
     size = len(spec.names)
     low, high = -torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
     rows = torch.zeros(0, size, dtype=torch.float64)

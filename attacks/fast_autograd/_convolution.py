@@ -24,7 +24,10 @@ on kernels of 3x3x128x128 to 3x3x512x512 at 4 to 400 positions."""
 
 
 class Geometry(NamedTuple):
-    """Where a kernel is placed on a zero-padded image: stride, padding, dilation and groups."""
+    """Where a kernel is placed on a zero-padded image: stride, padding, dilation and groups.
+
+    All but `groups` are pairs: down, and across. `padding` is that of either side.
+    """
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -106,7 +109,8 @@ class ConvolutionAlgorithm(ABC):
     """The products of images (N, C, H, W), weights (O, C, k, l), output gradients (N, O, H', W').
 
     They are those of PyTorch up to rounding. What `images`, `weights` and `gradients` return is for
-    the products of the same algorithm only.
+    the products of the same algorithm only. An algorithm is made for the shapes of one convolution,
+    its `problem`.
     """
 
     def __init__(self, problem: ConvolutionShape) -> None:

@@ -49,7 +49,10 @@ class Adam:
 
     @torch.no_grad()
     def step(self, slopes: Sequence[Tensor], step_size: float) -> None:
-        """Moves the variables against `slopes`, one gradient for each variable."""
+        """Moves the variables against `slopes`, one gradient for each variable.
+
+        `step_size` is Adam's learning rate in this step.
+        """
         torch._foreach_add_(self._counts, 1)
         torch._fused_adam_(
             self._variables,

@@ -209,7 +209,8 @@ class ForwardPrior:
     ) -> None:
         """Reads the granted statistics; the prior is zero without them and without features.
 
-        `feature_weight` is α_f, and `batch_norm` is α_BN: at 0 no statistics are read.
+        `feature_weight` is α_f, and `batch_norm` is α_BN: at 0 no statistics are read. Images are
+        held to `features`; None: to none.
         """
         self._features, self._feature_weight = features, feature_weight
         self._statistics = _statistics(observation, knowledge) if batch_norm else {}

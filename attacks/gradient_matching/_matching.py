@@ -143,7 +143,8 @@ def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Dista
     It is -log p(t | u) per pixel, up to a constant, of normal noise of that variance in each entry
     of t. `pixels` counts the entries of all images behind the update: their number times C H W.
     c is 1; where the update was `scaled` by an unknown factor, c >= 0 is the likeliest one.
-    Balunović et al., Bayesian Framework for Gradient Leakage, ICLR 2022.
+    Balunović et al., Bayesian Framework for Gradient Leakage, ICLR 2022. The result is called as
+    `cosine_distance` is, and returns the same three values.
     """
 
     def distance(
@@ -167,7 +168,8 @@ def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Dist
     The distance is Σ_i w_i (1 - cos(u_i, t_i)), divided by Σ_i w_i unless `summed`. Liu et al.,
     Appendix D, sum, and take as w_i a tensor's number of non-zero parameters. Where all such
     `weights` are 0, numbers of entries take their place. A tensor whose observed gradient is only
-    rounding, as of a bias before batch norm, is left out.
+    rounding, as of a bias before batch norm, is left out. `weights` are in the order of the
+    tensors. The result is called as `cosine_distance` is, and returns the same three values.
     """
 
     def distance(
@@ -249,8 +251,10 @@ class Matching:
             dtype: Precision of the computation.
             calls: Expected number of calls of `differentiate`; many calls pay for a recording.
             width: Width of the jumps of slopes (`_smooth_slopes`); 0 leaves them as they are.
-            tensors: Tensors of the update that are compared.
-            effects: Treatment of what a defense changed.
+            tensors: Tensors of the update that are compared: `all`, or `body`, which are all but
+                those called `head.…`.
+            effects: Treatment of what a defense changed: it is `ignored`, or `simulated` on the
+                recomputed update.
 
         Raises:
             AttackFailed: `tensors` is `body`, and the model has none, or its update is zero.

@@ -61,7 +61,8 @@ def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Itera
     """Yields `count` starts (N, d): a common direction plus a random one in the likely span.
 
     By Stein's lemma the mean of ∂L/∂A_kj w_j over the planted neurons is in proportion to Σ_i D_ki
-    x_i. The common direction is the sum of these over the classes k, all turned to one sign.
+    x_i. The common direction is the sum of these over the classes k, all turned to one sign. `head`
+    is the observed gradient, and `rng`, on the CPU, draws the rest.
     """
     weights, outer = head.hidden[head.planted], head.grad_output[:, head.planted]
     # Σ_j ∂L/∂A_kj has the sign of Σ_i D_ki: multiplied by it, all classes' sums have one sign.

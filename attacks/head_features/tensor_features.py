@@ -463,7 +463,7 @@ def power_method(
 
     Each P (d, d) is symmetric, and `iterations` are made. The strongest comes first. For one matrix
     they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3; squared, so that
-    eigenvalues of both signs count).
+    eigenvalues of both signs count). `rng`, on the CPU, draws where they start.
     """
     square = torch.stack([matrix @ matrix for matrix in matrices]).sum(0)
     start = torch.randn(len(square), rank, generator=rng, dtype=torch.float64).to(square)

@@ -276,6 +276,7 @@ def cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[S
 
     Returns a single stage where a stage's gradient would not determine its inputs. So it does where
     the stages together do not compute the body's features, as where code branches on values.
+    `rng`, on the CPU, draws the images on which the body is tried.
     """
     images = torch.randn(num_images, *body.input_shape, generator=rng)
     images = images.to(next(body.model.parameters()).device)

@@ -127,7 +127,8 @@ def find_rays(
 ) -> Rays:
     """Finds combinations of `rows` whose `entries` are non-negative, many of them 0.
 
-    There are as many as rows at most, and fewer or none if the search finds no more.
+    There are as many as rows at most, and fewer or none if the search finds no more. Tensors and
+    `generator` are on the CPU.
 
     Args:
         entries: (r, e), linear in the rows; their combinations must not be negative.

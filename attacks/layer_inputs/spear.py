@@ -44,7 +44,7 @@ def sample_kernels(
     Neurons are rows of `space.columns` (m, r). A combination of the columns has an entry for each
     neuron: only those with at least the share `sparsity` of zeros are returned. Each is refitted to
     all of its zeros, and of unit length. Two may be the same up to sign: `Candidates.add` keeps
-    each once.
+    each once. `generator` and `space` are on the CPU.
     """
     unit, kernels = _draw_kernels(space, number, generator)
     at = (kernels @ unit.T).abs()
@@ -61,7 +61,8 @@ def descend_kernels(
 
     Neurons are rows of `space.columns` (m, r). Returns combinations (c, r) of its columns, of unit
     length, with at least the share `sparsity` of zeros among the m neurons. Two may be the
-    same up to sign, and c may be 0: `Candidates.add` keeps each once.
+    same up to sign, and c may be 0: `Candidates.add` keeps each once. `generator` and `space` are
+    on the CPU.
 
     The method is iteratively reweighted least squares with weights that sharpen as it goes on
     (Chartrand and Yin, Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).

@@ -27,7 +27,11 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Holds what all jobs of a run share."""
+    """Holds what all jobs of a run share.
+
+    `device` is where attacks compute and answers are scored, as torch names it. `granted` is what
+    the threat model grants every attack, and `lpips_backbone` the network of the metric LPIPS.
+    """
 
     root: Path
     """The run's folder."""
@@ -58,7 +62,10 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Names one attack on one observation."""
+    """Names one attack on one observation.
+
+    `attack` is the name it is registered by, and `parameters` are those that it is given.
+    """
 
     observation: Path
     """Path of the observation's JSON file."""
@@ -133,7 +140,7 @@ def asked_about(
 
     They are all, but for attacks on updates that join rounds: these look at the recordings of all
     rounds together, and are asked once of each watcher and client, at its last.
-    Of sources a watcher is asked once for all clients.
+    Of sources a watcher is asked once for all clients. `recorded` are ordered by round.
     """
 
     def watcher(seen: Observation) -> tuple[str, int | None]:

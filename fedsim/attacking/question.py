@@ -26,7 +26,10 @@ from fedsim.types import FedsimError, Observation, Reconstruction
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Asks one attack about one observation, or about one row of it."""
+    """Asks one attack about one observation, or about one row of it.
+
+    `knowledge` is what the attack is granted beside it, and `seed` that of all that it draws.
+    """
 
     attack: Attack[AttackState]
     observation: Observation
@@ -69,7 +72,10 @@ class AttackAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Holds what all questions to a process have in common."""
+    """Holds what all questions to a process have in common.
+
+    `device` is where attacks compute, as torch names it, and `threads` the number of threads.
+    """
 
     device: str
     threads: int

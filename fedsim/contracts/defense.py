@@ -68,6 +68,8 @@ class DataDefense(Plugin):
     def sigma(self, release: Release) -> float:
         """Returns the σ >= 0 of the σ I below one client's rows, in the units of the rows.
 
+        `release` is what the client releases.
+
         Raises:
             FedsimError: the defense does not fit what is released, or no σ is enough.
         """

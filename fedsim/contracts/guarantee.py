@@ -78,7 +78,9 @@ def of_steps(
 class ExactMechanism(ABC):
     """Describes a release that is no Gaussian mechanism, but whose ε has a proof of its own.
 
-    `accountant` says in a few words how ε is found.
+    `unit` says whose data are hidden. `relation` says from which neighbours: `add_or_remove` are
+    data with and without them, `relative` those that keep to an assumption. `accountant` says in a
+    few words how ε is found.
     """
 
     unit: Unit
@@ -104,7 +106,8 @@ class ExactMechanism(ABC):
 class CurveMechanism(ABC):
     """Describes a release that is not Gaussian, but composes, as its whole privacy curve is known.
 
-    `beta` is how far neighbours' examples are apart at most, under relation `close`; `accountant`
+    `unit` says whose data are hidden. `beta` is how far neighbours' examples are apart at most,
+    under relation `close`; under `relative` neighbours also keep to an assumption. `accountant`
     says in a few words how the curve is found.
     """
 

@@ -168,7 +168,10 @@ class Computation(ABC):
 
     @abstractmethod
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Computes one client's update of one round; `rng` is the defenses' stream."""
+        """Computes one client's update of one round; `rng` is the defenses' stream.
+
+        Training asks for directions within `Stack.memory_of`, which its caller has entered.
+        """
 
     @abstractmethod
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:

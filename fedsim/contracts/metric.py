@@ -60,7 +60,12 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Describes a metric for everything that computes, compares or shows its values."""
+    """Describes a metric for everything that computes, compares or shows its values.
+
+    `compute` returns a tensor (N,) with a value for each truth, a float for all of them, or an
+    `Unavailable` with the reason why there is none. `shown_as` is the form of a table's cell: the
+    mean, the mean with its interval, or the mean in percent.
+    """
 
     name: str
     """Name of its field in results.jsonl."""

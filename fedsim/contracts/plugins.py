@@ -80,7 +80,8 @@ class Parameter:
 class Installed:
     """Describes a plugin as `fedsim list` shows it.
 
-    `error` says why it cannot be loaded, or is None; `cls` is its class, or None.
+    `error` says why it cannot be loaded, or is None; `cls` is its class, or None. A plugin that
+    cannot be loaded has no `parameters`. `version` is that of its package, `?` if not known.
     """
 
     group: str

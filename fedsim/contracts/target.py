@@ -104,7 +104,10 @@ class TargetGuess:
 
 @dataclass(frozen=True, kw_only=True)
 class GuessRequest:
-    """Asks for a guess at the truth of an observation, under a threat model."""
+    """Asks for a guess at the truth of an observation, under a threat model.
+
+    `granted` is what the attack is granted; the guess knows no more.
+    """
 
     truth: Truth
     found: Reconstruction | None = None

@@ -255,7 +255,8 @@ class Server:
     def recordings(self) -> Iterator[Observation]:
         """Yields what a run without failures records, without tensors, round by round.
 
-        Recordings of a round are ordered by watcher, probe and client.
+        Recordings of a round are ordered by watcher (as in `observe.vantages`), probe and client.
+        What an eavesdropper is asked for is among them also where TLS hides it.
         """
         for round in range(1, self.scenario.training.rounds + 1):
             plan = self.plan(round)

@@ -43,7 +43,10 @@ _ROUNDED = 1e-5
 
 @dataclass
 class Steps:
-    """The steps of one client's local training, as they were computed."""
+    """The steps of one client's local training, as they were computed.
+
+    At most `max_images` different images are kept, on the CPU.
+    """
 
     max_images: int
     images: list[Tensor] = field(default_factory=list)
