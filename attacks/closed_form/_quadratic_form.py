@@ -71,7 +71,8 @@ def decompose_form(
 ) -> tuple[Tensor, Tensor]:
     """Decomposes a quadratic predictor into n rows (n, d) and their coefficients (n, c).
 
-    Rows have length 1, arbitrary signs and no particular order. All tensors are float64, on the CPU.
+    Rows have length 1, arbitrary signs and no particular order. All tensors are float64 and on the
+    CPU.
 
     Args:
         form: Q (c, d, d), a symmetric matrix for each class.
