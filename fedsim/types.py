@@ -608,7 +608,10 @@ class Truth:
         return kind(**own, more=more)
 
     def victims(self) -> Tensor:
-        """Returns the examples that were attacked, stacked along the first axis."""
+        """Returns the examples that were attacked, stacked along the first axis.
+
+        Only the subclasses have such: here it raises a NotImplementedError.
+        """
         raise NotImplementedError
 
 
@@ -710,8 +713,8 @@ _PARTS = ("images", "labels", "features", "rows", "membership")
 class Dataset:
     """Holds labelled inputs of a model in memory: images, or rows of a table.
 
-    Images are uint8 so that CIFAR-sized sets stay small. Label k stands for `classes[k]`. The test
-    split has the shapes and types of the training split.
+    Images are uint8 so that CIFAR-sized sets stay small. All tensors are on the CPU. Label k stands
+    for `classes[k]`. The test split has the shapes and types of the training split.
     """
 
     name: str

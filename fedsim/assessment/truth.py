@@ -44,7 +44,8 @@ def pick(
     Args:
         exchanges: All recorded exchanges.
         said: Message id -> what a witness saw of that exchange.
-        rounds: Rounds to attack, or "last" for the last one with truth.
+        rounds: Rounds to attack, or "last" for the last one with truth. A round without truth is
+            passed over.
         clients: Most clients to attack in each round, by ascending number.
 
     Raises:
@@ -99,7 +100,7 @@ class Examples:
     """Number of outputs of the model."""
 
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
-        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) that a witness saw.
+        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) that a witness saw, on the CPU.
 
         `testimony` is what the witness wrote of one exchange.
 

@@ -94,7 +94,8 @@ def two_world_bounds(
     """Computes `threshold_bound`, and `gaussian_bound` if `gaussian`; all hold at once.
 
     `gaussian` says whether the claim is one of μ-GDP. The other arguments and errors are those of
-    `threshold_bound`.
+    `threshold_bound`. All hold with the given `confidence`; the field `confidence` of each of two
+    is larger, as each has half of the error probability.
     """
     methods = [threshold_bound, gaussian_bound] if gaussian else [threshold_bound]
     # By the union bound: each method errs with its share, so that the best of them may be taken.
@@ -149,7 +150,7 @@ def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.flo
     """Computes Clopper and Pearson's lower bound of a probability, from `successes` of `trials`.
 
     The bound is wrong with a probability of at most `error`. The result has the shape of
-    `successes`.
+    `successes`. Arguments are not checked.
 
     >>> float(lower_end(0, 100, 0.05)), round(float(upper_end(0, 100, 0.05)), 4)
     (0.0, 0.0295)

@@ -34,8 +34,8 @@ class Contributions:
     def client_update(self, *path: int) -> Tensors:
         """Returns an update in a random direction, of twice the L2 norm that the stack allows.
 
-        The stack has to bound the norm of a client's update. `path` selects the direction, such as
-        a client's number: the same numbers give the same update.
+        It is on the CPU. The stack has to bound the norm of a client's update. `path` selects the
+        direction, such as a client's number: the same numbers give the same update.
         """
         proven = self._workload.stack.guarantees(self._workload.declared)
         # The last stage without a mechanism has the bound that noise is then added to.

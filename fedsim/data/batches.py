@@ -11,7 +11,7 @@ from fedsim.words import number_of
 
 
 def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws `batch_size` of `indices` uniformly without replacement.
+    """Draws `batch_size` of `indices` uniformly without replacement, in random order.
 
     Raises:
         FedsimError: there are fewer than `batch_size` indices.

@@ -36,7 +36,10 @@ from fedsim.words import number_of
 
 @dataclass(frozen=True, kw_only=True)
 class StandIns:
-    """Images that stand in for those of the victims, which a forecast does not need."""
+    """Images that stand in for those of the victims, which a forecast does not need.
+
+    All tensors are on the CPU.
+    """
 
     pixels: Tensor
     """(P, C, H, W) in [0, 1]."""
@@ -50,7 +53,11 @@ class StandIns:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """The update that is forecast: its model, its batch and the defenses in front of it."""
+    """The update that is forecast: its model, its batch and the defenses in front of it.
+
+    `stack` are the defenses, `stack_name` their name, and `grant` what the attacker is granted.
+    `stand_ins` are the images that batches are drawn of.
+    """
 
     stack_name: str
     observations: tuple[Observation, ...]
@@ -91,7 +98,7 @@ class UpdatePlan:
 
         Images and way are (N, C, H, W) float64, and labels are (N,) int64. N is the batch size
         times the number of clients and of steps with different batches. Batches of a smaller size
-        are the beginnings of those of a larger one.
+        are the beginnings of those of a larger one. An image may come again.
 
         Args:
             draw: Number of the batch, from 0.

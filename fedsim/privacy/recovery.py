@@ -6,7 +6,7 @@ Appendices B and C, of `tensor_features` alone and up to a constant that the pap
 Limits of any attack: whoever chooses among candidates without the release is right with some
 chance, which prior it is drawn from decides. Differential privacy, Gaussian noise and the
 information in a release each bound by how much that chance grows. Where none applies, there is no
-number but a reason.
+number but a reason. A function that states no error checks no argument.
 """
 
 from __future__ import annotations

@@ -101,6 +101,8 @@ class Testimony:
     def images(self) -> tuple[Tensor, Tensor]:
         """Returns the distinct images (N, C, H, W), as the model got them, and their labels (N,).
 
+        Images are floating-point and labels int64, on the CPU.
+
         Raises:
             FedsimError: The file is missing or damaged.
         """

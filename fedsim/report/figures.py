@@ -16,7 +16,10 @@ from fedsim.words import describe_value
 
 @cache
 def read_texts() -> dict[str, Any]:
-    """Returns every sentence that outputs print, by the sections of `texts.yaml`."""
+    """Returns every sentence that outputs print, by the sections of `texts.yaml`.
+
+    The result is kept for the next call, and must not be changed.
+    """
     text = paths.text(Path(__file__).with_name("texts.yaml"), paths.TEXT)
     # The same reader in C, which not every installation has, takes a tenth of the time.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

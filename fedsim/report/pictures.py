@@ -65,8 +65,8 @@ def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | N
 def grid_of(truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> Tensor:
     """Returns one (H', W', C) uint8 image with the truths above their reconstructions.
 
-    Both tensors are (N, H, W, C) uint8. Each pixel becomes a square of side `factor`, by default
-    `enlargement`.
+    Both tensors are (N, H, W, C) uint8. The truths are one row, from left to right, with white gaps
+    between images. Each pixel becomes a square of side `factor`, by default `enlargement`.
     """
     factor = factor or enlargement(*truth.shape[1:3])
     rows = []
@@ -129,7 +129,10 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Plate:
-    """Shows one trial of an attack on a defense, an image of its batch beside what became of it."""
+    """Shows one trial of an attack on a defense, an image of its batch beside what became of it.
+
+    `pairs` are from left to right; there are none if the pictures cannot be read.
+    """
 
     pairs: list[Pair]
     hidden: int = 0
@@ -143,7 +146,7 @@ class Plate:
     """Why the pictures cannot be read; empty if they can."""
 
     def grid(self) -> Tensor:
-        """Returns the pairs as one (H, W, C) uint8 image, see `grid_of`."""
+        """Returns the pairs as one (H, W, C) uint8 image, see `grid_of`; there has to be a pair."""
         truths, images = zip(*(pair.pixels for pair in self.pairs), strict=True)
         return grid_of(torch.stack(truths), torch.stack(images))
 

@@ -59,6 +59,7 @@ class LeaderboardRow:
 
     `defense` is the name of a stack, and `stack` its text (`describe_stack`). `attack` is the
     scenario's label of the attack. `variant` is the sweep's assignment in words; empty without one.
+    `undefended` says whether the stack is empty.
 
     Losses, accuracy and `seconds` are means over the trials' rows; None where no row states them.
     Of all trials' claims, the row has the largest ε and δ, and the terms that all share. Those

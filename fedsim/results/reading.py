@@ -119,8 +119,8 @@ class ReportError(FedsimError):
 class StoredRun:
     """Holds the content of one folder of results: a run, or one variant of a sweep.
 
-    `rows` are lines of `results.jsonl`, `rounds` those of `rounds.jsonl`, and `audits` those of
-    `audit.jsonl`.
+    `rows` are the lines of `results.jsonl` whose status is `ok` or `failed`. `rounds` are those of
+    `rounds.jsonl`, and `audits` those of `audit.jsonl`.
     """
 
     folder: Path

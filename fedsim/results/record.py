@@ -28,7 +28,14 @@ Row = dict[str, Any]
 
 
 def append_line(path: Path, row: Row) -> None:
-    """Appends `row` as one JSON line and forces it to disk."""
+    """Appends `row` as one JSON line and forces it to disk.
+
+    The file's folder is made if it is missing.
+
+    Raises:
+        ValueError: `row` holds NaN or infinity.
+        OSError: The file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), path.open("ab") as file:
         file.write(_line(row))

@@ -59,6 +59,8 @@ RESERVED: dict[str, tuple[str, ...]] = {
 def plugin_class(group: str, name: str) -> type[Plugin]:
     """Returns the class registered as `name` in `group`, if a scenario can name it.
 
+    `group` is a key of `ROLES`; any other is a KeyError.
+
     Raises:
         PluginError: the class is not installed, cannot be imported, does not derive from the
             group's base class, or has a parameter whose name is reserved.

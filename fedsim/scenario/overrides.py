@@ -41,7 +41,8 @@ class Override:
 def parse_override(text: str, option: str = "--set") -> Override:
     """Reads an override such as `attacks[0].iterations=50`, whose value is YAML.
 
-    An empty value is null. Errors name the `option` of the command line that `text` is from.
+    An empty value is null. Errors name the `option` of the command line that `text` is from:
+    `--set` or `--grant`.
 
     Raises:
         ScenarioError: `text` has no `=`, its key is no key path, or its value is no YAML.
@@ -125,7 +126,7 @@ def grant_of(words: Sequence[str]) -> Grant:
 def parse_overrides(texts: Sequence[str], option: str = "--set") -> list[Override]:
     """Reads several overrides, each as `parse_override` does.
 
-    Errors name the `option` of the command line.
+    Errors name the `option` of the command line, `--set` or `--grant`.
 
     Raises:
         ScenarioError: some are wrong; all of them are listed.

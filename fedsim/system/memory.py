@@ -37,7 +37,8 @@ def keep_freed() -> bool:
 def limit() -> int:
     """Returns the bytes that this process may use, by the machine, its control group or ulimit.
 
-    Swap does not count. The machine counts as 64 GiB if its memory is not known.
+    Swap does not count. The machine counts as 64 GiB if its memory is not known. The limits are
+    read once in a process.
     """
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

@@ -3,7 +3,8 @@
 z_t says whether the example is in the batch of step t, independently with probability q, and
 y_t = λ y_(t-1) + z_t. There are 2^T such vectors; here y lives on a grid, always rounded up or
 always down, so that what is computed bounds the truth from that side. The grid is geometric with
-ratio λ^(1/m): decay moves along it exactly, and only a participation is rounded.
+ratio λ^(1/m): decay moves along it exactly, and only a participation is rounded. No argument is
+checked.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def squared_norms(
 ) -> tuple[Array, Array, float]:
     """Computes (values, probabilities, rest): the distribution of ||C z||² over z, rounded up.
 
-    Values and probabilities are two (k,) arrays; values are in no order, and may repeat. `rest` is
+    Values and probabilities are two (k,) arrays, which are kept for the next call and must not be
+    changed. Values are in no order, and may repeat. `rest` is
     the probability (at most 1e-12) of all that lies above the largest value. The result is exact
     for λ = `correlation` = 0. `sampling_rate` is q, and `steps` is T.
 

@@ -125,7 +125,8 @@ def interval(sampling_rate: float, noise: float, steps: int) -> float:
 def distribution(sampling_rate: float, noise: float, steps: int) -> Any:
     """Builds dp_accounting's PLD accountant of `steps` Poisson-sampled Gaussian releases.
 
-    The arguments are those of `least_bound`.
+    The arguments are those of `least_bound`. The accountant is kept for the next call, so that
+    nothing may be composed with it.
     """
     from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant

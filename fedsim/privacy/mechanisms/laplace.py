@@ -125,7 +125,10 @@ def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> flo
 
 
 def std(scale: float, bound: float) -> float:
-    """Computes the standard deviation of the noise, in the units of `scale` and `bound`."""
+    """Computes the standard deviation of the noise, in the units of `scale` and `bound`.
+
+    Both are as of `log_delta`, above 0, and are not checked.
+    """
     from scipy.special import gammainc
 
     # E[x²] of a truncated exponential is Γ(3) = 2 times the regularized gammainc(3), over its mass.

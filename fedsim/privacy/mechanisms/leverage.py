@@ -1,4 +1,7 @@
-"""Computes how far rows σ I appended to a database lower the leverages of its rows."""
+"""Computes how far rows σ I appended to a database lower the leverages of its rows.
+
+Where no error is stated, arguments are not checked.
+"""
 
 from __future__ import annotations
 

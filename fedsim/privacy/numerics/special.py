@@ -119,7 +119,10 @@ def log_gammainc(a: Array, x: Array) -> Array:
 
 @cache
 def legendre(count: int) -> tuple[Array, Array]:
-    """Returns `count` nodes in (0, 1) and weights of sum 1: Gauss-Legendre quadrature."""
+    """Returns `count` nodes in (0, 1) and weights of sum 1: Gauss-Legendre quadrature.
+
+    The nodes ascend. Both arrays are kept for the next call, and must not be changed.
+    """
     nodes, weights = np.polynomial.legendre.leggauss(count)
     return (nodes + 1) / 2, weights / 2
 
