@@ -88,8 +88,8 @@ def build(
 class FederationClient:
     """Answers the server's messages for the client that the context of each message names.
 
-    Its arguments are those of `build`. A copy in another process has the job alone: it loads the
-    data itself, and calls no `on_release`.
+    Its arguments are those of `build` of the same names. A copy in another process has the job
+    alone: it loads the data itself, and calls no `on_release`.
     """
 
     def __init__(
@@ -211,7 +211,9 @@ class FederationClient:
     def compute(self, client: int, order: wire.Order) -> ClientResult:
         """Computes what `client` releases to answer `order`, and keeps its truth and state on disk.
 
-        Nothing is checked of whether the order is planned: `train` and `probe` do that before.
+        Nothing is checked of whether the order is planned: `train` and `probe` do that before. What
+        was answered before is only noted and checked of stacks that claim privacy or mask, and
+        where `on_release` is given.
 
         Raises:
             FedsimError: The round is past the scenario's last, or the client has answered a later

@@ -52,7 +52,7 @@ class FlowerEngine(Engine):
     def clients_of(
         self, scenario: Scenario, out: Path, link: Link | None, on_wait: OnWait | None
     ) -> Deployed | None:
-        """Returns what is known of clients on other machines.
+        """Returns what is known of clients on other machines; `Deployed.save` keeps it in `out`.
 
         The result is None if the clients are in this machine's processes, as by default. The
         default refuses a link.

@@ -202,7 +202,10 @@ def _rule_of(local: LocalSection) -> StepRule | None:
 
 
 def declared_training(training: Training) -> LocalTraining:
-    """Returns the clients' local training of `training`, before any defense changes it."""
+    """Returns the clients' local training of `training`, before any defense changes it.
+
+    Its `lr` is that before any schedule; `rate_factor` says by how much a round's is less.
+    """
     local = training.local
     return LocalTraining(
         algorithm=algorithm(training),

@@ -40,7 +40,7 @@ class Variant(NamedTuple):
     """Pairs one scenario of a sweep with its values of the swept keys."""
 
     assignment: dict[str, Any]
-    """Swept key path -> the value it has here; empty if nothing is swept."""
+    """Swept key path, as users write it -> the value it has here; empty if nothing is swept."""
     scenario: Scenario
 
     @property

@@ -59,6 +59,9 @@ class NodeApp:
             policy: What its owner lets servers ask.
             shared_seed: Whether it draws batches and noise from the scenario's seed.
             identity: Signing key and peers' keys; None if it takes part in no secure sum.
+
+        Raises:
+            FedsimError: The node's count of answers, in `home`, is damaged.
         """
         self._number, self._data, self._home = client, data, home
         self._policy, self._shared_seed, self._identity = policy, shared_seed, identity

@@ -4,7 +4,8 @@
     OUT/network/        what the SuperLink and the gate say
 
 Keys and database live in a temporary folder that is gone when the block ends. A node, gate or
-SuperLink that dies is started again, at the same address, with the same key and database.
+SuperLink that dies is started again, at the same address, with the same key and database. One that
+refused its input (status 2) is not.
 """
 
 from __future__ import annotations
