@@ -345,7 +345,7 @@ class Drawing:
             spec: the victim's model, for the images' shape and normalization.
             features: (N, d) that the U-Net is given; None if there are none.
             seed: seed of the U-Net's weights and input.
-            rng: source of the first pixels.
+            rng: source of the first pixels, on the CPU.
             device: where the images lie.
         """
         self._spec, self._features = spec, features
@@ -382,7 +382,10 @@ class Drawing:
             return normalize(self._network(self._features), self._spec)
 
     def copy(self, images: Tensor) -> None:
-        """Trains the U-Net for 100 steps to draw normalized `images` (N, C, H, W)."""
+        """Trains the U-Net for 100 steps to draw normalized `images` (N, C, H, W).
+
+        The drawing's `canvas` has to be `unet`.
+        """
         optimizer = self._make_optimizer(_RATES["unet"])
         for _ in range(_COPYING):
             drawn = self.draw()

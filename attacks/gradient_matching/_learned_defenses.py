@@ -24,7 +24,10 @@ _DRAWS = {torch.randn, torch.randn_like}
 
 @final
 class GivenDraws(TorchFunctionMode):
-    """Lets a model take `given` tensors for the normal values that it draws, in their order."""
+    """Lets a model take `given` tensors for the normal values that it draws, in their order.
+
+    It acts inside a `with` block of its own, on one pass of the model: what is given is used up.
+    """
 
     def __init__(self, given: Sequence[Tensor] = ()) -> None:
         """Prepares to hand out `given`; what is drawn beyond them is random."""

@@ -488,7 +488,11 @@ class Matching:
 
 
 def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | None:
-    """Returns labels (N,) int64, true or inferred as `knowledge` grants; None without a grant."""
+    """Returns labels (N,) int64, true or inferred as `knowledge` grants; None without a grant.
+
+    Raises:
+        AttackFailed: labels have to be inferred, and `infer_labels` raises it.
+    """
     if knowledge.grant.labels == "known":
         assert knowledge.true_labels is not None
         return knowledge.true_labels

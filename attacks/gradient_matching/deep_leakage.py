@@ -88,7 +88,7 @@ class GradientDistance(IterativeAttack[Descent]):
         return state.matching.differentiate(state.candidate, squared_distance)
 
     def step(self, state: Descent) -> Descent:
-        """Runs at most 20 iterations of L-BFGS."""
+        """Runs at most 20 iterations of L-BFGS, each of which counts in `iteration`."""
 
         def closure() -> Tensor:
             loss, gradients = self.objective(state)

@@ -213,7 +213,7 @@ def soft_sign(slope: Tensor, softness: float) -> Tensor:
 
 
 def tile(images: Tensor, side: int) -> Tensor:
-    """Fills each of `images` (N, C, H, W) with copies of its first `side` by `side` pixels."""
+    """Returns copies of `images` (N, C, H, W), each tiled by its first `side` by `side` pixels."""
     height, width = images.shape[-2:]
     rows, columns = torch.arange(height) % side, torch.arange(width) % side
     return images[:, :, rows][..., columns].contiguous()

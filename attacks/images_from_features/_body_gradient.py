@@ -440,7 +440,8 @@ def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance
 
     `names` are those of the parameters, in the order of the compared tensors. In a single distance
     the head's planted neurons would outweigh all else. If `clipped`, the client has scaled t, and u
-    is multiplied by the factor that fits best.
+    is multiplied by the factor that fits best. The result is called as `cosine_distance` is, and
+    returns the same three values.
     """
     body = [name.startswith("body.") for name in names]
 

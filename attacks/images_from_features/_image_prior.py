@@ -48,7 +48,10 @@ class ImageDistribution:
     """
 
     def __init__(self, means: Tensor, precision: Tensor, shape: torch.Size) -> None:
-        """Takes `means` (N, C, h, w), `precision` (C h w, C h w); images have (H, W) = `shape`."""
+        """Takes `means` (N, C, h, w), `precision` (C h w, C h w); images have (H, W) = `shape`.
+
+        Means are normalized. h and w are those of smaller images, to which images are averaged.
+        """
         self._means, self._precision, self._shape = means, precision, shape
 
     @property

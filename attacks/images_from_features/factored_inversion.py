@@ -149,7 +149,10 @@ PhaseMaker = Callable[[Tensor], Phase]
 
 @final
 class Phases:
-    """The phases of one observation's descent, each made when the one before is over."""
+    """The phases of one observation's descent, each made when the one before is over.
+
+    `present` is the one that goes on.
+    """
 
     def __init__(
         self,

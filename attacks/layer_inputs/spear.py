@@ -115,7 +115,10 @@ def _is_new(each: Tensor, others: Tensor, sine: float) -> bool:
 
 
 class Candidates:
-    """Combinations of the gradient's columns that were found, each once, the sparsest first."""
+    """Combinations of the gradient's columns that were found, each once, the sparsest first.
+
+    `combinations` (c, r) has them, with r the rank of the gradient's `space`.
+    """
 
     def __init__(self, layer: Layer, space: RowSpace) -> None:
         """Begins without any combination, for the gradient `space` of `layer`."""

@@ -51,7 +51,7 @@ def log_odds(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor
 
     Args:
         seen: Names the model. Batch norm computes with the global buffers.
-        weights: Weights to compute with.
+        weights: Weights to compute with, by name; others are those that `seen` started from.
         inputs: (N, ...) pixels or entries on [0, 1].
         labels: (N,) int64.
     """

@@ -64,6 +64,7 @@ def hand_over(
     """Returns the observation as the threat model shows it, and what is handed over beside it.
 
     Values from the truth are copied, so that an attack that writes into them changes no score.
+    Candidates, records and earlier rounds are not among the knowledge: `questions` adds them.
 
     Args:
         observation: As recorded. The client's new batch-norm buffers, from which its batch's

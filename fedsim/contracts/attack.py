@@ -35,7 +35,11 @@ class AttackFailed(FedsimError):  # noqa: N818 - reads as the row's status
 
 @dataclass(kw_only=True)
 class AttackState:
-    """Base of every attack's state, with the fields that `solve` reads."""
+    """Base of every attack's state, with the fields that `solve` reads.
+
+    `iteration` is the number of iterations so far; each `step` that does not end the attack has to
+    raise it.
+    """
 
     iteration: int = 0
     loss: Tensor

@@ -77,7 +77,8 @@ class HeadDropout(nn.Module):
 class Classifier(nn.Module):
     """Joins body and head: normalized images (B, C, H, W) -> features (B, d) -> logits (B, K).
 
-    Rows of a table are (B, D) in place of images.
+    Rows of a table are (B, D) in place of images. `imprint` is the module that images pass before
+    the body; None without one.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, unit_features: bool = False) -> None:

@@ -16,7 +16,8 @@ class TwoLayerHead(nn.Module):
 
     The last `planted` of the `width` hidden neurons are the server's: W is drawn from
     N(0, planted_std² I), b is 0, and each row of A is constant on them (`planted_rows`). The
-    others are ordinary neurons with PyTorch's initialization.
+    others are ordinary neurons with PyTorch's initialization. `config` has these numbers, for d
+    `in_features` and K `num_classes`. All weights are drawn from torch's global stream.
 
     Source: Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic
     Evaluation, section 2.1 ("weight initialization": `graded` rows, `planted` is v), and Appendix B

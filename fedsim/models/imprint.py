@@ -40,13 +40,14 @@ class ImprintConfig(BaseModel):
 class Imprint(nn.Module):
     """x + V relu(W x + b), for normalized images x (B, C, H, W) as vectors of d = CHW entries.
 
+    `config` has k (`bins`), std, gain and s (`scale`), and `input_shape` is (C, H, W).
     Each of the k rows of W is s h, h being the mean, (1/d, ..., 1/d), and b_i = -s c_i, where c_i
-    are the quantiles i/k of N(0, std²) and s is the scale: image x passes the neurons with
-    c_i < h'x. All columns of V are (gain/sk) v for one v of N(0, I), drawn from torch's global
-    stream, so that x enters the gradient of each row it passes with the same factor
-    g = (gain/sk) <v, ∂L/∂y>, and the difference of two rows' gradients is Σ g x over the images in
-    the bin between them. The paper's V is all ones, s is 1, and there is no x +: with it the model
-    goes on working.
+    are the quantiles i/k of N(0, std²) from i = 0 on, with -10 std for c_0, and s is the scale:
+    image x passes the neurons with c_i < h'x. All columns of V are (gain/sk) v for one v of N(0,
+    I), drawn from torch's global stream, so that x enters the gradient of each row it passes with
+    the same factor g = (gain/sk) <v, ∂L/∂y>, and the difference of two rows' gradients is Σ g x
+    over the images in the bin between them. The paper's V is all ones, s is 1, and there is no x +:
+    with it the model goes on working.
     """
 
     def __init__(self, config: ImprintConfig, input_shape: tuple[int, ...]) -> None:

@@ -64,7 +64,10 @@ class PluginContract(ABC, Generic[P]):
 
     @abstractmethod
     def make(self) -> P:
-        """Returns the plugin under test."""
+        """Returns the plugin under test.
+
+        It is called several times, and has to return equal plugins.
+        """
 
     def test_parameters_are_resolved_and_unknown_ones_refused(self) -> None:
         """A record's parameters make the same plugin again; a typo is refused."""

@@ -86,6 +86,8 @@ class Client:
     ) -> ClientResult:
         """Trains on the global model in `round` and applies the stack, without side effects.
 
+        Tensors of the result are on the CPU, wherever the client computes.
+
         Args:
             server: What the client knows of the federation.
             round: Number of the round, from 1.
