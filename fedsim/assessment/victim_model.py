@@ -22,7 +22,7 @@ def built_model(named: str) -> nn.Module:
 
     `named` is `module:Class` or `module:function(key=value)`, whose values are literals. A name
     that is a model already is taken as it is. The module is found as Python finds it from the
-    current folder.
+    current folder, which is put first in `sys.path` and stays there.
 
     Raises:
         FedsimError: `named` cannot be imported or built, or builds no model.

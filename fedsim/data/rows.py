@@ -103,7 +103,7 @@ class TargetColumn:
 
     name: str
     values: Tensor
-    """(n,) in [-1, 1]."""
+    """(n,) float64 in [-1, 1]."""
     classes: tuple[str, ...] | None = None
     """Names of the target's classes, in the order of their values, which are evenly spaced from -1
     to 1; None if the target is a number."""
@@ -139,7 +139,7 @@ class TableSource(DataSource):
 
         Args:
             name: name of the source.
-            features: (n, d) raw values, or numbers of categories.
+            features: (n, d) float64 raw values, or numbers of categories.
             columns: the features' names and ranges, or categories, in the order of `features`.
             target: the target's name, values and classes.
             client_of: (n,) each row's client, counted from 0; None if the source does not know.

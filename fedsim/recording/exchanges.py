@@ -350,7 +350,7 @@ def run_folder(out: Path, run: int | None = None) -> Path:
     """Returns the folder of one recorded run.
 
     It is the run of number `run` in `out`. If `run` is None, it is `out` itself if that is a run's
-    folder, else the newest run in it.
+    folder, else the run in it that was changed last.
 
     Raises:
         FedsimError: No such run is recorded there.

@@ -193,12 +193,14 @@ def add_sources(truth: Truth, root: Path, ids: Sequence[str]) -> Truth:
 
     Records are the candidates that a client trains on. One that two clients hold is left out, as no
     single client is its source. The order is that of digests, which tells nothing of clients.
-    `truth` is returned as it is where no candidates were recorded.
+    `truth` is returned as it is where no candidates were recorded. Else `more` of the copy also has
+    the tensors that `fedsim.types` calls `SOURCE_...`, and `source` (N,) int64: each record's place
+    in `SOURCE_CLIENTS`.
 
     Args:
         truth: Truth of the attacked observation.
         root: The run's folder.
-        ids: What the watcher saw.
+        ids: Ids of the observations that the watcher saw.
     """
     files = [sorted(_folder(root, id).glob("client-*.safetensors")) for id in ids]
     numbers = [[int(path.stem.removeprefix("client-")) for path in each] for each in files]

@@ -38,8 +38,7 @@ class Identity:
 
     key: Ed25519PrivateKey
     peers: Mapping[int, bytes]
-    """Ed25519 public key (32 bytes) of each client whose vector is added to this one's, by
-    client."""
+    """Ed25519 public key (32 bytes) of each client of the sum, by client; its own is among them."""
 
     def sign(self, statement: bytes) -> bytes:
         """Returns the client's Ed25519 signature of a statement; 64 bytes."""
@@ -56,7 +55,10 @@ class Identity:
 
 
 def is_signed(public: bytes, statement: bytes, signature: bytes) -> bool:
-    """Returns whether `signature` is that of `statement` by the owner of key `public`."""
+    """Returns whether `signature` is that of `statement` by the owner of key `public`.
+
+    Bytes that are no key, or no signature, give False.
+    """
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, statement)
     except (InvalidSignature, ValueError):

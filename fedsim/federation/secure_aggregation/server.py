@@ -142,6 +142,8 @@ class SumServer:
     def reveal(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
         """Takes all masks off the sum and returns it; a sum can be opened once.
 
+        It is called after vectors were added. After an error the sum cannot be opened any more.
+
         `answers` holds shares, by the client that gave them and then by the client whose secret
         they are of.
 

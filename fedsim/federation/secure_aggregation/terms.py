@@ -97,7 +97,7 @@ class AbortedError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Terms of one round's secure sum."""
+    """Terms of one round's secure sum; fewer than two participants are a `FedsimError`."""
 
     session: bytes
     """Public bytes that name this sum and no other."""
