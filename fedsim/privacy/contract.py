@@ -33,8 +33,8 @@ Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 class Answer:
     """An answer of the calculator; fields that do not apply to the mechanism are None.
 
-    The release is (`epsilon`, `delta`)-private: one of the two was asked about, the other found.
-    Both may be estimates, see `interval`.
+    `epsilon` and `delta` belong together: one was given, and the other found. A calibration's are
+    those that its noise gives. A figure that was found may be an estimate, see `interval`.
     """
 
     epsilon: float

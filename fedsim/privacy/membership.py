@@ -126,7 +126,8 @@ def row_claim(
     all others are sampled by, as it is. So the worlds are those of one number: where the example is
     absent, another one is there. These are two steps as well: one leaves, and the other comes.
 
-    Two steps of an ε above 350 give (inf, 0), which limits nothing.
+    Two steps of an ε above 350 give (inf, 0), which limits nothing. Of any other claim the result
+    is None, as of an example under `replace_one`: nothing follows from it here.
 
     Args:
         unit: `client` or `example`; None if unknown.
