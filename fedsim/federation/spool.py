@@ -249,7 +249,8 @@ class LazyArray(Array):
     def __init__(self, like: Tensor, load: Callable[[], Tensor]) -> None:
         """Reads by `load` when it is needed.
 
-        `load` returns a tensor in its own memory with the dtype and shape of `like`.
+        `load` returns a tensor in its own memory with the dtype and shape of `like`. Both are on
+        the CPU.
         """
         self.dtype = str(like.numpy().dtype)
         self.shape = tuple(like.shape)
@@ -269,7 +270,8 @@ class LazyArray(Array):
 def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
     """Returns a record of arrays with the names, order, types and shapes of `like`.
 
-    `load(name)` is called each time that an array is read, and returns its tensor.
+    `load(name)` is called each time that an array is read, and returns its tensor. All tensors are
+    on the CPU.
     """
     record = ArrayRecord()
     for name, tensor in like.items():

@@ -143,7 +143,8 @@ class TapGrid(WrappedGrid):
         It is called once between `begin` and `end`. It returns the replies that the strategy is to
         aggregate: one for each accepted update, by ascending client, or none. A reply's arrays are
         that client's new weights, which are computed when they are read. If the stack combines
-        updates, there is one reply with the combination. The replies are valid until `end`.
+        updates, there is one reply with the combination. The replies are valid until `end`. The
+        content of `messages` is replaced by fedsim's own order.
 
         `timeout` is how many seconds without any answer are waited for; by default it is the
         scenario's `federation.timeout`.

@@ -238,7 +238,7 @@ def register(link: Link, public_key: bytes) -> bool:
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Reads a node's private key (ECDSA, in OpenSSH's format).
+    """Reads a node's private key (ECDSA, in OpenSSH's format, without a passphrase).
 
     Raises:
         FedsimError: The file holds no such key, or cannot be read.
