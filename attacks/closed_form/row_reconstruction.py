@@ -334,8 +334,9 @@ class RowReconstruction(Attack[RowSearch]):
     def postprocess(self, state: RowSearch) -> Reconstruction:
         """Returns the estimated row, scaled to the norm's bound.
 
-        The loss is the least negative log density of the posterior that any search found. Of a
-        kernel regression it is the negative log-likelihood of the match of the rows.
+        It is the answer's `rows`, of one row, cut to [-1, 1]. The loss is the least negative log
+        density of the posterior that any search found. Of a kernel regression it is the negative
+        log-likelihood of the match of the rows.
         """
         posterior, maxima = state.posterior, [row for _, row in state.candidates]
         row = posterior.scale_rows(maxima[0][None])

@@ -374,7 +374,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         return state
 
     def postprocess(self, state: GeneratorSearch) -> Reconstruction:
-        """Returns the images of the iteration with the least loss."""
+        """Returns the images of the iteration with the least loss, with the labels in use."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,

@@ -135,7 +135,7 @@ class GradInversion(IterativeAttack[Group]):
         return state
 
     def postprocess(self, state: Group) -> Reconstruction:
-        """Returns the images of the seed with the least loss.
+        """Returns the images of the seed with the least loss, and labels.
 
         The registered mean of all seeds is returned instead if its loss is less.
         """

@@ -169,7 +169,11 @@ class InvertingGradients(IterativeAttack[Inversion]):
         return state
 
     def postprocess(self, state: Inversion) -> Reconstruction:
-        """Returns the images of the iteration with the least loss, `stretched` if asked for."""
+        """Returns the images of the iteration with the least loss, `stretched` if asked for.
+
+        Labels come with them. Rows of a table are `records` of the answer's `more`, in place of
+        images.
+        """
         images, labels = state.matching.undo_changes(
             state.best_images, state.best_labels, state.rng
         )

@@ -262,7 +262,10 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         return state
 
     def postprocess(self, state: FeatureInversionState) -> Reconstruction:
-        """Returns the images of the iteration with the least loss."""
+        """Returns the images of the iteration with the least loss, with labels and features.
+
+        Labels and features are those that were known before any image was drawn.
+        """
         recovered = state.told.recovered
         return Reconstruction(
             images=state.matching.pixels(state.best),

@@ -190,7 +190,8 @@ class CocktailParty(IterativeAttack[Unmixing]):
     def postprocess(self, state: Unmixing) -> Reconstruction:
         """Returns features, and images if the layer is the first or embeddings were inverted.
 
-        No image is marked as determined.
+        Where fewer components than images were found, their mean stands for the others, which come
+        last. No image is marked as determined.
         """
         found = self._unmix(state)
         if state.inversion is None:

@@ -51,7 +51,10 @@ class ExtremeRays(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the images, or the features and labels, that the inputs found tell.
+        """Returns features, and as far as the inputs found tell them, labels and images.
+
+        Labels are there if an input of each image was found, and images if inputs lead back to
+        them. Else means stand for what was not found, behind the rest.
 
         Raises:
             AttackFailed: no layer of the model has such inputs, a defense has changed the row

@@ -280,7 +280,7 @@ class Spear(IterativeAttack[SpearState]):
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: SpearState) -> Reconstruction:
-        """Returns what the inputs of the layer tell of the images: pixels, or features.
+        """Returns features, labels, and images if the layer's inputs are pixels.
 
         No image is marked as determined unless the score is at least 0.999.
 

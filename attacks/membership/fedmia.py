@@ -51,8 +51,12 @@ class FedMIA(DirectAttack):
     ) -> Reconstruction:
         """Returns the mean statistic of each candidate. The loss is 0: nothing is fitted.
 
+        It is the answer's `membership` (N,), in the order of the candidates. The mean is over all
+        rounds that show the attacked client and two others.
+
         Raises:
-            AttackFailed: there are no candidates, or no round shows two other clients' updates.
+            AttackFailed: there are no candidates, a sum of clients was seen, or no round shows two
+                other clients' updates.
         """
         candidates = require_candidates(knowledge)
         if observation.vantage in ("aggregate", "client"):

@@ -34,6 +34,8 @@ class GradientSimilarity(DirectAttack):
     ) -> Reconstruction:
         """Returns each candidate's mean similarity over rounds. The loss is 0: nothing is fitted.
 
+        It is the answer's `membership` (N,), in the order of the candidates.
+
         Raises:
             AttackFailed: there are no candidates.
         """

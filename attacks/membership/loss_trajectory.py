@@ -36,6 +36,8 @@ class LossTrajectory(DirectAttack):
     ) -> Reconstruction:
         """Returns the score of each candidate. The loss is 0: nothing is fitted.
 
+        Scores are the answer's `membership` (N,), in the order of the candidates.
+
         Raises:
             AttackFailed: there are no candidates.
         """

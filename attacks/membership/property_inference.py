@@ -72,7 +72,9 @@ class PropertyInference(DirectAttack):
         """Returns the shares; the loss is the mean error of shares on shadows that are left out.
 
         The shares (K,) of the K classes are non-negative, sum to 1, and are `class_shares` of the
-        answer's `more`.
+        answer's `more`. With `of: clients` there are (n, K) `client_class_shares`, with a row for
+        each of the n clients of the last update, by ascending number. With `columns` there are
+        (n, D) `client_column_shares` in [0, 1], with -1 for entries that are not asked for.
 
         Raises:
             AttackFailed: public examples are without classes, a column is not there, or sums do not

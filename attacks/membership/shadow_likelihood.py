@@ -63,7 +63,8 @@ class ShadowLikelihood(DirectAttack):
     ) -> Reconstruction:
         """Returns the sum over rounds of each candidate's log-likelihood ratio.
 
-        The loss is 0: nothing is fitted to the observation.
+        It is the answer's `membership` (N,), in the order of the candidates. The loss is 0:
+        nothing is fitted to the observation.
 
         Raises:
             AttackFailed: there are no candidates, or shadows hold too few examples for a batch.

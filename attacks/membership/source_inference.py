@@ -49,6 +49,7 @@ class SourceInference(DirectAttack):
     ) -> Reconstruction:
         """Returns scores (N, K), with clients in ascending order of their numbers.
 
+        They are `source` of the answer's `more`, with records in the order of `Knowledge.records`.
         The loss is 0: scores are compared with each other alone.
 
         Raises:

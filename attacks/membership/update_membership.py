@@ -40,7 +40,8 @@ class UpdateMembership(DirectAttack):
     ) -> Reconstruction:
         """Returns the sum over rounds of each candidate's score, scaled to about unit spread.
 
-        Sums count by the share of the clients asked about that are part of them.
+        It is the answer's `membership` (N,), in the order of the candidates. Sums count by the
+        share of the clients asked about that are part of them.
 
         The loss is the mean negative log-likelihood of an entry of the updates.
 

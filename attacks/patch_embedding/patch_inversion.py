@@ -274,6 +274,7 @@ class PatchInversion(DirectAttack):
         """Returns the image, and its label if the model's head has a linear layer.
 
         The loss is the share of the energy of the embedding's gradient that is left unexplained.
+        Pixels in no patch are gray, and the image is then not determined.
 
         Raises:
             AttackFailed: the update is of several images, a defense mixes its entries, or the model
