@@ -73,7 +73,8 @@ def run(
         link: Where the SuperLink is, of an engine whose nodes are elsewhere.
 
     Raises:
-        FedsimError: the scenario is refused, or another run is at work in `out`; before any work.
+        FedsimError: the scenario is refused, another run is at work in `out`, or `out` holds one
+            that `resume` does not continue; before any work.
         RunFailed: the run could not go on; what had finished is kept for `resume`.
     """
     stores = chosen(log)

@@ -67,7 +67,7 @@ def assess(
         model: The app's model, or where it is: `module:Class`, `module:function` or
             `module:function(num_classes=10)`. It is never read from the recording.
         truth: Folder that `fedsim.witness` was told as `out`; several from several clients.
-        out: The folder to fill.
+        out: The folder to fill; one that holds results is refused.
         settings: What is assessed, and what is known of the app: the fields of `AssessSettings`.
 
     Raises:

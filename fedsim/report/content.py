@@ -72,7 +72,10 @@ class MatrixColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixCell:
-    """One attack on one defense: a cell of the matrix, and a row of the table."""
+    """One attack on one defense: a cell of the matrix, and a row of the table.
+
+    `id` is that of its element on the page, and `tint` its CSS class.
+    """
 
     id: str
     row: LeaderboardRow

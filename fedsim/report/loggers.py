@@ -55,7 +55,7 @@ class LoggedRun:
 
     scenario: str
     variant: str
-    """The sweep's assignment; empty for a run that is no variant."""
+    """The sweep's assignment in words; empty for a run that is no variant."""
     parameters: dict[str, str]
     """Name -> settings of the scenario in words, and the ε of each defense."""
     numbers: list[LoggedNumber]

@@ -59,7 +59,7 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownDefense:
-    """What the strongest attack on a defense recovered."""
+    """What the strongest attack on a defense recovered; `row` is that attack's."""
 
     row: LeaderboardRow
     recoveries: list[Recovery]
