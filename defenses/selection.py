@@ -24,7 +24,7 @@ def share(ratio: float, total: int) -> Fraction:
 def largest(update: Tensors, count: int) -> dict[str, Tensor]:
     """Returns boolean masks of the `count` entries of largest magnitude over all tensors together.
 
-    Masks have the names and shapes of the tensors.
+    Masks have the names and shapes of the tensors. `count` is from 0 to the number of all entries.
 
     Of equal magnitudes the first in order of position counts as the larger; entries that are not
     finite count as the largest of all.

@@ -87,7 +87,7 @@ class ChangedBatch:
         """Returns the images and labels that were drawn from to make those of one step.
 
         Labels that are class numbers are returned as they are. A mixture in a step of a single
-        input is not undone.
+        input is not undone. Separated images may leave `box`, and separated probabilities [0, 1].
 
         Args:
             inputs: normalized inputs (B, C, H, W) that the gradient was taken of.

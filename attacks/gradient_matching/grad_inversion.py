@@ -194,7 +194,7 @@ def register(images: Tensor, target: Tensor, reach: int) -> Tensor:
     """Shifts each of `images` (N, C, H, W) to where it is closest to its `target` (N, C, H, W).
 
     All whole shifts of up to `reach` pixels down and across are tried, and that of least squared
-    distance is taken. Pixels that a shift uncovers repeat the border.
+    distance is taken. Pixels that a shift uncovers repeat the border. `images` stay as they are.
     """
     height, width = images.shape[2:]
     padded = F.pad(images, (reach,) * 4, mode="replicate") if reach else images

@@ -67,7 +67,7 @@ class Best(FeatureSolver):
     def reconstruction(self) -> Reconstruction:
         """Returns the solver's features or the peeling's, whichever leave less unexplained.
 
-        The loss is the solver's `misfit`, or the loss of the peeling.
+        There are no labels. The loss is the solver's `misfit`, or the loss of the peeling.
         """
         best, loss = self.solver, float(self.loss)
         if self.peeling is not None and float(self.peeling.loss) <= loss:

@@ -280,9 +280,10 @@ class Spear(IterativeAttack[SpearState]):
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: SpearState) -> Reconstruction:
-        """Returns features, labels, and images if the layer's inputs are pixels.
+        """Returns features, and images if the layer's inputs are pixels.
 
-        No image is marked as determined unless the score is at least 0.999.
+        Labels are there if an input of each image was found; else means stand for the missing
+        ones, behind the rest. No image is marked as determined unless the score is at least 0.999.
 
         Raises:
             AttackFailed: too few combinations have been found.

@@ -41,7 +41,10 @@ class Meaning:
 
 
 class Grant(BaseModel):
-    """What the attacker is granted beyond the observation."""
+    """What the attacker is granted beyond the observation.
+
+    `Grant()` lets labels be inferred and grants nothing else; `Grant.least()` grants nothing.
+    """
 
     # Values of a field: from least to most.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
