@@ -64,7 +64,7 @@ class Answer:
     confidence: float | None = None
     """Probability that the interval holds the figure."""
     unit: str | None = None
-    """The unit that ε and δ protect: a row, an example or a client."""
+    """The unit that ε and δ protect: a row, an example or a client; `unit unknown` of `normal`."""
     neighbours: str | None = None
     """The difference between two neighbours, in words; nothing is claimed for any others."""
 

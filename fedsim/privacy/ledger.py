@@ -74,7 +74,8 @@ class ProbeReleases:
 class Entry:
     """The releases of one client, and the δ at which they are accounted.
 
-    An entry with the most participations and the least data is that of the worst client.
+    `probes` are the client's answers to probes. An entry with the most participations and the least
+    data is that of the worst client.
     """
 
     rounds: int

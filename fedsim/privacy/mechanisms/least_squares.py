@@ -129,6 +129,7 @@ class WorstRow:
     """The most revealing row among those whose leverage in [B, b] is at most a bound.
 
     `p` is its leverage in B, `q` that in [B, b], and `log_delta` the larger of the directions'.
+    `direction` is that one: `forward` for the row's removal, `reverse` for its addition.
     """
 
     p: float
@@ -451,7 +452,8 @@ class LeastSquaresCalibration(Calibration):
 class RegressionRelease(ExactMechanism):
     """A draw of N(x, |e|² (B'B)^-1 / r) where no row has more than `leverage` in [B, b].
 
-    `columns` is r, the number of rows of the sketch that the release stands for.
+    `columns` is r, the number of rows of the sketch that the release stands for, and `features` is
+    d, the number of columns of B.
     """
 
     leverage: float

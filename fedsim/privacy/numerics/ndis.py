@@ -153,7 +153,10 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
 
 @dataclass(frozen=True, kw_only=True)
 class MonteCarloDelta:
-    """A Monte-Carlo estimate of δ with an interval that holds at `confidence`."""
+    """A Monte-Carlo estimate of δ with an interval that holds at `confidence`.
+
+    `delta` is the estimate, and `draws` the number of draws that it took.
+    """
 
     delta: float
     interval: tuple[float, float]

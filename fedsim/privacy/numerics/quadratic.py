@@ -61,7 +61,10 @@ _CHUNK = 1 << 15
 
 @dataclass(frozen=True)
 class Integrand:
-    """Integrands, one in each column: `slope` has shape (N,), the others (terms, N)."""
+    """Integrands exp(E), one in each column: `slope` has shape (N,), the others (terms, N).
+
+    The fields are the coefficients of E in the module's docstring: row j of `power` is power_j.
+    """
 
     slope: Array
     reach: Array
