@@ -53,7 +53,9 @@ def observe(
 ) -> Observation:
     """Returns what a server sees of one undefended client that trained `model` on images.
 
-    The loss is the mean cross-entropy of the batch, to which attacks compare what they try.
+    The loss is the mean cross-entropy of the batch, to which attacks compare what they try. Names
+    in the observation are not the model's: those of the head begin with `head.`, and all others
+    are the model's own behind `body.module.`.
 
     Args:
         model: At the weights that the client started from; takes normalized images (B, C, H, W) and
@@ -159,9 +161,11 @@ class VictimModel:
     ) -> Observation:
         """Returns what a server sees of one undefended client's `update` in the first round.
 
+        Names in the observation are those of a body and a head, as of `observe`.
+
         Args:
-            update: By the names of `model.named_parameters()`, without a prefix. Its kinds are
-            those of `observe`.
+            update: By the names of `model.named_parameters()`, without a prefix: a gradient, or a
+                change of weights, as `observe` explains.
             training: Local training that the update came from.
             buffers: New batch-norm buffers by the model's names; None if none were sent.
             state: Weights and statistics that the client started from, where they are not the
