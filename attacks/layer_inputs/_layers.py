@@ -70,7 +70,7 @@ class Layer:
 def trace_layers(observation: Observation) -> list[Layer]:
     """Finds the body's layers, in the order in which the model calls them.
 
-    Layers whose weights are not in the update are left out.
+    Layers whose weights are not in the update are left out; without any other the list is empty.
 
     Raises:
         AttackFailed: entries of the gradient are removed or mixed, each image met another model

@@ -219,6 +219,9 @@ def score_answer(
         bound: What theory predicts of the error; None if it speaks of other attacks.
         setting: What all jobs of a run share.
         aids: What targets prepared for scores.
+
+    Raises:
+        FedsimError: the recording or its truth cannot be read.
     """
     observation = load_observation(job.observation, setting.device)
     truth = load_truth(setting.root, observation.id, observation.num_clients)

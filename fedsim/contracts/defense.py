@@ -366,7 +366,8 @@ class AggregationDefense(Plugin):
     def combine(self, updates: Iterable[Update]) -> Update:
         """Returns the one update that the server sees, and takes `updates` one by one.
 
-        Its `num_examples` is the sum of theirs, and its tensors share no memory with theirs.
+        Of a `NoisyAggregation` it is that before `add_noise`. Its `num_examples` is the sum of
+        theirs, and its tensors share no memory with theirs.
 
         Raises:
             FedsimError: there are no updates.

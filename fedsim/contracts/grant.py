@@ -225,7 +225,10 @@ class SourceRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class Knowledge:
-    """Holds what an attack is handed beside the observation: a grant, and its values."""
+    """Holds what an attack is handed beside the observation: a grant, and its values.
+
+    Tensors are on the observation's device, but `other_rows` and `candidate` on the CPU.
+    """
 
     grant: Grant = field(default_factory=Grant.least)
     true_labels: Tensor | None = None
