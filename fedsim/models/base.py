@@ -89,7 +89,7 @@ class Classifier(nn.Module):
         self.install(body, head)
 
     def install(self, body: nn.Module, head: nn.Module) -> None:
-        """Replaces the body and the head."""
+        """Replaces the body and the head; the imprint module, if there is one, stays."""
         self.body = body
         self.head = head
         # Kept in lists, since each local step asks for them and `modules()` walks the whole model.
