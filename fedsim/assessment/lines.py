@@ -119,6 +119,8 @@ def command_of(
     for option, value in options.items():
         if value not in (None, ""):
             words += [f"--{option}", str(value)]
+    for key, value in asked.grant.model_dump(exclude_defaults=True).items():
+        words += ["--grant", f"{key}={value}"]
     plugins = [("attack", name, parameters) for name, parameters in asked.attacks.items()]
     plugins += [("defense", str(each["name"]), each) for each in asked.defenses]
     for option, name, parameters in plugins:

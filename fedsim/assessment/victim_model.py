@@ -72,7 +72,8 @@ def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
     Raises:
         FedsimError: the model does not take such images.
     """
-    was_training = model.training
+    # Of each module: an app may keep some, such as a frozen batch norm, in another mode.
+    modes = [(part, part.training) for part in model.modules()]
     try:
         with torch.no_grad():
             answer: Any = model.eval()(torch.zeros(2, *shape))
@@ -85,7 +86,8 @@ def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
             "say --input-shape and --classes"
         ) from error
     finally:
-        model.train(was_training)
+        for part, was_training in modes:
+            part.training = was_training
 
 
 def package_of(model: nn.Module | str) -> str:
