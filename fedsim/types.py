@@ -678,7 +678,8 @@ class Reconstruction:
     rows: Tensor | None = None
     """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
     membership: Tensor | None = None
-    """(N,) log-likelihood ratio of having taken part over not: the higher, the likelier."""
+    """(N,) score of each row or candidate: the higher, the likelier it took part. The scale is the
+    attack's own; it is a log-likelihood ratio only where the attack says so."""
     more: Tensors = field(default_factory=dict)
     """Part -> answer, for targets of other packages."""
     determined: Tensor | None = None
