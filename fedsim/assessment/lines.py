@@ -117,6 +117,7 @@ def command_of(
         "seed": asked.seed,
     }
     for option, value in options.items():
+        # What is at its default follows from the app again.
         if value not in (None, ""):
             words += [f"--{option}", str(value)]
     for key, value in asked.grant.model_dump(exclude_defaults=True).items():

@@ -234,6 +234,7 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
             f"the metrics are {_list_names(metrics)}, expected {_list_names(wanted)}"
         )
     examples = integer(metrics, EXAMPLES, 1)
+    # Results are weighted by this number, and a client would gain by a larger one.
     if examples > expected.most_examples:
         raise MalformedError(
             f"{EXAMPLES} is {examples}, and a client answers of {expected.most_examples} at most"
@@ -241,6 +242,7 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
     loss = metrics[LOSS] if expected.loss else None
     if loss is not None and not isinstance(loss, float):
         raise MalformedError(f"the loss is of type {type(loss).__name__}, expected a number")
+    # Flower's adaptive clipping takes the mean of these bits for a share.
     bit = metrics[KEY_NORM_BIT] if expected.clips else None
     if bit not in (None, 0, 1):
         raise MalformedError(f"{KEY_NORM_BIT} is {str(bit)[:40]!r}, expected 0 or 1")

@@ -174,6 +174,7 @@ def _bounds(
     )
     found = tensor_bound(
         rate,
+        # Neurons that a defense removed give no equation: the rest is a narrower head.
         width=max(1, math.floor(kept * asked.width)),
         dimension=asked.dimension,
         images=count,

@@ -165,6 +165,7 @@ def plates_of(
     victims: dict[tuple[object, ...], str | None] = {}
     for row in rows:
         if row.cell in scored:
+            # The first row decides, which is undefended where one is.
             victims.setdefault(_place(row), _median_victim(scored[row.cell]))
     plates: dict[str, Plate] = {}
     pixels, omitted = 0, 0
@@ -176,8 +177,10 @@ def plates_of(
             continue
         try:
             plate = _plate(scored[row.cell], victims[_place(row)])
+        # A picture that cannot be read costs its own place and not the page.
         except FedsimError as error:
             plate = Plate(pairs=[], problem=str(error)[:_LONGEST])
+        # The first plate has room whatever its size: a page without a picture shows nothing.
         if pixels and pixels + plate.pixels > PIXELS:
             omitted += 1
             continue

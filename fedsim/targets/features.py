@@ -263,6 +263,7 @@ class Features(Target):
             return {}
         labels = guesser.public_labels(_MOST)[: len(public)]
         units = F.normalize(public.double(), dim=1)
+        # Each public image stands for the truth once, so that chances are exact over that prior.
         levels = tuple(step / 100 for step in range(101))
         chances = bound_chances(
             (units @ units.T).clamp(-1, 1).acos(),

@@ -226,13 +226,11 @@ def make_observation(
 ) -> tuple[Observation, GroundTruth]:
     """Returns what a server sees of clients who train a model on `images`, and the truth.
 
-    Each client trains on as many images. They are normalized by a mean of 0.4 and a standard
-    deviation of 0.25 in each channel. All is computed on the CPU. The truth has the images and
-    labels in their order, and the features of each.
+    Each client trains on as many images, normalized by a mean of 0.4 and a deviation of 0.25. All
+    is computed on the CPU. The truth has images, labels and features, in the order of the images.
 
     Args:
-        images: (N, C, H, W) pixels in [0, 1]: those of the first client's first step, then of
-            its second, and so on.
+        images: (N, C, H, W) pixels in [0, 1], ordered by client and then by step.
         labels: (N,) int64.
         model: Name of a registered model.
         model_parameters: Parameters of the model.
