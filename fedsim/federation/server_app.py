@@ -81,7 +81,7 @@ class _StackTraining:
         self._constants = {n: b for n, b in buffers.items() if n not in self._buffers}
         self._done = 0
         self._is_spent = False
-        """Whether the strategy's accountant has stopped training in the present round."""
+        """Whether the strategy's accountant has stopped training."""
         saved = self._checkpoints.load()
         if saved:
             self._done = saved.round

@@ -17,7 +17,7 @@ from fedsim import rng
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.stack import Stack
 from fedsim.models.base import normalize
-from fedsim.recording.files import load_observation
+from fedsim.recording.files import by_number, load_observation
 from fedsim.scenario import (
     Document,
     Scenario,
@@ -265,7 +265,8 @@ def _find_recordings(root: Path) -> dict[tuple[str, str], list[Path]]:
             rounds = found.setdefault((path.parent.parent.name, size), {})
             rounds.setdefault(path.parent.name, path)
     return {
-        key: _spread([rounds[name] for name in sorted(rounds)]) for key, rounds in found.items()
+        key: _spread(sorted(rounds.values(), key=lambda path: by_number(path.parent)))
+        for key, rounds in found.items()
     }
 
 

@@ -280,12 +280,17 @@ def paths_beside(path: Path, attacked: Observation) -> list[Path]:
     alone = attacked.vantage in ("client", "aggregate")
     return [
         other
-        for folder in sorted(path.parent.parent.glob("round-*"))
+        for folder in sorted(path.parent.parent.glob("round-*"), key=by_number)
         # Folders after the attacked round hold what was not seen yet.
         if int(folder.name.removeprefix("round-")) <= attacked.round
-        for other in sorted(folder.glob(f"{kind}-*training.json"))
+        for other in sorted(folder.glob(f"{kind}-*training.json"), key=by_number)
         if not alone or other.name == path.name
     ]
+
+
+def by_number(path: Path) -> tuple[int, str]:
+    """Returns a key that sorts names such as `client-0002` by number, also one of five digits."""
+    return len(path.name), path.name
 
 
 def root_of(recording: Path) -> Path | None:

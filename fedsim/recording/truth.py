@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.recording.files import checked_id, copy_file, read_tensors, remove_torn, write_tensors
+from fedsim.recording.files import (
+    by_number,
+    checked_id,
+    copy_file,
+    read_tensors,
+    remove_torn,
+    write_tensors,
+)
 from fedsim.system import memory, paths
 from fedsim.types import (
     CANDIDATE_INPUTS,
@@ -156,7 +163,8 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
         FedsimError: There is no truth, or it cannot be read.
     """
     folder = _folder(root, id)
-    parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
+    files = sorted(folder.glob("client-*.safetensors"), key=by_number)
+    parts = [read_tensors(path) for path in files]
     if not parts:
         raise FedsimError(f"{folder}: no truth was recorded for this observation")
     if clients not in (None, len(parts)):
@@ -202,12 +210,12 @@ def add_sources(truth: Truth, root: Path, ids: Sequence[str]) -> Truth:
         root: The run's folder.
         ids: Ids of the observations that the watcher saw.
     """
-    files = [sorted(_folder(root, id).glob("client-*.safetensors")) for id in ids]
+    files = [list(_folder(root, id).glob("client-*.safetensors")) for id in ids]
     numbers = [[int(path.stem.removeprefix("client-")) for path in each] for each in files]
     # Candidates stay the same over rounds, so that any of a client's files has them.
-    paths = {n: p for own in zip(numbers, files, strict=True) for n, p in zip(*own, strict=True)}
-    clients = sorted(paths)
-    candidates = [read_tensors(paths[number]) for number in clients]
+    file_of = {n: p for own in zip(numbers, files, strict=True) for n, p in zip(*own, strict=True)}
+    clients = sorted(file_of)
+    candidates = [read_tensors(file_of[number]) for number in clients]
     if not clients or not all(CANDIDATE_MEMBERS in each for each in candidates):
         return truth
     coins = [each[CANDIDATE_MEMBERS] for each in candidates]
@@ -215,18 +223,18 @@ def add_sources(truth: Truth, root: Path, ids: Sequence[str]) -> Truth:
     records = torch.cat([each[CANDIDATE_INPUTS][members] for each, members in both])
     labels = torch.cat([each[CANDIDATE_LABELS][members] for each, members in both])
     others = [each[CANDIDATE_LABELS][~members] for each, members in both]
-    owner = torch.repeat_interleave(torch.stack([members.sum() for members in coins]))
+    source = torch.repeat_interleave(torch.stack([members.sum() for members in coins]))
     classes = 1 + int(torch.cat([labels, *others]).max())
     digests = [rng.of_bytes(each.contiguous().numpy().tobytes()) for each in records]
     holders: dict[int, set[int]] = {}
-    for digest, place in zip(digests, owner.tolist(), strict=True):
+    for digest, place in zip(digests, source.tolist(), strict=True):
         holders.setdefault(digest, set()).add(place)
     single = [i for i, digest in enumerate(digests) if len(holders[digest]) == 1]
     order = torch.tensor(sorted(single, key=digests.__getitem__), dtype=torch.int64)
     more = {
         SOURCE_INPUTS: records[order],
         SOURCE_LABELS: labels[order],
-        "source": owner[order],
+        "source": source[order],
         SOURCE_CLASSES: torch.stack([each.bincount(minlength=classes) for each in others]),
         SOURCE_CLIENTS: torch.tensor(clients),
         SOURCE_PARTICIPANTS: torch.tensor([[c in own for c in clients] for own in numbers]),

@@ -139,7 +139,7 @@ def _asks_candidates(entry: AttackEntry) -> bool:
 def _asks_members(entry: AttackEntry) -> bool:
     """Returns whether an attack on updates says which candidates take part."""
     cls = plugin_class("fedsim.attacks", entry.name)
-    return _asks_candidates(entry) and not getattr(cls, "asked_of_sources", False)
+    return issubclass(cls, Attack) and _asks_candidates(entry) and not cls.asked_of_sources
 
 
 def _engine(name: str, *, audited: bool) -> Iterator[SectionProblem]:

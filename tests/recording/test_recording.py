@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fedsim.recording.files import (
+    load_beside,
     load_observation,
+    observation_id,
     read_tensors,
     save_observation,
     write_bytes,
@@ -95,17 +98,27 @@ def test_a_recording_holds_no_label_and_no_pixel(tmp_path: Path) -> None:
 
 
 def test_truth_of_several_clients_is_joined_in_order_of_client(tmp_path: Path) -> None:
-    for client in (2, 0, 1):
+    for client in (10_000, 0, 9_999):
         part = GroundTruth(
-            images=torch.full((1, 1, 2, 2), client / 4), labels=torch.tensor([client])
+            images=torch.full((1, 1, 2, 2), client / 16), labels=torch.tensor([client])
         )
         save_truth(part, tmp_path, "none/round-0001/aggregate-b1-t0", client)
     truth = load_truth(tmp_path, "none/round-0001/aggregate-b1-t0")
-    assert truth.labels.tolist() == [0, 1, 2]
-    assert truth.images[:, 0, 0, 0].tolist() == [0.0, 0.25, 0.5]
+    assert truth.labels.tolist() == [0, 9_999, 10_000]
+    assert truth.images[:, 0, 0, 0].tolist() == [0.0, 9_999 / 16, 625.0]
     load_truth(tmp_path, "none/round-0001/aggregate-b1-t0", clients=3)
     with pytest.raises(FedsimError, match="is of 3 clients and the observation of 2"):
         load_truth(tmp_path, "none/round-0001/aggregate-b1-t0", clients=2)
+
+
+def test_a_watcher_sees_rounds_and_clients_in_order_of_their_numbers(tmp_path: Path) -> None:
+    numbers = (9_999, 10_000)
+    for round, client in product(numbers, numbers):
+        id = observation_id("none", round, client, "training")
+        attacked = replace(OBSERVATION, id=id, round=round, client=client)
+        path = save_observation(attacked, tmp_path)
+    seen = [(each.round, each.client) for each in load_beside(path, attacked)]
+    assert seen == list(product(numbers, numbers))
 
 
 @pytest.mark.parametrize(
