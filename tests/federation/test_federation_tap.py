@@ -437,32 +437,6 @@ def test_clients_clip_to_the_norm_that_flower_sends(tmp_path: Path) -> None:
     assert all(each.effect.scaled for each in seen)
 
 
-def test_a_spent_budget_stops_training(tmp_path: Path) -> None:
-    name = "DifferentialPrivacyServerSideFixedClipping"
-    parameters = {
-        "strategy": "FedAvg",
-        "noise_multiplier": 1.0,
-        "clipping_norm": 1.0,
-        "num_sampled_clients": 4,
-        "accountant": {"max_epsilon": 8.0, "delta": 1e-5},
-    }
-    wanted = scenario(
-        federation={"strategy": name, "strategy_parameters": parameters},
-        training__rounds=4,
-        observe__rounds=[1],
-    )
-    records = train(wanted, tmp_path)
-    assert [record.aggregated for record in records] == [4, 4, 0, 0]
-    assert [len(record.participants) for record in records] == [4, 4, 0, 0]
-    assert [bool(record.details) for record in records] == [False, False, True, False]
-    # Exact: the Gaussian mechanism of multiplier 1 / √2.
-    exact = gaussian.epsilon(1 / math.sqrt(2), 1e-5)
-    assert f"true ε = {exact:.4g}" in records[2].details[0] and exact < 8
-    claim = spent(workload(wanted), 4)
-    assert claim.claimed_epsilon == 8.0 and math.isinf(claim.epsilon)
-    assert claim.reason and "after the server has seen each update" in claim.reason
-
-
 def _budgeted(**changes: Any) -> Scenario:
     parameters = {
         "strategy": "FedAvg",
@@ -476,6 +450,20 @@ def _budgeted(**changes: Any) -> Scenario:
     return scenario(
         federation=federation, **{"training__rounds": 4, "observe__rounds": [1]} | changes
     )
+
+
+def test_a_spent_budget_stops_training(tmp_path: Path) -> None:
+    wanted = _budgeted()
+    records = train(wanted, tmp_path)
+    assert [record.aggregated for record in records] == [4, 4, 0, 0]
+    assert [len(record.participants) for record in records] == [4, 4, 0, 0]
+    assert [bool(record.details) for record in records] == [False, False, True, False]
+    # Exact: the Gaussian mechanism of multiplier 1 / √2.
+    exact = gaussian.epsilon(1 / math.sqrt(2), 1e-5)
+    assert f"true ε = {exact:.4g}" in records[2].details[0] and exact < 8
+    claim = spent(workload(wanted), 4)
+    assert claim.claimed_epsilon == 8.0 and math.isinf(claim.epsilon)
+    assert claim.reason and "after the server has seen each update" in claim.reason
 
 
 def test_a_round_without_answers_spends_nothing_and_ends_no_run(tmp_path: Path) -> None:
