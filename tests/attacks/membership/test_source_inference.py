@@ -13,7 +13,7 @@ from fedsim.contracts.grant import Knowledge, SourceRecords
 from fedsim.testing import make_observation
 from fedsim.types import LocalTraining, Observation
 from fedsim_attacks.membership._gaussian_fit import InnerProducts
-from fedsim_attacks.membership._presence_fit import _compute_evidence, _Weights
+from fedsim_attacks.membership._presence_fit import _compute_evidence, _estimate_excess, _Weights
 from fedsim_attacks.membership.source_inference import SourceInference
 
 HELD = 12
@@ -86,6 +86,13 @@ def test_evidence_is_the_likelihood_ratio_of_the_linear_model(excess: float) -> 
         torch.testing.assert_close(found[i], expected)
 
 
+def test_excess_is_the_variance_of_most_scores_whatever_members_score() -> None:
+    scores = 3 * torch.randn(4000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    scores[:100] += 50
+    assert _estimate_excess(scores) == pytest.approx(9, rel=0.1)
+    assert _estimate_excess(scores / 30) == 1
+
+
 def test_each_clients_own_update_names_it() -> None:
     records, source = federation((0,), (1,), (2,), (3,))
     assert accuracy(records, source) == 1.0
@@ -96,6 +103,26 @@ def test_losses_name_clients_better_than_chance_and_worse_than_gradients() -> No
     # All four are of one round, so that losses compare.
     together = replace(records, seen=tuple(replace(each, round=1) for each in records.seen))
     assert 0.3 < accuracy(together, source, evidence="losses") < 1.0
+
+
+def test_losses_name_no_client_for_how_often_it_took_part() -> None:
+    """A client seen in each round three times over has the scores that it has seen once."""
+    records, _ = federation((0,), (1,), (2,), (3,))
+    once = replace(records, seen=tuple(replace(each, round=1) for each in records.seen))
+    # In two more rounds, client 0 is there with client 1 alone, at their first updates.
+    again = [replace(each, round=n) for n in (2, 3) for each in once.seen[:2]]
+    often = replace(
+        records, seen=(*once.seen, *again), participants=(*once.participants, *[(0,), (1,)] * 2)
+    )
+    scores = [
+        solve(SourceInference(evidence="losses"), each.seen[-1], Knowledge(records=each), 0)
+        .reconstruction.more["source"]
+        .abs()
+        .mean(0)
+        for each in (once, often)
+    ]
+    # Sums over rounds would be about three times as large for those that took part three times.
+    assert bool((scores[1][:2] < 1.5 * scores[0][:2]).all())
 
 
 def test_sums_of_different_clients_name_single_ones() -> None:
