@@ -149,15 +149,11 @@ def _entries_of(seen: Observation, names: tuple[str, ...]) -> Tensor:
         AttackFailed: there is no such column.
     """
     columns = [column.name for column in seen.model.columns]
-    found: list[int] = []
-    place = 0
     if unknown := [name for name in names if name not in columns]:
         raise AttackFailed(f"columns: there is no column {unknown[0]!r} ({', '.join(columns)})")
-    for column in seen.model.columns:
-        if column.name in names:
-            found += range(place, place + column.width)
-        place += column.width
-    return torch.tensor(found, dtype=torch.int64)
+    entries = [column.name for column in seen.model.columns for _ in range(column.width)]
+    kept = [place for place, name in enumerate(entries) if name in names]
+    return torch.tensor(kept, dtype=torch.int64)
 
 
 def _participation(rounds: list[Observation]) -> tuple[Tensor, list[int]]:

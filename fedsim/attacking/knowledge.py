@@ -106,25 +106,22 @@ def _withhold(observation: Observation, granted: Grant) -> Observation:
 
 
 def hand_over_candidates(
-    observation: Observation, truth: Truth | None, granted: Grant, seen: Sequence[Observation]
+    truth: Truth | None, seen: tuple[Observation, ...]
 ) -> MembershipCandidates | None:
     """Returns the candidates of an update with what else the watcher saw; None if there are none.
 
-    Args:
-        observation: The attacked recording.
-        truth: Its truth, of which inputs and labels of candidates are handed over.
-        granted: What the threat model grants, also of the recordings in `seen`.
-        seen: Recordings of the same watcher up to this round. Empty: it saw this one alone.
+    Of its `truth` inputs and labels of candidates are handed over. `seen` is what
+    `hand_over_rounds` returns.
     """
     secret = truth.tensors() if truth else {}
     if CANDIDATE_MEMBERS not in secret:
         return None
-    device = next(iter(observation.parameters.values())).device
+    device = next(iter(seen[0].parameters.values())).device
     return MembershipCandidates(
         # Copies, so that no attack can write into the truth that it is scored by.
         inputs=secret[CANDIDATE_INPUTS].to(device, copy=True),
         labels=secret[CANDIDATE_LABELS].to(device, copy=True),
-        seen=hand_over_rounds(observation, granted, seen),
+        seen=seen,
     )
 
 
@@ -138,25 +135,21 @@ def hand_over_rounds(
     return tuple(_withhold(each, granted) for each in seen or (observation,))
 
 
-def hand_over_records(
-    truth: Truth | None, granted: Grant, seen: Sequence[Observation]
-) -> SourceRecords | None:
+def hand_over_records(truth: Truth | None, seen: tuple[Observation, ...]) -> SourceRecords | None:
     """Returns the records whose client is asked for; None where the truth has none.
 
-    Args:
-        truth: Truth with the records of all clients (`add_sources`).
-        granted: What the threat model grants, also of the recordings in `seen`.
-        seen: Recordings of the same watcher up to this round, in the order of the truth.
+    `truth` has the records of all clients (`add_sources`). `seen` is what `hand_over_rounds`
+    returns, in the order of the truth.
     """
     secret = truth.tensors() if truth else {}
-    if SOURCE_INPUTS not in secret or not seen:
+    if SOURCE_INPUTS not in secret:
         return None
     device = next(iter(seen[0].parameters.values())).device
     clients, took_part = secret[SOURCE_CLIENTS], secret[SOURCE_PARTICIPANTS]
     return SourceRecords(
         inputs=secret[SOURCE_INPUTS].to(device, copy=True),
         labels=secret[SOURCE_LABELS].to(device, copy=True),
-        seen=tuple(_withhold(each, granted) for each in seen),
+        seen=seen,
         # Whoever adds up updates, or takes part, knows who else does.
         participants=tuple(tuple(clients[row].tolist()) for row in took_part),
     )

@@ -72,23 +72,15 @@ def questions(
         yield from _of_rows(attack, observation, truth, granted, seed, restarts)
         return
     shown, known = hand_over(observation, truth, granted, public)
-    if attack.asked_of_sources:
-        records = hand_over_records(truth, granted, seen)
-        if records and not attack.reads_truncated:
-            records = replace(records, seen=tuple(map(remove_truncated, records.seen)))
-        known = replace(known, records=records)
-    elif attack.asked_of_candidates:
-        candidates = hand_over_candidates(observation, truth, granted, seen)
-        if candidates and not attack.reads_truncated:
-            candidates = replace(candidates, seen=tuple(map(remove_truncated, candidates.seen)))
-        known = replace(known, candidates=candidates)
-    if attack.joins_rounds:
-        rounds = hand_over_rounds(observation, granted, seen)
-        if not attack.reads_truncated:
-            rounds = tuple(map(remove_truncated, rounds))
-        known = replace(known, seen=rounds)
+    rounds = hand_over_rounds(observation, granted, seen)
     if not attack.reads_truncated:
-        shown = remove_truncated(shown)
+        shown, rounds = remove_truncated(shown), tuple(map(remove_truncated, rounds))
+    if attack.asked_of_sources:
+        known = replace(known, records=hand_over_records(truth, rounds))
+    elif attack.asked_of_candidates:
+        known = replace(known, candidates=hand_over_candidates(truth, rounds))
+    if attack.joins_rounds:
+        known = replace(known, seen=rounds)
     yield Question(attack=attack, observation=shown, knowledge=known, seed=seed, restarts=restarts)
 
 

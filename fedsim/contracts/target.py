@@ -144,6 +144,8 @@ class Target(Plugin):
     """Whether answers are pixels, saved as `truth` and `reconstruction`, that a page can show."""
     saved_as: ClassVar[tuple[str, str] | None] = None
     """Names of answer and truth in a file of reconstructions; None: `part` and `truth_` with it."""
+    saved_beside: ClassVar[tuple[str, ...]] = ()
+    """Names of further tensors of the truth that scores take; they are saved beside it."""
     keeps_truth: ClassVar[bool] = False
     """Whether the truth is saved where an attack did not answer this target, too."""
     ranks_by: ClassVar[Literal["own", "gain", "mean"]] = "own"
@@ -356,8 +358,9 @@ class Target(Plugin):
         if true is None or (answer is None and not self.keeps_truth):
             return {}
         answer_name, truth_name = self.saved_as or (self.part, f"truth_{self.part}")
+        saved = {truth_name: true, **self._select_beside(truth.tensors())}
         if answer is None:
-            return {truth_name: true}
+            return saved
         order = assignments.get(self.part)
         # Entries at one place belong together: labels go with the image that they came with.
         if order is None and self.itemwise:
@@ -365,7 +368,10 @@ class Target(Plugin):
         if order:
             # Saved in the order of the truth, so that pictures can be set side by side.
             answer = align(answer, order, self.filling(true, aids))
-        return {truth_name: true, answer_name: answer}
+        return {**saved, answer_name: answer}
+
+    def _select_beside(self, tensors: Tensors) -> dict[str, Tensor]:
+        return {name: tensors[name] for name in self.saved_beside if name in tensors}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Returns the answer (None if there is none) and the truth, by name, from saved `tensors`.
@@ -374,7 +380,8 @@ class Target(Plugin):
         """
         answer_name, truth_name = self.saved_as or (self.part, f"truth_{self.part}")
         true = tensors.get(truth_name)
-        return tensors.get(answer_name), {} if true is None else {self.truth_name: true}
+        known = {} if true is None else {self.truth_name: true, **self._select_beside(tensors)}
+        return tensors.get(answer_name), known
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
         """Returns the answer to another update as an answer for this one, which is the control.

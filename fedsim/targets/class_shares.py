@@ -28,6 +28,11 @@ def class_share_error(claimed: Tensor, truth: Tensor) -> float:
     return float((padded[0] - padded[1]).abs().sum() / 2)
 
 
+def shares_of(labels: Tensor, classes: int = 0) -> Tensor:
+    """Returns the shares (K,) of the classes in `labels`, of at least `classes` classes."""
+    return torch.bincount(labels.cpu(), minlength=classes).double() / len(labels)
+
+
 def are_distributions(shares: Tensor) -> bool:
     """Whether shares (..., K) are non-negative and sum to 1, to 0.001."""
     # Shares in float32 sum to 1 up to rounding only.
@@ -42,7 +47,6 @@ class ClassShares(Target):
     noun: ClassVar[str] = "class shares"
     singular: ClassVar[str] = "class share"
     order: ClassVar[float] = 6.0
-    ranks_by: ClassVar[Any] = "own"
     leaks: ClassVar[float] = 0.05
     works: ClassVar[float | None] = 0.1
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -60,7 +64,7 @@ class ClassShares(Target):
     def prepare(self, resources: Resources) -> Any:
         """Returns the shares (K,) of the classes of public examples; None where there are none."""
         guesser = resources.guesser
-        return None if guesser is None else _shares_of(guesser.public_labels())
+        return None if guesser is None else shares_of(guesser.public_labels())
 
     def truth_of(self, truth: Truth) -> Tensor | None:
         """Returns the shares (K,) of classes 0 to K - 1 in the true labels; None without labels.
@@ -70,7 +74,7 @@ class ClassShares(Target):
         labels = truth.tensors().get("labels")
         if labels is None or not len(labels):
             return None
-        return _shares_of(labels)
+        return shares_of(labels)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses answers that are no distribution over classes.
@@ -92,7 +96,3 @@ class ClassShares(Target):
         public = aids.get(self.part)
         guessed = torch.full((len(answer),), 1 / len(answer)) if public is None else public
         return TargetGuess(metrics=self.compare(guessed, request.truth, aids).means())
-
-
-def _shares_of(labels: Tensor) -> Tensor:
-    return torch.bincount(labels.cpu()).double() / len(labels)

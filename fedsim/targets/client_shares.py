@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsim.contracts.metric import Metric, ScoringError, ordered
 from fedsim.contracts.target import Aids, GuessRequest, HeldExamples, Resources, Target, TargetGuess
-from fedsim.targets.class_shares import are_distributions
+from fedsim.targets.class_shares import are_distributions, shares_of
 from fedsim.types import Truth
 
 
@@ -38,7 +38,6 @@ def client_column_error(claimed: Tensor, truth: Tensor) -> Tensor:
 class _ClientMeans(Target):
     """Means over all examples of each client that took part, in the order of the clients."""
 
-    ranks_by: ClassVar[Any] = "own"
     leaks: ClassVar[float] = 0.05
     works: ClassVar[float | None] = 0.1
 
@@ -47,15 +46,15 @@ class _ClientMeans(Target):
         guesser = resources.guesser
         if guesser is None:
             return None
-        return self.means_of(guesser.public(), guesser.public_labels(), None)
+        return self.means_of(guesser.public(), guesser.public_labels(), 0)
 
-    def means_of(self, inputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:
+    def means_of(self, inputs: Tensor, labels: Tensor, classes: int) -> Tensor | None:
         """Returns the means (E,) over examples; None if the target does not know such ones.
 
         Args:
             inputs: (N, ...) uint8, or entries on [0, 1].
             labels: (N,) int64.
-            classes: Number of classes; None: as many as `labels` need.
+            classes: Number of classes; 0: as many as `labels` need.
         """
         raise NotImplementedError
 
@@ -112,11 +111,11 @@ class ClientClassShares(_ClientMeans):
         """Leaves the shares (1, K) of classes among all that the client holds; None of rows."""
         if "labels" not in batch.tensors() or not held.classes:
             return None
-        return self.means_of(held.labels, held.labels, held.classes)[None]
+        return shares_of(held.labels, held.classes)[None]
 
-    def means_of(self, inputs: Tensor, labels: Tensor, classes: int | None) -> Tensor:
+    def means_of(self, inputs: Tensor, labels: Tensor, classes: int) -> Tensor:
         """Returns the shares (K,) of the classes."""
-        return torch.bincount(labels.cpu(), minlength=classes or 0).double() / len(labels)
+        return shares_of(labels, classes)
 
 
 class ClientColumnShares(_ClientMeans):
@@ -145,7 +144,7 @@ class ClientColumnShares(_ClientMeans):
             return None
         return held()[0].double().mean(0)[None]
 
-    def means_of(self, inputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:
+    def means_of(self, inputs: Tensor, labels: Tensor, classes: int) -> Tensor | None:
         """Returns the means (D,) of the entries of rows; None of images."""
         return inputs.double().mean(0) if inputs.ndim == 2 else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from fedsim.contracts.metric import Metric, MetricValue, ScoredPair, ScoringErro
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
 from fedsim.targets.images import described_guess, guessed_batch
 from fedsim.targets.rows import TOLERANCE
-from fedsim.types import Reconstruction, Tensors, Truth
+from fedsim.types import Truth
 
 
 def columns_recovered(pair: ScoredPair) -> Tensor:
@@ -52,6 +51,7 @@ class Records(Target):
     singular: ClassVar[str] = "record"
     order: ClassVar[float] = 0.5
     itemwise: ClassVar[bool] = True
+    saved_beside: ClassVar[tuple[str, ...]] = ("columns",)
     keeps_truth: ClassVar[bool] = True
     leaks: ClassVar[float] = 0.1
     works: ClassVar[float | None] = 0.1
@@ -80,10 +80,14 @@ class Records(Target):
         ),
     )
 
+    @property
+    def truth_name(self) -> str:
+        """Name of the tensor of the truth that has a batch's records, as it would have images."""
+        return "images"
+
     def truth_of(self, truth: Truth) -> Tensor | None:
         """Returns the true records; None of a batch of images."""
-        tensors = truth.tensors()
-        return tensors["images"] if "columns" in tensors else None
+        return super().truth_of(truth) if "columns" in truth.tensors() else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses answers that are no records, or have entries beyond [0, 1].
@@ -138,24 +142,3 @@ class Records(Target):
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
         """Returns a record of NaN for a missing answer, which no reader takes for values."""
         return torch.full_like(true[0], torch.nan)
-
-    def tensors_to_save(
-        self,
-        found: Reconstruction,
-        truth: Truth,
-        assignments: Mapping[str, list[int]],
-        aids: Aids,
-    ) -> dict[str, Tensor]:
-        """Returns the records and their truth, with the column of each entry as `columns`."""
-        saved = super().tensors_to_save(found, truth, assignments, aids)
-        return saved and {**saved, "columns": truth.tensors()["columns"]}
-
-    def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the saved records (None if there are none), and the tensors of their truth.
-
-        These are `images`, the true records, and `columns`; without any saved there are none.
-        """
-        if "truth_records" not in tensors:
-            return None, {}
-        known = {"images": tensors["truth_records"], "columns": tensors["columns"]}
-        return tensors.get("records"), known

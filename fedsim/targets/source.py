@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +12,7 @@ from torch import Tensor
 from fedsim.contracts.metric import Metric, MetricValue, ScoredPair, ScoringError, Term, Unavailable
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
 from fedsim.scoring.statistics import share
-from fedsim.types import (
-    SOURCE_CLASSES,
-    SOURCE_CLIENTS,
-    SOURCE_LABELS,
-    Reconstruction,
-    Tensors,
-    Truth,
-)
+from fedsim.types import SOURCE_CLASSES, SOURCE_CLIENTS, SOURCE_LABELS, Truth
 
 _SHUFFLES = 999
 """Number of times that answers are dealt anew among records of their class."""
@@ -126,11 +119,6 @@ def _compute(name: str) -> Callable[[ScoredPair], MetricValue]:
     return lambda pair: measure_source(pair.claimed.double(), pair.truth, *pair.aid)[name]
 
 
-def _select_classes(tensors: Tensors) -> dict[str, Tensor]:
-    """Returns the tensors of a truth that state the classes of records."""
-    return {n: tensors[n] for n in (SOURCE_LABELS, SOURCE_CLASSES) if n in tensors}
-
-
 _SOURCE = Term(
     key="source",
     name="Source",
@@ -147,6 +135,7 @@ class Source(Target):
     noun: ClassVar[str] = "sources"
     singular: ClassVar[str] = "source"
     order: ClassVar[float] = 5.0
+    saved_beside: ClassVar[tuple[str, ...]] = (SOURCE_LABELS, SOURCE_CLASSES)
     ranks_by: ClassVar[Any] = "gain"
     leaks: ClassVar[float] = 0.05
     works: ClassVar[float | None] = 0.25
@@ -230,22 +219,6 @@ class Source(Target):
             chance = chance_accuracy(answer.detach().cpu().double(), *known)
             values |= {"source_advantage": 0.0, "source_accuracy": chance}
         return TargetGuess(metrics=values)
-
-    def tensors_to_save(
-        self,
-        found: Reconstruction,
-        truth: Truth,
-        assignments: Mapping[str, list[int]],
-        aids: Aids,
-    ) -> dict[str, Tensor]:
-        """Returns scores and clients, and the classes of the records that scores take, too."""
-        saved = super().tensors_to_save(found, truth, assignments, aids)
-        return saved and {**saved, **_select_classes(truth.tensors())}
-
-    def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the scores (None if there are none), and clients and classes of the records."""
-        answer, true = super().read_saved(tensors)
-        return answer, true and {**true, **_select_classes(tensors)}
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
         """Returns another watcher's scores, repeated where it has fewer records or clients.

@@ -227,8 +227,7 @@ class CandidateAttackContract(AttackContract):
         granted = Grant.most() if most else self.make().required()
         shared = Public(images=public, labels=labels[2 * size :])
         seen, known = hand_over(observation, truth, granted, shared)
-        asked_about = hand_over_candidates(observation, truth, granted, [])
-        return seen, replace(known, candidates=asked_about)
+        return seen, replace(known, candidates=hand_over_candidates(truth, (seen,)))
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts a score of each candidate, none of them NaN, and a finite loss."""
