@@ -29,8 +29,8 @@ membership-adult.csv and membership-defenses.csv are of an MLP on Adult, both wi
 
 and the former also with `--alpha 2 --limit 12000`, the latter with `--sampling poisson --attacks
 update_membership cosine --stacks none dp-1 dp-8 dp-50 pruned-0.9 pruned-0.99`. Sums there are of
-clients that train on 500 rows, `--stacks sum` with 4, 10 and 50 `--clients`, 550, 220 and 44
-`--candidates`, and a `--limit` of 3875, 7625 and 32500.
+clients that train on 500 rows, `--stacks sum` with 4, 10 and 50 `--clients` and `--attacked`, 550,
+220 and 44 `--candidates`, and a `--limit` of 3875, 7625 and 32500.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import itertools
 import tempfile
 import time
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ import torch
 from scipy.stats import binomtest
 from torch import Tensor
 
+from fedsim import rng
 from fedsim.contracts.attack import AttackFailed, create, solve
 from fedsim.contracts.grant import Grant, Knowledge, MembershipCandidates
 from fedsim.contracts.metric import Unavailable
@@ -113,12 +114,7 @@ class Seen:
         inputs, labels, members = self.asked(client)
         candidates = MembershipCandidates(inputs=inputs, labels=labels, seen=self.observations)
         last = [each for each in self.observations if each.client == client][-1]
-        known = Knowledge(
-            grant=self.knowledge.grant,
-            public_images=self.knowledge.public_images,
-            public_labels=self.knowledge.public_labels,
-            candidates=candidates,
-        )
+        known = replace(self.knowledge, candidates=candidates)
         found = solve(create(attack, parameters), last, known, seed=client + 1).reconstruction
         assert found.membership is not None
         return found.membership, members
@@ -250,35 +246,31 @@ def with_epochs(wanted: Scenario, workload: Workload, epochs: int) -> Scenario:
     )
 
 
-def federate(workload: Workload, rounds: int, observed: int) -> tuple[Observation, ...]:
-    """Trains without Flower and returns what the server sees in the observed rounds.
+def federate(
+    workload: Workload, rounds: int, taking_part: int, seed: int
+) -> tuple[Observation, ...]:
+    """Trains without Flower and returns what the server sees in all rounds.
 
     The next weights are the last ones plus the mean update, as FedAvg of equal clients makes them.
     """
     weights, buffers = workload.initial()
-    kept = {round(1 + k * (rounds - 1) / max(1, observed - 1)) for k in range(observed)}
     seen: list[Observation] = []
     for number in range(1, rounds + 1):
-        updates = [
-            workload.client_update(client, number, weights, buffers, {}).update
-            for client in range(len(workload.clients))
-        ]
-        mean = {name: torch.stack([u.tensors[name] for u in updates]).mean(0) for name in weights}
+        stream = rng.generator(seed, "taking part", number)
+        drawn = torch.randperm(len(workload.clients), generator=stream)[:taking_part]
+        who = tuple(drawn.sort().values.tolist())
+        updates = [workload.client_update(c, number, weights, buffers, {}).update for c in who]
+        mean = {n: torch.stack([u.tensors[n] for u in updates]).mean(0) for n in weights}
         if workload.stack.aggregation:
             combined = workload.combine_updates(updates, number)
-            mean, updates = dict(combined.tensors), [combined]
-        if number in kept:
-            summed = workload.stack.aggregation is not None
+            summed = workload.observation(
+                number, -1, combined, weights, buffers, num_clients=len(who)
+            )
+            seen.append(replace(summed, participants=who))
+        else:
             seen += [
-                workload.observation(
-                    number,
-                    -1 if summed else client,
-                    update,
-                    weights,
-                    buffers,
-                    num_clients=len(workload.clients) if summed else 1,
-                )
-                for client, update in enumerate(updates)
+                workload.observation(number, client, update, weights, buffers)
+                for client, update in zip(who, updates, strict=True)
             ]
         weights = {name: value + mean[name] for name, value in weights.items()}
     return tuple(seen)
@@ -297,7 +289,10 @@ def prepare(options: argparse.Namespace, stack: str, size: int, epochs: int, see
     images, labels = public_examples(data, seed)
     granted = Grant.least(public="test")
     known = Knowledge(grant=granted, public_images=images, public_labels=labels)
-    return Seen(federate(workload, options.rounds, options.observed), workload, known)
+    rounds, observed = options.rounds, options.observed
+    kept = {round(1 + k * (rounds - 1) / max(1, observed - 1)) for k in range(observed)}
+    seen = federate(workload, rounds, len(workload.clients), seed)
+    return Seen(tuple(each for each in seen if each.round in kept), workload, known)
 
 
 def row_of(scores: Tensor, members: Tensor) -> dict[str, Any]:

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from membership import adult
+from membership import adult, federate
 from torch import Tensor
 
-from fedsim import rng
 from fedsim.contracts.attack import AttackFailed, create, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.metric import ScoredPair
@@ -35,7 +34,7 @@ from fedsim.scenario import Scenario
 from fedsim.scoring.statistics import summarize
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
-from fedsim.types import Dataset, Observation, Truth
+from fedsim.types import Dataset, Truth
 
 
 def scenario(options: argparse.Namespace, seed: int) -> Scenario:
@@ -79,37 +78,8 @@ def load(options: argparse.Namespace, wanted: Scenario, seed: int) -> Dataset:
 
 
 def _entry(table: Dataset, name: str, category: str) -> int:
-    place = 0
-    for column in table.columns:
-        if column.name == name:
-            return place + column.categories.index(category)
-        place += column.width
-    raise KeyError(name)
-
-
-def federate(
-    workload: Workload, rounds: int, taking_part: int, seed: int
-) -> tuple[Observation, ...]:
-    """Trains without Flower and returns what the server sees in all rounds."""
-    weights, buffers = workload.initial()
-    seen: list[Observation] = []
-    for number in range(1, rounds + 1):
-        stream = rng.generator(seed, "taking part", number)
-        drawn = torch.randperm(len(workload.clients), generator=stream)[:taking_part]
-        who = tuple(drawn.sort().values.tolist())
-        updates = [workload.client_update(c, number, weights, buffers, {}).update for c in who]
-        mean = {n: torch.stack([u.tensors[n] for u in updates]).mean(0) for n in weights}
-        if workload.stack.aggregation:
-            both = workload.combine_updates(updates, number)
-            summed = workload.observation(number, -1, both, weights, buffers, num_clients=len(who))
-            seen.append(replace(summed, participants=who))
-        else:
-            seen += [
-                workload.observation(number, client, update, weights, buffers)
-                for client, update in zip(who, updates, strict=True)
-            ]
-        weights = {name: value + mean[name] for name, value in weights.items()}
-    return tuple(seen)
+    entries = [(c.name, each) for c in table.columns for each in c.categories or ("",)]
+    return entries.index((name, category))
 
 
 def errors(options: argparse.Namespace, workload: Workload, seen: Any) -> tuple[Tensor, Tensor]:
