@@ -101,7 +101,10 @@ def learning_problem(
     chance_loss = -math.log(accuracy.chance)
     if test_loss is None or (chance_loss > 0 and test_loss > _DIVERGED * chance_loss):
         loss = "is not finite" if test_loss is None else f"{test_loss:.3g}"
-        return f"training diverged: accuracy {accuracy}, test loss {loss}; lower the learning rate"
+        return (
+            f"training diverged: accuracy {accuracy}, test loss {loss}; lower the learning rate or "
+            "the noise"
+        )
     return (
         f"the model learned nothing that its test set could show: accuracy {accuracy}; train "
         "longer, or test on more images"
