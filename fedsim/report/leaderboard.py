@@ -154,15 +154,17 @@ def units(rows: Sequence[ResultRow]) -> list[list[int]]:
     return sorted(sorted(members) for _, members in groups)
 
 
-def leaderboard_rows(folders: Iterable[Path | str]) -> list[LeaderboardRow]:
+def leaderboard_rows(
+    folders: Iterable[Path | str], *, confidence: float = 0.95
+) -> list[LeaderboardRow]:
     """Returns the leaderboard of all runs below `folders`: a row for each attack on a defense.
 
-    Rows are sorted by comparison, defense and strength of attack. Intervals hold at 95%.
+    Rows are sorted by comparison, defense and strength of attack. Intervals hold at `confidence`.
 
     Raises:
         ReportError: a folder holds no results, or a file in it is damaged.
     """
-    return aggregate(measurements(load_runs(folders)))
+    return aggregate(measurements(load_runs(folders)), confidence=confidence)
 
 
 def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[LeaderboardRow]:
