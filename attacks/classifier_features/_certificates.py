@@ -53,13 +53,10 @@ def is_explained(problem: Consistency | Profile, loss: float) -> bool:
 
 
 def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
-    """Bounds the relative error of each image's features (N,), of start number `index` of `fits`.
-
-    An error's norm is bounded over the features' norm, at three standard deviations. The bound
-    follows from the noise in the gradient, or from what the fit leaves, if that is more. It is
-    infinite for an image whose error signal has vanished, and for all of a fit that diverged. It is
-    of first order: `widen_bounds` corrects large ones.
-    """
+    """Bounds the relative error of each image's features (N,), of start `index` of `fits`."""
+    # At three standard deviations of the noise, or of what the fit leaves, if that is more.
+    # Infinite for an image without an error signal. Of first order: `widen_bounds` corrects large
+    # ones.
     classifier = problem.classifier
     try:
         variances = problem.variances(fits.points[index], fits.labels[index])
@@ -75,11 +72,8 @@ def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tens
 
 
 def widen_bounds(bounds: Tensor) -> Tensor:
-    """Widens the first-order bounds (N,) of a batch's relative errors where they do not hold.
-
-    All bounds are multiplied by the largest one if it exceeds 1, by 1,000 at most. An image may
-    then be wrong altogether, and with it the features and labels of all others.
-    """
+    """Widens the first-order bounds (N,) of a batch's relative errors where they do not hold."""
+    # An image whose bound exceeds 1 may be wrong altogether, and with it all others.
     return bounds * bounds.max().nan_to_num(_FARTHEST).clamp(1.0, _FARTHEST)
 
 
@@ -113,14 +107,7 @@ def certify_images(
 ) -> Tensor:
     """Returns a mask (N,) of the images whose features and labels are known to be right.
 
-    Features are right up to a relative error of 3 %. All entries are False where the gradient is
-    not declared to be the client's own (`is_declared`).
-
-    Args:
-        classifier: the classifier's weights and observed gradient, with no true features.
-        features: (N, d), the features to certify.
-        labels: (N,) int64, the labels to certify.
-        others: (S, N, d), features from which S other solutions are searched.
+    Features are right up to a relative error of 3 %. From `others` (S, N, d) rivals are searched.
     """
     none = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
     if not is_declared(classifier) or not bool(features.isfinite().all()):
@@ -152,19 +139,12 @@ def tolerance(classifier: ClassifierGradient) -> float:
 
 
 def is_reproduced(problem: Consistency, fit: Fits) -> bool:
-    """Says whether `fit` leaves no more of the gradient unexplained than rounding does.
-
-    The whole gradient counts, although only its strongest directions are fitted. Only the first
-    start of `fit` is judged.
-    """
+    """Says whether the first start of `fit` leaves of all the gradient what rounding may leave."""
     return float(fit.losses[0]) + problem.outside <= tolerance(problem.classifier)
 
 
 def is_overdetermined(problem: Consistency, fit: Fits) -> bool:
-    """Says whether `fit` meets too many equations of `problem` for a coincidence.
-
-    Only the equations beyond the number of unknowns count, and only the first start of `fit`.
-    """
+    """Says whether the first start of `fit` meets too many equations for a coincidence."""
     images, unknowns = problem.classifier.num_images, fit.points.shape[1]
     return exceeds_chance(problem.classifier, images, unknowns, float(fit.losses[0]))
 
@@ -174,15 +154,9 @@ def exceeds_chance(
 ) -> bool:
     """Says whether too many equations hold to be a coincidence, whatever the labels are.
 
-    An equation counts by how far its row's share of the gradient exceeds `loss`: a small row is
-    met by nearly any features. The unknowns are taken to explain the equations that count most.
-    One row of the K classes' rows follows from the others, and does not count.
-
-    Args:
-        classifier: the weights and the gradient (K, d + 1) that is explained.
-        columns: number of independent equations of each row.
-        unknowns: number of unknowns that were fitted.
-        loss: share of the gradient's squared norm that is left unexplained, in [0, 1].
+    Each of the gradient's rows has as many independent equations as `columns`, and `loss` is the
+    share of its energy that a fit of so many `unknowns` leaves. An equation counts by how far its
+    row's share exceeds that: a small row is met by nearly any features.
     """
     classes, images = len(classifier.weights), classifier.num_images
     left = max(math.sqrt(loss), classifier.rounding)

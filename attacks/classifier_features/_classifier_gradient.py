@@ -46,8 +46,7 @@ class ClassifierGradient:
     num_images: int
     """Number N of images in the batch."""
     factors: int
-    """Number of clipping's factors in (0, 1], which only the client knows: 0, 1, or N (one for each
-    image)."""
+    """Number of clipping's unknown factors in (0, 1]: 0, 1, or N (one for each image)."""
     removed: bool
     """Whether a defense set entries of the gradient to zero."""
     mixed: bool
@@ -63,31 +62,22 @@ class ClassifierGradient:
     momentum: float
     """Momentum of those steps."""
     bias_weight: float = 1.0
-    """Spacing of the values that the weights' gradient was rounded to, over that of the bias's
-    gradient; 1 if either is not known."""
+    """Spacing of the weights' gradient's grid over that of the bias's; 1 if either is not known."""
     removed_below: Tensor | None = None
-    """(d + 1,): magnitude that an entry of each column which is set to zero had at most; infinite
-    where that is not known, and None if it is known of no column."""
+    """(d + 1,): magnitude that removed entries of each column had at most, infinite where not
+    known."""
     divisor: float = 1.0
     """Always 1: only a two-layer head divides its logits."""
     rounding: float = 2.0**-24
     """Relative rounding error of an entry, in the type that the update was sent in."""
     grid: float = 0.0
-    """Spacing of the values that entries of the weights' gradient were rounded to; 0 if they were
-    not, or if that is not known."""
+    """Spacing of the grid that the weights' gradient was rounded to; 0 if none is known."""
     approximation: float = 0.0
     """Relative root mean square error of an entry if the gradient is an approximation; else 0."""
 
     @staticmethod
     def read(observation: Observation) -> ClassifierGradient:
-        """Reads the classifier's gradient off an observation.
-
-        The update of several steps is read as the mean gradient of these steps.
-
-        Raises:
-            AttackFailed: the model does not end with a linear classifier, or the update holds no
-                weights of it.
-        """
+        """Reads the mean gradient of the update's steps off an observation."""
         layer, name = linear_classifier(rebuild(observation))
         if f"{name}.weight" not in observation.update:
             raise AttackFailed(
@@ -134,12 +124,7 @@ class ClassifierGradient:
         )
 
     def check(self) -> None:
-        """Refuses a gradient that does not determine the features.
-
-        Raises:
-            AttackFailed: a defense mixes entries, there is dropout, there are too many images, or
-                nothing is left, or the classifier's weights are not finite.
-        """
+        """Refuses a gradient that does not determine the features, as AttackFailed."""
         if not bool(self.weights.isfinite().all()):
             raise AttackFailed("weights of the classifier are not finite")
         if self.mixed:
@@ -175,12 +160,7 @@ class ClassifierGradient:
 
     @cached_property
     def deviation(self) -> float:
-        """Standard deviation of the noise or rounding error in an entry of `gradient`.
-
-        It is estimated from the sums of the gradient's columns, which are 0 over the K classes
-        without errors. Errors of rounding to a grid or of an approximation may sum to 0, too, so
-        that their declared sizes count as well.
-        """
+        """Standard deviation of the noise or rounding error in an entry of `gradient`."""
         # Σ_k D_ik = 0 of every image, hence of every column: what is left is the noise of K
         # entries.
         sums = self.gradient.sum(0)
@@ -191,11 +171,8 @@ class ClassifierGradient:
 
     @property
     def unique(self) -> bool:
-        """Whether the gradient gives more equations than there are unknowns.
-
-        With equally many, several solutions are exact, and their labels differ. A single image of a
-        classifier with a bias is always unique: its features have a closed form (`quotient`).
-        """
+        """Whether the gradient gives more equations than there are unknowns."""
+        # With equally many, several solutions are exact, and their labels differ.
         images = self.num_images
         if images == 1 and self.biased:
             return True
@@ -205,13 +182,8 @@ class ClassifierGradient:
 
     @property
     def quotient(self) -> Tensor | None:
-        """Features (d,) of a single image in closed form; None for several, or without a bias.
-
-        It is also None where the bias's gradient is 0.
-
-        With the error signal D, ∂L/∂W = D x' and ∂L/∂b = D, so that x is the ratio of both. The
-        ratio is fitted by least squares over the classes, which averages noise.
-        """
+        """Features (d,) of a single image in closed form; None for several, or without a bias."""
+        # With the error signal D, ∂L/∂W = D x' and ∂L/∂b = D: x is fitted by least squares.
         if self.num_images > 1 or not self.biased:
             return None
         signals = self.gradient[:, -1]
@@ -219,15 +191,7 @@ class ClassifierGradient:
         return signals @ self.gradient[:, :-1] / energy if energy else None
 
     def fit_scale(self, read: Tensor, errors: Tensor) -> Tensor:
-        """Fits the factors by which clipping has scaled the images' error signals.
-
-        Args:
-            read: (N, K), error signals that are read off the gradient.
-            errors: (N, K), error signals that features imply, without clipping.
-
-        Returns:
-            (1, 1), one factor for all images, or 1 without any; or (N, 1), where each has its own.
-        """
+        """Fits clipping's factors, (1, 1) or (N, 1), of signals `read` to `errors` (N, K)."""
         if not self.factors:
             return read.new_ones(1, 1)
         # Least squares of read ≈ c · errors, over all entries or over each image's.
@@ -245,19 +209,14 @@ class ClassifierGradient:
 
     @property
     def noise(self) -> float:
-        """Variance of noise, rounding or approximation in an entry; 0 where none is declared.
-
-        It is also 0 where entries were removed, since columns then no longer show the noise.
-        """
+        """Variance of noise, rounding or approximation in an entry; 0 where none is declared."""
+        # Where entries were removed, columns no longer show the noise.
         exact = self.exact and not self.approximation
         return 0.0 if exact or self.removed else self.deviation**2
 
 
 def _smallest(observation: Observation, name: str) -> float:
-    """Returns the magnitude in the update that entries of `name` set to zero had at most.
-
-    Infinite where magnitude is not what they were chosen by.
-    """
+    """Returns the magnitude that entries of `name` set to zero had at most; infinite if unknown."""
     removed = observation.effect.removed
     if removed not in ("smallest", "smallest_of_tensor") or observation.effect.noisy:
         return math.inf
@@ -294,11 +253,7 @@ def _spacing(tensor: Tensor) -> float:
 
 
 def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
-    """Returns the head's only linear layer and its name in the model, which begins with `head`.
-
-    Raises:
-        AttackFailed: the head has none, or several.
-    """
+    """Returns the head's only layer, linear, and its name in the model; AttackFailed if not so."""
     found = [(m, n) for n, m in model.head.named_modules() if isinstance(m, nn.Linear)]
     others = [
         m
@@ -318,19 +273,8 @@ def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
 def derive_signals(
     classifier: ClassifierGradient, features: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derives labels, error signals and clipping's factor from `features` (N, d).
-
-    An image's label is the class whose signal in the gradient is farthest below its probability.
-
-    Args:
-        classifier: holds the observed gradient, which the features explain.
-        features: (N, d), in their true lengths.
-
-    Returns:
-        Labels (N,) int64; error signals ∂L/∂x (N, d) of the features, L the mean loss; clipping's
-        factor (0-d). The factor is 1 where each image has its own, which its error signal then
-        contains.
-    """
+    """Derives labels, signals ∂L/∂x (N, d) and clipping's factor from `features` (N, d)."""
+    # A label is the class whose signal in the gradient is farthest below its probability.
     whole = classifier.with_constant(features.double())
     # ∂L/∂[W b] = D'X / N solved for D (N, K), by least squares.
     read = classifier.num_images * torch.linalg.pinv(whole.T) @ classifier.gradient.T

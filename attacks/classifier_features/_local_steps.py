@@ -29,12 +29,7 @@ _DECAY = 0.75
 
 
 def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation:
-    """Turns an observed update of several steps into an observation of one gradient.
-
-    The new observation's update is the steps' mean gradient, not negated, and its training a single
-    FedSGD step. Its weights are the sent ones plus a `share` in [0, 1] of the update. The
-    approximation is good for small learning rates only.
-    """
+    """Turns an update of several steps into one gradient, a `share` in [0, 1] along its path."""
     factor = mean_gradient_factor(observation.training)
     return replace(
         observation,
@@ -53,11 +48,8 @@ def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation
 
 
 def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
-    """Computes for each step the share of the update, in [0, 1], that was made before the step.
-
-    `sizes` are the sizes of the steps' gradients along the update, one for each step, positive
-    downhill, in any common unit. The steps' momentum is that of `training`.
-    """
+    """Computes which share of the update, in [0, 1], was made before each step."""
+    # `sizes` are those of the steps' gradients along the update, positive downhill, in any unit.
     found, position, velocity = [], 0.0, 0.0
     for size in sizes:
         found.append(position)
@@ -73,10 +65,7 @@ def decaying(training: LocalTraining) -> list[float]:
 
 
 def middle(training: LocalTraining, shares: Sequence[float]) -> float:
-    """Computes the share of the update at which one gradient equals the mean over all steps.
-
-    `shares` are those before each step, as `positions` returns them.
-    """
+    """Computes the share of the update at which one gradient equals the mean over all steps."""
     # Where gradients change linearly along the path, their mean is that at the mean position.
     weights = step_weights(training)
     return sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
@@ -94,11 +83,7 @@ _RIDGE = 1e-2
 
 
 def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
-    """Draws images of `shape` (N, C, H, W) with a natural spectrum: amplitudes fall as 1/f.
-
-    Each image has mean 0 and variance 1, plus a random brightness of standard deviation 0.5.
-    They are on the CPU, as `rng` is.
-    """
+    """Draws images of `shape` (N, C, H, W) with a natural spectrum: amplitudes fall as 1/f."""
     spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
     frequency = torch.hypot(
         torch.fft.fftfreq(shape[-2])[:, None], torch.fft.rfftfreq(shape[-1])[None]
@@ -114,18 +99,10 @@ def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
 
 @final
 class Drift:
-    """The change of features along the path: quadratic in the share, linear in the features.
-
-    The share in [0, 1] is the part of the update that is made so far. A call with a share, and with
-    features (N, d) at the path's middle, returns the features at that share.
-    """
+    """The change of features along the path: quadratic in the share, linear in the features."""
 
     def __init__(self, observation: Observation, middle: float, rng: torch.Generator) -> None:
-        """Watches features of noise at both ends of the path and at its `middle`.
-
-        `observation` has all local steps, and `middle` is a share in (0, 1) of the update. `rng`,
-        on the CPU, draws the noise.
-        """
+        """Watches features of noise at both ends of the path and at its `middle`, in (0, 1)."""
         shape = torch.Size((_IMAGES + _TRIED, *observation.model.input_shape))
         images = natural_noise(shape, rng).to(next(iter(observation.parameters.values())).device)
         whole = [_features(observation, share, images) for share in (0.0, 1.0)]
@@ -185,11 +162,7 @@ class LocalPath:
     """The path of one client's local steps on one batch, and corrections of the fit along it."""
 
     def __init__(self, observation: Observation, rng: torch.Generator) -> None:
-        """Takes the steps for one gradient at the middle, and watches features drift.
-
-        `observation` has all local steps; `suits` has to hold of it, which is not checked. `rng`,
-        on the CPU, draws images of noise.
-        """
+        """Takes the steps for one gradient at the middle, and watches features drift."""
         self._training = observation.training
         self._shares = decaying(self._training)
         share = middle(self._training, self._shares)
@@ -203,12 +176,8 @@ class LocalPath:
 
     @staticmethod
     def suits(observation: Observation, classifier: ClassifierGradient) -> bool:
-        """Says whether a `LocalPath` can be made of an update.
-
-        The update has to be of one client, exact and not clipped, of several local steps on the
-        same batch. Layers before the classifier have to be trained, too. `classifier` is the
-        classifier's part of the update.
-        """
+        """Says whether a `LocalPath` can be made of an update, of which `classifier` is a part."""
+        # It has to be of one client, exact, not clipped, and of several steps on the same batch.
         # Under a frozen body features stay, and `Consistency` follows the classifier by itself.
         body = len(observation.parameters) > 1 + int(classifier.biased)
         exact = classifier.exact and not classifier.factors
@@ -225,15 +194,7 @@ class LocalPath:
         return replace(self._classifier, approximation=_MIDDLE_ERROR)
 
     def follow(self, features: Tensor, labels: Tensor) -> tuple[Profile, Fits]:
-        """Corrects the gradient and fits it again, several times in turn.
-
-        Args:
-            features: (N, d), the first estimate, at the path's middle.
-            labels: (N,) int64, which stay as they are.
-
-        Returns:
-            The problem of the last corrected gradient, and its fit.
-        """
+        """Corrects the gradient and fits it again, from features (N, d) at the path's middle."""
         # Deferred correction (Fox, 1947): each is computed from a better fit than the last.
         for error in _ERRORS:
             correction = self._correction(features, labels)

@@ -44,11 +44,7 @@ J'r (S, n)."""
 
 
 def make_normals(jacobians: Batched) -> Normals:
-    """Returns a function that computes J'J and J'r from the Jacobians J of `jacobians`.
-
-    `jacobians` computes J (S, e, n) from points (S, n) of S starts and constants of each start. The
-    function takes both and residuals r (S, e); it returns J'J (S, n, n) and J'r (S, n).
-    """
+    """Returns a function that computes J'J and J'r from the Jacobians J of `jacobians`."""
 
     def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         slopes = jacobians(points, given).transpose(1, 2)
@@ -74,15 +70,10 @@ def minimize(
     iterations: int,
     enough: float = 0.0,
 ) -> Minima:
-    """Minimizes the squared norm of `residuals` from each of S starts at once.
+    """Minimizes the squared norm of `residuals` from each of the S `starts` (S, n) at once.
 
-    Args:
-        residuals: function from points (S, n) and `given` to residuals (S, e).
-        normals: function from points, `given` and residuals r to J'J and J'r, J the Jacobian.
-        starts: (S, n) float64.
-        given: (S, ...), constants of each start, such as its labels.
-        iterations: number of steps at most; fewer are made once no start improves.
-        enough: sum of squares; as soon as one start is below it, all descents end.
+    `given` are constants of each start, such as its labels. All descents end after `iterations`
+    steps, once no start improves, or as soon as the sum of squares of one is below `enough`.
     """
     points = starts
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)
@@ -141,10 +132,8 @@ class Fits(NamedTuple):
 
 
 def whole_inverse(matrix: Tensor) -> Tensor:
-    """Computes the pseudo-inverse (N, K) of `matrix` (K, N), without setting small values to zero.
-
-    An image without an error signal then has a huge inverse, which shows that it is undetermined.
-    """
+    """Computes the pseudo-inverse (N, K) of `matrix` (K, N), without a cut of small values."""
+    # An image without an error signal has a huge inverse, which shows that it is undetermined.
     left, lengths, right = torch.linalg.svd(matrix, full_matrices=False)
     inverse: Tensor = (right.T / lengths.clamp_min(_NOTHING)) @ left.T
     return inverse
@@ -183,30 +172,22 @@ class Consistency:
         return len(self.classifier.weights)
 
     def unknowns(self, features: Tensor) -> Tensor:
-        """Projects `features` (S, N, d) of S starts to the n unknowns of each, (S, n).
-
-        Unknowns are coordinates in the row space, image by image. They end with the logarithms of
-        clipping's factors, if there are any: 0 here.
-        """
+        """Projects `features` (S, N, d) to row-space coordinates and log factors, (S, n)."""
         features = self.classifier.with_constant(features.double())
         inside = (features @ self._basis.T - self._origin) @ self._free
         # A factor is stored as its logarithm: no step makes it negative, and 0 is no clipping.
         return F.pad(inside.flatten(1), (0, self.classifier.factors))
 
     def features(self, points: Tensor, labels: Tensor) -> Tensor:
-        """Turns unknowns `points` (S, n) into features (S, N, d).
-
-        The features do not depend on `labels` (S, N).
-        """
+        """Turns unknowns `points` (S, n) into features (S, N, d), whatever the labels are."""
         whole: Tensor = self._coordinates(points) @ self._basis
         return whole[..., :-1] if self.classifier.biased else whole
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N).
+        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N), in some `iterations`.
 
-        At most `iterations` steps are made. All descents end once one start leaves no more than the
-        share `enough` of the gradient's squared norm. Starts that were not yet reached by then are
-        missing at the end of the result.
+        All descents end once one start leaves no more than the share `enough` of the gradient's
+        energy. Starts that were not yet reached by then are missing at the end of the result.
         """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
@@ -235,14 +216,9 @@ class Consistency:
         return max(1, self.classes * count - unknowns)
 
     def variances(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the variance of each image's features, (N,), per unit of noise variance.
-
-        An image's variance is summed over its d features, at the fit `point` (n,) with `labels`
-        (N,).
-
-        A fit amplifies noise by its Jacobian's inverse inside the row space. Outside, where all of
-        the gradient's columns have noise, the error signals' inverse amplifies it.
-        """
+        """Computes the summed variance of each image's features, (N,), at unit noise variance."""
+        # A fit amplifies noise by its Jacobian's inverse inside the row space. Outside, where all
+        # of the gradient's columns have noise, the error signals' inverse amplifies it.
         targets = F.one_hot(labels, self.classes).double()
         variances = torch.zeros_like(point)
         if len(point):
@@ -280,11 +256,9 @@ class Consistency:
         return slopes.flatten(0, 1)
 
     def _normals(self, points: Tensor, targets: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes J'J and J'r at points (S, n) with residuals `left`, of one step without factors.
-
-        With M_i the slopes of D_i and C the coordinates, J is M_ikl C_ij + D_ik F_jl: products of
-        small matrices, so that J itself, of N K N by N² entries, is never needed.
-        """
+        """Computes J'J and J'r at points (S, n) for residuals `left` of one step."""
+        # With M_i the slopes of D_i and C the coordinates, J is M_ikl C_ij + D_ik F_jl: products of
+        # small matrices, so that J itself, of N K N by N² entries, is never needed.
         count, free = self.classifier.num_images, self._free
         coordinates = self._coordinates(points)
         shares = (coordinates @ self._weights.T).softmax(-1)
@@ -312,10 +286,7 @@ class Consistency:
         return normal.flatten(3).flatten(1, 2), downhill.flatten(1)
 
     def residual(self, point: Tensor, targets: Tensor) -> Tensor:
-        """Computes the residual of the gradient at `point` (n,) with one-hot `targets` (N, K).
-
-        It is the implied gradient less the observed one, in N coordinates of the row space: (K N,).
-        """
+        """Computes the gradient implied at `point` (n,) less the observed one, in the row space."""
         coordinates, scale, weights = self._coordinates(point), self.scale(point), self._weights
         velocity = total = torch.zeros_like(weights)
         entered = momentum = 0.0
@@ -332,10 +303,7 @@ class Consistency:
         return left
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the first step's error signals (N, K) at `point` (n,) with `labels` (N,).
-
-        Clipping's factors are part of them.
-        """
+        """Computes the first step's scaled error signals (N, K) at `point` (n,)."""
         logits = self._coordinates(point) @ self._weights.T
         errors: Tensor = self.scale(point) * (logits.softmax(-1) - F.one_hot(labels, self.classes))
         return errors
@@ -370,10 +338,7 @@ _EXPECTATIONS = 30
 
 
 class _Parts(NamedTuple):
-    """Parts that explain the gradient's c columns, for each of S starts.
-
-    r is the number of dimensions that the classifier's rows span.
-    """
+    """Parts that explain the gradient's c columns; r dimensions are the classifier's rows' span."""
 
     errors: Tensor
     """D (S, N, K)."""
@@ -392,11 +357,8 @@ class Profile:
     """The residual of a classifier's gradient as a function of features in its rows' span."""
 
     def __init__(self, classifier: ClassifierGradient, spread: float | None = None) -> None:
-        """Divides the gradient's columns into those of the rows' span and the rest.
-
-        `spread` is the standard deviation of an image's Y around what all images of a batch share,
-        as far as it is known beforehand; None if nothing is.
-        """
+        """Divides the gradient's columns into those of the rows' span and the rest, Y."""
+        # `spread` is the deviation of an image's Y around what all share; None if not known.
         self.classifier = classifier
         self._ridge = 0.0
         if spread is not None:
@@ -443,13 +405,9 @@ class Profile:
         return max(1, equations + max(0, self.classes - 1 - count) * (columns - inside))
 
     def variances(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the variance of each image's features, (N,), per unit of noise variance.
-
-        An image's variance is summed over its d features, at the fit `point` (n,) with `labels`
-        (N,). It is of first order: the Jacobian gives that of the points. Their variance and the
-        inverse of the error signals give that of Y, the part outside the span of the classifier's
-        rows.
-        """
+        """Computes the summed variance of each image's features, (N,), at unit noise variance."""
+        # Of first order: the Jacobian gives that of the points, and with the inverse of the error
+        # signals that of Y, the part outside the span of the classifier's rows.
         targets = F.one_hot(labels, self.classes).double()[None]
         parts = self._parts(point[None], targets)
         count, factors = self.classifier.num_images, self.classifier.factors
@@ -473,12 +431,8 @@ class Profile:
         return total
 
     def spread(self, point: Tensor, labels: Tensor) -> float:
-        """Estimates the standard deviation of an entry of Y around the part that all images share.
-
-        Y is the features' part outside the span of the classifier's rows. `point` (n,) are the
-        unknowns of one fit (`Fits.points`, `unknowns`), and `labels` (N,) int64 its classes. The
-        estimate is made by expectation and maximization, at the error signals that these imply.
-        """
+        """Estimates the standard deviation of an entry of Y around what all images share."""
+        # By expectation and maximization, at the error signals that point and labels imply.
         errors = self.errors(point, labels) / len(labels)
         count, noise = len(labels), self.classifier.deviation**2
         columns = self.classifier.gradient.shape[1] - self.rank - int(self.classifier.biased)
@@ -503,11 +457,7 @@ class Profile:
         return float(variance**0.5)
 
     def unknowns(self, features: Tensor) -> Tensor:
-        """Projects `features` (S, N, d) of S starts to the n unknowns of each, (S, n).
-
-        Unknowns are coordinates in the span of the classifier's rows, image by image. They end with
-        the logarithms of clipping's factors, if there are any: 0 here.
-        """
+        """Projects `features` (S, N, d) to coordinates in the span and log factors, (S, n)."""
         inside = features.double() @ self._span
         unknowns: Tensor = F.pad(inside.flatten(1), (0, self.classifier.factors))
         return unknowns
@@ -521,21 +471,17 @@ class Profile:
         return whole
 
     def compute_gradient(self, points: Tensor, labels: Tensor) -> Tensor:
-        """Computes the gradient (S, K, d + 1) that `points` (S, n) with `labels` (S, N) imply.
-
-        Without a bias it is (S, K, d).
-        """
+        """Computes the gradient that `points` (S, n) with `labels` (S, N) imply."""
         errors = self._parts(points, F.one_hot(labels, self.classes).double()).errors
         features = self.classifier.with_constant(self.features(points, labels))
         gradient: Tensor = errors.transpose(1, 2) @ features / self.classifier.num_images
         return gradient
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N).
+        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N), in some `iterations`.
 
-        At most `iterations` steps are made. Starts that are descended together end once one of them
-        leaves no more than the share `enough` of the gradient's squared norm. The result has all
-        starts, in their order.
+        Starts that are descended together end once one of them leaves no more than the share
+        `enough` of the gradient's energy. The result has all starts, in their order.
         """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
@@ -550,12 +496,7 @@ class Profile:
         return Fits(self.features(minima.points, labels), labels, losses, minima.points)
 
     def narrow(self, fit: Fits, iterations: int) -> Fits:
-        """Fits again from `fit` with a normal prior on Y, in at most `iterations` steps.
-
-        Y is the features' part outside the span of the classifier's rows, which noise would spread.
-        The prior's spread is estimated from the first start of `fit`. Returns `fit` unchanged
-        where Y is empty, or its spread cannot be estimated.
-        """
+        """Fits again from `fit` with a normal prior on Y, which noise would spread."""
         if self.classifier.gradient.shape[1] <= self.rank + int(self.classifier.biased):
             return fit
         for _ in range(NARROWED):
@@ -566,17 +507,11 @@ class Profile:
         return fit
 
     def residuals(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes the residuals (S, e) at `points` (S, n) with one-hot `targets` (S, N, K).
-
-        They are the implied gradient less the observed one, of which the best Y is taken off.
-        """
+        """Computes (S, e): the implied gradient less the observed one, with the best Y."""
         return self._parts(points, targets).left.flatten(1)
 
     def jacobians(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes the slopes (S, e, n) of `residuals`, without the change of Y with D.
-
-        The slopes are taken at `points` (S, n) with one-hot `targets` (S, N, K).
-        """
+        """Computes the slopes (S, e, n) of `residuals`, without the change of Y with D."""
         parts = self._parts(points, targets)
         count, rank = self.classifier.num_images, self.rank
         fixed = self._observed.shape[1] - len(self._turn)
@@ -597,10 +532,7 @@ class Profile:
         return torch.cat([whole, each.flatten(1, 2)], 2)
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the error signals (N, K) at `point` (n,) with `labels` (N,).
-
-        Clipping's factors are part of them.
-        """
+        """Computes the scaled error signals (N, K) at `point` (n,) with `labels` (N,)."""
         return self._parts(point[None], F.one_hot(labels, self.classes).double()[None]).errors[0]
 
     def _parts(self, points: Tensor, targets: Tensor) -> _Parts:
@@ -646,10 +578,8 @@ class Profile:
 
 
 def _eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes eigenvalues (S, K) and eigenvectors (S, K, K) of symmetric `matrices` (S, K, K).
-
-    Where LAPACK does not converge, eigenvalues that are alike are moved apart by what is rounding.
-    """
+    """Computes eigenvalues (S, K) and eigenvectors (S, K, K) of symmetric `matrices` (S, K, K)."""
+    # Where LAPACK does not converge, like eigenvalues are moved apart by what is rounding.
     try:
         energies, axes = torch.linalg.eigh(matrices)
     except torch.linalg.LinAlgError:
@@ -671,13 +601,7 @@ _STILL = 1e-9
 
 
 def complete_gradient(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
-    """Fills in the gradient's missing entries in `problem`, from `fits` of one start.
-
-    Entries of 0 count as missing. None is filled in beyond `ClassifierGradient.removed_below`.
-
-    Returns:
-        The problem with the completed gradient, and its fit.
-    """
+    """Fills in the gradient's missing entries, which are 0, from `fits` of one start."""
     classifier = problem.classifier
     missing, bound = ~classifier.kept, classifier.removed_below
     if bound is None:
@@ -709,22 +633,10 @@ def exchange_images(
     failed: int,
     rng: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Makes S new starts from a fit, in each of which some images are replaced.
+    """Makes starts (S, N, u) and labels (S, N), in each of which some images are replaced.
 
-    With probability 1/2 a start keeps the labels of the replaced images; else it draws new ones.
-    All tensors are on the CPU.
-
-    Args:
-        images: (N, u), the unknowns of each image.
-        labels: (N,), the label of each image.
-        drawn: (S, N, u), the unknowns that take an image's place.
-        classes: K, two or more.
-        failed: rounds of exchanges so far that brought no improvement. Round by round one, two and
-            three images are replaced, then one again.
-        rng: draws images and labels.
-
-    Returns:
-        Unknowns (S, N, u) and labels (S, N).
+    The unknowns `drawn` (S, N, u) take places of `images` (N, u): one, two or three, by turns with
+    the rounds that `failed`. Every second start keeps the labels, in the mean.
     """
     starts, count = drawn.shape[:2]
     # A random permutation for each start, whose first places are exchanged.

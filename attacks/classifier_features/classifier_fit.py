@@ -211,10 +211,7 @@ class ClassifierSolver(FeatureSolver):
         return self.problem.unknowns(features)
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features and labels, with masks of those determined and certified.
-
-        There are none before the search has a fit (`best`).
-        """
+        """Returns the best features and labels, with masks of those determined and certified."""
         assert self.best is not None
         errors = widen_bounds(bound_errors(self.problem, self.best, 0))
         certain = (errors < _DETERMINED) & is_explained(self.problem, float(self.loss))
@@ -268,11 +265,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> ClassifierSolver:
-        """Reads labels off the gradient, and takes features of random images as starts.
-
-        Raises:
-            AttackFailed: the classifier's gradient is missing or does not determine the features.
-        """
+        """Reads labels off the gradient, and takes features of random images as starts."""
         classifier = ClassifierGradient.read(observation)
         classifier.check()
         small = classifier.num_images * len(classifier.weights) <= _MANY

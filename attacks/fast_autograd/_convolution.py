@@ -53,17 +53,8 @@ class Geometry(NamedTuple):
     def live_window(
         self, size: Sequence[int], kernel: Sequence[int]
     ) -> tuple[Geometry, slice, slice] | None:
-        """Finds the part of a kernel that ever meets an image, and not only padding.
-
-        Args:
-            size: (H, W), the size of the images.
-            kernel: (k, l), the size of the kernel.
-
-        Returns:
-            The geometry of the part, and slices of its rows and of its columns. None if it is the
-            whole kernel, or if no padding that is the same on both sides gives the part the same
-            outputs.
-        """
+        """Finds the part of a kernel that ever meets an image; None if it is the whole."""
+        # Also none if no padding that is the same on both sides gives the part the same outputs.
         windows, padding = [], []
         for count, n, k, s, p, d in zip(
             self.positions(size, kernel),
@@ -106,11 +97,9 @@ class ConvolutionShape(NamedTuple):
 
 
 class ConvolutionAlgorithm(ABC):
-    """The products of images (N, C, H, W), weights (O, C, k, l), output gradients (N, O, H', W').
+    """The products of images (N, C, H, W), weights (O, C, k, l), gradients (N, O, H', W').
 
-    They are those of PyTorch up to rounding. What `images`, `weights` and `gradients` return is for
-    the products of the same algorithm only. An algorithm is made for the shapes of one convolution,
-    its `problem`.
+    Each algorithm has its own forms of these, for the shapes of one convolution, its `problem`.
     """
 
     def __init__(self, problem: ConvolutionShape) -> None:
@@ -122,10 +111,7 @@ class ConvolutionAlgorithm(ABC):
 
     @abstractmethod
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """Converts weights `w` (O, C, k, l) to this algorithm's own layout.
-
-        If `keep` is False, the next call may overwrite the result.
-        """
+        """Converts weights; the next call may overwrite the result unless `keep`."""
 
     @abstractmethod
     def gradients(self, gy: Tensor) -> Tensor:
@@ -133,26 +119,15 @@ class ConvolutionAlgorithm(ABC):
 
     @abstractmethod
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes the convolution (N, O, H', W') of converted `images` and `weights`.
-
-        The `bias` (O,) is added if there is one. The result is a new tensor.
-        """
+        """Computes the convolution (N, O, H', W') as a new tensor."""
 
     @abstractmethod
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Computes the gradient (N, C, H, W) of <gy, output> in the images.
-
-        All three arguments are in this algorithm's layout; `gradients` is gy. Of `images` only the
-        shape is used.
-        """
+        """Computes the gradient (N, C, H, W); `images` have but a shape."""
 
     @abstractmethod
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Computes the gradient (O, C, k, l) of <gy, output> in the weights.
-
-        All three arguments are in this algorithm's layout; `gradients` is gy. Of `weights` only the
-        shape is used.
-        """
+        """Computes the gradient (O, C, k, l); `weights` have but a shape."""
 
 
 @final
@@ -169,15 +144,12 @@ class Direct(ConvolutionAlgorithm):
         return gy
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes the convolution by F.conv2d."""
         return F.conv2d(images, weights, bias, *self.problem.geometry)
 
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Differentiates in the images by aten::convolution_backward."""
         return self._backward(gradients, images, weights, [True, False, False])[0]
 
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Differentiates in the weights by aten::convolution_backward."""
         return self._backward(gradients, images, weights, [False, True, False])[1]
 
     def _backward(self, gy: Tensor, x: Tensor, w: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
@@ -190,12 +162,10 @@ class Direct(ConvolutionAlgorithm):
 
 @final
 class Patches(ConvolutionAlgorithm):
-    """A matrix product over what the kernel sees at each output position.
+    """A matrix product over what the kernel sees at each output position."""
 
-    The usual kernels first bring the weights into a blocked order. Where a large kernel meets few
-    positions, as in the last stage of a ResNet on small images, that takes most of their time; here
-    channels-last weights are used as they lie in memory.
-    """
+    # The usual kernels first bring the weights into a blocked order, which takes most of the time
+    # where a large kernel meets few positions. Here channels-last weights are used as they lie.
 
     @staticmethod
     def pays(problem: ConvolutionShape) -> bool:
@@ -217,10 +187,7 @@ class Patches(ConvolutionAlgorithm):
         )
 
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """Flattens weights `w` (O, C, k, l) to (O, k l C); a view if they are channels last.
-
-        `keep` changes nothing: no later call overwrites the result.
-        """
+        """Flattens weights `w` (O, C, k, l) to (O, k l C); a view if they are channels last."""
         return w.permute(0, 2, 3, 1).flatten(1)
 
     def gradients(self, gy: Tensor) -> Tensor:
@@ -288,11 +255,9 @@ def _matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Scratch(threading.local):
-    """Reusable memory for results that are consumed at once, one piece for each use.
+    """Reusable memory for results that are consumed at once, one piece for each use."""
 
-    Fresh memory is slow: MKL's batched product of 9 MB takes 17 ms into fresh pages, 1 ms into used
-    ones.
-    """
+    # MKL's batched product of 9 MB takes 17 ms into fresh pages, 1 ms into used ones.
 
     def __init__(self) -> None:
         self._pieces: dict[str, Tensor] = {}
@@ -316,10 +281,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 @final
 class Winograd(ConvolutionAlgorithm):
-    """Convolutions of 3x3 kernels with stride 1 by Winograd's F(4x4, 3x3).
-
-    T tiles cover the outputs of the batch.
-    """
+    """Convolutions of 3x3 kernels with stride 1 by Winograd's F(4x4, 3x3), in T tiles."""
 
     def __init__(self, problem: ConvolutionShape) -> None:
         super().__init__(problem)

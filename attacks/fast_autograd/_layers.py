@@ -25,28 +25,21 @@ from torch.autograd.function import once_differentiable
 
 
 def is_wanted_of_input(images: Tensor) -> bool:
-    """Says whether anything will read a layer's gradient in its input `images`.
-
-    The first differentiation is in the parameters, and does not need the gradient in the images.
-    """
+    """Says whether anything will read a layer's gradient in its input `images`."""
+    # The first differentiation is in the parameters, and does not need that gradient.
     return images.requires_grad and not (images.is_leaf and torch.is_grad_enabled())
 
 
 def is_wanted(parameter: Tensor | None) -> bool:
-    """Says whether anything will read the gradient of `parameter`.
-
-    The second differentiation, which creates no graph, is in the images: the gradient of a leaf
-    would be thrown away. Weights after a local step are no leaves, they depend on the images. Of
-    None it is False.
-    """
+    """Says whether anything will read the gradient of `parameter`; False of None."""
+    # The second differentiation is in the images: the gradient of a leaf would be thrown away.
+    # Weights after a local step are no leaves, they depend on the images.
     return parameter is not None and (torch.is_grad_enabled() or not parameter.is_leaf)
 
 
 def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns `tensor` (N, C, H, W) in the memory order of `like`, copied only if that differs.
-
-    PyTorch's kernels up to 2.11 assume that both have the same order.
-    """
+    """Returns `tensor` (N, C, H, W) in the memory order of `like`, copied if that differs."""
+    # PyTorch's kernels up to 2.11 assume that both have the same order.
     last = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
     last = last and not like.is_contiguous()
     return tensor.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -56,13 +49,7 @@ _aten = torch.ops.aten
 
 
 def batch_norm(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Computes `module(x)` for x (N, C, H, W), without updating running statistics.
-
-    Its second derivative is in closed form.
-
-    Raises:
-        ValueError: statistics are to be computed from a single value per channel.
-    """
+    """Computes `module(x)` for x (N, C, H, W), without updating running statistics."""
     fixed = None
     if not module.training and module.running_mean is not None and module.running_var is not None:
         fixed = (module.running_mean, module.running_var)
@@ -89,17 +76,11 @@ class _NormOptions(NamedTuple):
     """Mean and variance (C,) that do not depend on x."""
 
     def local(self, x: Tensor) -> Tensor:
-        """Sums x (N, C, H, W) over each channel: (1, C, 1, 1), or (N, C, 1, 1) for group norm.
-
-        Group norm sums over each image by itself.
-        """
+        """Sums x (N, C, H, W) over each channel, and for batch norm over the images."""
         return x.sum((0, 2, 3) if self.groups is None else (2, 3), keepdim=True)
 
     def group(self, local: Tensor) -> Tensor:
-        """Sums local sums (..., C, 1, 1) over each group, and repeats the sum at its channels.
-
-        For batch norm `local` has already summed over images, and is returned as it is.
-        """
+        """Sums local sums (..., C, 1, 1) over each group, and repeats it at its channels."""
         if self.groups is None:
             return local
         parts = torch.unflatten(local, -3, (self.groups, -1))

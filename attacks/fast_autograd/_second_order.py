@@ -47,12 +47,8 @@ between LeNet's 3,600, where they take 1.7 times as long, and ConvNet's 73,728 a
 def accelerate(model: nn.Module) -> None:
     """Speeds up `model`, in place, for gradients that are differentiated again in the images.
 
-    These are gradients by `gradient(..., create_graph=True)`. Convolutions, batch norms and group
-    norms get second derivatives in closed form; ReLU and max pooling skip theirs, which are zero.
-    Names, parameters and buffers stay, but batch norm no longer updates its running statistics. Use
-    the model for nothing else: it computes gradients of leaf parameters only while a graph is
-    created. A model whose largest kernel has fewer than 16,384 weights stays as it is, since calls
-    of Python would cost more time than is saved.
+    Names, parameters and buffers stay. Use the model for nothing else: it computes gradients of
+    leaf parameters only while a graph is created, and updates no running statistics.
     """
     kernels = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d)]
     if max(kernels, default=0) < _WORTHWHILE:
@@ -74,18 +70,10 @@ def accelerate(model: nn.Module) -> None:
 def drop_dead_weights(
     model: nn.Module, input_shape: tuple[int, ...]
 ) -> dict[str, tuple[slice, ...]]:
-    """Frees the convolutions of an accelerated `model` from weights that only ever meet padding.
+    """Frees convolutions of an accelerated `model` from weights that only meet padding.
 
-    A 3x3 kernel on a map of one pixel has eight such weights of nine; their gradient is always
-    zero.
-
-    Args:
-        model: an accelerated model, which is changed in place and left in eval mode.
-        input_shape: (C, H, W) of its images.
-
-    Returns:
-        By name of a parameter, the slices that select the part to keep. The model must from then on
-        be called with these parts as parameters. Parameters that stay whole are missing.
+    Returns by name of a parameter the slices of the part that the model must be called with from
+    then on. The model is left in eval mode; `input_shape` is (C, H, W).
     """
     shapes: dict[nn.Conv2d, set[torch.Size]] = {}
     hooks = [

@@ -28,9 +28,8 @@ from fedsim_attacks.fast_autograd._second_order import replace_forward
 def smooth(model: nn.Module, width: float | Tensor) -> None:
     """Gives the ReLUs and max pools of `model`, in place, smooth second derivatives.
 
-    `width` is the width of a smoothed jump, in units of the layers' inputs, which are about 1 after
-    norm layers. It may be a 0-d tensor whose value is changed later. Max pools with dilation,
-    `ceil_mode` or `return_indices` stay as they are.
+    `width` is that of a smoothed jump, in units of the layers' inputs, which are about 1 after norm
+    layers. It may be a 0-d tensor whose value is changed later.
     """
     for module in model.modules():
         if isinstance(module, nn.ReLU):
@@ -46,11 +45,7 @@ def relu(x: Tensor, *, width: float | Tensor) -> Tensor:
 
 
 def max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float | Tensor) -> Tensor:
-    """Computes `module(x)` for x (N, C, H, W), with a smoothed second derivative.
-
-    `width` is the difference between two inputs, in units of x, over which a jump is smoothed.
-    The module has no dilation, no `ceil_mode` and no `return_indices`.
-    """
+    """Computes `module(x)` for x (N, C, H, W), with a smoothed second derivative."""
     # Padding by -∞ never wins a maximum.
     windows, shape = _windows(module, x, -torch.inf)
     y: Tensor = _Largest.apply(windows, width)

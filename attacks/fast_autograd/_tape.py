@@ -35,10 +35,7 @@ _ALIKE = 1e-3
 
 
 def pays(calls: int, device: torch.device) -> bool:
-    """Says whether a function that is called `calls` times on `device` is worth recording.
-
-    It is from 20 calls on a CUDA device, and from 2,000 on any other.
-    """
+    """Says whether a function that is called `calls` times on `device` is worth recording."""
     return calls >= (PAYS_ON_GPU if device.type == "cuda" else PAYS)
 
 
@@ -46,13 +43,11 @@ class Tape:
     """`function` (tensors of fixed shapes to tensors), replayed from the third call on.
 
     Where it cannot be recorded (it branches on values) or does not repeat its results, it goes on
-    as it is. A call takes and returns what `function` does. Gradients do not flow through a replay.
-    A number that changes has to be an input or a tensor on the inputs' device: whatever else the
-    function reads is recorded as it was.
+    as it is. Gradients do not flow through a replay. A number that changes has to be an input or a
+    tensor: whatever else the function reads is recorded as it was.
     """
 
     def __init__(self, function: Function) -> None:
-        """Prepares to record `function`, which happens in the first call."""
         self._function = function
         self._recorded: Function | None = None
         self._calls = 0

@@ -66,8 +66,7 @@ class HeadGradient:
     pruned: bool
     """Whether the declared defenses set entries to zero."""
     smallest_removed: bool
-    """Whether removed entries have smaller magnitudes than all that are left of their tensor; also
-    True if none are removed."""
+    """Whether removed entries, if any, are smaller than all that are left of their tensor."""
     noisy: bool
     """Whether the declared defenses add noise."""
     exact: bool
@@ -75,7 +74,7 @@ class HeadGradient:
     clipped: bool
     """Whether the client may have scaled its update by a factor of its own."""
     dropout: bool
-    """Whether each image met other neurons (dropout), which no formula above allows for."""
+    """Whether each image met other neurons, which no formula above allows for."""
     steps: int
     """Local steps E on the same batch; 1 if each had images of its own."""
     first_share: float
@@ -87,14 +86,7 @@ class HeadGradient:
 
     @staticmethod
     def read(observation: Observation) -> HeadGradient:
-        """Reads the gradient off an observation.
-
-        A fedavg update is read as the mean gradient of its steps, which is exact for one step and
-        near for a small learning rate. An aggregate is read as the gradient of all clients' images.
-
-        Raises:
-            AttackFailed: the model has no two-layer head, or nothing of its update is left.
-        """
+        """Reads the mean gradient of the update's steps, and of all clients, off an observation."""
         model = rebuild(observation)
         if not isinstance(model.head, TwoLayerHead):
             raise AttackFailed(
@@ -143,13 +135,8 @@ class HeadGradient:
 
     @property
     def rows(self) -> Tensor:
-        """Rows (v, d) of ∂L/∂W, weighted to show the span of the features; v = 0 if none are left.
-
-        Without noise, rows are brought to unit length: images whose loss is nearly zero show in
-        short rows only. With noise, the longer a row, the more it tells, so that lengths stay. A
-        row is then also weighted by the length to expect, the deviation of its neuron's column of
-        A.
-        """
+        """Rows (v, d) of ∂L/∂W, weighted to show the span of the features; v may be 0."""
+        # With noise, long rows tell most: each is weighted by the length to expect of its neuron.
         if self.noisy:
             return self.grad_hidden * self.output.std(0, correction=0)[:, None]
         length: Tensor = torch.linalg.vector_norm(self.grad_hidden.double(), dim=1, keepdim=True)
@@ -157,10 +144,7 @@ class HeadGradient:
         return self.grad_hidden[kept] / length[kept].to(self.grad_hidden.dtype)
 
     def restrict(self, basis: Tensor) -> HeadGradient:
-        """Returns this gradient with features as n coordinates in an orthonormal `basis` (n, d).
-
-        Only `hidden`, `grad_hidden` and `basis` differ.
-        """
+        """Returns this gradient with features as n coordinates in an orthonormal `basis` (n, d)."""
         return replace(
             self,
             hidden=self.hidden @ basis.T,
@@ -173,12 +157,9 @@ class HeadGradient:
         return features if self.basis is None else features @ self.basis
 
     def subset(self, equations: int, fewest: int = 1) -> HeadGradient:
-        """Selects enough neurons for a number of `equations`, and at least `fewest` of them.
-
-        A neuron gives an equation for each entry of ∂L/∂A that is left, up to one for each image.
-        Neurons that give most are selected if entries are removed, else evenly spaced ones. Returns
-        this gradient itself if more than half of the neurons would be selected.
-        """
+        """Selects enough neurons for a number of `equations`, and at least `fewest` of them."""
+        # Each gives one for every entry left of ∂L/∂A: those with most come first, else evenly
+        # spaced.
         m = self.hidden.shape[0]
         entries = (
             (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
@@ -205,12 +186,7 @@ class HeadGradient:
 
     @property
     def noise(self) -> float:
-        """Variance of the noise or stochastic rounding in an entry of `grad_output`; 0 if neither.
-
-        Added noise is the same in all entries. It is measured in ∂L/∂W, in the directions outside
-        the images' span, which are told by Marchenko and Pastur's edge. The spacing of a grid is
-        read off the smallest entry, so that the variance of rounding is an upper bound.
-        """
+        """Variance of noise or stochastic rounding in an entry of `grad_output`; 0 if neither."""
         m, d = self.grad_hidden.shape
         outside = d - self.rank
         if self.noisy and outside:
@@ -232,11 +208,8 @@ class HeadGradient:
 
 
 def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """Infers labels (N,) int64 from `features` (N, d) in their true lengths and `errors` D (K, N).
-
-    An image's label is the class k with the least N D_ki - softmax(f(x_i))_k, which is -1 at the
-    label and 0 elsewhere.
-    """
+    """Infers labels (N,) of `features` (N, d) in their true lengths and `errors` D (K, N)."""
+    # N D_ki - softmax(f(x_i))_k is -1 at an image's label, and 0 elsewhere.
     hidden = head.activation(features @ head.hidden.T + head.bias)
     probabilities = (hidden @ head.output.T).softmax(1)
     targets = head.num_images * errors.T
@@ -249,12 +222,9 @@ def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
 
 
 def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds factors (n,) that bring `features` (n, d) to their true lengths.
-
-    Returns the factors, and the relative squared residuals (n,) that remain. For activations other
-    than ReLU and leaky ReLU the factors are 1. Under ReLU the gradient determines `errors` D (K, n)
-    only up to these lengths. They are chosen so that N D_i = softmax(f(x_i)) - y_i holds best.
-    """
+    """Finds factors (n,) that bring `features` (n, d) to true lengths, and misfits (n,)."""
+    # Under ReLU the gradient tells `errors` D (K, n) only up to lengths: chosen are those at which
+    # N D_i = softmax(f(x_i)) - y_i holds best. Misfits are relative squared residuals.
     preactivation = features @ head.hidden.T
     label = errors.argmin(0)
     targets = head.num_images * errors.T
@@ -306,13 +276,9 @@ class Value(NamedTuple):
 
 @final
 class Objective:
-    """The share of ∂L/∂A that features leave unexplained, as a function of them.
-
-    A call with features (n, d) returns its `Value` there.
-    """
+    """The share of ∂L/∂A that features (n, d) leave unexplained, as a function of them."""
 
     def __init__(self, head: HeadGradient) -> None:
-        """Compares with `head`; entries of zero count as removed if its update was pruned."""
         self.head = head
         self._observed = head.grad_output
         self._energy = self._observed.square().sum()
@@ -324,7 +290,6 @@ class Objective:
         self._errors: Tensor | None = None
 
     def __call__(self, features: Tensor) -> Value:
-        """Evaluates the objective at `features` (n, d)."""
         head = self.head
         with torch.enable_grad():
             preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
@@ -337,12 +302,9 @@ class Objective:
         return Value(loss, slope @ head.hidden, errors, residual)
 
     def scale(self, value: Value, features: Tensor) -> Tensor:
-        """Computes R (n, n) such that the objective curves alike in all directions of R⁻¹ X.
-
-        X are the `features` (n, d), and `value` is the objective at them. Outside their span the
-        Gauss-Newton matrix is, for Gaussian W, (D'D ∘ P) ⊗ I, with P_ik the share of neurons that
-        both features activate. Images of one label make it ill-conditioned.
-        """
+        """Computes R (n, n) such that the objective curves alike in all directions of R⁻¹ X."""
+        # Outside the span of the features X (n, d) the Gauss-Newton matrix is, for Gaussian W, (D'D
+        # ∘ P) ⊗ I, with P_ik the share of neurons that both activate: images of one label spoil it.
         head = self.head
         with torch.enable_grad():
             preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
@@ -358,15 +320,11 @@ class Objective:
         return scale
 
     def noise_floor(self, variance: float, unknowns: int = 0) -> float:
-        """Computes the objective that noise of this `variance` in each entry leaves at the truth.
-
-        If `unknowns` is given, it is the objective of the best fit of as many unknowns, which
-        explains some noise itself.
-        """
+        """Computes what noise of this `variance` an entry leaves of the best fit of `unknowns`."""
         return variance * (self._observed.numel() - unknowns) / float(self._energy)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Solves for the best D (K, n) of hidden values (n, m); returns it and residuals (K, m)."""
+        """Solves for the best D (K, n) of hidden values (n, m); also returns residuals (K, m)."""
         if self._kept is not None:
             return self._project_censored(hidden, self._kept)
         gram = (hidden @ hidden.T).double()[None]
@@ -412,16 +370,14 @@ def _solve(gram: Tensor, right: Tensor) -> Tensor:
 
 @final
 class WholeHead:
-    """Computes the mean squared residual of the head's whole gradient, over the noise's variance.
+    """The mean squared residual of the head's whole gradient, over the noise's variance.
 
-    The head's `noise` must not be 0. A call with features (N, d) in their true lengths returns it,
-    0-d and differentiable. With p the implied and o the observed gradient, |p - o|² is computed as
-    |p|² - 2 <p, o> + |o|². For ∂L/∂W that takes products with N vectors, and no tensor of its size
-    is ever written.
+    With p the implied and o the observed gradient, |p - o|² = |p|² - 2 <p, o> + |o|²: for ∂L/∂W
+    that takes products with N vectors, and no tensor of its size is ever written.
     """
 
     def __init__(self, head: HeadGradient, labels: Tensor) -> None:
-        """Prepares the comparison for images of these `labels` (N,)."""
+        """Prepares the comparison for images of these `labels` (N,); there has to be noise."""
         self._head = head
         self._targets = F.one_hot(labels, len(head.output)).to(head.hidden.dtype)
         self._outer = head.grad_output / head.divisor
@@ -430,10 +386,7 @@ class WholeHead:
         self._unit = sum(each.numel() for each in observed) * head.noise / head.divisor**2
 
     def __call__(self, features: Tensor, width: float = 0.0) -> Tensor:
-        """Computes it at `features` (N, d) with their norms: a float64 (0-d), differentiable.
-
-        Jumps of the activation's slope are taken to be `width` standard deviations wide.
-        """
+        """Computes it (0-d) at `features` (N, d) with their norms, ReLU's jumps `width` wide."""
         head = self._head
         preactivation = features @ head.hidden.T + head.bias
         hidden = head.activation(preactivation)
@@ -464,9 +417,6 @@ class WholeHead:
 
 
 def residual_over_noise(head: HeadGradient, features: Tensor) -> float:
-    """Computes `WholeHead` at `features` (N, d) with the labels they imply.
-
-    The value is about 1 at the true features. `head.noise` must not be 0.
-    """
+    """Computes `WholeHead` at `features` (N, d) with the labels they imply: 1 at the true ones."""
     labels = labels_of(head, features, Objective(head)(features).errors)
     return float(WholeHead(head, labels)(features.detach()).detach())

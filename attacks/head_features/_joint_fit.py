@@ -67,14 +67,7 @@ class JointSolver(FeatureSolver):
     def start(
         cls, head: HeadGradient, starts: int, budget: int, rng: torch.Generator
     ) -> JointSolver:
-        """Prepares all attempts to fit the gradient, for which `joint_fit_applies` must hold.
-
-        Args:
-            head: the observed gradient.
-            starts: number of random starts of each attempt, and of those for its second try.
-            budget: number of iterations of each attempt's fit of ∂L/∂A, at most.
-            rng: draws the starts.
-        """
+        """Prepares attempts, each from random `starts`, with a `budget` for its fit of ∂L/∂A."""
         inside = head.restrict(span(head.rows, head.rank)[0].to(head.hidden.dtype))
         attempts: list[OutputSolver] = []
         while len(attempts) <= len(_EXPLAINED):  # by turns, since the span may lead astray
@@ -108,11 +101,7 @@ class JointSolver(FeatureSolver):
                 self.output, self.descent = self.attempts.pop(), None
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features. The loss is `WholeHead` at them.
-
-        There are none before the first step of a fit of the whole gradient: `improve` until
-        `features` is not None.
-        """
+        """Returns the best features, at least one fit of the whole gradient having begun."""
         assert self.features is not None
         return Reconstruction(
             features=self.features.float(), loss=float(self.loss), iterations=self.iteration
@@ -120,10 +109,7 @@ class JointSolver(FeatureSolver):
 
 
 def joint_fit_applies(head: HeadGradient) -> bool:
-    """Says whether most directions of the features' span stand out of the noise in ∂L/∂W.
-
-    False without noise, after pruning, or for several steps.
-    """
+    """Says whether most directions of the features' span stand out of the noise in ∂L/∂W."""
     if not head.noisy or head.pruned or head.steps > 1 or not head.noise:
         return False
     rows, weights = head.rows.double(), head.output.double().var(0, correction=0)
@@ -137,10 +123,7 @@ def joint_fit_applies(head: HeadGradient) -> bool:
 
 
 def fit_whole_gradient(head: HeadGradient, features: Tensor) -> Tensor:
-    """Fits the head's whole gradient from near `features` (N, d); returns features (N, d).
-
-    `features` are in their true lengths, and `head.noise` must not be 0.
-    """
+    """Fits the head's whole gradient from near `features` (N, d) with their norms."""
     descent = _JointDescent(head, features)
     while not descent.settled:
         descent.run()
@@ -171,10 +154,7 @@ class _JointDescent:
 
     @property
     def settled(self) -> bool:
-        """Whether the descent has ended; `run` must not be called any more then.
-
-        It ends after the last of `_WIDTHS`, by which jumps of the activation's slope are smoothed.
-        """
+        """Whether the descent has ended, after the last of `_WIDTHS`."""
         return not self._widths
 
     def _begin(self) -> None:

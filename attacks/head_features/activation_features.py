@@ -60,14 +60,7 @@ class Peeling(FeatureSolver):
 
     @classmethod
     def start(cls, head: HeadGradient, tolerance: float, consistency: float) -> Peeling:
-        """Prepares the first round, in which no feature is known.
-
-        `tolerance` and `consistency` are the parameters of `ActivationFeatures`.
-
-        Raises:
-            AttackFailed: none of the head's neurons are planted, its activation is not ReLU, or
-                nothing is left of the gradient.
-        """
+        """Prepares the first round, in which no feature is known."""
         if not head.config.planted:
             raise AttackFailed(
                 "features are told apart by planted neurons: let the server plant some (`head: "
@@ -175,14 +168,7 @@ class Peeling(FeatureSolver):
         return [neurons[group == g] for g in largest.tolist() if size[g] >= least]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the known features, followed by a basis of the rest of the features' span.
-
-        Known ones have their true lengths, and the basis is orthonormal. Together they are as many
-        as images, or d if that is less.
-
-        The loss is the L2 norm of what the known ones leave of ∂L/∂A, over that of ∂L/∂A. Only the
-        planted neurons count.
-        """
+        """Returns the known features, followed by an orthonormal basis of the rest of the span."""
         features, head = self.features, self.head
         missing = head.rank - len(features)
         if missing > 0:
@@ -216,12 +202,7 @@ class ActivationFeatures(FeatureAttack[Peeling]):
     """Relative error of ∂L/∂A at which a row still counts as one image's."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Peeling:
-        """Prepares the first round.
-
-        Raises:
-            AttackFailed: there is no two-layer head, none of its neurons are planted, its
-                activation is not ReLU, or nothing is left of its gradient.
-        """
+        """Prepares the first round; AttackFailed without planted ReLU neurons."""
         return Peeling.start(HeadGradient.read(observation), self.tolerance, self.consistency)
 
 

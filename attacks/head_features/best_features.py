@@ -65,10 +65,7 @@ class Best(FeatureSolver):
         self.loss, self.iteration = self.solver.misfit, self.solver.iteration
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the solver's features or the peeling's, whichever leave less unexplained.
-
-        There are no labels. The loss is the solver's `misfit`, or the loss of the peeling.
-        """
+        """Returns the features of solver or peeling, whichever leave less unexplained."""
         best, loss = self.solver, float(self.loss)
         if self.peeling is not None and float(self.peeling.loss) <= loss:
             best, loss = self.peeling, float(self.peeling.loss)
@@ -93,11 +90,7 @@ class BestFeatures(FeatureAttack[Best]):
     """Trials of the unrolling."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
-        """Peels features where rows can be exact, and chooses the solver for the remaining ones.
-
-        Raises:
-            AttackFailed: the model has no two-layer head, or nothing is left of its gradient.
-        """
+        """Peels features where rows can be exact, and chooses the solver for the remaining ones."""
         head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss

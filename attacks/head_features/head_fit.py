@@ -58,12 +58,8 @@ _SPREAD = 0.5
 
 
 def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Yields `count` starts (N, d): a common direction plus a random one in the likely span.
-
-    By Stein's lemma the mean of ∂L/∂A_kj w_j over the planted neurons is in proportion to Σ_i D_ki
-    x_i. The common direction is the sum of these over the classes k, all turned to one sign. `head`
-    is the observed gradient, and `rng`, on the CPU, draws the rest.
-    """
+    """Yields starts (N, d): a common direction plus a random one in the likely span."""
+    # Stein's lemma: the mean of ∂L/∂A_kj w_j is in proportion to Σ_i D_ki x_i.
     weights, outer = head.hidden[head.planted], head.grad_output[:, head.planted]
     # Σ_j ∂L/∂A_kj has the sign of Σ_i D_ki: multiplied by it, all classes' sums have one sign.
     moments = outer @ weights / len(weights) * outer.sum(1, keepdim=True).sign()
@@ -94,30 +90,20 @@ _ROW_RIDGE = 1e-5
 
 
 def rows_suffice(head: HeadGradient) -> bool:
-    """Says whether pruning has left enough entries of ∂L/∂W to fit them; False without pruning.
-
-    Four for each of the N d entries of features are enough.
-    """
+    """Says whether pruning has left enough entries of ∂L/∂W to fit them; False without pruning."""
     unknowns = head.num_images * head.hidden.shape[1]
     return head.pruned and int((head.grad_hidden != 0).sum()) >= _ENTRIES * unknowns
 
 
 def rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
-    """Computes the share of the squared norm of ∂L/∂W's kept entries that is not explained.
-
-    It is 0 where all is explained, and may exceed 1 for wrong features. Entries are explained
-    by `features` (N, d), in their true lengths, and `errors` D (K, N).
-    """
+    """Computes the share of the energy of ∂L/∂W's kept entries that is not explained."""
     kept = head.grad_hidden != 0
     missed = (_row_signals(head, features, errors)[0] @ features - head.grad_hidden) * kept
     return float(missed.square().sum() / head.grad_hidden.square().sum())
 
 
 def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """Fits the rows of ∂L/∂W, from near `features` (N, d) in their true lengths.
-
-    `errors` is D (K, N). Returns the fitted features (N, d).
-    """
+    """Fits the rows of ∂L/∂W, from near `features` (N, d) with norms and `errors` D (K, N)."""
     signals, sure = _row_signals(head, features, errors)
     n = len(features)
     pairs = (signals[:, :, None] * signals[:, None, :]).flatten(1)
@@ -142,10 +128,7 @@ def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
 
 
 def _row_signals(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes coefficients s_ij σ' of images in the rows of ∂L/∂W (m, N), and a mask (m,).
-
-    The mask has the rows that are reliable: no image is near their neuron's threshold.
-    """
+    """Computes images' coefficients s_ij σ' (m, N) in ∂L/∂W, and a mask (m,) of sure rows."""
     with torch.enable_grad():
         preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
         (active,) = torch.autograd.grad(head.activation(preactivation).sum(), preactivation)
@@ -171,10 +154,7 @@ _ANGLES = (0.15, 0.3, 0.5)
 
 
 def propose_splits(objective: Objective, features: Tensor) -> Iterator[Tensor]:
-    """Yields versions of `features` (n, d) with one feature removed and another split in two.
-
-    The likeliest come first, by the loss of `objective`.
-    """
+    """Yields `features` (n, d) with one removed and another split in two, the likeliest first."""
     for rest in _list_reductions(objective, features):
         bends = sorted(_bends(objective, rest), key=lambda bend: bend[0], reverse=True)
         candidates = [
@@ -204,10 +184,8 @@ def _list_reductions(objective: Objective, features: Tensor) -> list[Tensor]:
 
 
 def _bends(objective: Objective, features: Tensor) -> Iterator[tuple[float, int, Tensor]]:
-    """Yields how much the residual bends at each feature, its index, and the direction (d,).
-
-    σ(w'(x + δ)) + σ(w'(x - δ)) - 2 σ(w'x) is largest where w'x is near 0 and w'δ is not.
-    """
+    """Yields how much the residual bends at each feature, its index, and the direction (d,)."""
+    # σ(w'(x + δ)) + σ(w'(x - δ)) - 2 σ(w'x) is largest where w'x is near 0 and w'δ is not.
     head, value = objective.head, objective(features)
     weights, residual = head.hidden[head.planted], value.residual[:, head.planted]
     for index, feature in enumerate(features):
@@ -295,7 +273,7 @@ class OutputFit:
     splits_failed: bool = False
     """Whether all splits have been tried without a gain."""
     before_rows: tuple[float, Tensor, Tensor] | None = None
-    """`rows_unexplained`, features (N, d) and loss before the last fit of the rows; None before the
+    """`rows_unexplained`, features and loss before the last fit of the rows; None before the
     first."""
 
     @classmethod
@@ -308,19 +286,7 @@ class OutputFit:
         all_neurons: bool = False,
         weights: int = _WEIGHTS,
     ) -> OutputFit:
-        """Prepares a fit that begins at the best of `starts`, each (N, d).
-
-        Args:
-            head: the observed gradient.
-            starts: the features to start from.
-            splitting: whether to leave local minima by splitting features.
-            all_neurons: whether all neurons count from the start.
-            weights: the least number of entries of W that the neurons which count have together,
-                unless all count.
-
-        Raises:
-            AttackFailed: nothing is left of ∂L/∂A.
-        """
+        """Prepares a fit from `starts` (N, d); a subset of neurons has `weights` entries of W."""
         if not head.grad_output.any():
             raise AttackFailed("nothing is left of ∂L/∂A, which is to be fitted")
         unknowns = starts[0].numel() + len(starts[0]) * len(head.output)
@@ -365,11 +331,7 @@ class OutputFit:
         return self.all_neurons and self.settled and not self.stuck and not self.fits_rows
 
     def improve(self, budget: int) -> int:
-        """Fits from the next start, goes on from the best one, or tries splits.
-
-        `budget` limits the iterations of splits and of a fit of the rows. Returns the number of
-        iterations made.
-        """
+        """Fits from a start, goes on from the best, or tries splits; returns iterations made."""
         if self.untried:
             self._run(_ScaledDescent(self.objective, self.untried.pop(0)))
             return ITERATIONS
@@ -476,10 +438,7 @@ _NEARLY = 1e-4
 
 @dataclass(kw_only=True)
 class OutputSolver(FeatureSolver):
-    """Fits ∂L/∂A, and once more from other starts if the first attempt ends in a local minimum.
-
-    Behind a head with a `basis`, features are coordinates in it; only `reconstruction` lifts them.
-    """
+    """Fits ∂L/∂A, and once more from other starts if the first attempt ends in a local minimum."""
 
     attempt: OutputFit
     budget: int
@@ -505,10 +464,7 @@ class OutputSolver(FeatureSolver):
 
     @property
     def nearly_finished(self) -> bool:
-        """Whether neither iterations nor splits gain much by now, or next to nothing is left.
-
-        What is left is the loss; the budget has no part in it. False while starts are untried.
-        """
+        """Whether neither iterations nor splits gain much, or next to nothing is left."""
         fit = self.attempt
         settled = fit.settled and not fit.stuck
         return not fit.untried and (settled or float(fit.loss) < _NEARLY)
@@ -552,10 +508,7 @@ class OutputSolver(FeatureSolver):
         return features * find_norms(self.attempt.head, features, self.errors)[0][:, None]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the features (N, d) in their estimated lengths.
-
-        The loss is the share of ∂L/∂A's energy that they do not explain.
-        """
+        """Returns features (N, d) in their estimated lengths; the loss is `best`'s."""
         return Reconstruction(
             features=self.attempt.head.lift(self.scale_features()).float(),
             loss=float(self.best[0]),
@@ -564,10 +517,7 @@ class OutputSolver(FeatureSolver):
 
 
 def fit_output(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
-    """Fits ∂L/∂A from `features` (N, d) in at most `budget` iterations.
-
-    Returns features (N, d) in the lengths that explain their own error signals.
-    """
+    """Fits ∂L/∂A from `features` (N, d) in at most `budget` iterations; returns (N, d)."""
     fit = OutputFit.start(head, [features], splitting=False, all_neurons=True)
     solver = OutputSolver(attempt=fit, budget=budget)
     while not solver.finished:
@@ -647,11 +597,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> OutputSolver:
-        """Draws random features around the direction that all of them have in common.
-
-        Raises:
-            AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂A.
-        """
+        """Draws random features around the direction that all of them have in common."""
         head = HeadGradient.read(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]

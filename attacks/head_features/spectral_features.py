@@ -37,13 +37,7 @@ class SpectralFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the orthonormal basis (n, d) as features, n being the lesser of N images and d.
-
-        The loss is the share of the gradient's energy outside its span.
-
-        Raises:
-            AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂W.
-        """
+        """Returns the basis (n, d) as features; the loss is the energy outside its span."""
         head = HeadGradient.read(observation)
         if not head.grad_hidden.any():
             raise AttackFailed("nothing is left of ∂L/∂W, whose rows the span is read off")
@@ -52,12 +46,8 @@ class SpectralFeatures(DirectAttack):
 
 
 def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Computes the `rank` leading right-singular vectors (rank, d) float64 of `rows` (m, d).
-
-    The strongest comes first. Returns also the share of the rows' squared norm outside their span
-    (0-d). The vectors are eigenvectors of rows' rows, which costs m d² and is exact for directions
-    down to 1e-8 of the strongest. If all rows are zero, the directions are arbitrary.
-    """
+    """Computes leading right-singular vectors (rank, d) of `rows` (m, d), and the share outside."""
+    # As eigenvectors of rows' rows they cost m d², and are exact down to 1e-8 of the strongest.
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
     for chunk in torch.split(rows, _CHUNK):
         chunk = chunk.double()
@@ -69,12 +59,9 @@ def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes ascending eigenvalues (n,) and eigenvectors (n, n) of a symmetric matrix.
-
-    Eigenvectors are columns. LAPACK's divide and conquer, which torch uses, may give up where many
-    eigenvalues are the same, as in the span of the few rows that heavy pruning leaves; QR iteration
-    does not.
-    """
+    """Computes ascending eigenvalues (n,) and eigenvectors (n, n), columns, of a symmetric one."""
+    # LAPACK's divide and conquer may give up on equal eigenvalues, as of the few rows that heavy
+    # pruning leaves; QR iteration does not.
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:

@@ -39,20 +39,14 @@ _CHUNK = 4096
 
 
 def second_moment(g: Tensor, w: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_2(w_j), (d, d), from values `g` (m,) and points `w` (m, d).
-
-    The cost is O(m d²).
-    """
+    """Computes (1/m) Σ_j g_j H_2(w_j), (d, d), from values `g` (m,) and points `w` (m, d)."""
     moment = w.T @ (g[:, None] * w) / len(w)
     # H_2(w) = w w' - I.
     return moment - g.mean() * torch.eye(w.shape[1]).to(w)
 
 
 def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_3(w_j)(I, I, a), (d, d), for `a` (d,) of length 1.
-
-    `g` are values (m,) and `w` points (m, d). The cost is O(m d²).
-    """
+    """Computes (1/m) Σ_j g_j H_3(w_j)(I, I, a), (d, d), for `a` (d,) of length 1."""
     along = w @ a
     moment = w.T @ ((g * along)[:, None] * w) / len(w)
     mean = (g[:, None] * w).mean(0)
@@ -62,21 +56,14 @@ def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
 
 
 def third_moment(g: Tensor, y: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_3(y_j), (r, r, r), from values `g` (m,) and `y` (m, r).
-
-    With y_j = V'w_j, V orthonormal, it is T̂(V, V, V), without its d³ entries. The cost is O(m r³),
-    in chunks.
-    """
+    """Computes (1/m) Σ_j g_j H_3(y_j), (r, r, r), from values `g` (m,) and `y` (m, r)."""
     mean = (g[:, None] * y).mean(0)
     eye = torch.eye(y.shape[1]).to(y)
     return _cubes(g, y) - _placings(torch.einsum("i,jk->ijk", mean, eye))
 
 
 def fourth_along(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_4(y_j)(I, I, I, a), (r, r, r), for `a` (r,) of length 1.
-
-    `g` are values (m,) and `y` points (m, r).
-    """
+    """Computes (1/m) Σ_j g_j H_4(y_j)(I, I, I, a), (r, r, r), for `a` (r,) of length 1."""
     along = g * (y @ a)
     mean = (along[:, None] * y).mean(0)
     square = y.T @ (g[:, None] * y) / len(y)
@@ -113,21 +100,11 @@ _RIDGE = 1e-14
 
 
 def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Finds unit u_c with T_ijs ≈ Σ_c u_ci u_cj z_cs: (r, r), and the relative residual (0-d).
+    """Finds unit u_c, rows (r, r), with T_ijs ≈ Σ_c u_ci u_cj z_cs, and the relative residual.
 
-    The residual is the L2 norm of what is left, over that of T.
+    T (r, r, s) has to be finite and each slice T[:, :, k] symmetric. Order and signs are arbitrary.
     Starts come from the simultaneous diagonalization of two random contractions (Kuleshov, Chaganty
-    and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015, for components that need
-    not be orthogonal); the decomposition that leaves least is kept. Order and signs are arbitrary.
-    Row c is u_c; of a tensor of zeros the rows are those of the identity, and the residual is 1.
-    All draws come from `rng`, and TensorLy's choice of a backend stays as it was. T (r, r, s) has
-    to be finite and each slice T[:, :, k] symmetric, as those of a symmetric (r, r, r) are.
-
-    >>> axes = torch.eye(3, dtype=torch.float64)
-    >>> cubes = torch.einsum("ci,cj,ck->ijk", axes, axes, axes)
-    >>> found, left = find_components(cubes, torch.Generator().manual_seed(0))
-    >>> bool(torch.allclose(found.abs().sort(0).values[-1], torch.ones(3, dtype=torch.float64)))
-    True
+    and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015).
     """
     rank = len(tensor)
     norm = torch.linalg.vector_norm(tensor)
@@ -231,14 +208,7 @@ class TensorFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns unit features. The loss is the residual that `decompose` returns.
-
-        If `refine` is set, features have lengths, and the loss is the share of ∂L/∂A's energy that
-        they do not explain.
-
-        Raises:
-            AttackFailed: there is no two-layer head, or none of its neurons are planted.
-        """
+        """Returns unit features; with `refine` they have lengths, and the loss is that of ∂L/∂A."""
         head = HeadGradient.read(observation)
         estimates, residual = decompose(
             head,
@@ -267,22 +237,9 @@ def decompose(
     contraction: Literal["auto", "second", "third"],
     rng: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Finds unit features (N, d) float64, and the relative residual of the projected tensor.
+    """Finds unit features (N, d), and the residual of `find_components`; 0 for a single direction.
 
-    The residual is that of `find_components`. If features span one direction, no tensor is made,
-    and the residual is 0, however bad the fit.
-
-    Args:
-        head: the head's gradient.
-        variance_reduction: subtract the constant and linear part of the rows.
-        whiten: bring the sample covariance of W to I.
-        rows: which functions of the weights moments are taken of (`TensorFeatures.rows`).
-        iterations: number of iterations of the power method.
-        contraction: order of the moment that gives the span (`TensorFeatures.contraction`).
-        rng: source of the power method's start and of the contractions.
-
-    Raises:
-        AttackFailed: none of the head's neurons are planted.
+    The options are those of `TensorFeatures`.
     """
     if not head.config.planted:
         raise AttackFailed(
@@ -330,16 +287,9 @@ def decompose(
 
 
 def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Descends from unit `directions` (N, d) to features that explain the head's gradient.
-
-    The descent begins within the strongest directions of the rows of ∂L/∂W: as many as images if
-    rows are exact or stand out of noise, else somewhat more. Where a defense has blurred the rows,
-    it goes on in all directions.
-
-    Returns:
-        Features (N, d), and the share of ∂L/∂A's energy that they leave unexplained (0-d). They are
-        the `directions` themselves if no descent explains more.
-    """
+    """Descends from unit `directions` (N, d) to features that explain ∂L/∂A best, and the loss."""
+    # It begins within the rows' strongest directions: as many as images if they are exact or stand
+    # out of noise, else somewhat more, from which it goes on in all directions.
     objective, joint = Objective(head), _joint_fit.joint_fit_applies(head)
     start = objective(directions)
     factors = _factors(head, directions)
@@ -365,12 +315,10 @@ def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Ten
 
 
 def _factors(head: HeadGradient, features: Tensor) -> Tensor:
-    """Finds the factors (N,) of features (N, d) of the right directions at which they have norms.
-
-    With ∂L/∂W = S X and ∂L/∂b = S 1, rows of X divided by f give S diag(f), and 1 / f follows from
-    the biases by least squares, whatever clipping scales. Where a defense has blurred them, norms
-    follow from the probabilities that they imply.
-    """
+    """Finds factors (N,) of features (N, d) of the right directions at which they have norms."""
+    # With ∂L/∂W = S X and ∂L/∂b = S 1, rows of X divided by f give S diag(f), and 1 / f follows
+    # from the biases by least squares, whatever clipping scales. Behind what blurs them norms
+    # follow from the probabilities that they imply.
     if not head.exact:
         return find_norms(head, features, Objective(head)(features).errors)[0]
     shares = head.grad_hidden.double() @ torch.linalg.pinv(features.double())
@@ -380,16 +328,10 @@ def _factors(head: HeadGradient, features: Tensor) -> Tensor:
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
-    """Finds at most `rank` orthogonal rows (q, m) of mean square 1 that span the rows of `outer`.
-
-    `outer` (K, m) is the gradient of the head's last layer, for K classes and m neurons. `noise`
-    is the variance of noise on each entry. Directions that noise or rounding alone could explain
-    are left out, but one remains.
-
-    Rows of `outer` mix the images' activations, whose moments tell the features. Unlike images have
-    nearly orthogonal activations, so that the rows found here are these, turned. A turn changes
-    no sum of their squared moments.
-    """
+    """Finds orthogonal rows (q, m) of mean square 1 in the span of `outer` (K, m), q <= `rank`."""
+    # Its rows mix the images' activations, whose moments tell the features. Unlike images have
+    # nearly orthogonal ones: they are found, turned, and a turn keeps the sum of squared moments.
+    # Directions that noise or rounding could explain are left out, but one remains.
     span: Tensor
     _, lengths, span = torch.linalg.svd(outer, full_matrices=False)
     # Largest singular value of noise alone (Marchenko and Pastur's edge).
@@ -399,10 +341,7 @@ def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
 
 
 def inverse_root(covariance: Tensor) -> Tensor:
-    """Computes C^(-1/2) of a symmetric `covariance` C (d, d), on the range of C.
-
-    Eigenvalues up to 0.1 % of the largest count as 0.
-    """
+    """Computes C^(-1/2) of a symmetric C (d, d), without eigenvalues below 0.1 % of the largest."""
     values: Tensor
     vectors: Tensor
     values, vectors = torch.linalg.eigh(covariance)
@@ -411,12 +350,8 @@ def inverse_root(covariance: Tensor) -> Tensor:
 
 
 def order_greedily(estimates: Tensor, truth: Tensor) -> Tensor:
-    """Gives `estimates` (r, d) the order and the signs of `truth` (N, d), r <= N: (N, d).
-
-    Each estimate, one after the other, goes to the free true feature that it has the largest
-    |cosine| with (Liu et al., Data Reconstruction Attacks and Defenses, Appendix D). Truths beyond
-    r get zeros.
-    """
+    """Gives `estimates` (r, d) the order and the signs of `truth` (N, d), r <= N: (N, d)."""
+    # Each goes to the free true feature of largest |cosine| (Liu et al., Appendix D).
     cosines = F.normalize(estimates, dim=1) @ F.normalize(truth, dim=1).T
     ordered = torch.zeros_like(truth)
     free = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
@@ -428,13 +363,10 @@ def order_greedily(estimates: Tensor, truth: Tensor) -> Tensor:
 
 
 def combine_rows(head: HeadGradient) -> Tensor:
-    """Sums rows to g (v,) = Σ_k c_k ∂L/∂a_kj with a nearly constant r_i = Σ_k c_k (p_ki - y_ki).
-
-    v is the number of planted neurons. With A's rows in two groups, c adds a class of each, and r_i
-    = p_1i + p_2i - y_1i - y_2i. There p_1 + p_2 is 2 / K for even K and near it for odd K
-    (Appendix B, Remark B.2). With rows all equal, or two or three classes, c is one class and r_i =
-    1 / K - y_1i (Remark B.3).
-    """
+    """Sums rows to g (v,) = Σ_k c_k ∂L/∂a_kj with a nearly constant r_i = Σ_k c_k (p_ki - y_ki)."""
+    # With A's rows in two groups, c adds a class of each: p_1 + p_2 is 2 / K for even K and near it
+    # for odd K (Appendix B, Remark B.2). With rows all equal, or two or three classes, c is one
+    # class (Remark B.3).
     outer = head.grad_output[:, head.planted]
     classes = len(outer)
     if classes <= 3 or head.config.planted_rows == "equal":
@@ -444,10 +376,7 @@ def combine_rows(head: HeadGradient) -> Tensor:
 
 
 def derivative_moments(name: Activation) -> dict[int, float]:
-    """Computes {p: E[σ^(p)(z)]} for p = 2, 3, 4 and standard normal z.
-
-    σ is the activation called `name`. The moments are computed as E[σ(z) He_p(z)].
-    """
+    """Computes {p: E[σ^(p)(z)]}, as E[σ(z) He_p(z)], for p = 2, 3, 4 and standard normal z."""
     # Quadrature: beyond 12 standard deviations the density is below 1e-31.
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
     density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
@@ -459,12 +388,8 @@ def derivative_moments(name: Activation) -> dict[int, float]:
 def power_method(
     matrices: Sequence[Tensor], rank: int, iterations: int, rng: torch.Generator
 ) -> Tensor:
-    """Computes the `rank` leading eigenvectors of Σ P² over `matrices` P: (d, rank), orthonormal.
-
-    Each P (d, d) is symmetric, and `iterations` are made. The strongest comes first. For one matrix
-    they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3; squared, so that
-    eigenvalues of both signs count). `rng`, on the CPU, draws where they start.
-    """
+    """Computes the leading eigenvectors (d, rank) of Σ P² over symmetric `matrices` P (d, d)."""
+    # Squared, so that eigenvalues of both signs count (Zhong et al. 2017, Algorithm 3).
     square = torch.stack([matrix @ matrix for matrix in matrices]).sum(0)
     start = torch.randn(len(square), rank, generator=rng, dtype=torch.float64).to(square)
     basis: Tensor = torch.linalg.qr(start)[0]
@@ -475,11 +400,8 @@ def power_method(
 
 
 def _choose_signs(directions: Tensor, head: HeadGradient) -> Tensor:
-    """Gives directions (N, d) the signs under which they explain ∂L/∂A best.
-
-    The decomposition leaves signs open. σ(w'x) and σ(-w'x) differ by their odd part, and all of
-    them together fit ∂L/∂A by linear least squares: signs are flipped while that improves the fit.
-    """
+    """Gives directions (N, d) the signs under which they explain ∂L/∂A best."""
+    # σ(w'x) and σ(-w'x) differ by their odd part, and all of them together fit ∂L/∂A linearly.
     w, b = head.hidden[head.planted].double(), head.bias[head.planted].double()
     outer = head.grad_output[:, head.planted].double()
     norm = 1 / head.config.planted_std

@@ -83,17 +83,7 @@ class UnrolledSolver(FeatureSolver):
     def start(
         cls, head: HeadGradient, iterations: int, trials: int, rng: torch.Generator
     ) -> UnrolledSolver:
-        """Prepares the first trial, from random starts in the row space.
-
-        Args:
-            head: the observed gradient.
-            iterations: iterations of each trial's fits, at most.
-            trials: number of trials that may be made.
-            rng: source of the starts and hops.
-
-        Raises:
-            AttackFailed: the rows of ∂L/∂W are not exact, or nothing is left of ∂L/∂W or ∂L/∂A.
-        """
+        """Prepares the first of several trials, from random starts in the row space."""
         if not head.exact:
             raise AttackFailed(
                 "noise, pruning or quantization has left no exact row space to unroll steps in: "
@@ -123,10 +113,7 @@ class UnrolledSolver(FeatureSolver):
 
     @property
     def finished(self) -> bool:
-        """Whether the first step's features are explained, or all trials have ended.
-
-        They count as explained at a `loss` below 0.04.
-        """
+        """Whether the first step's features are explained, or all trials have ended."""
         return float(self.loss) < _EXPLAINED or self.ended >= (1 if self.static else self.trials)
 
     def improve(self) -> None:
@@ -141,12 +128,7 @@ class UnrolledSolver(FeatureSolver):
             self._end_trial()
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the features of the first step.
-
-        The loss is the residual that `select_explained` returns; if features are the same in all
-        steps, it is the relative residual of ∂L/∂A (L2 norms). If no trial was consistent, but one
-        feature for each image nearly fits all steps, that fit is returned.
-        """
+        """Returns the features of the first step, or those of all if only they nearly fit."""
         apart = self.common is None or self.loss < _EXPLAINED
         features = self.first_step if self.common is None or apart else self.common
         return Reconstruction(
@@ -197,11 +179,8 @@ class UnrolledSolver(FeatureSolver):
 
 
 def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Selects the N of `features` (n, d) whose `errors` D (K, n) the head explains best.
-
-    Returns the features (N, d) in their true lengths, and the worst one's relative residual (0-d).
-    It is of L2 norms, and 1 or more if a feature of implausible length had to be selected.
-    """
+    """Selects the N of `features` (n, d) whose `errors` (K, n) the head explains best."""
+    # Also the worst one's relative residual: 1 or more if of implausible length.
     factors, misfit = find_norms(head, features, errors)
     length = factors * torch.linalg.vector_norm(features, dim=1)
     # An error signal of one label alone is explained by almost any feature that is long enough, and
@@ -212,22 +191,16 @@ def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tu
 
 
 def mark_implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
-    """Returns 1 for features of implausible length, and 0 for the others: (n,).
-
-    The `count` features of least misfit whose lengths are alike set the standard; lengths are
-    implausible beyond 4 times, or below 1/4 of it. `misfit` (n,) are the relative squared residuals
-    of `find_norms`, and `length` (n,) the features' norms.
-    """
+    """Returns 1 for features of implausible `length` (n,) and 0 for the others, (n,)."""
+    # The `count` of least `misfit` (n,) whose lengths are alike set the standard.
     apart = (length[:, None] / length).log().abs() > math.log(_PLAUSIBLE)
     worst = (misfit + apart.to(misfit)).sort(dim=1).values[:, min(count, len(misfit)) - 1]
     return apart[worst.argmin()].to(misfit)
 
 
 def _distinct_first(features: Tensor, errors: Tensor, misfit: Tensor) -> Tensor:
-    """Sorts indices by `misfit`, those of features that repeat a better one last.
-
-    A feature may be found in parts, of nearly one direction and one label, each of them explained.
-    """
+    """Sorts indices by `misfit`, those of features that repeat a better one last."""
+    # A feature may be found in parts, of nearly one direction and one label, each explained.
     label = errors.argmin(0)
     alike = F.normalize(features, dim=1) @ F.normalize(features, dim=1).T > _SAME
     alike &= label[:, None] == label
@@ -258,12 +231,7 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> UnrolledSolver:
-        """Computes the row space, and draws random starts in it.
-
-        Raises:
-            AttackFailed: the model has no two-layer head, the rows of ∂L/∂W are not exact, or
-                nothing is left of ∂L/∂W or ∂L/∂A.
-        """
+        """Computes the row space, and draws random starts in it."""
         head = HeadGradient.read(observation)
         return UnrolledSolver.start(head, self.iterations, self.trials, rng)
 

@@ -48,14 +48,7 @@ class ImprintAttack(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the images. The loss is the unexplained share of the module's gradient's energy.
-
-        Those of the largest gradients come first. Where fewer are found than the batch has, the
-        list begins anew until there are as many.
-
-        Raises:
-            AttackFailed: the model has no imprint module, or no image stands out of its gradient.
-        """
+        """Returns the images, of the largest gradients first; repeats them where too few."""
         if _WEIGHT not in observation.update:
             raise AttackFailed(
                 "the model has no imprint module to read: set model.imprint, as {bins: 128}"
@@ -112,21 +105,16 @@ class Segmentation(NamedTuple):
     """Squared distance of the rows from their pieces' means, and of the last ones from zero."""
 
     def means(self, rows: Tensor) -> Tensor:
-        """Computes the mean of the `rows` (k, m) in each piece, then a row of zeros.
-
-        The result is (pieces + 1, m).
-        """
+        """Computes the mean of the `rows` (k, m) in each piece, then a row of zeros."""
         starts = [0, *self.ends]
         pieces = [rows[a:b].mean(0) for a, b in zip(starts, self.ends, strict=False)]
         return torch.stack([*pieces, torch.zeros_like(rows[0])])
 
 
 def segment(rows: Tensor, pieces: int) -> Segmentation:
-    """Finds the segmentation of `rows` (k, m) into `pieces` <= k with the least residual.
-
-    It takes k² pieces operations, by dynamic programming over the end of the last piece (Bellman,
-    On the approximation of curves by line segments using dynamic programming, CACM 1961).
-    """
+    """Finds the segmentation of `rows` (k, m) into `pieces` <= k with the least residual."""
+    # Dynamic programming over the end of the last piece (Bellman, On the approximation of curves by
+    # line segments using dynamic programming, CACM 1961): k² pieces operations.
     zero = torch.zeros_like(rows[:1])
     sums = torch.cat([zero, rows.cumsum(0)])
     squares = torch.cat([zero[:, 0], rows.square().sum(1).cumsum(0)])

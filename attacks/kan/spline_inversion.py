@@ -66,8 +66,8 @@ class SplineGradient:
     tensor: Tensor
     """(m, d, K) float64: Σ_n δ_in b_k(u_nj), for m hidden units and d entries of an image."""
     noise: float
-    """Standard deviation of the noise in each entry of `tensor`, estimated from it. It is above 0
-    even without noise, where it stands for rounding."""
+    """Standard deviation of the noise in each entry of `tensor`, estimated from it; at least
+    rounding."""
     degree: int
     """Degree of the splines."""
     intervals: int
@@ -77,14 +77,8 @@ class SplineGradient:
 
     @staticmethod
     def read(observation: Observation) -> SplineGradient:
-        """Reads the gradient off an observation, and measures its noise.
-
-        Sums over k are the same at all entries j of an image: their differences are noise.
-
-        Raises:
-            AttackFailed: the model is no KAN or has an imprint module in front, or nothing is left
-                of its first layer's gradient.
-        """
+        """Reads the gradient off an observation, and measures its noise."""
+        # Sums over k are the same at all entries j of an image: their differences are noise.
         if observation.model.name != "kan":
             raise AttackFailed(
                 "spline bases are read off a Kolmogorov-Arnold network's first layer, and the "
@@ -126,19 +120,13 @@ class SplineGradient:
         return self.tensor.shape[0]
 
     def share_unexplained(self, bases: Tensor) -> Tensor:
-        """Computes the share (0-d) of the gradient's energy that images' bases leave unexplained.
-
-        `bases` are (N, d, K); error signals are those that fit best.
-        """
+        """Computes the share of the gradient's energy that `bases` (N, d, K) leave unexplained."""
         design, observed = bases.flatten(1).T, self.tensor.flatten(1).T
         residual: Tensor = observed - design @ torch.linalg.lstsq(design, observed).solution
         return residual.square().sum() / observed.square().sum()
 
     def error_signals(self, images: Tensor) -> Tensor:
-        """Computes the error signals ∂ℓ/∂h (N, classes, m) float64 that each label would cause.
-
-        `images` (N, C, H, W) are normalized.
-        """
+        """Computes the signals ∂ℓ/∂h (N, classes, m) of each label for normalized images."""
         body = self.model.body
         assert isinstance(body, nn.Sequential)
         after = 1 + next(i for i, part in enumerate(body) if isinstance(part, nn.Linear))
@@ -169,10 +157,7 @@ _PAIRS = 10
 
 
 def quadrics(degree: int, intervals: int) -> Tensor:
-    """Finds all symmetric Q (q, K, K) float64 with b(u)' Q b(u) = 0 for all u, orthonormal.
-
-    b are the K splines of this `degree` over a number of `intervals`; q may be 0.
-    """
+    """Finds all symmetric Q (q, K, K) with b(u)' Q b(u) = 0 for all u, orthonormal."""
     u = torch.linspace(-1, 1, _SAMPLES * intervals + 1, dtype=torch.float64)
     basis = spline_basis(u, degree, intervals)
     products = pack(basis[:, :, None] * basis[:, None, :])
@@ -183,14 +168,9 @@ def quadrics(degree: int, intervals: int) -> Tensor:
 
 
 def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
-    """Finds the N members (N, d, K) of a space on which quadratic forms vanish.
+    """Finds the N members of the space `span` (N, d, K) on which `forms` (q, K, K) vanish.
 
-    They are scaled to Σ_k b_k = 1 on average over the d entries, and are in no particular order.
-
-    Args:
-        span: (N, d, K), an orthonormal basis of the space.
-        forms: (q, K, K), the forms, applied at each of the d entries; q may be 0 only if N is 1.
-        rng: draws pairs of matrices to diagonalize.
+    They are scaled to Σ_k b_k = 1 on average, in no particular order; q may be 0 only if N is 1.
     """
     count = len(span)
     if count > 1:
@@ -244,10 +224,7 @@ class SplinePixels:
 
     @staticmethod
     def read(spec: ModelSpec, like: Tensor) -> SplinePixels:
-        """Derives center and scale from the public normalization.
-
-        They have the type and the device of `like`.
-        """
+        """Derives center and scale from the public normalization, typed as `like`."""
         repeat = math.prod(spec.input_shape[1:])
         center, scale = (
             torch.tensor(values).to(like).repeat_interleave(repeat)
@@ -397,10 +374,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
         return state.iteration >= self.iterations or bool(state.largest_change < _SETTLED)
 
     def postprocess(self, state: PixelPosterior) -> Reconstruction:
-        """Returns mean images, and the labels whose error signals are most like theirs.
-
-        The loss is the `share_unexplained` of the first layer's gradient at these images.
-        """
+        """Returns mean images, and the labels whose error signals are most like theirs."""
         images = state.mean.view(-1, *state.spec.input_shape)
         signals = state.gradient.error_signals(normalize(images, state.spec))
         alike = F.cosine_similarity(signals, state.errors[:, None], dim=2)
@@ -415,11 +389,8 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
 def _update_pixels(
     state: PixelPosterior, image: int, target: Tensor | None, precision: float
 ) -> None:
-    """Updates the posterior of one image's pixels and bases, entry by entry.
-
-    The evidence is `precision` / 2 |b - target|² for a `target` (d, K). Without one, the present
-    mean and deviation stand for it.
-    """
+    """Updates the posterior of an image's pixels and bases by `precision` / 2 |b - target|²."""
+    # Without a `target` (d, K) the present mean and deviation stand for it.
     gradient, pixels = state.gradient, state.pixels
     mean, deviation = state.mean[image, :, None], state.deviation[image, :, None]
     low, high = (mean - _REACH * deviation).clamp(0, 1), (mean + _REACH * deviation).clamp(0, 1)

@@ -58,14 +58,7 @@ class LabelInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns labels alone. The loss is the mean distance of estimated counts from integers.
-
-        Either all labels are certified or none. All are where the bias's gradient admits no other
-        counts: ∂L/∂b_k > -n_k / N gives each class a least count n_k, and these sum to N.
-
-        Raises:
-            AttackFailed: no linear layer of the model's head is in the update.
-        """
+        """Returns labels; the loss is the mean distance of counts from integers."""
         labels, residual = _infer(observation)
         sure = _are_demanded(observation, labels)
         certified = torch.full_like(labels, sure, dtype=torch.bool)
@@ -75,14 +68,7 @@ class LabelInference(DirectAttack):
 
 
 def infer_labels(observation: Observation) -> Tensor:
-    """Infers the labels (N,) int64 of the observed batch, on its device.
-
-    The order within a batch cannot be seen, and is arbitrary. Equal labels are spread over the
-    clients and local steps.
-
-    Raises:
-        AttackFailed: no linear layer of the model's head is in the update.
-    """
+    """Infers the labels (N,) of the observed batch, on its device, in an arbitrary order."""
     return _infer(observation)[0]
 
 
@@ -125,21 +111,15 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
 
 
 def _scales(slopes: Tensor) -> list[float]:
-    """Lists factors in (0, 1] that clipping may have multiplied the bias's gradient (K,) by.
-
-    Without clipping its entry of class k is above -n_k / N, and all n_k / N sum to 1.
-    """
+    """Lists factors in (0, 1] that clipping may have multiplied the bias's gradient (K,) by."""
     least = min(float((-slopes).clamp_min(0).sum()), 1.0)
     return [min(times * least, 1.0) for times in _SCALES] if least > 0 else [1.0]
 
 
 def _are_demanded(observation: Observation, labels: Tensor) -> bool:
-    """Says whether the gradient of the last bias has room for no labels but these (N,).
-
-    That holds for any factor of clipping up to 1, but not behind what changes entries, nor of
-    steps or clients that count differently in the mean gradient. Error signals of an image sum to
-    0: where those of the bias do not, something has changed them that nobody has declared.
-    """
+    """Says whether the gradient of the last bias has room for no labels but these (N,)."""
+    # For any factor of clipping up to 1, but not behind what changes entries, nor of steps or
+    # clients that count differently. Error signals sum to 0: else something has changed them.
     name = f"{_last_linear(rebuild(observation), observation)}.bias"
     weights = step_weights(observation.training)
     whole = observation.effect.exact and observation.num_clients == 1 and len(set(weights)) == 1
@@ -172,11 +152,7 @@ def _last_linear(model: Classifier, observation: Observation) -> str:
 def _dummy_response(
     model: Classifier, layer: nn.Linear, observation: Observation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the last layer's mean input (d,) and mean probabilities (K,) on Gaussian images.
-
-    Also computes what the model adds to that layer's answer to make logits (K,), in the mean, since
-    low-rank layers stand beside others.
-    """
+    """Computes the last layer's mean input (d,), probabilities and offset on noise."""
     captured: list[Tensor] = []
     answers: list[Tensor] = []
 
@@ -231,8 +207,8 @@ def _estimate_counts(
 
         slope_k = Σ_j w_j P_jk - w_k    and    row_k = Σ_j w_j P_jk h_j - w_k h_k,
 
-    solved by fixed-point iteration from one feature for all classes. Under label smoothing ε, a
-    share ε / K of all w is taken from each class besides; class weights are in the w.
+    solved by fixed-point iteration. Under label smoothing ε, a share ε / K of all w is taken from
+    each class besides; class weights are in the w.
     """
     kept, spread = 1 - rule.label_smoothing, rule.label_smoothing / len(slopes)
     if bool(slopes.any()):  # at one common feature, row_k = slope_k h

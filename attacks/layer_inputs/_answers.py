@@ -44,28 +44,18 @@ class Inputs:
     errors: Tensor
     """(k,): root of the summed variances of an input's entries, over its norm."""
     separate: bool
-    """Whether the gradient has a direction for each image. Error signals in one direction leave
-    the sum of their images, weighted: where there are fewer directions, any may be one."""
+    """Whether the gradient has a direction for each image: else any found may be a mixture."""
 
     @property
     def certain(self) -> Tensor:
-        """Boolean mask (k,) of the inputs whose relative error is surely below 3 %.
-
-        All are False where the gradient has no direction for each image (`separate`).
-        """
+        """Boolean mask (k,) of the inputs whose relative error is surely below 3 %."""
         return (_SURE * self.errors < _DETERMINED) & self.separate
 
 
 def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
-    """Recovers the inputs of the layer before the one whose `inputs` are all known.
-
-    Where ReLU has left an input 0, that image's error signal at the layer before is 0, too. This
-    tells each image's combination of the gradient's columns, whose inverse gives the inputs.
-
-    Inputs that do not reproduce the known ones get infinite errors. Returns None if none of the
-    model's `layers` (`trace_layers`) with a bias feeds that one. So it does if the earlier gradient
-    does not tell the batch's `count` images apart, or if the zeros do not tell a combination.
-    """
+    """Recovers inputs of the layer before that of `inputs`; None if it is not told."""
+    # Where ReLU has left an input 0, that image's error signal at the layer before is 0, too. This
+    # tells each image's combination of the gradient's columns, whose inverse gives the inputs.
     before = next((layer for layer in layers if layer.name == inputs.layer.fed_by), None)
     # Without the gradient in the bias an input has no scale.
     if before is None or before.bias is None:
@@ -98,17 +88,8 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
 
 
 def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
-    """Computes each image's input to `layer` from its combination of the gradient's columns.
-
-    The gradient is ∂L/∂W = Δ' X, with a column of error signals Δ' and a row of inputs X for each
-    of r images. The bias's gradient sets their scale, so that the layer needs a bias.
-
-    Args:
-        layer: the layer that the gradient is of.
-        space: the row space of its gradient, of rank r, with the bias's gradient as last column.
-        combinations: (r, r), a row for each image: the weights of the columns of `space` that make
-            its error signal, up to scale.
-    """
+    """Computes inputs from `combinations` (r, r), one a row, of the gradient's columns."""
+    # The gradient is ∂L/∂W = Δ' X, and the bias's gradient, its last column, sets the scale.
     # Δ' = columns Q' leaves X = Q'⁻¹ diag(1 / lengths) rows.
     whole = torch.linalg.pinv(combinations.T) @ (space.rows / space.lengths[:, None])
     scale = whole[:, -1:]
@@ -120,11 +101,8 @@ def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
 
 
 def inputs_drift(observation: Observation) -> bool:
-    """Says whether several local steps have changed the inputs of all layers but the first.
-
-    The update is then a sum over steps whose inputs differ. A drift in one direction leaves the row
-    space as it is, and nothing shows how far it went.
-    """
+    """Says whether several local steps have changed the inputs of all layers but the first."""
+    # A drift in one direction leaves the row space, and nothing shows how far it went.
     return len(step_weights(observation.training)) > 1
 
 
@@ -137,17 +115,9 @@ def build_answer(
 ) -> Reconstruction:
     """Returns images, features and labels; means stand for images that were not found.
 
-    Labels are read off all features together: there are none where one is missing. The loss is the
-    share of the energy of the classifier's gradient that is not explained. Over several local steps
-    only images stay as they are: what other inputs tell is never called determined.
-
-    Args:
-        observation: what the server saw of N images.
-        inputs: the inputs that were found, of k images.
-        pixels: the inputs of the first layer, if those have led there; if None, no images are
-            returned.
-        features: (k, d), features of the inputs.
-        iterations: number of iterations that the search took.
+    Images are returned if the first layer's inputs, `pixels`, led to the `features` (k, d). Labels
+    are read off all features together, and none where one is missing. Over several local steps only
+    images stay as they are: what other inputs tell is never called determined.
     """
     count, found = observation.num_images, len(features)
     certain = inputs.certain & (inputs.layer.pixels or not inputs_drift(observation))
@@ -180,10 +150,7 @@ def build_answer(
 def _find_inconsistent(
     classifier: ClassifierGradient, features: Tensor, labels: Tensor
 ) -> tuple[Tensor, float]:
-    """Returns a mask (N,) of images whose error signals differ from those that they imply.
-
-    Also returns the share of the gradient that features leave unexplained.
-    """
+    """Returns a mask (N,) of images whose signals contradict their features, and the share left."""
     count, classes = len(features), len(classifier.weights)
     whole = classifier.with_constant(features)
     inverse = torch.linalg.pinv(whole.T)
@@ -200,17 +167,11 @@ def _find_inconsistent(
 
 _ROUNDINGS = 8.0
 """Residual of the classifier's gradient that certified features may leave, over the rounding of
-what each image adds to it: features come from inputs, through the rest of the network in
-float32."""
+what each image adds to it: they come through the network in float32."""
 
 
 def certify_inputs(observation: Observation, answer: Reconstruction) -> Tensor:
-    """Returns a mask (N,) of the images whose answer is known to be right: all, or none.
-
-    `answer` is what `build_answer` returned. The inputs have to be determined by their zeros.
-    Features computed from them have to explain the classifier's gradient to rounding. The gradient
-    has to be declared the client's own, up to clipping.
-    """
+    """Returns a mask (N,) of the images whose answer is known to be right: all, or none."""
     classifier = ClassifierGradient.read(observation)
     assert answer.determined is not None
     assert answer.features is not None

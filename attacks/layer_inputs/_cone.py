@@ -42,20 +42,10 @@ ZERO = 4.0
 def sharpen(
     start: Tensor, vectors: Tensor, deviation: float, surely: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Fits a combination (r,) of vectors so that as many entries of their sum as possible are 0.
+    """Fits a combination (r,) of `vectors` (r, e) with many zeros; None if they may be chance.
 
-    Entries count the more, the nearer they are to 0 (iteratively reweighted least squares), down to
-    their errors.
-
-    Args:
-        start: (r,), a combination near the fitted one.
-        vectors: (r, e), the vectors that are combined.
-        deviation: standard deviation of the error of each of their entries, above 0.
-        surely: number of the smallest entries that are 0 in any case.
-
-    Returns:
-        The combination, of unit length, and a mask (e,) of the sum's zeros. None if one zero does
-        not follow from the others, as any combination can be made to have r - 1 zeros.
+    At least `surely` entries are 0, within their errors of standard `deviation`. The result is the
+    combination, of unit length, and a mask (e,) of the zeros.
     """
     combination = start / start.norm()
     at = combination @ vectors
@@ -101,7 +91,7 @@ _VAGUE = 0.1
 """Relative error of a ray above which it is not taken for one."""
 
 SignalOf = Callable[[Tensor, float], Signal | None]
-"""Function from a combination of rows (n,) and its relative error to its error signal; None if the
+"""Function from a combination (n,) of rows and its relative error to its error signal; None if the
 gradient has no such input."""
 
 
@@ -112,8 +102,7 @@ class Rays:
     combinations: Tensor
     """(k, r), of unit length."""
     spread: Tensor
-    """(k,): error of an input, as its combination makes it: root of its entries' summed variances
-    by noise."""
+    """(k,): root of the summed variances by noise of an input's entries."""
     tried: int
     """Linear programs that were solved."""
 
@@ -125,18 +114,10 @@ def find_rays(
     generator: torch.Generator,
     signal_of: SignalOf | None = None,
 ) -> Rays:
-    """Finds combinations of `rows` whose `entries` are non-negative, many of them 0.
+    """Finds combinations of `rows` (r, n) whose `entries` (r, e) are non-negative, many of them 0.
 
-    There are as many as rows at most, and fewer or none if the search finds no more. Tensors and
-    `generator` are on the CPU.
-
-    Args:
-        entries: (r, e), linear in the rows; their combinations must not be negative.
-        rows: (r, n), orthogonal, with errors of at least `deviation` in each entry.
-        deviation: standard deviation of the error of an entry of either.
-        generator: source of the linear functions.
-        signal_of: function from an input (n,) and its relative error to its error signal. An input
-            for which it returns None is dropped. Without the function no signal is looked for.
+    Errors of either have the standard `deviation`, and `generator` draws linear functions. Inputs
+    of which `signal_of` is None are dropped. There are r rays at most. All is on the CPU.
     """
     rank = len(entries)
     if rank == 1:  # the only ray, whether it has zeros or not
@@ -226,19 +207,10 @@ class _Search:
     def sparse_ray(
         self, rays: list[_Ray], slack: float, above: bool, generator: torch.Generator
     ) -> _Ray | None:
-        """Searches a ray at which a random linear function is least; None if none is found.
-
-        Where a program ends at an extreme ray that is no input, the next one weighs entries by how
-        near to 0 they were there (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1
-        Minimization, 2008).
-
-        Args:
-            rays: the rays that are found. Those whose signals are known bound the cone; at the
-                others the function is 0, or above it.
-            slack: how far below 0 entries may be.
-            above: whether the function is above 0 at the rays whose signals are not known.
-            generator: source of the function.
-        """
+        """Searches a ray at which a random function is least, 0 at other `rays`, or `above`."""
+        # Where a program ends at an extreme ray that is no input, the next one weighs entries by
+        # how near to 0 they were there (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1
+        # Minimization, 2008).
         from scipy.optimize import linprog  # which takes half a second
 
         self.aims += 1
@@ -302,10 +274,7 @@ class _Search:
         return None if error > _VAGUE else _Ray(combination, values, error)
 
     def _polish(self, start: Tensor) -> _Ray | None:
-        """Makes a combination (r,) precise by all of its zeros.
-
-        Returns None if entries are negative, or if its zeros may be chance or leave it too vague.
-        """
+        """Makes a combination (r,) precise by all of its zeros; None if it is no ray."""
         cone, deviation = self.cone, self.deviation
         # r - 1 zeros make any extreme ray; an input has some more.
         surely = len(cone) - 1 + int(_FEWEST * cone.shape[1])

@@ -68,14 +68,7 @@ class Layer:
 
 
 def trace_layers(observation: Observation) -> list[Layer]:
-    """Finds the body's layers, in the order in which the model calls them.
-
-    Layers whose weights are not in the update are left out; without any other the list is empty.
-
-    Raises:
-        AttackFailed: entries of the gradient are removed or mixed, each image met another model
-            (dropout), or the clients' optimizer changes entries.
-    """
+    """Finds the body's layers in the update, in the order in which the model calls them."""
     effect = observation.effect
     if effect.removed is not None or effect.mixed:
         how = "mixes entries" if effect.mixed else "sets entries to zero"
@@ -178,19 +171,9 @@ class _Tail:
 def _closing_tail(
     model: Classifier, call: _LayerCall, calls: list[_LayerCall], images: Tensor, features: Tensor
 ) -> _Tail | None:
-    """Finds the module from whose input, which is that of `call`, all features follow.
-
-    A path that bypasses the module, as around a block, would not end there. Returns None if there
-    is no such module, or if an image's features depend on the other images, as behind batch norm in
-    training mode.
-
-    Args:
-        model: the model, which computes features.
-        call: the layer's call.
-        calls: the calls of all modules, in their order.
-        images: images other than those that the model was traced with.
-        features: features of the images that it was traced with.
-    """
+    """Finds the module from whose input, that of `call`, all features follow; or None."""
+    # A path that bypasses the module, as around a block, would not end there; behind batch norm in
+    # training mode, features depend on other images.
     for entry in calls:
         once = sum(c.module is entry.module for c in calls) == 1
         # A module called twice would have its input replaced twice.
@@ -267,8 +250,8 @@ _ROUNDING = 2.0**-24
 _VISIBLE = 3.0
 """Singular value over the largest one of mere noise, from which it is an image's."""
 _CLEAR, _NOTHING = 5.0, 8.0
-"""Least ratio of what the rows leave of any other combination of columns to what they leave of the
-signal's; and the most that they may leave of that, in standard deviations of their errors."""
+"""Least ratio of what the rows leave of other combinations to what they leave of the signal's; and
+the most that they may leave of that, in standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -278,16 +261,12 @@ class Signal:
     combination: Tensor | None
     """(r,): coefficients of the gradient's columns, of unit length; None where several may be."""
     errors: Tensor | None = None
-    """(r, r - 1): independent errors of the combination, a column for one standard deviation. None
-    where `combination` is."""
+    """(r, r - 1): independent errors of the combination, a column for one standard deviation."""
 
 
 @dataclass(frozen=True)
 class RowSpace:
-    """The strongest singular directions of a gradient, at their lengths.
-
-    Entries of `rows` and `columns` all have errors of the same deviation.
-    """
+    """The strongest singular directions of a gradient, at their lengths, with errors alike."""
 
     rows: Tensor
     """(r, n), or (r, n + 1) with a bias, orthogonal."""
@@ -302,14 +281,7 @@ class RowSpace:
 
     @staticmethod
     def decompose(layer: Layer, count: int) -> RowSpace:
-        """Decomposes the gradient of a batch of `count` images into r <= count directions.
-
-        Directions that noise hides are left out.
-
-        Raises:
-            AttackFailed: the layer is too small for this number of images, or nothing of its
-                gradient stands out of noise.
-        """
+        """Decomposes the gradient of `count` images into directions that noise does not hide."""
         rows, columns = layer.gradient.shape
         if count > min(rows, columns):
             raise AttackFailed(
@@ -339,11 +311,7 @@ class RowSpace:
         )
 
     def signal(self, off: Tensor) -> Signal | None:
-        """Finds an image's error signal, the combination of columns that is 0 at the rows `off`.
-
-        `off` is a boolean mask (m,). Returns None if no combination is 0 there. If several may be,
-        the result's `combination` is None.
-        """
+        """Finds the combination of columns that is 0 at the rows `off` (m,); None if none is."""
         number = int(off.sum())
         # Fewer rows than r always leave some combination that is 0 there.
         if number < self.rank:

@@ -88,11 +88,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Unmixing:
-        """Whitens the layer's gradient, and starts at a random unmixing matrix.
-
-        Raises:
-            AttackFailed: the model has no such layer, or its gradient does not tell the inputs.
-        """
+        """Whitens the layer's gradient, and starts at a random unmixing matrix."""
         layers = [layer for layer in trace_layers(observation) if layer.features is not None]
         layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
         if not layers:
@@ -122,10 +118,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
         )
 
     def total(self) -> int:
-        """Returns the number of steps of unmixing and of inverting embeddings, for progress.
-
-        Images that are unmixed need no inversion.
-        """
+        """Returns the number of steps of unmixing and of inverting embeddings, for progress."""
         return self.iterations + self.image_iterations
 
     def terminate(self, state: Unmixing) -> bool:
@@ -188,11 +181,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
         return state
 
     def postprocess(self, state: Unmixing) -> Reconstruction:
-        """Returns features, and images if the layer is the first or embeddings were inverted.
-
-        Where fewer components than images were found, their mean stands for the others, which come
-        last. No image is marked as determined.
-        """
+        """Returns features, and images if the layer is the first or embeddings were inverted."""
         found = self._unmix(state)
         if state.inversion is None:
             return found

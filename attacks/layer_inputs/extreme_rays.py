@@ -53,12 +53,7 @@ class ExtremeRays(DirectAttack):
     ) -> Reconstruction:
         """Returns features, and as far as the inputs found tell them, labels and images.
 
-        Labels are there if an input of each image was found, and images if inputs lead back to
-        them. Else means stand for what was not found, behind the rest.
-
-        Raises:
-            AttackFailed: no layer of the model has such inputs, a defense has changed the row
-                space of all of them, or none of the inputs stands out.
+        Means stand for what was not found, behind the rest.
         """
         layers = trace_layers(observation)
         count = observation.num_images

@@ -39,13 +39,7 @@ _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
 def sample_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Draws `number` sets of r - 1 neurons; returns combinations (c, r) in their rows' kernels.
-
-    Neurons are rows of `space.columns` (m, r). A combination of the columns has an entry for each
-    neuron: only those with at least the share `sparsity` of zeros are returned. Each is refitted to
-    all of its zeros, and of unit length. Two may be the same up to sign: `Candidates.add` keeps
-    each once. `generator` and `space` are on the CPU.
-    """
+    """Draws `number` sets of r - 1 neurons; returns sparse combinations (c, r) in their kernels."""
     unit, kernels = _draw_kernels(space, number, generator)
     at = (kernels @ unit.T).abs()
     zeros = at < _NEAR * at.amax(1, keepdim=True)
@@ -57,16 +51,9 @@ def sample_kernels(
 def descend_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Descends from the kernels of `number` drawn sets of r - 1 neurons to sparse combinations.
-
-    Neurons are rows of `space.columns` (m, r). Returns combinations (c, r) of its columns, of unit
-    length, with at least the share `sparsity` of zeros among the m neurons. Two may be the
-    same up to sign, and c may be 0: `Candidates.add` keeps each once. `generator` and `space` are
-    on the CPU.
-
-    The method is iteratively reweighted least squares with weights that sharpen as it goes on
-    (Chartrand and Yin, Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
-    """
+    """Descends from the kernels of drawn sets of neurons to sparse combinations (c, r)."""
+    # Iteratively reweighted least squares, whose weights sharpen as it goes on (Chartrand and Yin,
+    # Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
     unit, kernels = _draw_kernels(space, number, generator)
     at = kernels @ unit.T
     width = at.abs().median(1, keepdim=True).values
@@ -115,22 +102,15 @@ def _is_new(each: Tensor, others: Tensor, sine: float) -> bool:
 
 
 class Candidates:
-    """Combinations of the gradient's columns that were found, each once, the sparsest first.
-
-    `combinations` (c, r) has them, with r the rank of the gradient's `space`.
-    """
+    """Combinations (c, r) of the gradient's columns, each once, the sparsest first."""
 
     def __init__(self, layer: Layer, space: RowSpace) -> None:
-        """Begins without any combination, for the gradient `space` of `layer`."""
         self.layer = layer
         self.space = space
         self.combinations = space.columns.new_zeros(0, space.rank)
 
     def add(self, combinations: Tensor) -> None:
-        """Adds the new ones among `combinations` (c, r), and sorts all by their number of zeros.
-
-        They are of unit length, such as those of `sample_kernels`.
-        """
+        """Adds the new ones among unit `combinations` (c, r), and sorts all by their zeros."""
         for each in combinations:
             if _is_new(each, self.combinations, _PRECISELY_SAME):
                 self.combinations = torch.cat([self.combinations, each[None]])
@@ -138,11 +118,7 @@ class Candidates:
         self.combinations = self.combinations[zeros.argsort(descending=True, stable=True)]
 
     def select(self) -> tuple[Inputs, float] | None:
-        """Selects r combinations greedily; returns the inputs they give, and their score.
-
-        The selection begins with the sparsest that are linearly independent. It exchanges one for
-        another as long as the score, at most 1, rises. Returns None if fewer are independent.
-        """
+        """Selects r combinations greedily; returns their inputs and a score <= 1, or None."""
         chosen: list[int] = []
         for index in range(len(self.combinations)):
             tried = self.combinations[[*chosen, index]]
@@ -168,10 +144,7 @@ class Candidates:
         return best
 
     def _score(self, chosen: list[int]) -> tuple[Inputs, float]:
-        """Computes inputs; scores them by the share of neurons that are active where they must be.
-
-        An image's error signal is 0 where its own input does not activate a neuron, and only there.
-        """
+        """Computes inputs, and the share of neurons that are active where they must be."""
         combinations = self.combinations[chosen]
         inputs = disaggregate(self.layer, self.space, combinations)
         assert self.layer.bias is not None
@@ -236,11 +209,7 @@ class Spear(IterativeAttack[SpearState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> SpearState:
-        """Decomposes the layer's gradient.
-
-        Raises:
-            AttackFailed: the model has no such layer, or its gradient cannot be decomposed.
-        """
+        """Decomposes the gradient of the first linear layer with a bias that ReLU follows."""
         layers = [
             layer
             for layer in trace_layers(observation)
@@ -280,13 +249,9 @@ class Spear(IterativeAttack[SpearState]):
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: SpearState) -> Reconstruction:
-        """Returns features, and images if the layer's inputs are pixels.
+        """Returns features, labels if all images were found, and images if inputs are pixels.
 
-        Labels are there if an input of each image was found; else means stand for the missing
-        ones, behind the rest. No image is marked as determined unless the score is at least 0.999.
-
-        Raises:
-            AttackFailed: too few combinations have been found.
+        Means stand for missing images. None is determined unless the score is at least 0.999.
         """
         inputs = state.best
         if inputs is None:

@@ -53,13 +53,7 @@ class PatchLayer:
 
 
 def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
-    """Finds the patch embedding of the observed `model` and its position embedding.
-
-    The model is put into evaluation mode, and its observed parameters then require gradients.
-
-    Raises:
-        AttackFailed: the model has no patch embedding, or its position embedding is not trained.
-    """
+    """Finds the patch embedding of `model` and its position embedding, or raises AttackFailed."""
     model.eval()
     shape = observation.model.input_shape
     # An image whose pixels are their own numbers shows which of them a layer takes.
@@ -195,27 +189,17 @@ class SolvedPatches(NamedTuple):
 
 
 def correlation(centers: Tensor) -> Tensor:
-    """Computes the assumed correlation (P, P) of the pixels of P patches.
-
-    `centers` (P, 2) are in units of the image's side. Correlation falls exponentially with
-    distance, to 1/e over half a side.
-    """
+    """Computes the assumed correlation (P, P) of patches at `centers` (P, 2), in image sides."""
     return torch.exp(-torch.cdist(centers, centers) / _REACH)
 
 
 def solve_patches(
     signals: Tensor, gradient: Tensor, mean: Tensor, spread: Tensor, alike: Tensor
 ) -> SolvedPatches:
-    """Solves ∂L/∂E = Σ_p δ_p x_p' for the P patches x_p, in float64.
+    """Solves ∂L/∂E = Σ_p δ_p x_p' for the P patches x_p, with the likeliest variance of noise.
 
-    The equations' noise is estimated from them: its likeliest variance is taken.
-
-    Args:
-        signals: (P, d), gradient δ of the position embedding.
-        gradient: (d, m), gradient ∂L/∂E of the patch embedding.
-        mean: (m,), prior mean of a patch's entries.
-        spread: (m,), prior standard deviation of a patch's entries.
-        alike: (P, P), prior correlation of patches (`correlation`).
+    δ are `signals` (P, d), ∂L/∂E the `gradient` (d, m). Of a patch's entries `mean` and `spread`
+    (m,) are the prior, with the correlation `alike` (P, P) between patches.
     """
     root = torch.linalg.cholesky(alike)
     # In y with x = mean + root y spread, all entries are known to be of mean 0 and variance 1.
@@ -273,12 +257,7 @@ class PatchInversion(DirectAttack):
     ) -> Reconstruction:
         """Returns the image, and its label if the model's head has a linear layer.
 
-        The loss is the share of the energy of the embedding's gradient that is left unexplained.
         Pixels in no patch are gray, and the image is then not determined.
-
-        Raises:
-            AttackFailed: the update is of several images, a defense mixes its entries, or the model
-                embeds no patches with a position that is trained.
         """
         if observation.num_images > 1:
             raise AttackFailed(
