@@ -102,7 +102,7 @@ def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
 
 def inputs_drift(observation: Observation) -> bool:
     """Says whether several local steps have changed the inputs of all layers but the first."""
-    # A drift in one direction leaves the row space, and nothing shows how far it went.
+    # A drift in one direction keeps the row space, and nothing shows how far it went.
     return len(step_weights(observation.training)) > 1
 
 
