@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from fedsim.contracts.prior import bound_chances
+from fedsim.contracts.metric import bound_chances
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.recovery import (
     EpsilonDelta,

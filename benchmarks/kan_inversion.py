@@ -26,7 +26,7 @@ from fedsim import rng
 from fedsim.contracts.attack import Attack, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Digits
-from fedsim.models.splines import spline_basis
+from fedsim.models.kan import spline_basis
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients

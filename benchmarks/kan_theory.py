@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 from torch import Tensor
 
-from fedsim.models.splines import basis_size, spline_basis
+from fedsim.models.kan import basis_size, spline_basis
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCalibration
 from fedsim.scoring import student_interval
 

@@ -59,8 +59,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def images(path: Path, weights: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unit features of the last 1,000 training and the first 100 test images of every class."""
     from fedsim.data.folder import ImageFolder
-    from fedsim.models.base import build, normalize
-    from fedsim.models.weights import read_weights
+    from fedsim.models.base import build, normalize, read_weights
     from fedsim.types import ModelSpec
 
     data = ImageFolder(path=str(path), limit=5000).load()

@@ -39,7 +39,7 @@ from fedsim.contracts.attack import AttackFailed, create, solve
 from fedsim.contracts.grant import Grant
 from fedsim.data.folder import ImageFolder
 from fedsim.models.base import Classifier, build, normalize
-from fedsim.models.planting import build_honest, plant_neurons
+from fedsim.models.head import build_honest, plant_neurons
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.scoring import score, summarize
 from fedsim.scoring.guess import Guesser

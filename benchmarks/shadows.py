@@ -1,4 +1,4 @@
-"""Clients per second of training at once (`fedsim.models.batched`) against the local engine.
+"""Clients per second of training at once (`fedsim.models.local`) against the local engine.
 
 Both train the same networks on the same data, in turns within one run, so that a busy machine slows
 both. The engine's clients also pass wire and tap; `serial` trains one client after another without
@@ -22,8 +22,7 @@ import torch
 
 import fedsim.federation  # sets Flower's environment before Flower is imported
 from fedsim.models.base import build, normalize
-from fedsim.models.batched import local_updates
-from fedsim.models.local import gradient, local_update, loss_function
+from fedsim.models.local import gradient, local_update, local_updates, loss_function
 from fedsim.scenario import Scenario
 from fedsim.system.threads import fix
 from fedsim.training.source import load_dataset

@@ -31,7 +31,7 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.contracts.attack import create, solve
 from fedsim.contracts.grant import Knowledge
-from fedsim.models.layers import activation
+from fedsim.models.base import activation
 from fedsim.scoring import score
 from fedsim.scoring.statistics import summarize
 from fedsim.testing import make_observation

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedsim.contracts.data import DataSource
+from fedsim.contracts.learner import DataSource
 from fedsim.contracts.plugins import load
 from fedsim.recording.files import write_bytes
 from fedsim.scenario import parameters_of

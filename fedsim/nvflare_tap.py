@@ -34,8 +34,7 @@ from nvflare.private.privacy_manager import Scope
 from fedsim.recording.deployed_parts import DeployedPart, describe_part, plain_value
 from fedsim.recording.exchanges import MOST_ROUNDS, Recorder, TapSide
 from fedsim.system import paths
-from fedsim.training.testimony import TrainingOrder, keep_testimony
-from fedsim.training.watching import Steps, watch_training
+from fedsim.training.watching import Steps, TrainingOrder, keep_testimony, watch_training
 from fedsim.types import FedsimError
 
 _KINDS = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]

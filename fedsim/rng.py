@@ -27,6 +27,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
+from fedsim.types import Tensors
+
 _KEY_BYTES = 32
 _WORDS = 624
 """Number of 32-bit words in the whole state of MT19937, PyTorch's generator on the CPU."""
@@ -173,3 +175,21 @@ def _mersenne_state(material: bytes) -> Tensor:
 def _fresh_state() -> bytes:
     """Returns the state of a generator that is seeded and about to draw its first block."""
     return bytes(torch.Generator().manual_seed(0).get_state().numpy().tobytes())
+
+
+def digest(*parts: Tensors) -> str:
+    """Returns a digest that only equal `parts` share: same names, shapes, types and values.
+
+    It is a SHA-256 in hex. The order of `parts` counts, and that of names within a part does not.
+    """
+    found = hashlib.sha256()
+    for part in parts:
+        # Lengths, names, types and shapes are hashed too, so that different inputs never hash as
+        # the same bytes.
+        found.update(f"{len(part)}\n".encode())
+        for name in sorted(part):
+            value = part[name].detach().cpu().contiguous()
+            found.update(f"{name!r} {value.dtype} {tuple(value.shape)}\n".encode())
+            # Bytes tell 0.0 from -0.0 and one NaN from another, which comparisons do not.
+            found.update(value.flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

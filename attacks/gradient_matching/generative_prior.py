@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from fedsim import rng as streams
 from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.models.base import normalize
-from fedsim.models.weights import read_weights
+from fedsim.models.base import normalize, read_weights
 from fedsim.system.paths import GIB, from_home, regular
 from fedsim.types import FedsimError, ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.models.layers import Activation, activation
+from fedsim.models.base import Activation, activation
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.head_features import _joint_fit, head_fit

@@ -46,9 +46,8 @@ from torch import Tensor, nn
 from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import Classifier, normalize
-from fedsim.models.kan import KAN
+from fedsim.models.kan import KAN, basis_size, spline_basis
 from fedsim.models.local import mean_gradient_factor
-from fedsim.models.splines import basis_size, spline_basis
 from fedsim.models.victim import rebuild
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim.words import number_of

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
-from fedsim.models.batched import local_updates
+from fedsim.models.local import local_updates
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction, Tensors, as_pixels
 from fedsim_attacks._attack_kinds import DirectAttack

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge, MembershipCandidates
 from fedsim.models.base import normalize
-from fedsim.models.batched import local_updates
+from fedsim.models.local import local_updates
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction, Tensors, as_pixels
 from fedsim_attacks._attack_kinds import DirectAttack

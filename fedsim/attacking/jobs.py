@@ -14,7 +14,7 @@ from fedsim import rng, scoring
 from fedsim.attacking.question import AttackAnswer, reason_of
 from fedsim.contracts.attack import Attack, AttackState, Progress, Solution, create
 from fedsim.contracts.grant import Grant
-from fedsim.contracts.prior import GuessChances
+from fedsim.contracts.metric import GuessChances
 from fedsim.contracts.target import Aids, GuessRequest, Resources, targets
 from fedsim.models.base import Classifier
 from fedsim.privacy.recovery import TensorBound

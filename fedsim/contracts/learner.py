@@ -1,4 +1,4 @@
-"""Defines the learner contract: a client's computation, and what the server makes of it.
+"""Defines data sources, learners (what a client computes, and the server makes of it) and engines.
 
 A learner is a frozen plugin; `start` binds it to one stack's federation. All state is handed in and
 returned, so that a computation is a pure function of its arguments.
@@ -296,3 +296,53 @@ class TrainingLearner(Learner):
     def least_examples(self, training: LocalTraining) -> int:
         """Returns the batch size: each client has to fill a batch without replacement."""
         return training.batch_size
+
+
+class DataSource(Plugin):
+    """Loads a labelled image set, or a table. Fields say where it lies and how it is prepared."""
+
+    @abstractmethod
+    def load(self) -> Dataset | Table:
+        """Returns the whole set in memory, train and test split, in an order that never varies.
+
+        Raises:
+            FedsimError: the data are missing or cannot be read. The message says where they were
+                sought, and the remedy.
+        """
+
+    @property
+    def place(self) -> str | None:
+        """File or folder that the source reads; None if data come with a package, or are drawn.
+
+        The default is the field `path` or `root`. A node asks its owner's policy about this place.
+        """
+        # These are the names that data sources give to where their data lie.
+        named = getattr(self, "path", None) or getattr(self, "root", None)
+        return None if named is None else str(named)
+
+    def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
+        """Returns `dataset` with all that this source computes from training data computed anew.
+
+        An audit exchanges an image and calls this. Its two worlds then differ in everything that
+        the image has a say in. The default returns `dataset`, as nothing is computed from it.
+        """
+        return dataset
+
+
+class Engine(Plugin):
+    """Carries a federation's messages, and decides where its clients compute.
+
+    A scenario names it by `federation.engine`, and sets no parameters of it.
+    """
+
+    remote: ClassVar[bool] = False
+    """Whether clients are on machines of their owners: data, truth and secrets stay there, no
+    canary takes the place of a client's data, and nobody but the server combines updates."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuses a machine on which the engine cannot run.
+
+        Raises:
+            FedsimError: the engine cannot run here; the message says the remedy.
+        """

@@ -1,16 +1,24 @@
-"""Defines what a metric is: how it is computed, measured, compared and shown.
+"""Defines what a metric is: how answers are paired, compared, measured and shown, and guessed.
 
 A target (`fedsim.contracts.target`) has metrics. Rows, leaderboard and report know each by its
 name, and read all else from here.
+
+A gradient is a mean over its batch, so no attack can know the order of the images. Each truth is
+therefore paired with one reconstruction of its own by the assignment of least total cost (H. W.
+Kuhn, "The Hungarian method for the assignment problem", Naval Research Logistics Quarterly 2,
+1955), and every metric of images uses that one assignment. Were each metric to look for its own
+best match, or one reconstruction to serve several truths, a single good guess would count as many.
+Features have an assignment of their own, for an attack may read them where it draws no image.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fedsim.types import FedsimError
@@ -112,3 +120,101 @@ def ordered(
 ) -> Callable[[ScoredPair], MetricValue]:
     """Adapts a function of (claimed, truth) to the signature of `Metric.compute`."""
     return lambda pair: function(pair.claimed, pair.truth)
+
+
+MOST_CANDIDATES = 1024
+"""Maximum number of public images that a prior is of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuessChances:
+    """Bounds how likely a guess that saw no update reaches each level of a score.
+
+    `candidates` is the number of public images that the truth may be.
+    """
+
+    levels: tuple[float, ...]
+    """Values of the score, ascending, both ends of its range included."""
+    chances: tuple[float, ...]
+    """Upper bound on the probability of a single answer to reach each of `levels`, in their order.
+    The truth is one of the candidates, each as likely."""
+    candidates: int
+    answers: int = 1
+    """Number of answers of which the best counts."""
+
+
+def bound_chances(
+    distances: Tensor, radii: Sequence[float], groups: Tensor | None = None
+) -> tuple[float, ...]:
+    """Returns for each radius a bound on the chance that one answer is so near to the candidate.
+
+    Bounds are upper ones, in the order of `radii`.
+    The candidate is drawn uniformly. Candidates within r of one answer are within 2 r of each
+    other. So no answer has more of them near than some candidate has within 2 r.
+
+    Args:
+        distances: (N, N) distances of a metric between candidates.
+        radii: Radii in the same units.
+        groups: (N,) what the attacker knows of the candidate, such as its label; its answer may
+            differ by group. None: nothing.
+    """
+    count = len(distances)
+    groups = torch.zeros(count, dtype=torch.int64) if groups is None else groups
+    own = [distances[groups == group][:, groups == group] for group in sorted(set(groups.tolist()))]
+    # A tolerance: at a radius of 0 a candidate is within it of itself, rounding or not.
+    return tuple(
+        sum(int((each <= 2 * radius + 1e-9).sum(1).max()) for each in own) / count
+        for radius in radii
+    )
+
+
+MISSING = -1
+"""Marks a truth without a reconstruction in an assignment."""
+
+
+def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
+    """Assigns reconstructions to truths so that the total mean squared error is least.
+
+    `reconstruction` is (M, ...), `truth` is (N, ...), the same shape but for the first axis. The
+    result has N entries: `assignment[i]` is the reconstruction that is scored against truth i.
+    Both are finite, on the CPU, and need no gradient.
+
+    If M > N, only the first N reconstructions count: an attack that hands in many guesses must rank
+    them itself, for choosing among them by the truth would be an oracle. If M < N, N - M truths
+    are left `MISSING` (-1).
+    """
+    claimed = reconstruction[: len(truth)].flatten(1).double()
+    targets = truth.flatten(1).double()
+    # The direct form of the distance: the matrix-product form loses small differences.
+    distance = torch.cdist(targets, claimed, compute_mode="donot_use_mm_for_euclid_dist")
+    # Images without pixels cost nothing, and must not divide by 0.
+    cost = distance.square() / max(1, targets.shape[1])
+    return assign(cost)
+
+
+def assign(cost: Tensor) -> list[int]:
+    """Returns the column of each row of `cost` (N, M) under the assignment of least total cost.
+
+    A row without a column has `MISSING` (-1). `cost` is on the CPU and holds no NaN.
+    """
+    if cost.shape == (1, 1):  # without scipy, whose import takes half a second
+        return [0]
+    from scipy.optimize import linear_sum_assignment
+
+    # Of an (N, M) cost with M < N, only M rows get a column: the others stay `MISSING`.
+    rows, columns = linear_sum_assignment(cost.numpy())
+    assignment = [MISSING] * len(cost)
+    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+        assignment[row] = column
+    return assignment
+
+
+def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
+    """Returns `values` (M, ...) in the order of the truths, (N, ...) on the CPU.
+
+    `assignment` has the index into `values` of each truth. Where it is `MISSING`, `fill` (...)
+    stands.
+    """
+    values = values.detach().cpu()
+    fill = fill.detach().cpu().to(values.dtype)
+    return torch.stack([fill if k == MISSING else values[k] for k in assignment])

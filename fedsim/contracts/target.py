@@ -19,10 +19,16 @@ from torch import Tensor
 
 from fedsim.contracts import plugins
 from fedsim.contracts.grant import Grant
-from fedsim.contracts.matching import align
-from fedsim.contracts.metric import Metric, MetricValue, ScoredPair, ScoringError, Unavailable
+from fedsim.contracts.metric import (
+    GuessChances,
+    Metric,
+    MetricValue,
+    ScoredPair,
+    ScoringError,
+    Unavailable,
+    align,
+)
 from fedsim.contracts.plugins import Plugin
-from fedsim.contracts.prior import GuessChances
 from fedsim.types import Observation, Payload, Reconstruction, Tensors, Truth
 
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.data import DataSource
+from fedsim.contracts.learner import DataSource
 from fedsim.data.images import from_pil, resize, stratified_split
 from fedsim.types import Dataset
 

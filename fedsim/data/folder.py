@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedsim.contracts.data import DataSource
+from fedsim.contracts.learner import DataSource
 from fedsim.data.images import from_pil, statistics
 from fedsim.data.tree import BELOW, Parts, Tree, UnreadableError, open_tree
 from fedsim.system.paths import from_home

@@ -11,7 +11,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from fedsim.contracts.data import DataSource
+from fedsim.contracts.learner import DataSource
 from fedsim.data.images import split_by_content, stratified_split
 from fedsim.types import FedsimError, InputColumn, Table
 from fedsim.words import number_of

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from fedsim.contracts.data import DataSource
+from fedsim.contracts.learner import DataSource
 from fedsim.system.paths import from_home
 from fedsim.types import Dataset, FedsimError
 

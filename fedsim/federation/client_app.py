@@ -25,8 +25,7 @@ from fedsim.recording.files import save_observation
 from fedsim.recording.truth import forget_truth, save_truth
 from fedsim.scenario import Scenario
 from fedsim.system import threads
-from fedsim.training import participant
-from fedsim.training.client import ClientResult
+from fedsim.training.client import ClientResult, look, pack_round
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
 
@@ -259,7 +258,7 @@ class FederationClient:
             clipped, is_clipped = clip_as_mod(update.tensors, order.clipping_norm)
             update = replace(update, tensors=clipped)
         if order.probe is None and client in workload.plan(round).lookers:
-            memory.save_sent(round, participant.pack_round(update, order.parameters, order.buffers))
+            memory.save_sent(round, pack_round(update, order.parameters, order.buffers))
         if once:  # last: what is not noted may still have been lost, and is not repeated
             numbers = torch.tensor([update.num_examples, result.loss or 0], dtype=torch.float64)
             memory.note_release(at, [update.tensors, update.buffers, {"numbers": numbers}])
@@ -274,7 +273,7 @@ class FederationClient:
         if order.round > 1 and client in self.workload.plan(order.round - 1).lookers:
             sent = memory.load_sent(order.round - 1)
             if sent:
-                seen = participant.look(
+                seen = look(
                     self.workload,
                     client,
                     order.round - 1,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedsim.contracts.engine import Engine
+from fedsim.contracts.learner import Engine
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:

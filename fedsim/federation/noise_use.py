@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.recording.files import write_bytes
+from fedsim.rng import digest
 from fedsim.system import paths
-from fedsim.training.inputs import digest
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors
 

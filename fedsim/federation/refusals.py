@@ -15,7 +15,7 @@ from fedsim.contracts.plugins import load_as
 from fedsim.federation import strategies
 from fedsim.federation.secure_aggregation import plan
 from fedsim.models.base import size_of
-from fedsim.models.planting import plants
+from fedsim.models.head import plants
 from fedsim.models.size import check_batch
 from fedsim.scenario import Scenario, build_stack, declared_training
 from fedsim.scenario.build import build_engine, build_learner

@@ -15,8 +15,7 @@ from flwr.app import Context, Message
 
 from fedsim.federation.live_parts import list_mods
 from fedsim.federation.tapping import Mod, folder_with_room, round_of, trains
-from fedsim.training.testimony import TrainingOrder, keep_testimony
-from fedsim.training.watching import watch_training
+from fedsim.training.watching import TrainingOrder, keep_testimony, watch_training
 from fedsim.types import FedsimError
 
 _log = logging.getLogger("fedsim.witness")

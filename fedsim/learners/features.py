@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.learner import Problem, model_spec
-from fedsim.models.base import build, normalize
-from fedsim.models.weights import read_weights
+from fedsim.models.base import build, normalize, read_weights
 from fedsim.system.device import compute_exactly
 from fedsim.system.paths import from_home
 from fedsim.types import Dataset

@@ -24,7 +24,8 @@ from fedsim.contracts.learner import (
     model_spec,
 )
 from fedsim.contracts.stack import Stack
-from fedsim.models.base import Classifier, build, normalize
+from fedsim.models.base import Classifier, build, normalize, read_weights
+from fedsim.models.head import build_honest, plant_neurons
 from fedsim.models.local import (
     features_function,
     features_of,
@@ -32,8 +33,6 @@ from fedsim.models.local import (
     local_update,
     loss_function,
 )
-from fedsim.models.planting import build_honest, plant_neurons
-from fedsim.models.weights import read_weights
 from fedsim.system.device import compute_exactly
 from fedsim.system.paths import from_home
 from fedsim.types import (

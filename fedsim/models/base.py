@@ -7,7 +7,8 @@ module, if there is one, comes before the body and is part of `features`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -26,8 +27,62 @@ from fedsim.contracts.defense import LossTerm, ModelDefense
 from fedsim.contracts.plugins import Plugin
 from fedsim.models import size
 from fedsim.models.imprint import Imprint, ImprintConfig
-from fedsim.models.layers import Activation
+from fedsim.recording.files import read_tensors
 from fedsim.types import FedsimError, InputSpec, ModelSpec
+
+Activation = Literal["relu", "leaky_relu", "elu", "gelu", "sigmoid", "softplus", "tanh"]
+Norm = Literal["none", "batch", "group"]
+
+_ACTIVATIONS: Mapping[Activation, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "sigmoid": nn.Sigmoid,
+    "softplus": nn.Softplus,
+    "tanh": nn.Tanh,
+}
+_GROUP_CHANNELS = 16
+
+
+def activation(name: Activation) -> nn.Module:
+    """Returns a new element-wise activation of that `name`, never in place.
+
+    Names are `relu`, `leaky_relu`, `elu`, `gelu`, `sigmoid`, `softplus` and `tanh`, as in torch.
+    """
+    return _ACTIVATIONS[name]()
+
+
+def norm(kind: Norm, channels: int) -> nn.Module:
+    """Returns a new normalization of that `kind`, of (B, channels, H, W) features.
+
+    `none` is the identity, and `batch` is batch norm. `group` has groups of 16 channels (Wu and He,
+    Group Normalization, ECCV 2018, Table 3), or one group of all channels where 16 does not divide
+    them.
+    """
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    if kind == "group":
+        groups = 1 if channels % _GROUP_CHANNELS else channels // _GROUP_CHANNELS
+        return nn.GroupNorm(groups, channels)
+    return nn.Identity()
+
+
+def require_size(model: str, input_shape: tuple[int, ...], minimum: int) -> None:
+    """Refuses inputs whose height or width is below `minimum` pixels.
+
+    `model` is the name in the message, and `input_shape` is (C, H, W).
+
+    Raises:
+        FedsimError: the images are too small for the model.
+    """
+    _, height, width = input_shape
+    if min(height, width) < minimum:
+        raise FedsimError(
+            f"{model} needs images of at least {minimum}x{minimum} pixels, got {height}x{width}: "
+            "enlarge them (the data source's `size`, where it has one) or use another model (lenet "
+            "takes 8x8, mlp takes any size)"
+        )
 
 
 class HeadConfig(BaseModel):
@@ -251,3 +306,47 @@ def _statistics(like: Tensor, spec: InputSpec) -> tuple[Tensor, Tensor]:
         for values in (spec.mean, spec.std)
     )
     return mean, std
+
+
+def read_weights(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Reads (parameters, buffers) of `model` from the file at `path`, by the model's names.
+
+    `path` is a checkpoint of fedsim (OUT/checkpoints/STACK.safetensors), or a state dict. Integer
+    tensors that the file lacks, such as batch norm's counter, are those of `model`.
+
+    Raises:
+        FedsimError: the file is no safetensors file, or does not fit the model: a tensor is
+            missing, has another shape or type, or is not finite.
+    """
+    tensors = read_tensors(path)
+    of_checkpoint = any(name.startswith("parameter.") for name in tensors)
+    prefixes = ("parameter.", "buffer.") if of_checkpoint else ("", "")
+    return (
+        _select(path, tensors, prefixes[0], dict(model.named_parameters())),
+        _select(path, tensors, prefixes[1], dict(model.named_buffers())),
+    )
+
+
+def _select(
+    path: Path, tensors: dict[str, Tensor], prefix: str, expected: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    chosen = {}
+    for name, tensor in expected.items():
+        value = tensors.get(prefix + name)
+        if value is None and not tensor.is_floating_point():
+            value = tensor.clone()  # a counter of batch norm, which no client releases
+        if value is None:
+            raise FedsimError(
+                f"{path}: no tensor {prefix + name!r}; the weights have to be of the model that "
+                "the scenario describes"
+            )
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise FedsimError(
+                f"{path}: {prefix + name} is {value.dtype} {list(value.shape)}, the scenario's "
+                f"model has {tensor.dtype} {list(tensor.shape)}; describe the model of "
+                "these weights"
+            )
+        if not value.isfinite().all():
+            raise FedsimError(f"{path}: {prefix + name} has entries that are not finite")
+        chosen[name] = value
+    return chosen

@@ -8,9 +8,16 @@ from typing import Annotated, ClassVar, Literal, final
 from pydantic import Field
 from torch import nn
 
-from fedsim.models.base import Classifier, ModelPlugin
+from fedsim.models.base import (
+    Activation,
+    Classifier,
+    ModelPlugin,
+    Norm,
+    activation,
+    norm,
+    require_size,
+)
 from fedsim.models.head import assemble
-from fedsim.models.layers import Activation, Norm, activation, norm, require_size
 
 _POOL = 3
 # Channels of each 3x3 convolution in units of `width`, block by block; each block ends in a pool.

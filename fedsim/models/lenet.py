@@ -8,9 +8,8 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedsim.models.base import Classifier, ModelPlugin
+from fedsim.models.base import Activation, Classifier, ModelPlugin, activation, require_size
 from fedsim.models.head import assemble
-from fedsim.models.layers import Activation, activation, require_size
 
 _CHANNELS = 12
 _KERNEL = 5

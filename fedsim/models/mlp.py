@@ -8,9 +8,8 @@ from typing import Annotated, ClassVar, final
 from pydantic import Field
 from torch import nn
 
-from fedsim.models.base import Classifier, ModelPlugin
+from fedsim.models.base import Activation, Classifier, ModelPlugin, activation
 from fedsim.models.head import assemble
-from fedsim.models.layers import Activation, activation
 
 
 @final

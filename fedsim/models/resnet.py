@@ -9,9 +9,8 @@ from typing import Annotated, ClassVar, Literal, final
 from pydantic import Field
 from torch import nn
 
-from fedsim.models.base import Classifier, ModelPlugin
+from fedsim.models.base import Classifier, ModelPlugin, norm, require_size
 from fedsim.models.head import assemble
-from fedsim.models.layers import norm, require_size
 
 _MIN_SIDE = {"small": 5, "imagenet": 17}
 """Smallest side of an image, by stem."""

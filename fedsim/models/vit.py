@@ -8,9 +8,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from fedsim.models.base import Classifier, ModelPlugin
+from fedsim.models.base import Classifier, ModelPlugin, require_size
 from fedsim.models.head import assemble
-from fedsim.models.layers import require_size
 from fedsim.types import FedsimError
 
 _EPS = 1e-6

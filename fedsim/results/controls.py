@@ -26,8 +26,7 @@ from fedsim.contracts.target import main_target
 from fedsim.recording.files import load_observation, path_of, read_tensors, save_observation
 from fedsim.recording.truth import save_truth
 from fedsim.results.record import CONTROL, Row
-from fedsim.training.candidates import split_candidates
-from fedsim.training.client import Client
+from fedsim.training.client import Client, split_candidates
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.types import Dataset, FedsimError

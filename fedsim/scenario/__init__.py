@@ -11,12 +11,18 @@ A file with a `sweep:` section stands for several scenarios:
 from fedsim.scenario.build import build_stack, declared_training
 from fedsim.scenario.checks import cautions
 from fedsim.scenario.document import Document, ScenarioError, ScenarioProblem
-from fedsim.scenario.dump import dump
 from fedsim.scenario.model import Scenario
-from fedsim.scenario.overrides import grant_of, parameters_of
-from fedsim.scenario.resolve import resolve
+from fedsim.scenario.resolve import dump, resolve
 from fedsim.scenario.schema import json_schema
-from fedsim.scenario.sweep import Variant, expand, load, locate, open_document
+from fedsim.scenario.sweep import (
+    Variant,
+    expand,
+    grant_of,
+    load,
+    locate,
+    open_document,
+    parameters_of,
+)
 
 __all__ = [
     "Document",

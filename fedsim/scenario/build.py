@@ -9,7 +9,6 @@ import torch
 
 from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack
-from fedsim.contracts.data import DataSource
 from fedsim.contracts.defense import (
     AggregationDefense,
     DataDefense,
@@ -19,9 +18,8 @@ from fedsim.contracts.defense import (
     TrainingDefense,
     UpdateDefense,
 )
-from fedsim.contracts.engine import Engine
 from fedsim.contracts.guarantee import Release
-from fedsim.contracts.learner import Learner, Problem
+from fedsim.contracts.learner import DataSource, Engine, Learner, Problem
 from fedsim.contracts.plugins import Plugin
 from fedsim.contracts.stack import Stack, chain
 from fedsim.models.base import ModelPlugin

@@ -1,11 +1,11 @@
 """Scores reconstructions by pure functions of them and the truth. Nothing here needs Flower."""
 
-from fedsim.contracts.matching import MISSING as MISSING
-from fedsim.contracts.matching import align as align
+from fedsim.contracts.metric import MISSING as MISSING
 from fedsim.contracts.metric import Metric as Metric
 from fedsim.contracts.metric import ScoringError as ScoringError
 from fedsim.contracts.metric import Term as Term
 from fedsim.contracts.metric import Unavailable as Unavailable
+from fedsim.contracts.metric import align as align
 from fedsim.contracts.target import METRICS as METRICS
 from fedsim.scoring.accuracy import Accuracy as Accuracy
 from fedsim.scoring.accuracy import accuracy as accuracy

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.contracts.matching import MISSING
-from fedsim.contracts.metric import ScoringError
+from fedsim.contracts.metric import MISSING, ScoringError
 from fedsim.types import Reconstruction, Truth
 from fedsim.words import number_of
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.matching import assign
+from fedsim.contracts.metric import assign
 from fedsim.scoring.image import PSNR_CAP
 
 CHUNK = 256

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedsim.contracts.metric import ScoringError, Unavailable
-from fedsim.contracts.prior import GuessChances
+from fedsim.contracts.metric import GuessChances, ScoringError, Unavailable
 from fedsim.contracts.target import METRICS, Aids, GuessRequest, Resources, TargetScores, targets
 from fedsim.types import LARGEST, Reconstruction, Tensors, Truth
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.contracts.matching import align, match
 from fedsim.contracts.metric import (
+    GuessChances,
     Metric,
     MetricValue,
     ScoredPair,
@@ -20,9 +20,11 @@ from fedsim.contracts.metric import (
     TensorMetric,
     Term,
     Unavailable,
+    align,
+    bound_chances,
+    match,
     ordered,
 )
-from fedsim.contracts.prior import GuessChances, bound_chances
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
 from fedsim.scoring.guess import Guesser
 from fedsim.targets.images import aid_of, count_answers

@@ -10,9 +10,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedsim.contracts.matching import MISSING, align, match
-from fedsim.contracts.metric import Metric, ScoredPair, ScoringError, Term, Unavailable, ordered
-from fedsim.contracts.prior import MOST_CANDIDATES, GuessChances, bound_chances
+from fedsim.contracts.metric import (
+    MISSING,
+    MOST_CANDIDATES,
+    GuessChances,
+    Metric,
+    ScoredPair,
+    ScoringError,
+    Term,
+    Unavailable,
+    align,
+    bound_chances,
+    match,
+    ordered,
+)
 from fedsim.contracts.target import Aids, GuessRequest, Resources, Target, TargetGuess, TargetScores
 from fedsim.scoring import image
 from fedsim.scoring.guess import Guess, Guesser, RowGuesser

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedsim.contracts.matching import MISSING
-from fedsim.contracts.metric import Metric, ScoringError, Term, ordered
+from fedsim.contracts.metric import MISSING, Metric, ScoringError, Term, ordered
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
 from fedsim.targets.images import answers_labels_alone, described_guess, guessed_batch
 from fedsim.types import Truth

@@ -7,8 +7,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedsim.contracts.matching import MISSING, match
-from fedsim.contracts.metric import Metric, MetricValue, ScoredPair, ScoringError, Term, ordered
+from fedsim.contracts.metric import (
+    MISSING,
+    Metric,
+    MetricValue,
+    ScoredPair,
+    ScoringError,
+    Term,
+    match,
+    ordered,
+)
 from fedsim.contracts.target import Aids, GuessRequest, Target, TargetGuess, TargetScores
 from fedsim.targets.images import described_guess, guessed_batch
 from fedsim.targets.rows import TOLERANCE

@@ -1,10 +1,18 @@
 """One client: the examples that it holds, and what it computes from them when it is asked.
 
 A client is a value. Whoever wants another one, with other examples or of another seed, makes it.
+Coins set some of its examples aside, so that attacks can be asked who took part.
+
+A participant also learns of the others: it knows the weights at which a round began, what it sent
+itself, and the weights at which the next round begins. All n participants weigh the same. So the
+others' mean is (n m - u) / (n - 1), with m the mean that the weights tell and u the participant's
+own update. It is computed in float64; what is lost is what the weights lost when they were rounded.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,8 +23,7 @@ from fedsim import rng
 from fedsim.contracts.learner import Computation, LabelledBatches, Request
 from fedsim.contracts.target import HeldExamples, targets
 from fedsim.data import batches
-from fedsim.training.candidates import CandidateSplit
-from fedsim.training.inputs import digest
+from fedsim.rng import digest
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.types import (
@@ -26,6 +33,7 @@ from fedsim.types import (
     Dataset,
     FedsimError,
     LocalTraining,
+    Observation,
     RowTruth,
     Table,
     Tensors,
@@ -308,3 +316,138 @@ def _distinct(training: LocalTraining) -> int:
 
 _STEPS = "sampling.steps"
 """Name, in a client's state, of how many local steps it has taken over all its rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateSplit:
+    """Says which examples of a client are candidates, and which of these it trains on."""
+
+    examples: Tensor
+    """(N,) indices of the candidates among the training examples, ascending."""
+    members: Tensor
+    """(N,) bool: whether the client trains on each candidate, by a fair coin of its own."""
+
+    @property
+    def held_out(self) -> Tensor:
+        """Indices among the training examples of candidates that the client does not train on."""
+        return self.examples[~self.members]
+
+
+def split_candidates(
+    parts: Sequence[Tensor], inputs: Tensor, count: int, seed: int, *, least: int = 1
+) -> list[CandidateSplit]:
+    """Draws `count` candidates of each client, and tosses the coin of each.
+
+    The result has an entry for each client, in the order of `parts`.
+
+    Candidates and others of a client are drawn alike, so that nothing but the coin tells members
+    from others. An example whose content occurs twice among all training examples is no candidate:
+    its copy could be trained on while it is held out.
+
+    Args:
+        parts: Indices of each client's examples.
+        inputs: (n, ...) all training inputs, on the CPU.
+        count: Number of candidates of a client.
+        seed: Seed of the draws and coins.
+        least: Least number of examples that a client has to keep.
+
+    Raises:
+        FedsimError: a client has too few examples without a copy, or would keep too few.
+    """
+    # Compared by content, since a copy has an index of its own.
+    digests = [rng.of_bytes(each.contiguous().numpy().tobytes()) for each in inputs]
+    times = Counter(digests)
+    single = torch.tensor([times[digest] == 1 for digest in digests])
+    splits = []
+    for client, own in enumerate(parts):
+        fit = own[single[own]]
+        if len(fit) < count:
+            raise FedsimError(
+                f"observe.candidates: client {client} holds {number_of(len(fit), 'example')} "
+                f"without a copy, and {count} candidates were asked for; ask for fewer, lower "
+                "data.clients or use a larger source"
+            )
+        # A stream of its own: a client's coins do not depend on how many clients there are.
+        stream = rng.generator(seed, "candidates", client)
+        drawn = fit[torch.randperm(len(fit), generator=stream)[:count]].sort().values
+        members = torch.rand(count, generator=stream) < 0.5
+        split = CandidateSplit(examples=drawn, members=members)
+        if len(own) - len(split.held_out) < least:
+            raise FedsimError(
+                f"observe.candidates: without the candidates that its coins hold out, client "
+                f"{client} keeps {len(own) - len(split.held_out)} examples, fewer than the {least} "
+                "of a batch; ask for fewer candidates or use smaller batches"
+            )
+        splits.append(split)
+    return splits
+
+
+_PARTS = ("update", "own_buffer", "parameter", "buffer")
+
+
+def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
+    """Returns what a participant keeps of a round, by name: its `update`, and the global model.
+
+    `parameters` and `buffers` are those of the global model that the update started from. Names
+    begin with `update.`, `own_buffer.`, `parameter.` or `buffer.`.
+    """
+    parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
+    return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
+
+
+def look(
+    server: Server,
+    client: int,
+    round: int,
+    kept: Tensors,
+    parameters: Tensors,
+    buffers: Tensors,
+) -> Observation:
+    """Returns what `client` sees of the others in `round`, assuming that all of them answered.
+
+    The update is the others' mean. The observation's `client` is the one that looks, and its
+    `num_clients` counts the others alone.
+
+    Args:
+        server: What every participant knows of the federation.
+        client: Number of the participant that looks.
+        round: Round whose updates made the new global model.
+        kept: What the participant kept of that round (`pack_round`).
+        parameters: Parameters of the new global model.
+        buffers: Buffers of the new global model.
+
+    Raises:
+        FedsimError: the learner's models do not tell the mean (`Computation.told_update`).
+    """
+    update, own_buffers, before, old_buffers = (_under(kind, kept) for kind in _PARTS)
+    others = len(server.plan(round).participants) - 1
+
+    def without_own(mean: Tensor, own: Tensor) -> Tensor:
+        # The model tells the mean over all; n means less one's own are the sum of the others.
+        rest = ((others + 1) * mean.double() - own.double()) / others
+        return rest.to(own.dtype)
+
+    training = server.scale_rate(server.training, round)
+    told = {
+        name: server.computation.told_update(before[name], parameters[name], training)
+        for name in parameters
+    }
+    seen = Update(
+        tensors={name: without_own(told[name], update[name]) for name in parameters},
+        num_examples=0,
+        buffers={name: without_own(buffers[name], own) for name, own in own_buffers.items()},
+    )
+    return server.observation(
+        round,
+        client,
+        seen,
+        {name: before[name] for name in parameters},
+        {**buffers, **old_buffers},
+        num_clients=others,
+        watcher="client",
+    )
+
+
+def _under(kind: str, kept: Tensors) -> Mapping[str, Tensor]:
+    prefix = f"{kind}."
+    return {n.removeprefix(prefix): value for n, value in kept.items() if n.startswith(prefix)}

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from torch import Tensor
 
-from fedsim.contracts.data import DataSource
+from fedsim.contracts.learner import DataSource
 from fedsim.data.batches import distinct
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, plugin_class

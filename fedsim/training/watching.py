@@ -1,4 +1,4 @@
-"""Watches which images and labels a PyTorch training loop really computes its steps from.
+"""Watches which images and labels a PyTorch training loop computes its steps from, and keeps them.
 
 Nothing of the loop is changed. What counts is what the model is called with, not what a loader
 yields: after all transforms, and only where gradients are computed. An input and the labels that a
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fedsim.recording.deployed_parts import DeployedPart
+from fedsim.recording.witnessed import Witnessed, run_of, save_unseen, save_witnessed
+from fedsim.types import FedsimError
 
 _LOSSES = ("cross_entropy", "nll_loss")
 """Functions of torch.nn.functional; the modules of these losses call them."""
@@ -450,3 +455,82 @@ def _settings(group: Mapping[str, Any]) -> dict[str, float]:
 
 def _are_images(value: Tensor) -> bool:
     return value.ndim == _IMAGE_AXES and value.is_floating_point() and len(value) > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOrder:
+    """Identifies the order by which a client trained."""
+
+    run_id: int
+    """Number of the app's run."""
+    round: int
+    """Round that the order names; 0 if it names none."""
+    node_id: int
+    """Number of the client's node."""
+    message_id: str
+    """Identifies the order's message within the run."""
+    partition: int | None = None
+    """The client's number among the partitions of the data, if it has one."""
+
+
+_WATCHED = (
+    *("left_out", "sizes", "optimizer", "settings", "training_mode"),
+    *("rates", "factors", "proximal", "unmodelled"),
+)
+"""Fields of `Steps` that a testimony has under the same names."""
+
+
+def keep_testimony(
+    folder: Path, steps: Steps, order: TrainingOrder, mods: list[DeployedPart], max_bytes: int
+) -> None:
+    """Writes the watched `steps` of one `order` below `folder`.
+
+    `mods` are the parts of the app that change the answer, outermost first, and `max_bytes` bounds
+    all that is kept of a run. Where no truth was seen, the reason is written before it is raised.
+
+    Raises:
+        FedsimError: The training has no truth that an attack could be scored by, or no room.
+    """
+    if steps.failure is not None or not steps.images:
+        reason = _why_nothing(steps)
+        ids = order.run_id, order.round, order.node_id, order.message_id
+        save_unseen(folder, *ids, reason=reason)
+        raise FedsimError(reason)
+    watched = {name: getattr(steps, name) for name in _WATCHED}
+    said = Witnessed(**vars(order), images=len(steps.images), mods=mods, **watched, **steps.loss)
+    images = torch.stack(steps.images)
+    # Counted on disk, since each message may come to another process.
+    files = run_of(folder, order.run_id).rglob("*.safetensors")
+    used = sum(path.stat().st_size for path in files)
+    if used + images.numel() * images.element_size() > max_bytes:
+        raise FedsimError("there is no room for it below max_gib")
+    save_witnessed(
+        folder,
+        said,
+        {
+            "images": images,
+            "labels": torch.tensor(steps.labels),
+            "order": torch.tensor(steps.order),
+        },
+    )
+
+
+def _why_nothing(steps: Steps) -> str:
+    """Returns the reason why a training has no truth that fedsim could score an attack by."""
+    if steps.failure is not None:
+        return f"the witness cannot follow how the client trains: {steps.failure}"
+    if steps.saw_images:
+        return (
+            "the model was called with images, and no cross-entropy (or negative log-likelihood) "
+            "of one class number for each image was seen: fedsim attacks classifiers of images, "
+            "and not segmentation, several labels of an image, or other losses"
+        )
+    if steps.called_with is not None:
+        return (
+            f"the model was called with {steps.called_with}: in apps that are not its own, fedsim "
+            "attacks images alone (floating point, of shape (N, C, H, W)), not text or tables"
+        )
+    return (
+        "no model was seen that computes gradients in the client's own thread; "
+        "docs/your-own-flower-app.md says what can be seen"
+    )

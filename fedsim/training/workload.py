@@ -18,8 +18,7 @@ from fedsim.data.partition import partition
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, declared_training
 from fedsim.scenario.document import blaming
-from fedsim.training.candidates import CandidateSplit, split_candidates
-from fedsim.training.client import Client, ClientResult
+from fedsim.training.client import CandidateSplit, Client, ClientResult, split_candidates
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Census, Server
 from fedsim.training.source import build_source, load_dataset, private_statistics

@@ -328,7 +328,7 @@ def test_what_an_attack_needs_has_to_be_granted(install: Install) -> None:
 
 
 ENGINE = """
-from fedsim.contracts.engine import Engine
+from fedsim.contracts.learner import Engine
 from fedsim.federation.engine import FlowerEngine
 
 class Mute(Engine):

@@ -5,8 +5,13 @@ import torch
 from torch import nn
 
 from fedsim.models.base import build
-from fedsim.models.batched import local_updates, require_batched
-from fedsim.models.local import gradient, local_update, loss_function
+from fedsim.models.local import (
+    gradient,
+    local_update,
+    local_updates,
+    loss_function,
+    require_batched,
+)
 from fedsim.types import FedsimError, LocalTraining, ModelSpec, StepRule
 
 CLIENTS, BATCH, CLASSES = 5, 3, 4

@@ -11,7 +11,7 @@ from scipy.interpolate import BSpline
 from torch import Tensor
 
 from fedsim.models.base import Classifier, build
-from fedsim.models.splines import basis_size, spline_basis
+from fedsim.models.kan import basis_size, spline_basis
 from fedsim.types import ModelSpec
 
 DEGREES = [1, 2, 3, 5]

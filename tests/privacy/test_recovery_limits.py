@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.contracts.prior import bound_chances
+from fedsim.contracts.metric import bound_chances
 from fedsim.privacy.membership import tpr_limit
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.recovery import (

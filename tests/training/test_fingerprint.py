@@ -19,10 +19,10 @@ from fedsim.contracts.stack import Stack
 from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.secure_aggregation import plan
 from fedsim.privacy.ledger import Entry
+from fedsim.rng import digest
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
 from fedsim.training import spending
-from fedsim.training.inputs import digest
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError, LocalTraining

@@ -386,7 +386,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             SEEDS,
         ),
         "pairs of least distance in place of least squared error": swap(
-            "fedsim/contracts/matching.py:match", "distance.square()", "distance", BESIDE
+            "fedsim/contracts/metric.py:match", "distance.square()", "distance", BESIDE
         ),
     },
     # Results are the same on another processor.
@@ -697,7 +697,7 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
     # N trials are n victims.
     11: {
         "a client that trains on candidates which its coins hold out": swap(
-            "fedsim/training/candidates.py:CandidateSplit.held_out",
+            "fedsim/training/client.py:CandidateSplit.held_out",
             "~self.members",
             "self.members",
             "tests/training/test_workload.py",

@@ -21,7 +21,7 @@ from fedsim.cli import commands
 from fedsim.cli.exits import exits
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Knowledge
-from fedsim.contracts.matching import match
+from fedsim.contracts.metric import match
 from fedsim.data.bundled import Digits
 from fedsim.report.leaderboard import accuracy_of, images
 from fedsim.report.row import LeaderboardRow

@@ -24,10 +24,10 @@ import fedsim
 from fedsim.attacking.jobs import reconstruction_path, seed_of
 from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.attack import Attack, AttackState, solve
-from fedsim.contracts.data import DataSource
 from fedsim.contracts.defense import UpdateDefense
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.guarantee import Guarantee
+from fedsim.contracts.learner import DataSource
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, read_tensors

@@ -13,8 +13,8 @@ from plugins_here import registered
 from safetensors.torch import save_file
 
 from fedsim.audit import audited_epsilon
-from fedsim.contracts.data import DataSource
 from fedsim.contracts.defense import global_norm
+from fedsim.contracts.learner import DataSource
 from fedsim.data.bundled import Digits
 from fedsim.data.images import statistics
 from fedsim.results import rows

@@ -13,7 +13,7 @@ from plugins_here import Idle, registered
 import fedsim
 from fedsim.attacking.jobs import reconstruction_path
 from fedsim.contracts.attack import AttackState
-from fedsim.contracts.data import DataSource
+from fedsim.contracts.learner import DataSource
 from fedsim.recording.files import read_tensors
 from fedsim.recording.truth import load_truth
 from fedsim.report.leaderboard import leaderboard_rows

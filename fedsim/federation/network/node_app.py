@@ -23,12 +23,12 @@ from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.federation.secure_aggregation.answers import SumIdentity
 from fedsim.federation.secure_aggregation.secrets import Identity
+from fedsim.rng import digest
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import PluginRef
 from fedsim.scenario.resolve import resolve
 from fedsim.system import threads
 from fedsim.training.client import Client
-from fedsim.training.inputs import digest
 from fedsim.training.server import Census
 from fedsim.training.source import build_source, load_source, private_statistics
 from fedsim.training.workload import IN_LOG, OneClient, Workload

@@ -24,8 +24,8 @@ from fedsim.federation.secure_aggregation.client import Memory, SumClient
 from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import SECRET, Identity, Published
 from fedsim.federation.secure_aggregation.secrets import digest as digest_of
+from fedsim.rng import digest
 from fedsim.training.client import ClientResult
-from fedsim.training.inputs import digest
 from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
-from fedsim.models.splines import spline_basis
+from fedsim.models.kan import spline_basis
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
