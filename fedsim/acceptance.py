@@ -83,10 +83,7 @@ class Accepted:
 
 
 def describe_left_out(described: Dataset | Table) -> list[str]:
-    """Returns at most one line, on files or columns that the data source found and did not use.
-
-    `described` is the data without its training split.
-    """
+    """Returns at most one line, on files or columns that the data source found and did not use."""
     if not described.left_out:
         return []
     total = sum(count for _, count in described.left_out)
@@ -98,7 +95,7 @@ def describe_left_out(described: Dataset | Table) -> list[str]:
 def describe_near_copies(server: Server) -> list[str]:
     """Returns at most one line, on images of observed clients that nearly copy public images.
 
-    There is none for tables, nor for clients elsewhere: their rows say it once the truth is there.
+    There is none for clients elsewhere: their rows say it once the truth is there.
     """
     if not isinstance(server, Workload) or not isinstance(server.dataset, Dataset):
         return []
@@ -114,10 +111,7 @@ def describe_near_copies(server: Server) -> list[str]:
 
 
 def describe_claim(server: Server, claim: PrivacyClaim) -> str:
-    """Returns one line on a stack's ε, and on the noise that was found for a requested ε.
-
-    `claim` is the privacy claim of the stack of `server`.
-    """
+    """Returns one line on a stack's ε, and on the noise that was found for a requested ε."""
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
         for target, multiplier in spending.found_noises(server.stack)
@@ -176,10 +170,7 @@ def open_scenario(
 
 @contextmanager
 def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
-    """Adds file and line to a FedsimError of the block whose text begins with a key of a file.
-
-    Of a `document` that comes from no file, errors stay as they are.
-    """
+    """Adds file and line to a FedsimError of the block whose text begins with a key of a file."""
     try:
         yield
     except FedsimError as error:
@@ -187,10 +178,7 @@ def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator
 
 
 def place_of(index: int, variants: Sequence[Variant]) -> str:
-    """Returns the variant's place in its sweep, such as `2/4 `; empty where there is no sweep.
-
-    `index` counts from 0.
-    """
+    """Returns the variant's place in its sweep, from 1, such as `2/4 `; empty without a sweep."""
     return f"{index + 1}/{len(variants)} " if variants[index].label else ""
 
 

@@ -191,15 +191,7 @@ class _Execution:
     def __init__(
         self, accepted: Accepted, out: Path, resume: bool, workers: int | None, link: Link | None
     ) -> None:
-        """Store what to run, and resolve the device and the number of workers.
-
-        Args:
-            accepted: The scenario with its data.
-            out: The folder to fill.
-            resume: Whether to go on with what `out` holds.
-            workers: Processes of the attack stage; None: as many as the machine takes.
-            link: To nodes that are elsewhere.
-        """
+        """Stores what to run, and resolves the device and the number of workers."""
         self.accepted = accepted
         self.scenario, self.servers = accepted.scenario, accepted.servers
         self.deployed, self.place = accepted.deployed, accepted.place
@@ -224,11 +216,7 @@ class _Execution:
         return f"run:{run_name(self.out)}"
 
     def execute(self, display: progress.Display) -> None:
-        """Federates every stack, attacks every recording, and writes the record.
-
-        Raises:
-            FedsimError: the folder holds another run, or the work failed.
-        """
+        """Federates every stack, attacks every recording, and writes the record."""
         started = time.perf_counter()
         # Asked again, now under the folder's own lock: earlier variants may have taken hours.
         self.refuse_other_run()
@@ -254,13 +242,7 @@ class _Execution:
         self.attack(display, started)
 
     def attack(self, display: progress.Display, started: float | None = None) -> None:
-        """Attacks and scores every recording whose truth is there, then reports.
-
-        `started` is when the work began, by `time.perf_counter`; None: now.
-
-        Raises:
-            FedsimError: the work failed.
-        """
+        """Attacks and scores every recording whose truth is there, then reports."""
         started = time.perf_counter() if started is None else started
         # Both kinds of updates, the clients' and those of public images, have the same attackers.
         with Workers(self.workers) as workers:
@@ -449,12 +431,7 @@ class _Execution:
         return [name for name, server in self.servers.items() if not server.effect().known]
 
     def refuse_other_run(self) -> None:
-        """Refuses a folder with results that this run could not go on from.
-
-        Raises:
-            FedsimError: the folder holds a run that is not to be resumed, a run of another
-                scenario, or rows of another scenario.
-        """
+        """Refuses a folder with results that this run could not go on from."""
         earlier.refuse_other_run(self.out, self.resolved, self.resume)
         keys = {job.key for job, _ in self._planned}
         last = self.scenario.training.rounds

@@ -1,8 +1,4 @@
-"""Stages of every run once its folder has recordings: attack and score them, then report.
-
-`fedsim.run` comes here after training, `fedsim.assess` after it has made a run's folder of what a
-tap recorded.
-"""
+"""Stages of every run once its folder has recordings: attack and score them, then report."""
 
 from __future__ import annotations
 
@@ -25,10 +21,7 @@ Finished = Callable[[Job, Result], None]
 
 
 def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Display) -> Finished:
-    """Returns a callback that appends the row of a finished attack to `path` and shows progress.
-
-    `row` makes that row from the job and its result.
-    """
+    """Returns a callback that appends the row of a finished attack to `path` and shows progress."""
 
     def on_result(job: Job, result: Result) -> None:
         # On the disk before the display says that it is done: a kill loses no finished attack.
@@ -46,10 +39,7 @@ def attack(
     *,
     workers: Workers,
 ) -> None:
-    """Runs and scores every attack, and shows its progress on `display`.
-
-    `on_result` is called with each job and its result. `setting` is what all attacks share.
-    `workers` are the processes that attack, inside their `with` block.
+    """Runs and scores every attack by `workers`, in their block, and shows progress on `display`.
 
     Raises:
         RunFailed: an attacking process died.

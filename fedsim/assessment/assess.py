@@ -1,8 +1,6 @@
-"""From what a tap recorded of anybody's Flower app to a run's folder, which is attacked as any is.
+"""Attacks what a tap recorded of anybody's Flower app, in a run's folder as `fedsim run` fills it.
 
-The tap's recording holds what the server saw and nothing else. What an attacker on the server knows
-besides (the model's code, the normalization, how clients train) is said here, or read from what the
-witness wrote down beside the truth.
+The recording holds what the server saw. What an attacker knows besides is said here or witnessed.
 """
 
 from __future__ import annotations
@@ -133,11 +131,7 @@ class _TappedRun:
 
     @classmethod
     def read(cls, tapped: Path, homes: Sequence[str | Path], asked: AssessSettings) -> _TappedRun:
-        """Reads the run that `asked` names below `tapped`, and what witnesses wrote to `homes`.
-
-        Raises:
-            FedsimError: a file is missing or damaged, or nothing that is asked for was witnessed.
-        """
+        """Reads the run that `asked` names below `tapped`, and what witnesses wrote to `homes`."""
         source = run_folder(tapped, asked.run)
         exchanges = read_exchanges(source)
         said: dict[str, Testimony] = {}

@@ -38,8 +38,7 @@ class AssessmentContext:
     guess_is_public: bool
     """Whether the guess was learned from others' images, and not from the victims' own."""
     simulation_errors: Mapping[str, float | None]
-    """Observation id -> `fedsim.attacking.replay.simulation_error`, a share of the update's L2
-    norm; None if not simulated."""
+    """Observation id -> `fedsim.attacking.replay.simulation_error`."""
     privacy: Mapping[str, Row]
     """Privacy of each observation against the server; empty where nothing is accounted."""
 
@@ -65,9 +64,8 @@ class AssessmentContext:
 def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
     """Returns a line of `rounds.jsonl` for each recorded round, in the order of rounds.
 
-    `stack` is the name of the defenses that clients are declared to apply. `participants` has a
-    number from 0 for each answer, whoever gave it. `train_loss` is the plain mean of the losses
-    that are stated; None if none is, or if it is not finite.
+    `stack` names the clients' defenses. `participants` numbers the answers from 0. `train_loss` is
+    the plain mean of the losses that are stated; None if none is, or if it is not finite.
     """
     found = []
     for round in sorted({each.round for each in exchanges}):
@@ -89,14 +87,9 @@ def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
 def command_of(
     source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
 ) -> str:
-    """Returns the shell command that repeats the assessment.
+    """Returns the shell command that repeats the assessment of the run in `source`.
 
-    Args:
-        source: Folder of the recorded run.
-        model: Model, or text that says where it is. Of an object the command names the class,
-            which whoever runs the command may have to replace by what builds it.
-        homes: Folders of the witnesses.
-        asked: Settings of the assessment.
+    A model that is an object is named by its class, which may not be what builds it.
     """
     named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__name__}"
     words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
@@ -135,8 +128,5 @@ def _join_values(values: Sequence[float]) -> str:
 
 
 def slug(name: str) -> str:
-    """Returns `name` as a file may be called, or `app` if nothing of it is left.
-
-    Characters other than letters, digits and `_+-` become hyphens, and 64 characters are kept.
-    """
+    """Returns `name` as a file may be called, of at most 64 characters; `app` if none is left."""
     return re.sub(r"[^A-Za-z0-9_+-]+", "-", name).strip("-.+_")[:64] or "app"

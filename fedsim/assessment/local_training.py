@@ -58,8 +58,6 @@ class AppTraining:
     def training(self, each: Picked) -> LocalTraining:
         """Returns the local training of one attacked client, as attacks are told it.
 
-        Where that is an approximation, `notes` gets a line.
-
         Raises:
             FedsimError: the training is neither declared nor witnessed, or does not fit the images.
         """
@@ -134,10 +132,7 @@ class AppTraining:
         )
 
     def _rule(self, each: Picked, lr: float) -> StepRule | None:
-        """Returns how the witnessed steps differ from SGD on the mean cross-entropy.
-
-        It is None if they do not. What no attack simulates is added to the notes.
-        """
+        """Returns how the witnessed steps differ from SGD on the mean cross-entropy, if they do."""
         said, settings = each.testimony.said, each.testimony.said.settings
         unmodelled = [*said.unmodelled]
         optimizer = _OPTIMIZERS.get(str(said.optimizer), "sgd")
@@ -177,11 +172,7 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns the clients' defenses: (stack's name, announced members, effect).
-
-        `training` is what the method `training` returned. A member is a defense's `name` and its
-        parameters, as in `Observation.defense`. Without defenses the stack's name is `none`.
-        """
+        """Returns the clients' defenses: stack, members as in `Observation.defense`, and effect."""
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)

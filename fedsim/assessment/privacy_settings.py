@@ -70,15 +70,10 @@ class PrivacySettings:
     """Number of the last recorded round, which bounds the times that a client took part."""
 
     def describe_privacy(self, each: Picked, training: LocalTraining) -> tuple[Row, list[str]]:
-        """Returns a result's `privacy` of one attacked client, and lines that explain it.
+        """Returns the `privacy` of an attacked client against the server, and lines about it.
 
-        The privacy is that against the server, which sees the client's answer. It has the fields of
-        a `PrivacyClaim`, with the text `inf` for an infinite ε. It is empty where nothing was found
-        that claims any.
-
-        Args:
-            each: The attacked answer of a client.
-            training: Local training of that client.
+        It has the fields of a `PrivacyClaim`, with the text `inf` for an infinite ε, and is empty
+        where nothing was found that claims any.
         """
         found, lines = self.defenses, []
         privacy: Row = {}
@@ -198,10 +193,7 @@ def _of_one(parts: Sequence[DeployedPart], exchange: Exchange) -> FoundDefenses:
 
 
 def _ref_of(part: DeployedPart, told: Mapping[str, object]) -> PluginRef | None:
-    """Returns the defense that declares to be `part`, with its settings; None if there is none.
-
-    `told` has what the order or the answer states, from which some parts take settings.
-    """
+    """Returns the defense that declares to be `part`, told what messages state, if there is one."""
     for installed in plugins.list_installed("fedsim.defenses"):
         cls = installed.cls
         if cls is None or not issubclass(cls, UpdateDefense):

@@ -143,12 +143,9 @@ def _find_epsilon(
 
 
 def _find_unbounded(reply: Tensors) -> str:
-    """Returns why Flower's clip or noise does not act on all tensors of a reply; empty if both do.
-
-    NumPy makes a copy of a single number, which is scaled in place of the update's own. Noise on
-    integers is rounded to integers.
-    """
+    """Returns why Flower's clip or noise misses some tensors of a reply; empty if it does not."""
     for name, value in reply.items():
+        # NumPy makes a copy of a single number, which is scaled in place of the update's own.
         if not value.ndim:
             return f"{printable(name)} is a single number, which the clip does not scale"
         if not value.is_floating_point():

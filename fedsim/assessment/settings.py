@@ -35,8 +35,7 @@ class AssessSettings:
     classes: int | None = None
     """Number of outputs of the model; default as many as it has."""
     answer: TappedAnswer = "weights"
-    """What the app's clients send: `weights`, a `delta` from the server's weights, or a
-    `gradient`."""
+    """What clients send: `weights`, a `delta` from the server's weights, or a `gradient`."""
     prefix: str = ""
     """Text before the names that the app sends in the model's own, if it sends a part."""
     local: Mapping[str, float] | None = None

@@ -37,15 +37,13 @@ def pick(
     rounds: Collection[int] | Literal["last"],
     clients: int,
 ) -> list[Picked]:
-    """Returns the exchanges that are attacked: those with truth, of the chosen rounds and clients.
-
-    They are sorted by round, and those of a round by the client's number.
+    """Returns the exchanges that are attacked, sorted by round and the client's number.
 
     Args:
         exchanges: All recorded exchanges.
         said: Message id -> what a witness saw of that exchange.
-        rounds: Rounds to attack, or "last" for the last one with truth. A round without truth is
-            passed over.
+        rounds: Rounds to attack, or "last" for the last one with truth; those without are passed
+            over.
         clients: Most clients to attack in each round, by ascending number.
 
     Raises:
@@ -102,8 +100,6 @@ class Examples:
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
         """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) that a witness saw, on the CPU.
 
-        `testimony` is what the witness wrote of one exchange.
-
         Raises:
             FedsimError: a pixel is outside [0, 1], a label is none of the model's classes, or the
                 normalization has another number of channels.
@@ -143,16 +139,9 @@ def guesser_of(
     examples: Examples,
     notes: list[str],
 ) -> tuple[scoring.Guesser, bool]:
-    """Learns the zero-information guess from what other clients trained on.
+    """Learns the zero-information guess from what clients that are not `picked` trained on.
 
-    Where no other client was witnessed, the guess is learned from the victims' own images. That is
-    better than any outsider's guess, so that gains over it are understated.
-
-    Args:
-        said: Message id -> what a witness saw of that exchange.
-        picked: Exchanges that are attacked.
-        examples: Reader of a witness's images and labels.
-        notes: Lines for the report, to which a caution is added.
+    Without such clients it is learned from the victims' own images, and `notes` get a caution.
 
     Returns:
         The guesser, and whether other clients were witnessed.

@@ -18,11 +18,10 @@ _CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<ca
 
 
 def built_model(named: str) -> nn.Module:
-    """Imports and builds the model that `named` says.
+    """Imports and builds the model that `named` says; a model is returned as it is.
 
-    `named` is `module:Class` or `module:function(key=value)`, whose values are literals. A name
-    that is a model already is taken as it is. The module is found as Python finds it from the
-    current folder, which is put first in `sys.path` and stays there.
+    `named` is `module:Class` or `module:function(key=value)`, whose values are literals. The
+    current folder is put first in `sys.path` and stays there.
 
     Raises:
         FedsimError: `named` cannot be imported or built, or builds no model.
@@ -63,11 +62,7 @@ def _arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
-    """Returns the number of outputs of the model, by a trial on two black images.
-
-    Args:
-        model: Model in any mode, which the trial leaves unchanged.
-        shape: (C, H, W) of the model's images.
+    """Returns the number of outputs of the model, by a trial on black images of `shape` (C, H, W).
 
     Raises:
         FedsimError: the model does not take such images.

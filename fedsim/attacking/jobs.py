@@ -27,19 +27,14 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Holds what all jobs of a run share.
-
-    `device` is where attacks compute and answers are scored, as torch names it. `granted` is what
-    the threat model grants every attack, and `lpips_backbone` the network of the metric LPIPS.
-    """
+    """Holds what all jobs of a run share."""
 
     root: Path
     """The run's folder."""
     device: str
     granted: Grant
     guesser: scoring.Guesser | scoring.RowGuesser | None
-    """Zero-information guesser of batches; None for a closed-form learner, whose rows are guessed
-    from the other rows."""
+    """Zero-information guesser of batches; None for a closed-form learner."""
     lpips_backbone: scoring.Backbone
     lpips_weights: str | None
     """Path of the backbone's weights; None for those in torchvision's cache, if any."""
@@ -62,10 +57,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Names one attack on one observation.
-
-    `attack` is the name it is registered by, and `parameters` are those that it is given.
-    """
+    """Names one attack, by its registered name and `parameters`, on one observation."""
 
     observation: Path
     """Path of the observation's JSON file."""
@@ -106,8 +98,7 @@ class Result:
     reason: str | None
     """Why the status is not `ok`; None if it is."""
     metrics: dict[str, float | None]
-    """Every metric's name -> its value; None where it was not measured. All are None without an
-    answer that could be scored."""
+    """Every metric's name -> its value; None where it was not measured."""
     per_image: dict[str, list[float]]
     """Metric -> its value for each true image, in the order of the truth."""
     certificate: scoring.Certificate | None = None
@@ -117,11 +108,10 @@ class Result:
     stages: int | None = None
     """Number of stages that the attack cut the model's body into; None if it cuts none."""
     baseline: dict[str, Any]
-    """Metrics of the zero-information guess, its `name`, the number of images that it was learned
-    from (`public`, and `public_per_image` of the guess), and PSNR `per_image`."""
+    """Row of the zero-information guess, see `scoring.score_guess`."""
     victims: list[str] | None
-    """Digest of each true image, or row that took part, in the order of the truth; equal content
-    has equal digests. None for an update that was never recorded."""
+    """Digest of each true image or row that took part, in the order of the truth. None for an
+    update that was never recorded."""
     tensor_bound: TensorBound | None
     """What theory predicts of the attack's error; None if it speaks of other attacks."""
     chances: dict[str, GuessChances] = field(default_factory=dict)
@@ -129,18 +119,17 @@ class Result:
     cost: dict[str, float | int | None]
     """Fields that the function `cost` names; all but `seconds` are None if there is no answer."""
     local_losses: tuple[float, float] | None
-    """Mean loss on the images of the truth before local training and after it; None for a single
-    gradient, and for rows."""
+    """Mean loss on the true images before and after local training; None for one gradient, and
+    rows."""
 
 
 def asked_about(
     attack: Attack[AttackState], recorded: Iterable[Observation]
 ) -> Iterator[Observation]:
-    """Yields the recordings of a stack that `attack` is asked about, in their order.
+    """Yields the recordings of a stack, ordered by round, that `attack` is asked about.
 
-    They are all, but for attacks on updates that join rounds: these look at the recordings of all
-    rounds together, and are asked once of each watcher and client, at its last.
-    Of sources a watcher is asked once for all clients. `recorded` are ordered by round.
+    They are all but for attacks that join rounds, which are asked once of each watcher and client,
+    at its last recording; about sources, once of each watcher for all clients.
     """
 
     def watcher(seen: Observation) -> tuple[str, int | None]:
@@ -157,31 +146,22 @@ def asked_about(
 
 
 def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observation) -> Truth:
-    """Returns `truth` with the records of all clients that the watcher of an observation saw.
-
-    `root` is the run's folder, and `path` the observation's JSON file.
-    """
+    """Returns `truth` with the records of all clients that the watcher of an observation saw."""
     seen = paths_beside(path, observation)
     ids = [f"{each.parents[1].name}/{each.parent.name}/{each.stem}" for each in seen]
     return add_sources(truth, root, ids)
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
-    """Returns the path of a reconstruction below the run's folder `root`.
-
-    `label` names the attack, and `observation_id` the observation.
-    """
+    """Returns the path of the reconstruction by the attack called `label` in the run in `root`."""
     stack, _, rest = checked_id(observation_id).partition("/")
     return root / "reconstructions" / stack / label / f"{rest}.safetensors"
 
 
 def seed_of(observation: Observation, label: str) -> int:
-    """Returns the seed of the attack called `label`, a function of the victim, not of the defense.
-
-    So all stacks are attacked from the same starting points, and compared like for like.
-    """
+    """Returns the seed of the attack called `label`: of the victim, not of the defense."""
     training = observation.training
-    # No name of a stack is among these.
+    # No name of a stack is among these, so that all are attacked from the same starting points.
     victim = (observation.round, observation.client, training.batch_size, observation.trial)
     return rng.derive(observation.seed, "attack", label, *victim)
 
@@ -189,9 +169,8 @@ def seed_of(observation: Observation, label: str) -> int:
 def hide_defenses(observation: Observation) -> Observation:
     """Returns what an attack sees that is not told of the defenses: an undefended update.
 
-    A model that a defense altered stays as it is, since the attacker has its code and weights. So
-    do the local steps. Dropout is hidden, and so is noise on the rows or statistics of a release.
-    The copy's `defense` is empty, and of its `effect` only `model` is left.
+    A model that a defense altered stays, since the attacker has its code and weights; so do the
+    local steps. Dropout is hidden, and noise on the rows or statistics of a release.
     """
     spec = observation.spec
     if isinstance(spec, ReleaseSpec):
@@ -208,10 +187,7 @@ def hide_defenses(observation: Observation) -> Observation:
 def score_answer(
     job: Job, answer: AttackAnswer, bound: TensorBound | None, setting: Setting, aids: Aids
 ) -> Result:
-    """Scores an attack's answer, writes the reconstruction, and returns the result.
-
-    A failure is returned as a result with its reason and cost. No attack is loaded here: a process
-    that scores need not have its package, and the attack could look for the truth.
+    """Scores an attack's answer or failure, writes the reconstruction, and returns the result.
 
     Args:
         job: The attack and its observation.
@@ -223,6 +199,7 @@ def score_answer(
     Raises:
         FedsimError: the recording or its truth cannot be read.
     """
+    # No attack is loaded here: it could look for the truth, and its package may be missing.
     observation = load_observation(job.observation, setting.device)
     truth = load_truth(setting.root, observation.id, observation.num_clients)
     solution, reason = answer.solution, answer.reason
@@ -266,11 +243,7 @@ def score_answer(
 
 
 def cost(solution: Solution) -> dict[str, float | int | None]:
-    """Returns what an attack cost, over all its restarts, as fields of a row.
-
-    They are `seconds`, `iterations`, `iterations_per_second` (None if either is 0) and
-    `peak_memory_bytes`.
-    """
+    """Returns what an attack cost, over all its restarts, as fields of a row."""
     iterations, seconds = solution.iterations, solution.seconds
     return {
         "seconds": seconds,
@@ -295,10 +268,7 @@ def _victims(truth: Truth) -> list[str]:
 def result_without_attack(observation: Observation, status: Status, reason: str) -> Result:
     """Returns the result of a job without an attack: nothing is scored or guessed.
 
-    Args:
-        observation: The observation that was planned, without its tensors.
-        status: State of the job: `failed`, or `unseen` where the vantage shows no update.
-        reason: Why there is no attack.
+    `status` is `failed`, or `unseen` where the vantage shows no update; `reason` says why.
     """
     nothing = scoring.no_metrics()
     return Result(
@@ -322,8 +292,5 @@ def _cost_of_failure(seconds: float) -> dict[str, float | int | None]:
 
 
 def without_tensors(observation: Observation) -> Observation:
-    """Returns the observation with its recorded tensors left out.
-
-    `update`, `buffers_update`, `parameters` and `buffers` are empty; all else stays.
-    """
+    """Returns the observation without the tensors that were recorded."""
     return replace(observation, update={}, buffers_update={}, parameters={}, buffers={})

@@ -63,15 +63,9 @@ def hand_over(
 ) -> tuple[Observation, Knowledge]:
     """Returns the observation as the threat model shows it, and what is handed over beside it.
 
-    Values from the truth are copied, so that an attack that writes into them changes no score.
-    Candidates, records and earlier rounds are not among the knowledge: `questions` adds them.
-
-    Args:
-        observation: As recorded. The client's new batch-norm buffers, from which its batch's
-            statistics follow, are withheld below `bn: inferred`.
-        truth: The observation's truth, with features only if the model has a head to record them.
-        granted: What the threat model grants; nothing else is handed over.
-        public: Public data of the observation's run.
+    The client's new batch-norm buffers are withheld below `bn: inferred`. Values from the truth are
+    copied, so that an attack that writes into them changes no score. Candidates, records and
+    earlier rounds are not among the knowledge: `questions` adds them.
 
     Raises:
         ValueError: what is granted is not there to be handed over.
@@ -108,11 +102,7 @@ def _withhold(observation: Observation, granted: Grant) -> Observation:
 def hand_over_candidates(
     truth: Truth | None, seen: tuple[Observation, ...]
 ) -> MembershipCandidates | None:
-    """Returns the candidates of an update with what else the watcher saw; None if there are none.
-
-    Of its `truth` inputs and labels of candidates are handed over. `seen` is what
-    `hand_over_rounds` returns.
-    """
+    """Returns the candidates of an update, with all rounds that were `seen`; None without any."""
     secret = truth.tensors() if truth else {}
     if CANDIDATE_MEMBERS not in secret:
         return None
@@ -128,18 +118,15 @@ def hand_over_candidates(
 def hand_over_rounds(
     observation: Observation, granted: Grant, seen: Sequence[Observation]
 ) -> tuple[Observation, ...]:
-    """Returns what the watcher of `observation` saw, as far as it is `granted`.
-
-    `seen` are its recordings up to this round. Where there are none, `observation` stands alone.
-    """
+    """Returns what the watcher of `observation` saw up to this round, as far as it is `granted`."""
     return tuple(_withhold(each, granted) for each in seen or (observation,))
 
 
 def hand_over_records(truth: Truth | None, seen: tuple[Observation, ...]) -> SourceRecords | None:
     """Returns the records whose client is asked for; None where the truth has none.
 
-    `truth` has the records of all clients (`add_sources`). `seen` is what `hand_over_rounds`
-    returns, in the order of the truth.
+    `truth` has the records of all clients (`add_sources`), and `seen` what `hand_over_rounds`
+    returns.
     """
     secret = truth.tensors() if truth else {}
     if SOURCE_INPUTS not in secret:
@@ -160,21 +147,17 @@ _AT_BOUND = 1 - 1e-6
 
 
 def remove_truncated(observation: Observation) -> Observation:
-    """Returns a copy of the observation, with zeros for entries that a defense truncated.
-
-    Truncated entries are those that a defense cut to a largest magnitude, `effect.truncated`. An
-    entry counts as truncated if it reaches that bound. The copy declares them as removed, by the
-    rule `others`, and no more as truncated.
+    """Returns the observation with zeros for entries that a defense truncated, declared as removed.
 
     The observation itself is returned if no defense truncates, or if noise hides which entries were
-    truncated. One client's update may have been scaled by an unknown factor. The bound is then at
-    most the update's largest magnitude, as the factor shrinks truncated entries alike.
+    truncated.
     """
     effect = observation.effect
     if effect.truncated is None or effect.noisy:
         return observation
     bound = effect.truncated * _AT_BOUND
     if effect.scaled and observation.num_clients == 1:
+        # A factor of the update shrinks truncated entries alike, and so the bound.
         largest = [float(t.abs().max()) for t in observation.update.values() if t.numel()]
         bound = min(bound, max(largest, default=math.inf) * _AT_BOUND or bound)
     update = {n: t.masked_fill(t.abs() >= bound, 0) for n, t in observation.update.items()}
@@ -192,17 +175,13 @@ def hand_over_row(
 ) -> Knowledge:
     """Returns the knowledge for a question about the row `target`.
 
-    The knowledge holds the other rows that took part, if granted, in one tensor for each client. It
-    holds the row itself if the attack is `asked` whether that took part. Where it did not, and
-    `exchanged` is given, the target stands in another row's place. That row is drawn among the
-    client's rows that took part, and is withheld.
-
     Args:
         truth: All rows that may have taken part.
         target: The index of the row that the attack is after.
         granted: What the threat model grants.
         asked: Whether the attack says of the row if it took part; else it recovers it.
-        exchanged: Draws the row in whose place the target is asked about.
+        exchanged: Draws the row of the same client, withheld, in whose place a target stands that
+            did not take part; None if none is exchanged.
     """
     others: tuple[Tensor, ...] = ()
     if granted.rows == "others":
@@ -225,11 +204,10 @@ def hand_over_row(
 
 
 def batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
-    """Returns per-channel mean and (biased) variance of the input of each batch-norm layer.
+    """Returns mean and (biased) variance of each channel of the input of each batch-norm layer.
 
     The names are `<module>.mean` and `<module>.var`. Both are taken under the global weights, in
-    train mode, over all of the victim's images. No attacker has these statistics, though some
-    attack papers assume it.
+    train mode, over all of the victim's images. No attacker has them, though some papers assume it.
     """
     model = rebuild(observation).train()
     found: dict[str, Tensor] = {}

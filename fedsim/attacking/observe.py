@@ -102,10 +102,7 @@ def observe(
 
 
 class VictimModel:
-    """Takes somebody's model apart once, and makes observations of any number of its updates.
-
-    The model is kept for as long as this process lives.
-    """
+    """Takes somebody's model apart once, and makes observations of any number of its updates."""
 
     def __init__(
         self,
@@ -160,8 +157,6 @@ class VictimModel:
         state: Mapping[str, Tensor] | None = None,
     ) -> Observation:
         """Returns what a server sees of one undefended client's `update` in the first round.
-
-        Names in the observation are those of a body and a head, as of `observe`.
 
         Args:
             update: By the names of `model.named_parameters()`, without a prefix: a gradient, or a
@@ -331,15 +326,8 @@ def own_names(
 
     Names that are the model's own once `prefix` stands before them, or as they are, are taken so.
     Otherwise a prefix that all names share (`module.`, `base_model.model.`) is taken off, or that
-    of a part of the model is put before them. The one result whose names and shapes are the model's
-    is returned. Where none fits, `tensors` are returned as they are. Names may lack the `default`
-    that PEFT gives to its adapters.
-
-    Args:
-        tensors: Tensors by the names that an app gives them.
-        model: The model.
-        what: Name of the tensors in messages.
-        prefix: Text that stands before the app's names in the model's own.
+    of a part of the model is put before them. Where no result fits the model's names and shapes,
+    `tensors` are returned as they are. `what` names them in messages.
 
     Raises:
         FedsimError: several prefixes fit, with different results.
@@ -390,14 +378,10 @@ def _prefixes(names: Sequence[str]) -> list[str]:
 def checked_examples(
     images: Tensor, labels: Tensor, spec: ModelSpec, count: int, *, where: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Returns images and labels that a caller states, as float32 and int64 on the CPU.
+    """Returns a caller's images and labels of `spec`'s model, as float32 and int64 on the CPU.
 
-    Args:
-        images: (`count`, C, H, W) pixels in [0, 1].
-        labels: (`count`,) integers, the classes of the images.
-        spec: The model that takes them.
-        count: Number of images that are expected.
-        where: Text before messages.
+    Images must be (`count`, C, H, W) pixels in [0, 1], and labels (`count`,) classes. `where` is
+    text before messages.
 
     Raises:
         FedsimError: a shape, a type or a value is another.

@@ -1,7 +1,4 @@
-"""Defines questions and answers of processes that attack: no truth, and no run's folder.
-
-The asking process takes what is granted out of the truth (`targets`) and scores answers (`jobs`).
-"""
+"""Defines questions and answers of processes that attack: no truth, and no run's folder."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ from fedsim.types import FedsimError, Observation, Reconstruction
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Asks one attack about one observation, or about one row of it.
-
-    `knowledge` is what the attack is granted beside it, and `seed` that of all that it draws.
-    """
+    """Asks one attack about one observation, or about one row of it."""
 
     attack: Attack[AttackState]
     observation: Observation
@@ -41,8 +35,6 @@ class Question:
 
     def answer(self, progress: Callable[[Progress], None] | None = None) -> Solution:
         """Runs the attack, with torch's global stream seeded by the question's seed.
-
-        `progress` is called as by `solve`.
 
         Raises:
             AttackFailed: `solve` raises it.
@@ -72,10 +64,7 @@ class AttackAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Holds what all questions to a process have in common.
-
-    `device` is where attacks compute, as torch names it, and `threads` the number of threads.
-    """
+    """Holds what all questions to a process have in common."""
 
     device: str
     threads: int
@@ -88,9 +77,7 @@ class Surroundings:
 
 
 def pack_questions(questions: Sequence[Question]) -> bytes:
-    """Pickles questions about one observation object, which is written once for all of them.
-
-    Public images are left out, since a worker has them from its start.
+    """Pickles questions about one observation object, without public images, which workers have.
 
     Raises:
         ValueError: there is no question, or they have several observation objects.
@@ -105,19 +92,15 @@ def pack_questions(questions: Sequence[Question]) -> bytes:
 
 
 def unpack_answers(answers: bytes) -> list[AttackAnswer]:
-    """Returns the answers that `answer_packed` gave, in the order of the questions.
-
-    After a failure there are no more.
-    """
+    """Returns the answers that `answer_packed` gave, in order; none follows a failure."""
     found: list[AttackAnswer] = pickle.loads(answers)  # noqa: S301 - a process that this one started
     return found
 
 
 def answer_packed(index: int, questions: bytes) -> bytes:
-    """Returns the packed answers to `pack_questions`, given in a worker process.
+    """Returns the packed answers to `pack_questions`, up to and with the first failure.
 
-    A failure is an answer, too, and is the last one. Each question is unpacked once the one before
-    it is answered. Progress is reported under the number `index`.
+    It runs in a worker process, and reports progress under the number `index`.
     """
     around = _surroundings()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
@@ -158,10 +141,7 @@ def _answer(index: int, asked: Question) -> AttackAnswer:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the reason that a row states for a failure.
-
-    It is the message of a FedsimError, and of others the type's name and the message.
-    """
+    """Returns the reason that a row states for a failure."""
     return str(error) if isinstance(error, FedsimError) else f"{type(error).__name__}: {error}"
 
 

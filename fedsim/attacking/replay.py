@@ -168,12 +168,12 @@ def _refuse_unfit(
 def simulation_error(observation: Observation, truth: Truth | None) -> float | None:
     """Returns how far the update that attacks simulate at the truth is from the recorded one.
 
-    It is the L2 distance over the recorded update's length. It is 0 to rounding where attacks know
-    all of the client's training and defense. Noise makes it larger, and so does whatever attacks do
-    not model. So do images that are not in the order of several steps.
+    It is the L2 distance over the recorded update's length: 0 to rounding where attacks know all of
+    the client's training and defense. Noise makes it larger, and all that attacks do not model,
+    such as the order of images in several steps.
 
-    It is None where there is no truth of images, the truth is of several clients, or batches vary
-    in size. So it is where the recorded update is 0, or the simulation diverges.
+    It is None where there is no truth of images, the truth is of several clients, batches vary in
+    size, the recorded update is 0, or the simulation diverges.
     """
     training = observation.training
     parts = training.steps if training.batches == "different" else 1

@@ -1,8 +1,7 @@
 """Runs the attack stage: every (observation, attack) is a job.
 
-This process reads a recording and its truth, and takes out of the truth what is granted. Workers
-that attack are handed questions (`question`) and nothing else. This process, or others where many
-attack, scores the answers and writes the reconstructions.
+This process takes out of the truth what is granted. Workers that attack are handed questions
+(`question`) and nothing else; this process, or others where many attack, scores the answers.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ from fedsim.types import Observation, RunFailed
 class Workers:
     """The processes of an attack stage, started by its first jobs and kept until the block ends.
 
-    The block is a `with` statement of this object, in which `run_jobs` starts them.
-    Each takes seconds to start. All jobs of a stage have one setting, except for its root.
+    All jobs of a stage have one setting, except for its root.
     """
 
     def __init__(self, count: int) -> None:
@@ -81,11 +79,7 @@ class Workers:
         self._running.__exit__(*error)
 
     def start(self, setting: Setting, around: Surroundings) -> None:
-        """Starts the processes if they are not there yet; else the arguments change nothing.
-
-        It is called within the block. `around` goes to those that attack, `setting` to those that
-        score.
-        """
+        """Starts the processes within the block, if they are not there yet."""
         if self._attackers is not None:
             return
         pool = processes.pool(self.count, around)
@@ -97,11 +91,7 @@ class Workers:
             self._aids = setting.aids
 
     def attack(self, index: int, questions: bytes) -> Future[bytes]:
-        """Sends packed `questions` (`pack_questions`) to a process; the future has packed answers.
-
-        Progress is reported under `index`, the job's index in `report_news`. The processes must
-        have started.
-        """
+        """Sends packed `questions`; progress on them is reported as `index`. Has packed answers."""
         assert self._attackers is not None
         with delay_interrupts():
             return self._attackers.submit(answer_packed, index, questions)
@@ -111,8 +101,7 @@ class Workers:
     ) -> Future[Result]:
         """Scores the answer to a job, and writes the reconstruction below the setting's root.
 
-        `bound` is what theory predicts of the error. If workers are few, this process scores before
-        the call returns. The processes must have started.
+        If workers are few, this process scores before the call returns.
         """
         if self._scorers is None:
             done: Future[Result] = Future()
@@ -126,11 +115,7 @@ class Workers:
     def report_news(
         self, jobs: Sequence[Job], on_progress: Callable[[Job, Progress], None]
     ) -> None:
-        """Calls `on_progress` with each job and progress that attacks told since the last call.
-
-        The indices that were given to `attack` are those of `jobs`. The processes must have
-        started.
-        """
+        """Calls `on_progress` with each job and progress that attacks told since the last call."""
         while True:
             try:
                 index, progress = self._news.get_nowait()
@@ -151,14 +136,7 @@ def run_jobs(
     on_progress: Callable[[Job, Progress], None],
     on_result: Callable[[Job, Result], None],
 ) -> None:
-    """Runs `jobs` in the processes of `workers`, and reports each as it goes on.
-
-    Args:
-        jobs: What to attack, and by what.
-        setting: What all jobs share.
-        workers: The processes, within their block.
-        on_progress: Called with a job and the progress of its attack.
-        on_result: Called with a job and its scored result.
+    """Runs `jobs` in the processes of `workers`, within their block, and reports as it goes on.
 
     Raises:
         RunFailed: a worker died (most likely for want of memory). Finished jobs were reported.

@@ -23,10 +23,7 @@ EXAMPLES = "num-examples"
 
 @dataclass(frozen=True, kw_only=True)
 class TappedTraining:
-    """Describes one client's local training, as far as it is known.
-
-    `lr`, `momentum`, `mode` and `rule` are those of `LocalTraining`; `rule` is None for plain SGD.
-    """
+    """Describes one client's local training, as far as it is known, in terms of `LocalTraining`."""
 
     examples: int
     """Number of distinct images."""
@@ -43,16 +40,7 @@ class TappedTraining:
     def of_epochs(
         cls, examples: int, *, batch_size: int, epochs: int, lr: float, momentum: float, mode: Mode
     ) -> TappedTraining:
-        """Returns the training of an app that goes through its shuffled `examples` in each epoch.
-
-        Args:
-            examples: Number of the client's examples.
-            batch_size: Number of examples of a step; the last of an epoch may have fewer.
-            epochs: Number of epochs.
-            lr: Learning rate.
-            momentum: Momentum of SGD.
-            mode: Mode of the model's layers.
-        """
+        """Returns the training of an app that goes through shuffled `examples` in each epoch."""
         per_epoch = math.ceil(examples / batch_size)
         return cls(
             examples=examples,
@@ -66,9 +54,8 @@ class TappedTraining:
     def training(self) -> LocalTraining:
         """Returns the local training that attacks simulate in place of the app's.
 
-        Attacks can simulate equal batches of different images, or one batch over and over. Several
-        epochs of several batches become one epoch whose learning rate carries the same total
-        weight. Batches that differ in size become equal ones.
+        Several epochs of several batches become one epoch whose learning rate carries the same
+        total weight. Batches that differ in size become equal ones.
         """
         again = LocalTraining(
             algorithm="fedavg",
@@ -98,17 +85,12 @@ class TappedTraining:
 
 
 def gradient_of(examples: int, mode: Mode) -> LocalTraining:
-    """Returns the training of a client that answers the gradient of all its `examples`.
-
-    `examples` is their number, and `mode` that of the model's layers.
-    """
+    """Returns the training of a client that answers the gradient of all its `examples`."""
     return LocalTraining(algorithm="fedsgd", steps=1, batch_size=examples, lr=1.0, mode=mode)
 
 
 def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
     """Freezes the parameters of `model` that clients are not sent: they keep its public values.
-
-    `prefix` stands before the app's names in the model's own names.
 
     Raises:
         FedsimError: the app sends names that the model does not have.

@@ -1,8 +1,4 @@
-"""Asks attacks: about a batch of images at once, about rows of a table one at a time.
-
-An attack on rows knows the others and answers for one row. Were it handed several questions at
-once, one of them would give away the answer to the next.
-"""
+"""Asks attacks: about a batch of images at once, about rows of a table one at a time."""
 
 from __future__ import annotations
 
@@ -48,9 +44,8 @@ def questions(
 ) -> Iterator[Question]:
     """Yields the questions to `attack` about `observation`, with the knowledge that is granted.
 
-    Images are one question. Rows are a question each, in order: every row that took part or, for an
-    attack that is asked of candidates, every row that could have. Errors are raised when the first
-    question is asked for.
+    Images are one question. Rows are a question each: every row that took part or, for an attack
+    that is asked of candidates, every row that could have.
 
     Args:
         attack: The attack.
@@ -60,8 +55,8 @@ def questions(
         seed: Seed of the attack.
         public: Public data of the observation's run.
         restarts: Number of starting points of each question.
-        seen: Recordings of the same watcher up to this round, for attacks on updates that join
-            rounds. Empty: it saw this one alone.
+        seen: Recordings of the same watcher up to this round, for attacks that join rounds. Empty:
+            it saw this one alone.
 
     Raises:
         AttackFailed: the attack cannot read such an observation, or rows come without a truth.
@@ -120,11 +115,7 @@ def join_solutions(found: Sequence[Solution]) -> Solution:
 def unanswerable(
     attack: Attack[AttackState], observation: Observation, truth: Truth | None
 ) -> str | None:
-    """Returns why `attack` cannot be asked about `observation` at all; None if it can.
-
-    `truth` is what was recorded of it. Without one, attacks that are asked of candidates or of
-    single rows cannot be asked.
-    """
+    """Returns why `attack` cannot be asked about `observation` at all; None if it can."""
     if reason := unreadable(type(attack).__name__, attack.reads, observation.payload):
         return reason
     if observation.payload == "update" and observation.model.columns and not attack.takes_rows:
@@ -152,6 +143,7 @@ def _of_rows(
     taking_part: list[int] = truth.members.nonzero().flatten().tolist()
     # Of the truth, so that nothing that an attack is handed tells which row is withheld.
     secret = rng.of_bytes(truth.rows.numpy().tobytes() + truth.members.numpy().tobytes())
+    # One by one: of several questions at once, one would give away the answer to the next.
     for target in range(len(truth.rows)) if asked else taking_part:
         exchanged = (
             rng.generator(secret, "exchanged", target) if observation.release.counted else None

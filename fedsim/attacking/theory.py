@@ -13,12 +13,8 @@ from fedsim.types import Observation
 def observed_rate(observation: Observation) -> float | None:
     """Returns theory's error rate of attacks on an observation (`tensor_rate`); None if unknown.
 
-    The error of an attack is proportional to the rate. Theory says nothing without a two-layer
-    head, if noise is all of the update, and where entries were removed, rounded or mixed.
-
-    The noise is the one that defenses announce. One image's part of an entry of ∂L/∂A, the gradient
-    in the output weights A of the head, is estimated. It is the entries' mean square less the
-    noise's variance. Clipping is in both already.
+    It is unknown without a two-layer head, if noise is all of the update, and where entries were
+    removed, rounded or mixed.
     """
     head = observation.model.parameters.get("head")
     seen = observation.update.get("head.output.weight")
@@ -48,11 +44,7 @@ def observed_rate(observation: Observation) -> float | None:
 
 
 def observed_bound(observation: Observation) -> TensorBound:
-    """Returns the paper's bound of the error of attacks on an observation (`tensor_bound`).
-
-    Its `value` is a root mean square distance of unit features; None if theory says nothing. Its
-    `reason` names the condition of the theorem that fails; None if none does.
-    """
+    """Returns the paper's bound of the error of attacks on an observation (`tensor_bound`)."""
     head, effect = observation.model.parameters.get("head"), observation.effect
     if not head or "head.output.weight" not in observation.update:
         return TensorBound(reason="the model has no two-layer head")

@@ -26,11 +26,7 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws each of `indices` independently with probability `batch_size` / len(`indices`).
-
-    `indices` must not be empty. The result may be, and keeps their order. If `batch_size` is their
-    number or more, all are drawn.
-    """
+    """Draws each of `indices`, at least one, with probability `batch_size` / len(`indices`)."""
     # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
     # rate that the accountant takes.
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)
@@ -40,11 +36,7 @@ def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
 def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -> Tensor:
     """Returns the `indices` that were dealt to bin `step` modulo `bins`; there may be none.
 
-    Args:
-        indices: The examples to draw from.
-        bins: Number of bins that examples are assigned to.
-        step: Number of the client's step, counted from 0 over all rounds.
-        rng: A fresh generator with the same seed in each step, so that the assignment stays.
+    `step` counts the client's steps from 0 over all rounds, and `rng` is seeded alike in each.
     """
     # The same bins are drawn in each step, so an example takes part in exactly one of any `bins`
     # successive steps.
@@ -77,10 +69,7 @@ def of_trial(
 
 
 def distinct(indices: Tensor, images: Tensor) -> Tensor:
-    """Returns the first of `indices` for each different image that they have in `images`.
-
-    `images` (N, C, H, W) are all images, on the CPU, into which the indices point.
-    """
+    """Returns the first of `indices` for each different image that they have in `images` (CPU)."""
     first: dict[int, int] = {}
     for index in indices.tolist():
         # A digest stands for the image, so that memory does not grow with the pixels.

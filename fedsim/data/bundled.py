@@ -177,10 +177,7 @@ def _dataset(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Dataset:
-    """Splits `images` (N, C, H, W) uint8 and normalizes them by declared constants.
-
-    `mean` and `std` are constants near those of the set: no image influences them.
-    """
+    """Splits `images` (N, C, H, W) uint8; no image influences the constants that normalize them."""
     train, test = stratified_split(labels, _TEST_FRACTION, name)
     return Dataset(
         name=name,

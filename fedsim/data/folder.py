@@ -44,9 +44,7 @@ class _Labelled:
 
 
 def read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
-    """Yields the images that a CSV lists, in its order, each named by its path in the folder.
-
-    `tree` is the folder, and `labels` the CSV's path in it.
+    """Yields the images that the CSV at `labels` in the folder lists, in its order.
 
     The columns are `file`, `label`, and optionally `split` and `client`.
 
@@ -211,10 +209,7 @@ class ImageFolder(DataSource):
         return self._normalize(declared)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """Returns `dataset`, normalized by its training images if `normalization` says so.
-
-        Pixels stay as they are: `mean`, `std` and `private_statistics` change.
-        """
+        """Returns `dataset`, normalized by its training images if `normalization` says so."""
         assert isinstance(dataset, Dataset)
         return self._normalize(dataset)
 
@@ -226,11 +221,7 @@ class ImageFolder(DataSource):
         return replace(dataset, mean=mean, std=std, private_statistics=tuple(sorted(private)))
 
     def _left_out(self, tree: Tree, used: list[Parts]) -> Counter[str]:
-        """Counts, by reason, the files that are not used.
-
-        Raises:
-            FedsimError: images lie in folders below those of classes, and may not be skipped.
-        """
+        """Counts, by reason, files that are not used; refuses images below folders of classes."""
 
         def depth(path: Parts) -> int:
             # The first used path tells the layout: splits on top, or classes.
@@ -251,11 +242,7 @@ class ImageFolder(DataSource):
         return Counter(reason for _, reason in rest)
 
     def _find_images(self, tree: Tree) -> dict[str, list[_Labelled]]:
-        """Returns the images of each split, found by the layout of the folder or by `labels`.
-
-        Raises:
-            FedsimError: there are none, or none of a split.
-        """
+        """Returns the images of each split, found by the layout of the folder or by `labels`."""
         if self.labels is not None:
             return self._split(tree, list(read_labels(tree, _parts(self.labels))))
         laid_out: dict[str, list[_Labelled]] = {"train": [], "test": []}
@@ -330,10 +317,7 @@ class ImageFolder(DataSource):
         expected: tuple[int, ...] | None,
         left_out: Counter[str],
     ) -> tuple[Tensor, list[_Labelled]]:
-        """Reads images as (N, C, H, W) uint8, of size `expected` or that of the first one.
-
-        Also returns the items that were read. Others are counted in `left_out`, or refused.
-        """
+        """Returns (N, C, H, W) uint8 of size `expected` or the first one's, and the items read."""
         images: Tensor | None = None
         kept: list[_Labelled] = []
         for item in items:

@@ -31,10 +31,7 @@ def from_pil(image: Image) -> Tensor:
 
 
 def resize(image: Image, width: int, height: int) -> Image:
-    """Resizes bicubically to `width` x `height` in Pillow's integer arithmetic.
-
-    Results are the same bytes on every machine.
-    """
+    """Resizes bicubically in Pillow's integer arithmetic, to the same bytes on every machine."""
     from PIL.Image import Resampling
 
     if image.size == (width, height):
@@ -43,9 +40,7 @@ def resize(image: Image, width: int, height: int) -> Image:
 
 
 def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
-    """Returns (train, test) indices, sorted and disjoint; each class keeps its share in both.
-
-    `test_fraction` of each class, in (0, 1), goes to the test split.
+    """Returns (train, test) indices, sorted and disjoint, with `test_fraction` of each class.
 
     The split depends on `labels` and `name` alone, so that it never changes for a data source.
     """
@@ -76,8 +71,7 @@ def split_by_content(
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns (means, deviations) of the channels of (N, C, H, W) uint8, as pixels in [0, 1].
 
-    They are exact, from the histogram of the 256 values. No deviation is below one grey level
-    (1/255), so that normalizing never divides by zero.
+    No deviation is below one grey level (1/255), so that normalizing never divides by zero.
     """
     levels = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
@@ -94,7 +88,7 @@ def public_examples(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor]:
     """Returns test images (P, C, H, W), uint8, that an attacker may be granted, and labels (P,).
 
     In place of images, the `dataset` of a table has rows (P, D), float32. There are at most 10,000
-    and 2^28 values; `seed` draws them if the split has more. They are in the order of the split.
+    and 2^28 values, drawn by `seed` and in the order of the split.
     """
     images = dataset.test_images
     count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))

@@ -32,8 +32,8 @@ def partition(
     `iid`: parts of equal size (to within one) in random order. `dirichlet`: each class is divided
     in proportions drawn from Dir(alpha) (Hsu, Qi and Brown 2019). `shards`: the set is sorted by
     class and cut into clients x shards_per_client equal shards, dealt at random (McMahan et al.
-    2017); a shard at the border of two classes holds both. `natural`: the source knows whose each
-    image is. `file`: a CSV file with columns `index,client`, or a JSON list of each image's client.
+    2017). `natural`: the source knows whose each image is. `file`: a CSV file with columns
+    `index,client`, or a JSON list of each image's client.
 
     Args:
         dataset: its training split is divided.
@@ -115,11 +115,7 @@ def _dirichlet(
 
 
 def _whole_shards(count: int, clients: int, per_client: int) -> int:
-    """Returns `per_client`, if clients x per_client shards of equal size use every image.
-
-    Raises:
-        FedsimError: they do not; it names the nearest numbers that do.
-    """
+    """Returns `per_client` if clients x per_client equal shards use every image; else refuses."""
     if count % (clients * per_client) == 0:
         return per_client
     fitting = [n for n in range(1, count // clients + 1) if count % (clients * n) == 0]

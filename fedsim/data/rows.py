@@ -46,10 +46,7 @@ class RangeColumn(BaseModel):
         return ((values - middle) / half).clamp(-1, 1)
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns name -> entry (n,) in [-1, 1]: the only one that the column gives each row.
-
-        `values` (n,) are the rows' raw values.
-        """
+        """Returns name -> entry (n,) in [-1, 1] of raw `values` (n,): the column's only one."""
         return {self.name: self.scale(values)}
 
     def describe(self) -> InputColumn:
@@ -82,11 +79,7 @@ class CategoryColumn(BaseModel):
     """Text of each category. A row has one entry per category: +1 for its own, -1 for others."""
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns name -> entry (n,) of -1 and +1, one per category.
-
-        A name is that of the column and the category, `column=category`. `values` (n,) are the
-        numbers of the rows' categories, from 0.
-        """
+        """Returns `column=category` -> entry (n,) of -1 and +1 for (n,) numbers of categories."""
         return {
             f"{self.name}={category}": 2.0 * (values == number) - 1
             for number, category in enumerate(self.categories)
@@ -140,7 +133,7 @@ class TableSource(DataSource):
         Args:
             name: name of the source.
             features: (n, d) float64 raw values, or numbers of categories.
-            columns: the features' names and ranges, or categories, in the order of `features`.
+            columns: the features' columns, in the order of `features`.
             target: the target's name, values and classes.
             client_of: (n,) each row's client, counted from 0; None if the source does not know.
             private_statistics: see `Table`; empty if neither ranges nor classes follow from rows.

@@ -38,8 +38,8 @@ _MAX_DIGITS = 18
 class ClassColumn(BaseModel):
     """The column of a CSV file that holds the class to predict.
 
-    `name` is the column's name in the file's first line. `classes` are the texts that its cells may
-    hold (spaces around a cell do not count), all different; class k, from 0, is `classes[k]`.
+    `classes` are the texts that its cells may hold (spaces around a cell do not count), all
+    different; class k, from 0, is `classes[k]`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -57,10 +57,10 @@ class UnreadableError(FedsimError):
 
 
 class Tree(ABC):
-    """Gives access to image files by their path relative to the root.
+    """Gives access to image files by their path relative to the root, a directory or an archive.
 
-    A path is the tuple of its parts: folders' names, then the file's. `root` is the directory or
-    the archive. A file is visible unless its name or a folder's begins with a dot or `__MACOSX`.
+    A path is the tuple of its parts: folders' names, then the file's. A file is visible unless its
+    name or a folder's begins with a dot or `__MACOSX`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -143,11 +143,10 @@ class Tree(ABC):
 
     @final
     def image(self, path: Parts, mode: str, bits: int | None = None) -> Image:
-        """Decodes an image, upright, converted to Pillow mode `L` or `RGB`.
+        """Decodes an image, upright as EXIF says and laid over white, to Pillow mode `L` or `RGB`.
 
-        The image is turned as its EXIF orientation says, and transparent pixels are laid over
-        white. `bits` is the number of bits that a 16-bit picture uses per channel. Without it,
-        16-bit pictures are refused if they are grey, or if they would be nearly black.
+        `bits` is the number of bits that a 16-bit picture uses per channel. Without it, 16-bit
+        pictures are refused if they are grey, or if they would be nearly black.
 
         Raises:
             UnreadableError: the file is empty, too large, damaged, or its number of bits is not
@@ -221,11 +220,7 @@ class DirectoryTree(Tree):
 
 @final
 class ZipTree(Tree):
-    """Reads members of a zip archive. zipfile reads no more of a member than its stated size.
-
-    `root` is the path of the archive, which messages name; members are found from its top.
-    `archive` is the archive itself, open while the tree is used. `open_tree` sees to that.
-    """
+    """Reads members of a zip archive. zipfile reads no more of a member than its stated size."""
 
     def __init__(self, root: Path, archive: zipfile.ZipFile) -> None:
         super().__init__(root)
@@ -323,8 +318,7 @@ def open_tree(root: Path) -> Iterator[Tree]:
     """Opens the tree at `root`, a directory or a zip archive, for the `with` block alone.
 
     Raises:
-        FedsimError: there is neither a directory nor a file at `root`, or the archive cannot be
-            read.
+        FedsimError: `root` is neither a directory nor an archive that can be read.
     """
     if root.is_dir():
         yield DirectoryTree(root)

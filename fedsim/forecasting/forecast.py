@@ -50,19 +50,12 @@ class Forecast:
 
     @property
     def gain(self) -> float | None:
-        """Gain that the best attack is expected to have, dB of PSNR over the guess.
-
-        The guess is the image that an attacker answers who saw no update. The gain is None where
-        there is a `reason`.
-        """
+        """Gain expected of the best attack, dB of PSNR over who saw no update, or None."""
         return None if self.reason else self.estimate.gain
 
     @property
     def band(self) -> Band | None:
-        """Interval (low, high), dB, in which the gain of an attack is expected to be measured.
-
-        It is None where there is a `reason`.
-        """
+        """Interval (low, high), dB, in which a gain is expected; None where there is a `reason`."""
         return None if self.reason else band_of(self.estimate.gain)
 
     @property
@@ -105,10 +98,9 @@ class Forecast:
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the forecast as a mapping of values that JSON can hold.
+        """Returns the fields of this class and of `Estimate` as JSON can hold them.
 
-        Its keys are names of this class's and of `Estimate`'s fields. Of these, `gain` is
-        `matching_gain`, and `images` is `images_computed`. `reason` is None if a gain is told.
+        `gain` is called `matching_gain`, and `images` `images_computed`.
         """
         return {
             "stack": self.stack,
@@ -181,12 +173,7 @@ def forecast(plan: UpdatePlan) -> Forecast:
 
 
 def _first_attack(plan: UpdatePlan, found: Estimate) -> str:
-    """Names the attack to begin with, of those that are installed.
-
-    A closed form first; of a two-layer head the features; L-BFGS where the update is exact and
-    smooth. Else the features of an ordinary classifier of more classes than images, or the
-    direction of the update.
-    """
+    """Names the installed attack to begin with, by what the update gives away."""
     spec, effect = plan.first.model, plan.first.effect
     smooth = effect.exact and found.stall < 0.5 and plan.training.algorithm == "fedsgd"
     known = plan.grant.labels != "none"
@@ -224,8 +211,6 @@ _NO_IMAGES = "of an attack that recovers features or labels and no image, none i
 
 def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
     """Returns `forecasts`, at least one, as text: gains, indicators of the worst, and a verdict.
-
-    The worst is the one whose update gives most to attacks that match gradients.
 
     Lines have at most `width` characters.
     """

@@ -64,11 +64,7 @@ def _is_plain(plan: UpdatePlan) -> bool:
 
 
 def reads_in_closed_form(plan: UpdatePlan) -> bool:
-    """Returns whether the first layer's update gives images away without a search.
-
-    An imprint module does so, and so does a KAN of no more images than hidden units. The update has
-    to be a single gradient, behind noise and clipping at most.
-    """
+    """Returns whether the first layer's update gives images away without a search."""
     spec = plan.first.model
     if not _is_plain(plan) or spec.parameters.get("imprint"):
         return _is_plain(plan)
@@ -77,11 +73,7 @@ def reads_in_closed_form(plan: UpdatePlan) -> bool:
 
 
 def rows_are_the_image(plan: UpdatePlan) -> bool:
-    """Returns whether the update is of one image, and the first layer is dense.
-
-    Each row of that layer's exact gradient is then a multiple of the image. The update has to be a
-    single gradient, behind noise and clipping at most; else the answer is false.
-    """
+    """Returns whether each row of a first layer's gradient is a multiple of the only image."""
     first = plan.first
     if not _is_plain(plan) or first.num_images != 1:
         return False
@@ -110,18 +102,11 @@ def disturbance(
     images: Tensor,
     labels: Tensor,
 ) -> Disturbance:
-    """Returns what the stack does to the update of these images.
+    """Returns what the stack does to the update of these images, as `UpdateMap` orders them.
 
-    Where noise is all that is added, its deviation is the declared one and none is drawn. Larger
-    noise is then never a smaller disturbance. Everything else is computed as a client would.
-
-    Args:
-        plan: Plan whose stack acts on the update.
-        observation: Observation of the round.
-        model: Model that the update is of.
-        images: (N, C, H, W), normalized float64. Clients follow each other, and the steps of a
-            client follow each other.
-        labels: (N,) classes of the images.
+    `images` (N, C, H, W) are normalized float64. Where noise is all that is added, its deviation is
+    the declared one and none is drawn. Larger noise is then never a smaller disturbance. Everything
+    else is computed as a client would.
     """
     effect, clients = observation.effect, observation.num_clients
     altered = _is_altered(effect)
@@ -165,10 +150,9 @@ def _project_scale(seen: Tensor, computed: Tensor, std: float) -> float:
 
 
 def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:
-    """Returns the standard deviation of all `noise` in one entry of the mean update.
+    """Returns the standard deviation of all `noise` in one entry of the mean update of `clients`.
 
-    `training` is each client's local training after the stack's training defenses, and `clients` is
-    the number of clients whose updates are averaged.
+    `training` is each client's local training after the stack's training defenses.
     """
     single = training.algorithm == "fedsgd"
     # Variances add up: steps by their squared factors, while
@@ -222,8 +206,8 @@ unit of a network switches within it."""
 class Spectrum:
     """Eigenvalues of J'J, and the shares that one direction of images has in them.
 
-    J is the derivative of the update by the images. The eigenvalues are the nodes that Lanczos
-    finds from the direction (`spectrum`): few of all, and their sum is not the trace of J'J.
+    The eigenvalues are the nodes that Lanczos finds from the direction (`spectrum`): few of all,
+    and their sum is not the trace of J'J.
     """
 
     eigenvalues: Tensor
@@ -250,10 +234,10 @@ class UpdateMap:
         training: LocalTraining,
         clients: int,
     ) -> None:
-        """Prepares the function.
+        """Prepares the function, for which `model` is set to float64.
 
         Args:
-            model: Any weights of its own; it is set to float64.
+            model: Any weights of its own.
             parameters: Weights that the clients start from.
             buffers: Buffers that the clients start from.
             training: Local training of each client.
@@ -268,7 +252,7 @@ class UpdateMap:
         self.names = tuple(self._parameters)
 
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
-        """Returns the mean update of all clients: name of each tensor -> the tensor, in float64.
+        """Returns the mean update of all clients, float64, by name of the tensor.
 
         Client after client holds as many consecutive images, with their labels. `differentiable`
         says whether the update can be differentiated by the images.
@@ -323,13 +307,12 @@ def spectrum(
 ) -> Spectrum:
     """Returns eigenvalues of J'J with the shares of the direction `start` in them, by Lanczos.
 
-    J is the derivative of the update by the images. The few eigenvalues are nodes of Gaussian
-    quadrature (Golub and Meurant, Matrices, Moments and Quadrature, 2010). Weighted sums over them
-    of a smooth function are close to the sums over all eigenvalues.
+    Weighted sums of a smooth function over these few are close to those over all eigenvalues (Golub
+    and Meurant, Matrices, Moments and Quadrature, 2010).
 
     Args:
         update_map: Map from images to the update.
-        images: (N, C, H, W), normalized, at which J is taken.
+        images: (N, C, H, W), normalized, at which the derivative J is taken.
         labels: (N,) classes of the images.
         start: The direction, shaped like the images.
         short: Length of the way from truth to guess; difference quotients step a part of that.
@@ -380,10 +363,9 @@ def slope_share(
 ) -> float:
     """Returns the share of the squared distance to the truth that the slope explains.
 
-    U is the update map, p = images + distance * way, and r = U(p) - U(images). J is the derivative
-    of U at p. The share is <J'(r - error), distance * way> / |r|²; 0 if r is 0. It is 1 where U is
-    linear and the update exact. Where units switch, r grows by jumps that no slope shows. Near the
-    truth jumps are most of r, and a descent ends there. Pruning turns the slope from the truth.
+    U is the update map, p = images + distance * way, r = U(p) - U(images), and J the derivative of
+    U at p. The share is <J'(r - error), distance * way> / |r|²; 0 if r is 0. It is 1 where U is
+    linear and the update exact.
 
     Args:
         update_map: Map from images to the update.
@@ -405,8 +387,7 @@ def slope_share(
 
 
 DESCENT_STEPS = 80
-"""T: accelerated steps that a matching attack makes before it ends. Set on the first ten
-deployments of benchmarks/preflight.py."""
+"""T: accelerated steps of a matching attack, set on ten deployments of benchmarks/preflight.py."""
 STALL_SHARE = 0.25
 """A descent stalls where the slope explains less than this share of the distance. Set as T."""
 MOST_GAIN = 50.0
@@ -435,8 +416,7 @@ class Estimate:
     """Share of the squared error that noise, pruning and limited steps leave, 0 to 1; None where
     descents stall at the guess, so that nothing else was looked at."""
     ceiling: float | None
-    """dB that noise leaves to an attack which needs no descent, where noise is all that lies
-    between; None where something else does, or nothing."""
+    """dB that noise leaves without a descent; None where there is more or no noise."""
     closed_form: bool
     """Whether an attack reads the images off without a search (`reads_in_closed_form`)."""
     images: int
@@ -446,14 +426,10 @@ class Estimate:
 
 
 def estimate(plan: UpdatePlan) -> Estimate:
-    """Returns the expected gain of the best matching attack on the update of `plan`.
-
-    A batch never gains more than a smaller one, nor a sum more than one client. So the gain is the
-    least of those of one client and of all clients, at the powers of two up to the batch size.
-    Between two powers of two the gain is interpolated.
-    """
+    """Returns the expected gain of the best matching attack on the update of `plan`."""
     steps = plan.training.steps if plan.training.batches == "different" else 1
     clients = max(1, min(plan.first.num_clients, MOST_IMAGES // steps))
+    # Powers of two; no batch gains more than a smaller one, nor a sum more than one client.
     largest = 2 ** int(math.log2(max(1, MOST_IMAGES // (steps * clients))))
     exponent = math.log2(min(plan.training.batch_size, largest))
     sizes = [2**k for k in range(math.ceil(exponent) + 1)]
@@ -478,10 +454,7 @@ def _mean_gain(errors: Sequence[float]) -> float:
 
 
 def gain_of(error: float) -> float:
-    """Returns the gain, -10 log10(`error`) dB, kept from 0 to 50 (`MOST_GAIN`).
-
-    `error` is an attack's mean squared error over the guess's; 1 or more gains nothing.
-    """
+    """Returns the gain, -10 log10(`error`) dB, kept from 0 to 50 (`MOST_GAIN`)."""
     return min(MOST_GAIN, max(0.0, -10 * math.log10(min(1.0, max(error, 1e-12)))))
 
 
@@ -577,10 +550,7 @@ class _Left:
 
 
 def _measure_remainder(case: _Case, floor: float) -> _Left:
-    """Computes the share of the squared error that noise, pruning and limited steps leave.
-
-    `floor` is the least μ, in units of the largest eigenvalue that counts.
-    """
+    """Computes the share of the squared error that μ of at least `floor` top eigenvalues leaves."""
     length = float(case.way.norm())
     if length == 0:
         return _Left(1.0, 1.0)

@@ -1,7 +1,4 @@
-"""Plans of a forecast: an update as an attacker will be told of it, and stand-in images.
-
-Plans are made from a scenario or from the folder of a run.
-"""
+"""Plans of a forecast, of a scenario or a run: an update as an attacker will be told of it."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ from fedsim.words import number_of
 
 @dataclass(frozen=True, kw_only=True)
 class StandIns:
-    """Images that stand in for those of the victims, which a forecast does not need.
-
-    All tensors are on the CPU.
-    """
+    """Images, on the CPU, that stand in for those of the victims, which no forecast needs."""
 
     pixels: Tensor
     """(P, C, H, W) in [0, 1]."""
@@ -53,11 +47,7 @@ class StandIns:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """The update that is forecast: its model, its batch and the defenses in front of it.
-
-    `stack` are the defenses, `stack_name` their name, and `grant` what the attacker is granted.
-    `stand_ins` are the images that batches are drawn of.
-    """
+    """The update that is forecast: its model, its batch and the defenses in front of it."""
 
     stack_name: str
     observations: tuple[Observation, ...]
@@ -97,12 +87,8 @@ class UpdatePlan:
         """Returns (normalized images, labels, way from the images to the guess).
 
         Images and way are (N, C, H, W) float64, and labels are (N,) int64. N is the batch size
-        times the number of clients and of steps with different batches. Batches of a smaller size
-        are the beginnings of those of a larger one. An image may come again.
-
-        Args:
-            draw: Number of the batch, from 0.
-            largest: Batch size to draw and cut to this plan's own; at least as large as that.
+        times the number of clients and of steps with different batches. `draw` numbers the batches.
+        Smaller batches are the beginnings of those of the `largest` size. An image may come again.
         """
         steps = self.training.steps if self.training.batches == "different" else 1
         groups = steps * self.first.num_clients
@@ -122,11 +108,10 @@ class UpdatePlan:
 
 
 def synthetic(spec: ModelSpec, seed: int) -> StandIns:
-    """Draws 64 images whose amplitudes fall with frequency, and labels.
+    """Draws 64 images whose amplitudes fall with frequency, and labels; the guess is grey.
 
-    The amplitude spectrum 1/f is that of natural images (Field, Relations between the statistics
-    of natural images and the response properties of cortical cells, JOSA A 1987). Labels are drawn
-    uniformly, and the guess is 0.5 everywhere. `seed` decides all draws.
+    The amplitude spectrum 1/f is that of natural images (Field, Relations between the statistics of
+    natural images and the response properties of cortical cells, JOSA A 1987).
     """
     stream, count = rng.generator(seed, "synthetic"), 64
     channels, height, width = spec.input_shape
@@ -151,10 +136,6 @@ _MOST_STAND_INS = 1024
 
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size, at the weights before any training.
-
-    Stacks, and the batch sizes of each, are in the scenario's order.
-
-    `overrides` are settings of the scenario, each a text `key=value`.
 
     Raises:
         FedsimError: the scenario is refused, declares a sweep, or trains no network.
@@ -201,9 +182,6 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
 
 def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size of a run, at weights that it recorded.
-
-    Stacks are in the scenario's order, and the batch sizes of each ascend. A stack or a size
-    without a recording has none.
 
     Raises:
         FedsimError: the folder holds no run, or no recording that a server made of a network.

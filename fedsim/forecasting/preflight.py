@@ -111,12 +111,7 @@ def preflight_file(
 ) -> list[Forecast]:
     """Forecasts every stack and batch size of a scenario file, or of the folder of a run.
 
-    The order is that of `plans_of_scenario` or `plans_of_run`.
-
-    Args:
-        origin: Path of the scenario file, or of the folder.
-        overrides: Settings of the scenario, `key=value`.
-        tell: Function that is called before each forecast with the numbers done and of all.
+    `tell` is called before each forecast with the numbers done and of all.
 
     Raises:
         FedsimError: `origin` is neither, or the scenario is refused or trains no network on images.

@@ -20,10 +20,7 @@ class WorkQueue:
     """A queue of work and the thread that does it; safe to use from several threads."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        """Starts no thread before there is work.
-
-        `most_bytes` is the maximum number of bytes that wait, see `later`.
-        """
+        """Starts no thread before there is work; at most `most_bytes` wait (see `later`)."""
         self._most = most_bytes
         self._bytes = 0
         """Number of bytes of all work that is not done."""
@@ -38,12 +35,8 @@ class WorkQueue:
     def later(self, job: Callable[[], None], size: int = 0) -> None:
         """Runs `job` in another thread after earlier jobs, and returns at once if there is room.
 
-        If no thread can be started, the caller does the work itself.
-
-        Args:
-            job: Work to do. Its exceptions are lost: it has to report its failures itself.
-            size: Number of bytes that are held until the job is done. One job may be larger than
-                what the queue takes (512 MiB by default), and then waits alone.
+        A job has to report its failures itself. `size` is the number of bytes that it holds; a job
+        larger than the queue waits alone.
         """
         with self._changed:
             while self._bytes and self._bytes + size > self._most:
@@ -53,12 +46,7 @@ class WorkQueue:
         self._start()
 
     def finish(self, stalled: float | None = None) -> None:
-        """Waits until all jobs are done; returns at once if a job itself calls it.
-
-        Args:
-            stalled: Seconds without a finished job after which it returns, with work left; default
-                never.
-        """
+        """Waits until all jobs are done, or for `stalled` seconds without a finished job."""
         if threading.get_ident() == self._thread:
             return
         self._start()  # an interrupt may have kept a thread from being started
@@ -113,18 +101,12 @@ _behind = WorkQueue()
 
 
 def later(job: Callable[[], None], size: int = 0) -> None:
-    """Runs `job` in another thread, see `WorkQueue.later`; the queue is that of this process.
-
-    `size` is the number of bytes that wait with the job.
-    """
+    """Runs `job` in another thread, see `WorkQueue.later`; the queue is that of this process."""
     _behind.later(job, size)
 
 
 def finish(stalled: float | None = None) -> None:
-    """Waits until all jobs of this process are done, see `WorkQueue.finish`.
-
-    `stalled` is the number of seconds without progress after which it returns, with work left.
-    """
+    """Waits until all jobs of this process are done, see `WorkQueue.finish`."""
     _behind.finish(stalled)
 
 

@@ -1,7 +1,6 @@
 """Describes privacy mods, filters and strategies of somebody's app by class and settings.
 
-The live objects are read, and no source: a mod's name in the source says neither which class it is
-nor what its settings came to.
+Live objects are read, since a mod's name in the source says neither its class nor its settings.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ class DeployedPart(BaseModel):
     200 characters; infinite numbers and NaN are texts."""
 
     def number(self, key: str) -> float | None:
-        """Returns the setting `key` as a number; None if it is missing, a truth value or a text.
-
-        It is None for an infinite number, too, which is kept as text.
-        """
+        """Returns the setting `key` as a finite number; None if it is missing or anything else."""
         value = self.settings.get(key)
         # To Python a truth value is an integer.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -47,11 +43,7 @@ class DeployedPart(BaseModel):
 
 
 def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> DeployedPart:
-    """Returns the description of a live object, which may also be a function.
-
-    `extra` has further settings, which are kept in the same way, and win over attributes of the
-    same name.
-    """
+    """Returns the description of a live object; `extra` settings win over its attributes."""
     # A function has a name of its own, an object that of its class.
     named = live if hasattr(live, "__qualname__") else type(live)
     given = {**getattr(live, "__dict__", {}), **(extra or {})}
@@ -68,8 +60,7 @@ def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> Deployed
 def plain_value(value: object) -> bool | int | float | str | None:
     """Returns a number, truth value or text as JSON can hold it; None for anything else.
 
-    Texts are cut to 200 characters (`LONGEST`). Infinite numbers and NaN become texts, since JSON
-    has neither.
+    Texts are cut to 200 characters (`LONGEST`). Infinite numbers and NaN become texts.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

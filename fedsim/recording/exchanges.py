@@ -57,9 +57,8 @@ _DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, Recur
 class Exchange(BaseModel):
     """Describes one order to train and its answer, without tensors: the JSON beside a reply.
 
-    `run_id`, `node_id` and `message_id` are those of the order's message. `config` holds the
-    numbers and short texts of the order, and `metrics` those of the answer: name of a record -> key
-    -> value.
+    `config` holds the numbers and short texts of the order, and `metrics` those of the answer: name
+    of a record -> key -> value.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,8 +80,6 @@ class Exchange(BaseModel):
     def read_broadcast(self) -> Tensors:
         """Returns the tensors that the server sent, by the app's names.
 
-        The exchange must come from `read_exchanges`.
-
         Raises:
             FedsimError: The file is missing or damaged.
             OSError: The file may not be read.
@@ -90,14 +87,7 @@ class Exchange(BaseModel):
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
-        """Returns the tensors that the client answered, by the app's names.
-
-        The exchange must come from `read_exchanges`.
-
-        Raises:
-            FedsimError: The file is missing or damaged.
-            OSError: The file may not be read.
-        """
+        """Returns the tensors that the client answered, likewise."""
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
@@ -121,8 +111,8 @@ class Exchange(BaseModel):
 class Recorder:
     """Writes the exchanges of one run as they come, and keeps none of them in memory.
 
-    Methods that write, or count what is left out, must be called by one thread at a time. Those
-    that save do not look at rounds or nodes: the caller asks `wants` before.
+    One thread at a time may call it. Methods that save do not look at rounds or nodes: the caller
+    asks `wants` before.
     """
 
     def __init__(
@@ -159,8 +149,7 @@ class Recorder:
     def wants(self, round: int, node_id: int) -> bool:
         """Returns whether to record an answer of this node in this round, and notes the node.
 
-        Only as many nodes as the recorder takes are noted, those that come first; later ones are
-        not wanted, nor are other rounds than those that it takes.
+        The nodes that come first are noted, as many as the recorder takes.
         """
         # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:
@@ -176,7 +165,7 @@ class Recorder:
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
-        """Writes the tensors `arrays` sent in `round` unless they are there; returns their digest.
+        """Writes the tensors sent in `round` unless they are there; returns their digest.
 
         If there is no room, the result is None, and one more is counted as left out.
 
@@ -200,9 +189,7 @@ class Recorder:
         config: ToldValues,
         metrics: ToldValues,
     ) -> None:
-        """Writes one answer; an answer without room on the disk is counted as left out.
-
-        So is a second answer of the same node in the same round: the first stays.
+        """Writes one answer; without room, or of a node's second, it is counted as left out.
 
         Args:
             reply: Arrays that the client sent.
@@ -242,8 +229,7 @@ class Recorder:
     def note_parts(self, kind: PartKind, parts: Sequence[DeployedPart]) -> None:
         """Keeps what the app consists of, outermost first; parts that were noted are replaced.
 
-        `kind` is `strategies` (the server's) or `mods` (a client's). Mods that differ from those
-        noted before are counted like what is left out, under a reason of their own (`CHANGED`). A
+        Mods that differ from those noted before are counted like what is left out, as `CHANGED`. A
         strategy's settings change with its state, and are not counted.
         """
         before = self._parts.get(kind)
@@ -257,11 +243,7 @@ class Recorder:
                     self._describe()
 
     def leave_out(self, reason: str) -> bool:
-        """Counts a message that is not recorded; returns whether `reason` is new.
-
-        A count that cannot be written, as on a full disk, is written with the next one. Beyond 100
-        reasons, new ones are counted together.
-        """
+        """Counts a message that is not recorded; returns whether `reason` is new."""
         if reason not in self._left_out and len(self._left_out) >= _REASONS:
             reason = _OTHER
         self._left_out[reason] = self._left_out.get(reason, 0) + 1
@@ -337,20 +319,16 @@ def read_exchanges(folder: Path) -> list[Exchange]:
 
 
 def digest_of(exchanges: Sequence[Exchange]) -> str:
-    """Returns a hexadecimal SHA-256 digest of all that `exchanges` sent and answered.
-
-    Two recordings never share it. The order of `exchanges` does not matter.
-    """
+    """Returns a hexadecimal SHA-256 digest of all that `exchanges` hold, in any order."""
     # Ids of messages are unique, so that two runs with equal tensors differ, too.
     said = sorted((e.round, e.node_id, e.message_id, e.broadcast, e.reply) for e in exchanges)
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def run_folder(out: Path, run: int | None = None) -> Path:
-    """Returns the folder of one recorded run.
+    """Returns the folder of the run of number `run` in `out`.
 
-    It is the run of number `run` in `out`. If `run` is None, it is `out` itself if that is a run's
-    folder, else the run in it that was changed last.
+    If `run` is None, it is `out` itself if that is a run's folder, else the run changed last.
 
     Raises:
         FedsimError: No such run is recorded there.
@@ -371,10 +349,7 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 
 
 def left_out(folder: Path) -> list[str]:
-    """Returns a line of text for each reason for which the tap left messages out of `folder`.
-
-    `folder` is that of one run. Each line ends with the number of messages; without a reason there
-    is none.
+    """Returns a line, with the number of messages, for each reason for which a tap left some out.
 
     Raises:
         FedsimError: The tap's file is missing or damaged.
@@ -389,9 +364,7 @@ def left_out(folder: Path) -> list[str]:
 
 
 def read_parts(folder: Path, kind: PartKind) -> list[DeployedPart] | None:
-    """Returns what the recorded app consists of, outermost first; None if that is not known.
-
-    `folder` is that of one run, and `kind` is `strategies` (the server's) or `mods` (a client's).
+    """Returns what the app in the run's `folder` consists of, outermost first; None if not known.
 
     Raises:
         FedsimError: The tap's file is missing or damaged.

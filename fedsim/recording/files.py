@@ -106,7 +106,7 @@ def observation_id(
 ) -> str:
     """Returns an observation's id, such as `<stack>/round-0001/client-0000-b4-t0`.
 
-    Client -1 is the aggregate. The word before the number says what `watcher` saw:
+    The word before the number of the client (-1: the aggregate) says what `watcher` saw:
     `participant-0000-training` is what client 0 saw of others, `wire-0000-b4-t0` what crossed the
     wire from it.
 
@@ -125,7 +125,7 @@ def observation_id(
 
 
 def path_of(root: Path, id: str) -> Path:
-    """Returns the path of the JSON file of the observation `id`; `root` is the run's folder.
+    """Returns the path of the JSON file of the observation `id` of the run in `root`.
 
     Raises:
         FedsimError: `id` is not the id of an observation.
@@ -136,8 +136,7 @@ def path_of(root: Path, id: str) -> Path:
 def save_observation(observation: Observation, root: Path) -> Path:
     """Writes `observation` below `root/observations`; returns the path of its JSON file.
 
-    The global weights are shared by all observations of a round: the first one writes them, and
-    those of later ones are not looked at.
+    The first observation of a round writes the global weights, which all of them share.
     """
     base = root / "observations" / checked_id(observation.id)
     shared = base.parent / GLOBAL
@@ -163,8 +162,6 @@ def save_observation(observation: Observation, root: Path) -> Path:
 
 def load_observation(path: Path, device: str | torch.device = "cpu") -> Observation:
     """Reads a recording by the path of its `.json` or `.safetensors` file.
-
-    The tensors are on `device`.
 
     Raises:
         FedsimError: The recording is missing or damaged, or the file is no recording.
@@ -206,10 +203,9 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
 
 
 def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> None:
-    """Writes the `images` (P, C, H, W), uint8, that the threat model grants every attack.
+    """Writes the images (P, C, H, W), uint8, that the threat model grants every attack.
 
-    They may be rows (P, D), float32, of a table. `root` is the run's folder, and `labels`
-    (P,) int64 are the images' classes.
+    They may be rows (P, D), float32, of a table. `labels` (P,) int64 are their classes.
     """
     write_tensors(
         root / _PUBLIC, {"images": images} | ({} if labels is None else {"labels": labels})
@@ -220,8 +216,7 @@ def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> Non
 def load_public(root: Path) -> Tensor:
     """Reads the public images (P, C, H, W), uint8, or rows (P, D), float32, of the run in `root`.
 
-    P is their number, and D the number of columns. The tensor is kept for the next call, so that it
-    must not be changed.
+    The tensor is kept for the next call, so that it must not be changed.
 
     Raises:
         FedsimError: None were recorded, or they cannot be read.
@@ -253,14 +248,9 @@ def load_public_labels(root: Path) -> Tensor | None:
 def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
     """Reads what the watcher of a recording of training saw up to its round, ordered by round.
 
-    The attacked recording is among them, the last of its client. All tensors are on the CPU. Of a
-    round, clients are in ascending order. A participant and an aggregating server see one
-    update a round, other watchers those of all recorded clients. Weights that several recordings
-    start from are held once.
-
-    Args:
-        path: JSON file of the attacked recording, in a run's folder.
-        attacked: That recording.
+    The attacked recording, at `path`, is the last of its client. Of a round, clients are in
+    ascending order. All tensors are on the CPU; weights that several recordings start from are held
+    once.
 
     Raises:
         FedsimError: A recording cannot be read.
@@ -302,10 +292,7 @@ def root_of(recording: Path) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Writes `tensors` as safetensors, whole or not at all; returns the file's hexadecimal SHA-256.
-
-    The file's owner alone can read it: tensors are clients' images, or what leaks them.
-    """
+    """Writes `tensors` as safetensors, whole or not at all; returns the hexadecimal SHA-256."""
     content = serialize(tensors)
     write_bytes(path, content, private=True)
     return hashlib.sha256(content).hexdigest()
@@ -354,13 +341,10 @@ def write_json(path: Path, value: object) -> None:
 
 
 def copy_file(path: Path, source: Path, target: Path) -> None:
-    """Copies `path` from below the folder `source` to the same place below `target`.
-
-    The copy replaces a file that is there, and its owner alone can read it.
+    """Copies `path` from below `source` to the same place below `target`, for its owner alone.
 
     Raises:
-        FedsimError: A link is on the way from `source` to it, or it is no regular file that fits
-            into memory.
+        FedsimError: A link is on the way to it, or it is no regular file that fits into memory.
     """
     place = path.relative_to(source)
     content = paths.content(paths.refuse_links(path, source), memory.limit())
@@ -368,11 +352,7 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
-    """Writes `content` whole or not at all: a reader sees the old file or the new one.
-
-    `private` lets the file's owner alone read it. If not `durable`, a crash of the machine may lose
-    it. The file's folder is made. See `write_pieces`.
-    """
+    """Writes `content` whole or not at all, see `write_pieces`."""
     write_pieces(path, [content], private=private, durable=durable)
 
 

@@ -18,7 +18,7 @@ _MOST = 1_000_000
 def inconsistencies(
     seen: Observation, parameters: Collection[str], buffers: Collection[str]
 ) -> Iterator[str]:
-    """Yields a text for each fault by which a recording would make an attack fail or mislead it.
+    """Yields a text for each fault by which a recording would fail or mislead attacks.
 
     Such a fault may also fill the memory. `parameters` and `buffers` are the names that the
     recording lists.

@@ -1,8 +1,7 @@
 """Writes arrays as safetensors piece by piece: no copy of them is made, and none is held.
 
-It shares a machine with an app's round, and has to be cheap. A file's digest is XXH3 of 128 bits,
-which takes a tenth of SHA-256's time. It tells damage, and one file from another. It is no proof
-against somebody who may write there: nor is any digest that lies beside its file.
+A file's digest is XXH3 of 128 bits, which takes a tenth of SHA-256's time. It tells damage; it is
+no proof against somebody who may write there, nor is any digest that lies beside its file.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from fedsim.system import paths
 from fedsim.types import FedsimError
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-"""Contiguous arrays by name; they may share read-only memory with the message that they come
-from."""
+"""Contiguous numpy arrays by name; they may share read-only memory with a message."""
 
 _NAMES = {
     np.dtype(np.float64): "F64",
@@ -47,8 +45,6 @@ Piece = bytes | memoryview
 
 def pieces(arrays: Arrays) -> Iterator[Piece]:
     """Yields the bytes of a safetensors file of contiguous `arrays`, piece by piece.
-
-    `arrays` are numpy arrays by name, here as in all functions of this module.
 
     Raises:
         FedsimError: An array is of a type that such files do not hold, or is called `__metadata__`;
@@ -128,11 +124,7 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
     """Writes `arrays` as safetensors, whole or not at all, and returns the digest of the file.
 
     It does not wait for the disk: after a crash of the machine only the digest tells a torn file.
-
-    Args:
-        path: Path of the file, whose folder is made.
-        arrays: Arrays that the file holds.
-        digest: Result of `digest_of` for these arrays if it is known; it is not computed again.
+    `digest` is that of `digest_of`, where it is known.
 
     Raises:
         FedsimError: See `pieces`.

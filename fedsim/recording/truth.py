@@ -50,10 +50,7 @@ class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
 
 
 def home(root: Path, stack: str) -> Path:
-    """Returns the folder of the truth of all observations behind `stack`.
-
-    `root` is the run's folder.
-    """
+    """Returns the folder of the truth of all observations behind `stack` in the run in `root`."""
     return root / _FOLDER / stack
 
 
@@ -71,20 +68,14 @@ def _name(client: int) -> str:
 
 
 def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
-    """Writes what `client` really used for the observation `id`; `root` is the run's folder.
-
-    Several clients may be part of one observation, and each has a file of its own.
-    """
+    """Writes what `client`, one of perhaps several, really used for the observation `id`."""
     # Which client a row is of is told by the file.
     tensors = {name: value for name, value in truth.tensors().items() if name != "clients"}
     write_tensors(_path(root, id, client), tensors)
 
 
 def forget_truth(root: Path, id: str, client: int) -> None:
-    """Removes what `client` wrote for the observation `id`, since its answer was left out.
-
-    `root` is the run's folder. Nothing happens where nothing was written.
-    """
+    """Removes what `client` wrote, if anything, for the observation `id`, which is left out."""
     _path(root, id, client).unlink(missing_ok=True)
 
 
@@ -111,8 +102,6 @@ def owner(root: Path) -> int | None:
 def copy(source: Path, target: Path) -> int:
     """Copies all truth below `source` to below `target`; returns the number of files.
 
-    Both are folders of a run or of a node's part in it.
-
     Raises:
         FedsimError: A file is a link to elsewhere, or one of other content is there already.
             Nothing is copied.
@@ -137,10 +126,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
-    """Removes the truth that `client` wrote of rounds after `last`, and files that kills left torn.
-
-    `root` is the run's folder.
-    """
+    """Removes the truth that `client` wrote of rounds after `last`, and torn files of kills."""
     for folder in home(root, stack).glob("round-*/*"):
         number = folder.parent.name.removeprefix("round-")
         if number.isdecimal() and int(number) > last:
@@ -154,9 +140,9 @@ def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
 def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
     """Reads the truth of all clients of the observation `id`, joined in the order of the clients.
 
-    `root` is the run's folder. `clients` is the number of clients that must have left truth; None:
-    any. Local losses are averaged over the clients, and other tensors are left out if one client
-    lacks them. Of rows, `clients` of the result counts the clients that left truth from 0.
+    `clients` is the number of clients that must have left truth; None: any. Local losses are
+    averaged, and tensors that a client lacks are left out. Of rows, `clients` of the result counts
+    the clients that left truth from 0.
 
     Raises:
         IncompleteTruth: The number of clients that left truth is not `clients`.
@@ -199,16 +185,10 @@ def _join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def add_sources(truth: Truth, root: Path, ids: Sequence[str]) -> Truth:
     """Adds the records of all clients that the observations `ids` are of, and whose each is.
 
-    Records are the candidates that a client trains on. One that two clients hold is left out, as no
-    single client is its source. The order is that of digests, which tells nothing of clients.
-    `truth` is returned as it is where no candidates were recorded. Else `more` of the copy also has
-    the tensors that `fedsim.types` calls `SOURCE_...`, and `source` (N,) int64: each record's place
-    in `SOURCE_CLIENTS`.
-
-    Args:
-        truth: Truth of the attacked observation.
-        root: The run's folder.
-        ids: Ids of the observations that the watcher saw.
+    Records are the candidates that a client trains on, but for those of several clients, in an
+    order that tells nothing of clients. They are tensors in the copy's `more`, which `fedsim.types`
+    calls `SOURCE_...`; `source` (N,) int64 is each record's place in `SOURCE_CLIENTS`. Without
+    candidates `truth` is returned as it is.
     """
     files = [list(_folder(root, id).glob("client-*.safetensors")) for id in ids]
     numbers = [[int(path.stem.removeprefix("client-")) for path in each] for each in files]
@@ -270,10 +250,7 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
 
 
 def count(root: Path, id: str) -> int:
-    """Returns how many clients have written truth of the observation `id`.
-
-    `root` is the run's folder.
-    """
+    """Returns how many clients have written truth of the observation `id`."""
     return len(list(_folder(root, id).glob("client-*.safetensors")))
 
 

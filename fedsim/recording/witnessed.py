@@ -30,10 +30,8 @@ from fedsim.words import printable
 class Witnessed(BaseModel):
     """Describes how one client trained on one order: the JSON beside its images.
 
-    `run_id`, `node_id` and `message_id` are those of the order's message. `optimizer` is the name
-    of the optimizer's class; None if nothing was stepped. `training_mode` says whether the model
-    was in training mode. `label_smoothing` and `class_weights` are those of the cross-entropy;
-    weights are None where it has none.
+    `optimizer` is the name of its class; None if nothing was stepped. `label_smoothing` and
+    `class_weights` are those of the cross-entropy.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -59,10 +57,8 @@ class Witnessed(BaseModel):
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Learning rate of each step; empty in files of earlier versions."""
     factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
-    """Ratio, by step, of the step's gradient to the gradient of its images' mean loss.
-
-    Empty in files of earlier versions.
-    """
+    """Ratio, by step, of the step's gradient to that of its images' mean loss; empty in old
+    files."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -80,28 +76,19 @@ class Witnessed(BaseModel):
 
 @dataclass(frozen=True)
 class Testimony:
-    """What a witness kept of one client's training on one order: description and images.
-
-    `path` is the JSON file, and `said` its content.
-    """
+    """What a witness kept of one client's training on one order: the JSON file and its content."""
 
     path: Path
     said: Witnessed
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape (C, H, W) of an image: channels, height and width.
-
-        Raises:
-            FedsimError: The file of the images is missing or damaged.
-        """
+        """Shape (C, H, W) of an image; raises as `images` does."""
         channels, height, width = self.images()[0].shape[1:]
         return channels, height, width
 
     def images(self) -> tuple[Tensor, Tensor]:
-        """Returns the distinct images (N, C, H, W), as the model got them, and their labels (N,).
-
-        Images are floating-point and labels int64, on the CPU.
+        """Returns the distinct images (N, C, H, W), as the model got them, and int64 labels (N,).
 
         Raises:
             FedsimError: The file is missing or damaged.
@@ -125,9 +112,9 @@ class Testimony:
 def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
     """Writes what a client trained on below `out`, for its owner alone to read.
 
-    `said` describes the training. `tensors` has its distinct `images` (N, C, H, W), their `labels`
-    (N,), and the `order` in which steps used them: indices of images, one step after the other.
-    Images that were left out are not in the order, although `said.sizes` counts them.
+    `tensors` has the distinct `images` (N, C, H, W), their `labels` (N,), and the `order` in which
+    steps used them: indices of images. Images that were left out are not in the order, although
+    `said.sizes` counts them.
     """
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
@@ -140,11 +127,7 @@ def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
 def save_unseen(
     out: Path, run_id: int, round: int, node_id: int, message_id: str, *, reason: str
 ) -> None:
-    """Writes the `reason` why nothing is kept of an order that a client trained on.
-
-    `out` is the witness's folder. `run_id`, `round` (0 if unknown), `node_id` and `message_id` are
-    those of the order's message.
-    """
+    """Writes the `reason` why nothing is kept of an order (its ids; `round` 0 if unknown)."""
     path = _base(out, run_id, round, "unseen", node_id, message_id).with_suffix(".json")
     text = json.dumps({"format": 1, "reason": reason}, indent=2) + "\n"
     write_bytes(path, text.encode(), private=True, durable=False)

@@ -84,11 +84,8 @@ def learning_problem(
 ) -> str | None:
     """Returns why a model of this `accuracy` cannot show what a defense costs, or None.
 
-    Args:
-        accuracy: Accuracy on the test set.
-        test_loss: Mean cross-entropy on the test set, in nats; None where it was not finite.
-        trains: Whether a model was trained. A release in closed form has no learning rate, and its
-            loss is no cross-entropy.
+    `test_loss` is the mean cross-entropy on the test set, in nats; None where it was not finite. A
+    release in closed form `trains` no model.
     """
     if not accuracy.is_chance:
         return None

@@ -28,9 +28,7 @@ _LEAST = 40
 
 
 def refuse_unlike(truth: Truth) -> None:
-    """Refuses candidates of an update whose members differ from the others by more than a coin.
-
-    Truths without inputs of candidates pass: there is nothing to compare.
+    """Refuses candidates of an update whose members differ from others by more than a coin.
 
     Raises:
         ScoringError: a member is a copy of another candidate that took no part, or a classifier
@@ -59,14 +57,8 @@ def refuse_unlike(truth: Truth) -> None:
 def blind_p_value(inputs: Tensor, labels: Tensor, members: Tensor) -> float:
     """Returns the p-value of the hypothesis that coins alone tell members from others.
 
-    A linear classifier is fitted to one half of the candidates and ranks the other half, and the
-    other way round. The smaller of the two p-values of Mann and Whitney's test counts, twice. It is
-    1 for fewer than 40 candidates, or where a half has no member or no other.
-
-    Args:
-        inputs: (N, ...) inputs.
-        labels: (N,) int64 classes.
-        members: (N,) bool.
+    It is 1 for fewer than 40 candidates, or where a half has no member or no other. `inputs` are
+    (N, ...), `labels` (N,) int64 and `members` (N,) bool.
     """
     if len(members) < _LEAST:
         return 1.0

@@ -1,8 +1,7 @@
 """Collects an attack's certificates of its own answer, and counts those that are false.
 
 An attack may say of each image whether it is determined, and whether it certifies it: whether the
-attacker knows, without any truth, that features and labels are right. The truth is looked at here
-alone, to count certificates that are false.
+attacker knows, without any truth, that features and labels are right.
 """
 
 from __future__ import annotations
@@ -27,25 +26,19 @@ LENGTH = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """How many images of an answer an attack certifies, and how many of these are wrong.
-
-    An attack certifies an image whose answer it calls right whatever the truth may be.
-    """
+    """How many images of an answer an attack certifies, and how many of these are wrong."""
 
     images: int
     """Number of images of the answer."""
     determined: int | None
-    """Number of images to which the update leaves a single answer, by the attack's word; None
-    without one."""
+    """Number of images to which the update leaves a single answer, by the attack's word, if any."""
     certified: int | None
     """Number of images that the attack certifies to be right; None without certificates."""
     false: int | None
-    """Number of certified images that are wrong; None without certificates, or if features
-    cannot be compared."""
+    """Number of certified images that are wrong; None if there are none to compare."""
     per_image: dict[str, list[bool]]
-    """One truth value an image under the keys `determined` and `certified`, in the order of the
-    true images; False where one has no answer. In the order of the answer where that is labels
-    alone. A key of which the attack says nothing is missing."""
+    """Key `determined` or `certified`, if the attack says so -> a truth value by true image; False
+    where one has no answer. In the order of the answer where that is labels alone."""
 
 
 def certificate(
@@ -55,11 +48,7 @@ def certificate(
 ) -> Certificate | None:
     """Returns the certificate of an attack's answer; None if the attack states nothing.
 
-    Args:
-        found: The attack's answer.
-        truth: Truth of the same batch; None if nobody has it.
-        assignments: Part -> index of the answer that was scored against each truth, as in
-            `Scores.assignments`.
+    `truth` is None if nobody has it, and `assignments` are those of the `Scores`.
 
     Raises:
         ScoringError: a mask is not one truth value for each image of the answer.
@@ -93,12 +82,11 @@ def certificate(
 
 
 def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
-    """Returns the number of certified images that match no true image.
+    """Returns the number of certified images that match no true image; None if nothing is compared.
 
     Each true image matches one answer at most. Matching features have a cosine of at least 0.999
     and lengths that differ by at most 5 % of the true one; matching labels are equal. Parts that
     the answer lacks do not count.
-    The result is None if the attack certifies nothing, or nothing can be compared.
     """
     if found.certified is None or (found.features is None and found.labels is None):
         return None

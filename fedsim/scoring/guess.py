@@ -1,8 +1,7 @@
 """Makes the zero-information guess: the answer of someone who saw no update at all.
 
 A batch of N images is guessed by N images, which are matched to the truths as an attack's are. The
-guesser has public images with labels, of the test split, which no client holds. It also knows what
-the threat model grants of the batch: how many images it holds, and their labels if these are known.
+guesser has public images with labels, of the test split, which no client holds.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ that of many: on digits by 0.2 to 0.4 dB with 20, 0.3 to 0.8 with 10, 0.9 and mo
 
 _OUTLINE, _ALIKE = 16, 0.99
 """Side in pixels at which near copies are compared, and their least cosine. No bundled face or
-photograph of one split has
-0.98 with one of the other. Digits reach 0.991. Copies with noise of 0.02 mostly exceed 0.995."""
+photograph of one split has 0.98 with one of the other. Digits reach 0.991. Copies with noise of
+0.02 mostly exceed 0.995."""
 
 
 _SAME_ROW = 1e-6
@@ -55,14 +54,10 @@ class Guess:
     public: int
     """Number of public images, or rows, that the guess was learned from."""
     public_per_image: float
-    """Public images for each image of the guess; with granted labels, of the label that has the
-    fewest."""
+    """Public images for each image of the guess; with granted labels, of the scarcest label."""
 
     def answer(self, *, labels_alone: bool = False) -> Reconstruction:
-        """Returns the guess as an attack's answer, whose loss is NaN.
-
-        `labels_alone` leaves the images out.
-        """
+        """Returns the guess, or its `labels_alone`, as an attack's answer whose loss is NaN."""
         return Reconstruction(
             images=None if labels_alone else self.images,
             labels=self.labels,
@@ -75,7 +70,6 @@ class Guess:
 class Guesser:
     """Guesses batches from public images; the same batch size and labels give the same guess.
 
-    It is called with the number of images and, if known, their labels; it returns a `Guess`.
     Guessers of the same images and labels are equal, so that a process learns a guess once.
     """
 
@@ -109,10 +103,7 @@ class Guesser:
         return hash(self._content)
 
     def public(self, max_images: int = _POOL) -> Tensor:
-        """Returns at most `max_images` public images, evenly chosen, as (P, C, H, W) uint8.
-
-        No more than 10,000 are kept, which is the default, and fewer of large images.
-        """
+        """Returns at most `max_images` public images, evenly chosen, as (P, C, H, W) uint8."""
         # Rounded up, so that no more than `max_images` come out.
         step = -(-len(self._images) // max_images)
         return self._images[::step]
@@ -122,10 +113,7 @@ class Guesser:
         return self._labels[:: -(-len(self._images) // max_images)]
 
     def count_copies(self, images: Tensor) -> int:
-        """Returns how many of the `images` have a near copy among the public ones.
-
-        `images` are (N, C, H, W) pixels in [0, 1]; see `near_copies`.
-        """
+        """Returns how many of the `images` (N, C, H, W) have a near copy among the public ones."""
         return near_copies(images, self.public())
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
@@ -180,11 +168,7 @@ class Guesser:
 
 @final
 class RowGuesser:
-    """Guesses each row of a table by the mean of public ones.
-
-    It is called with the number of rows and, if known, their labels; it returns a `Guess`.
-    In a column of categories, the likeliest one has the largest entry of the mean.
-    """
+    """Guesses each row of a table by the mean of public ones."""
 
     def __init__(self, rows: Tensor, labels: Tensor) -> None:
         """Learns from public `rows` (P, D) on [0, 1], with `labels` (P,) int64.
@@ -231,11 +215,7 @@ def _guess(guesser: Guesser, count: int, granted: tuple[int, ...] | None) -> Gue
 
 
 def _likeliest(labels: Tensor, count: int) -> Tensor:
-    """Returns the multiset of `count` labels with the largest expected overlap, (count,).
-
-    The k-th copy of a label hits if the batch has at least k of it. The `count` likeliest copies of
-    all labels are taken.
-    """
+    """Returns the multiset of `count` labels with the largest expected overlap, (count,)."""
     from scipy.special import bdtrc
 
     shares = (labels.bincount().double() / len(labels)).tolist()
@@ -271,9 +251,9 @@ def mean_image(images: Tensor) -> Tensor:
 def near_copies(images: Tensor, public: Tensor) -> int:
     """Returns how many of the `images` (N, C, H, W) have a near copy in `public` (P, C, H, W).
 
-    Images are averaged to 16x16 pixels or fewer, and their means are removed. Then near copies have
-    a cosine of at least 0.99. So brightness and contrast do not matter. Copies that are cropped,
-    moved or mirrored are not noticed. An image of one level has no copy, since it tells nothing.
+    Near copies have a cosine of at least 0.99, averaged to 16x16 pixels or fewer and less their
+    means. Copies that are cropped, moved or mirrored are not noticed. An image of one level has no
+    copy.
     """
     known = _outlines(public)
     parts = torch.split(images, CHUNK)
@@ -291,10 +271,8 @@ def _outlines(images: Tensor) -> Tensor:
 def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str | None:
     """Returns why a guess is poor, in words; None if it is good.
 
-    `public` is the number of public images that the guess was learned from, and `public_per_image`
-    is that number for each guessed image. `copies` is the number of attacked images that have near
-    copies among the public ones. A guess is good from 20 public images for each one on, if there
-    are no copies.
+    It is good from 20 public images for each guessed one (`public_per_image`) on, without `copies`:
+    attacked images with near copies among the public ones.
     """
     if copies:
         return (

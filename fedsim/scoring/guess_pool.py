@@ -53,8 +53,7 @@ class Pool:
     """Holds public images that guesses are made of or tried on. Pixels are levels from 0 to 255.
 
     `images` are (P, C, H, W) uint8, with `labels` (P,). `granted` has the known labels of the batch
-    to guess, ascending; None: its labels are unknown. Where it is given, every `count` has to be
-    its length. `name` tells the random draws of pools apart: same name, same draws.
+    to guess, ascending, `count` of them; None: unknown. Pools of the same `name` draw the same.
     """
 
     def __init__(
@@ -74,10 +73,7 @@ class Pool:
         return [*plain, learned] if count <= _MAX_LEARNED else plain
 
     def guess(self, family: str, count: int) -> Tensor:
-        """Returns the guess for a batch of `count` images, as (count, C * H * W) float64 levels.
-
-        `family` is a name that `families` returns.
-        """
+        """Returns the guess of a family in `families`, as (count, C * H * W) float64 levels."""
         if family == "mean_image":
             return _means(self._images, 1).expand(count, -1)
         if family == "mean_by_brightness":
@@ -91,10 +87,7 @@ class Pool:
         return self._learn(start) if "learned" in family else start
 
     def psnr(self, levels: Tensor) -> float:
-        """Returns the mean PSNR, dB, of a guess on batches that are drawn from this pool.
-
-        `levels` is the guess, as `guess` returns it.
-        """
+        """Returns the mean PSNR, dB, of a guess by `guess` on batches drawn from this pool."""
         drawn = self._draw(len(levels), rng.generator(0, "guess", self._name, "tried"))
         errors, _ = self._match(levels, drawn, self._images[drawn].double())
         scale = 255.0**2 * levels.shape[1]

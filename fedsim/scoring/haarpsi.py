@@ -27,15 +27,10 @@ _SCALES = (2, 4, 8)
 
 
 def haarpsi(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns the similarity of each pair of images, 1 if they are identical.
+    """Returns the similarity of each pair of images, (N,) float64 in [0, 1]; 1 if identical.
 
-    Args:
-        reconstruction: (N, C, H, W), C = 1 or 3, pixels in [0, 1].
-        truth: Pixels of the same shape.
-
-    Returns:
-        (N,) float64 in [0, 1]; the reason where channels are not 1 or 3, or a side is below 16
-        pixels (`SMALLEST_SIDE`).
+    Both are (N, C, H, W), pixels in [0, 1]. The reason is returned where channels are not 1 or 3,
+    or a side is below 16 pixels (`SMALLEST_SIDE`).
     """
     channels, height, width = truth.shape[1:]
     if channels not in (1, 3):

@@ -1,7 +1,6 @@
 """Computes image metrics of matched pairs, in pixels: (N, C, H, W) in [0, 1], data range 1.
 
-Each function returns one value per image, (N,) float64; means are taken afterwards. Pixels are
-scored as they are: no normalized tensors, no rescaling, no other data range.
+Each function returns one value per image, (N,) float64; means are taken afterwards.
 """
 
 from __future__ import annotations
@@ -65,9 +64,8 @@ def ssim(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns the structural similarity of each image (N, C, H, W): (N,) in [-1, 1].
 
     The form is that of scikit-image (Wang et al., IEEE TIP 13(4), 2004). The window is uniform, of
-    7 x 7 pixels, or the largest odd window that fits a smaller image. Images are on the CPU, and
-    need no gradient. The reason is returned where a side is below 3 pixels, or scikit-image is
-    missing.
+    7 x 7 pixels, or the largest odd window that fits a smaller image. Images are on the CPU. The
+    reason is returned where a side is below 3 pixels, or scikit-image is missing.
     """
     try:
         from skimage.metrics import structural_similarity

@@ -1,9 +1,9 @@
 """Computes LPIPS with a pretrained backbone, or says why it cannot.
 
 Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric", CVPR 2018.
-The `lpips` package brings its linear weights and would have the backbone downloaded. Here the
-backbone comes from a file that is named or that torchvision has already cached; nothing is ever
-downloaded, and a randomly initialized backbone, which is another metric, is never used.
+The `lpips` package would have the backbone downloaded. Here it comes from a file that is named or
+that torchvision has already cached; nothing is ever downloaded, and a randomly initialized
+backbone, which is another metric, is never used.
 """
 
 from __future__ import annotations
@@ -40,12 +40,7 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class LpipsMetric:
-    """Computes LPIPS v0.1 of matched pixels in [0, 1]; the value is 0 for identical images.
-
-    It is called with a reconstruction and the truth, (N, C, H, W) each, and returns (N,) float64.
-    `load_lpips` makes one: `model` is the network, on the CPU as images have to be, and
-    `weights_sha256` the hex digest of the backbone's file.
-    """
+    """Computes LPIPS v0.1 of matched pixels in [0, 1] on the CPU; 0 for identical images."""
 
     backbone: Backbone
     weights_sha256: str
@@ -65,10 +60,7 @@ class LpipsMetric:
         return torch.cat(values).double()
 
     def describe(self, height: int, width: int) -> str:
-        """Returns a text of backbone, weights and image size in pixels.
-
-        LPIPS values can be compared only where these agree.
-        """
+        """Returns a text of backbone, weights and image size; values of others do not compare."""
         published = self.weights_sha256.startswith(_digest_in_name(self.backbone))
         origin = "torchvision's ImageNet weights" if published else "weights from a file"
         sizes = f"{height}x{width}"
@@ -122,10 +114,7 @@ def load_lpips(
 def perceptual_distance(
     claimed: Tensor, truth: Tensor, lpips: LpipsMetric | Unavailable | None
 ) -> Tensor | Unavailable:
-    """Returns LPIPS, (N,) float64, of `claimed` and true pixels (N, C, H, W) in [0, 1].
-
-    The reason is returned where `lpips` is None or unavailable, or channels are not 1 or 3.
-    """
+    """Returns LPIPS, (N,) float64, of pixels (N, C, H, W) in [0, 1], or the reason for none."""
     if lpips is None:
         return Unavailable("LPIPS was not asked for")
     if isinstance(lpips, Unavailable):

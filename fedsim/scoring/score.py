@@ -35,10 +35,10 @@ class Scores:
     ascending."""
     assignments: Mapping[str, list[int]]
     """Part -> index of the reconstruction scored against each truth; -1 for none. Parts that are
-    never matched, such as labels and rows, are missing."""
+    never matched are missing."""
     missing: int
-    """Number of true images without a reconstruction or a guess in its place; image metrics leave
-    them out."""
+    """Number of true images without a reconstruction or a guess in its place; metrics leave them
+    out."""
     notes: dict[str, str]
     """Metric -> why it has no value, or how it was computed where only like values compare."""
 
@@ -66,22 +66,18 @@ def no_metrics() -> dict[str, float | None]:
 
 
 def prepare(resources: Resources) -> Aids:
-    """Returns what each target prepares for its scores from `resources`: part of a target -> aid.
-
-    Preparing takes long, and is done once in a process.
-    """
+    """Returns what each target prepares, slowly, for its scores: part of a target -> aid."""
     return {part: target.prepare(resources) for part, target in targets().items()}
 
 
 def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
     """Scores `found`, of an attack or of the guess, against the truth of the same observation.
 
-    Each target counts by itself. So poor images, which are matched at random, hide neither features
-    nor labels. `aids` are made by `prepare`; without them no missing image is filled in.
+    `aids` are made by `prepare`; without them no missing image is filled in.
 
     Raises:
-        ScoringError: a part of the answer is not what `Reconstruction` promises (pixels outside
-            [0, 1], values that are not finite, other shapes), the answer has no part or parts of
+        ScoringError: a part of the answer is not what `Reconstruction` promises (pixels outside [0,
+            1], values that are not finite, other shapes), the answer has no part or parts of
             different numbers of images, or a metric is not finite.
     """
     answered = {
@@ -132,11 +128,9 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
 def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
     """Scores the guess: the answer of somebody with the attack's grants who saw no update.
 
-    `aids` is what `prepare` returned.
-
     Returns:
         The `baseline` of a row: the guess's name, what the guess was learned from, its metrics.
-        Fields are None where nothing was guessed, and `per_image` is empty.
+            Fields are None where nothing was guessed, and `per_image` is empty.
     """
     guesses = [target.guess(request, aids) for target in targets().values()]
     made = [guess for guess in guesses if guess is not None]
@@ -152,8 +146,7 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
 def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChances]:
     """Returns the chance that a guess reaches each level of a metric, by the metric's name.
 
-    Metrics without a prior are missing. The result is empty for an update without noise: nothing
-    is random there, and no limit is asked for.
+    The result is empty for an update without noise: nothing is random there.
     """
     seen = request.observation
     if seen is None or not seen.effect.noise:
@@ -171,12 +164,6 @@ def tensors_to_save(
     """Returns the truth and, in the order of the truth, exactly what was scored against it.
 
     The keys are the names by which each target saves its tensors (`Target.saved_as`).
-
-    Args:
-        found: The attack's answer.
-        truth: Truth of the same observation.
-        scores: Scores of `found` against `truth`.
-        aids: What `prepare` returned.
     """
     tensors: dict[str, Tensor] = {}
     for target in targets().values():
@@ -185,10 +172,7 @@ def tensors_to_save(
 
 
 def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
-    """Returns the answer and the truth from the tensors that `tensors_to_save` returned.
-
-    The answer's loss is NaN.
-    """
+    """Returns the answer, with a loss of NaN, and the truth that `tensors_to_save` returned."""
     answers: dict[str, Tensor] = {}
     true: dict[str, Tensor] = {}
     for part, target in targets().items():
@@ -202,11 +186,9 @@ def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
 def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
     """Scores an attack's answer to another update against the truth of this one: the control.
 
-    Args:
-        own: Saved tensors (`tensors_to_save`) of this update.
-        other: Saved tensors of the other update.
-        pairs: Index of the other update's row that stands in each row's place. Only targets whose
-            rows are asked for one at a time read it.
+    `own` and `other` are saved tensors (`tensors_to_save`). `pairs` has the index of the other
+    update's row that stands in each row's place, for targets whose rows are asked for one at a
+    time.
 
     Raises:
         ScoringError: `score` raises it.

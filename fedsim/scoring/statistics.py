@@ -31,10 +31,7 @@ class Summary:
     low: float | None
     high: float | None
     """`low` and `high`: Student's interval of the mean, at `confidence` for all `compared` samples.
-
-    None for equal values and for too few. A spread of zero would read as certainty, though it
-    says nothing of what is rare.
-    """
+    None for equal values and for too few: a spread of zero would read as certainty."""
     confidence: float
     compared: int = 1
     """Number of samples among which this one was chosen; the interval allows for that."""
@@ -45,11 +42,7 @@ class Summary:
         return self.mean if self.low is None else self.low
 
     def best_of(self, compared: int) -> Summary:
-        """Returns the summary of a sample chosen among `compared`, with Bonferroni's interval.
-
-        Each interval misses its mean with probability (1 - confidence) / compared. So all of them
-        hold together at `confidence`, whichever is chosen.
-        """
+        """Returns the summary of a sample chosen among `compared`, with Bonferroni's interval."""
         if self.low is None or self.std is None:
             return replace(self, compared=compared)
         half = _half_width(self.std, self.n, 1 - (1 - self.confidence) / compared)
@@ -64,15 +57,11 @@ class Share:
     n: int
     low: float
     high: float
-    """`low` and `high` are the ends of Clopper and Pearson's interval of `count` / `n`, at
-    `confidence`. It holds for rare events, too."""
+    """`low` and `high` are Clopper and Pearson's interval of `count` / `n`, at `confidence`."""
     confidence: float
 
     def best_of(self, compared: int) -> Share:
-        """Returns the share, chosen among `compared` shares, with Bonferroni's interval.
-
-        Only `low` and `high` differ: all shares together hold at `confidence`.
-        """
+        """Returns the share, chosen among `compared` shares, with Bonferroni's interval."""
         wide = share(self.count, self.n, confidence=1 - (1 - self.confidence) / compared)
         # Wider, but what holds for all shares together is still `confidence`.
         return replace(wide, confidence=self.confidence)
@@ -84,10 +73,6 @@ class Share:
 
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
     """Returns (low, high) of Student's confidence interval of the mean (Biometrika 6, 1908).
-
-    The interval is mean ± t s / sqrt(n), for n values of standard deviation s and Student's
-    quantile t. It holds for independent values of a normal distribution. For two values it is so
-    wide (t = 12.7 at 95%) that `summarize` states none.
 
     Raises:
         ValueError: fewer than two values, one that is not finite, or a confidence outside (0, 1).
@@ -116,9 +101,9 @@ def _quantile(freedom: int, confidence: float) -> float:
 
 @cache
 def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
-    """Returns the share of `count` in `n` trials, with the interval of Clopper and Pearson (1934).
+    """Returns the share of `count` in `n` trials (at least 1), with an exact interval.
 
-    `n` is at least 1, and the interval holds at this `confidence`.
+    The interval is that of Clopper and Pearson (1934).
     """
     from scipy.special import betaincinv
 
@@ -133,9 +118,8 @@ def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
 def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
     """Returns the p-value of a difference of two series (R. A. Fisher's exact test, 1935).
 
-    The first series has `more` successes and `others` failures. The second has `fewer` successes
-    and `rest` failures. The p-value is the probability that the first has at least `more` successes
-    if both series have the same chance.
+    It is the probability that the first series, of `more` successes and `others` failures, has at
+    least `more` if the second, of `fewer` successes and `rest` failures, has the same chance.
     """
     first, second, successes = more + others, fewer + rest, more + fewer
     tables = sum(
@@ -146,10 +130,7 @@ def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
 
 
 def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary | None:
-    """Summarizes `values` by mean and interval; returns None for an empty sample.
-
-    The interval holds at this `confidence`.
-    """
+    """Summarizes `values` by mean and interval; returns None for an empty sample."""
     if not values:
         return None
     sample = np.asarray(values, dtype=np.float64)
@@ -173,10 +154,9 @@ def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary |
 
 
 def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Returns the chance that one of the scores `inside` is above one of `outside`.
+    """Returns the chance that a score of `inside` is above one of `outside`; ties count half.
 
-    That is the area under the ROC curve. Both are (n,) and (m,), with at least one score each; ties
-    count half.
+    That is the area under the ROC curve. Both have at least one score.
     """
     members, others = np.asarray(inside, np.float64), np.sort(np.asarray(outside, np.float64))
     # Mann and Whitney's statistic: how many of the others lie below each, and how many tie.
@@ -186,8 +166,6 @@ def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
 
 def area_deviation(inside: int, outside: int) -> float:
     """Returns the standard deviation of `rank_area` of so many scores that differ by chance alone.
-
-    `inside` and `outside` are the two numbers of scores, at least 1 each.
 
     Source: Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
     """

@@ -14,9 +14,7 @@ _BACKLOG = 128
 
 
 def split(address: str) -> tuple[str, int]:
-    """Splits HOST:PORT or [HOST]:PORT into the host, without brackets, and the port.
-
-    Neither is looked at further: the port may be out of range, and the host no name.
+    """Splits HOST:PORT or [HOST]:PORT into host, without brackets, and port, both unchecked.
 
     Raises:
         ValueError: The address is of another form.
@@ -37,11 +35,7 @@ def is_host(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches `host`: `localhost`, or a loopback address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
-    (True, True, False)
-    """
+    """Returns whether only this machine reaches `host`: `localhost`, or a loopback address."""
     if host == "localhost":
         return True
     try:
@@ -53,9 +47,8 @@ def is_loopback(host: str) -> bool:
 def unfit(address: str, *, has_roots: bool) -> str | None:
     """Returns the reason why nobody may connect to `address`; None if they may.
 
-    Text that is not HOST:PORT, or a port out of range, is such a reason, too, and no error.
-    `has_roots` says whether there are certificates to check the server's by. If not, there is no
-    TLS, and the address must be on loopback.
+    Without roots (certificates to check the server's by) there is no TLS, and the address must be
+    on loopback.
     """
     try:
         host, port = split(address)

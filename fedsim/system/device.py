@@ -18,9 +18,6 @@ T = TypeVar("T")
 def resolve_device(device: str) -> str:
     """Returns the name `device`; `auto` becomes `cuda` if torch can use CUDA, else `cpu`.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. Whether there is a card of number N is not
-    checked.
-
     Raises:
         FedsimError: The text is no name of a device, or a CUDA device is asked for and there is
             none.
@@ -34,26 +31,20 @@ def resolve_device(device: str) -> str:
 
 
 def compute_exactly(device: str | torch.device) -> None:
-    """Makes this process compute float32 on `device` at full precision, and repeatably.
-
-    Torch rounds the inputs of convolutions on CUDA to ten bits (TF32) unless told otherwise. An
-    attack that explains an update up to rounding would meet a thousand times the error. The setting
-    holds for this process alone; for a CPU nothing changes.
-    """
+    """Makes this process compute float32 on `device` at full precision, and repeatably."""
     if torch.device(device).type == "cpu":
         return
+    # TF32 rounds inputs of convolutions to ten bits: an attack that explains an update up to
+    # rounding would meet a thousand times the error.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
 
 
 def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()) -> T:
-    """Returns a copy of a dataclass with its tensors, and mappings of tensors, on `device`.
+    """Returns a copy of a dataclass, and those in it, with their tensors on `device`.
 
-    Args:
-        value: The dataclass. Dataclasses within it are copied so, too; other fields stay.
-        device: Device to move to; a tensor that is there already is not copied.
-        but: Names of fields of `value` itself to leave where they are.
+    Mappings of tensors are moved, too. Fields of `value` itself that are named in `but` stay.
     """
     assert is_dataclass(value) and not isinstance(value, type)
     found: dict[str, Any] = {}

@@ -1,8 +1,4 @@
-"""Writes large files past the page cache, where the system can: a tenth of the processor's time.
-
-What is not read again soon needs no copy in memory, and fresh pages for it are dear on a virtual
-machine.
-"""
+"""Writes large files past the page cache, where the system can: a tenth of the processor's time."""
 
 from __future__ import annotations
 
@@ -24,9 +20,7 @@ _BUFFER = 256 * _BLOCK
 
 
 def write(handle: int, pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes `pieces`, one after the other, to the empty file whose descriptor is `handle`.
-
-    The file stays open.
+    """Writes `pieces` to the empty file whose descriptor is `handle`, which stays open.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,9 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP: the command ends with status 130 and says how to go on.
 
-The first of them raises `Interrupted`, so that what is under way can be put in order. A second
-one ends the process at once, and so does a first one that was lost (in a callback that drops
-exceptions) or that waits behind a long computation: a thread of its own sees to it. The process
-then leaves behind what a kill leaves, from which `--resume` goes on.
+The first of them raises `Interrupted`, so that what is under way can be put in order. A second one
+ends the process at once, and so does a first one that was lost (in a callback that drops
+exceptions) or that waits behind a long computation: a thread of its own sees to it.
 
 Imports the standard library alone, since interrupts come early, too.
 """
@@ -32,9 +31,8 @@ _SHOW_CURSOR = "\x1b[?25h"
 class Interrupted(KeyboardInterrupt):
     """Raised by Ctrl-C, SIGTERM or SIGHUP.
 
-    It is a subclass since CPython remembers a KeyboardInterrupt that leaves code given as text,
-    such as a dataclass's methods. CPython then dies of SIGINT at the exit, although the exception
-    was caught.
+    CPython remembers a KeyboardInterrupt itself that leaves code given as text, such as a
+    dataclass's methods, and dies of SIGINT at the exit although it was caught.
     """
 
 
@@ -71,8 +69,7 @@ def say(write: Callable[[str], object]) -> None:
 def command() -> Iterator[None]:
     """Runs a whole command: interrupted anywhere, it exits with status 130 and says how to go on.
 
-    It is entered once in a process, in the main thread. A signal that is ignored when the process
-    starts (`nohup`, a script's background job) stays so.
+    It is entered once in a process, in the main thread. Ignored signals (`nohup`) stay ignored.
     """
     _install()
     try:
@@ -91,10 +88,7 @@ def command() -> Iterator[None]:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delays interrupts until the block is over; processes started within it never get any.
-
-    So no process is left half started, and this process ends those that it has started.
-    """
+    """Delays interrupts until the block is over; processes started within it never get any."""
     pending: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -155,9 +149,6 @@ def _next(reader: int) -> None:
 
 
 def _ignore(numbers: list[signal.Signals]) -> None:
-    """Ignores signals at the exit, so that the status stands.
-
-    The interpreter would otherwise restore the default, death by the signal.
-    """
+    """Ignores signals at the exit: the default, death by the signal, would change the status."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)

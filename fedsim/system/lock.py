@@ -1,7 +1,4 @@
-"""Allows one run at a time in a folder.
-
-The system holds the lock and lets go of it when the process ends, however that is.
-"""
+"""Allows one run at a time in a folder, by a lock that the system lets go of as a process ends."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from pathlib import Path
 from fedsim.types import FedsimError
 
 NAME = ".lock"
-"""Name of the locked file in a run's folder. The file is removed when the run ends; a kill leaves
-it."""
+"""Name of the locked file in a run's folder, which is removed when the run ends."""
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A pipe of this name is not waited for, and a link not followed."""
@@ -31,11 +27,10 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
-    """Locks `folder` inside the block against other runs, also of this process.
+    """Locks `folder`, made if it is missing, inside the block against other runs.
 
-    The folder is made, for its owner alone, if it is missing. `option` names the option by which a
-    user chooses another folder, for the error's text. On a file system without locks a warning is
-    given, and nothing is locked.
+    `option` names the option by which a user chooses another folder. On a file system without locks
+    a warning is given, and nothing is locked.
 
     Raises:
         FedsimError: Another run is in the folder, or its `.lock` is no regular file.
@@ -51,10 +46,7 @@ def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Ite
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a run is at work in `folder`, as far as its file system knows.
-
-    The result is False for a missing folder, and on a file system without locks.
-    """
+    """Returns whether a run is at work in `folder`, as far as its file system knows."""
     try:
         handle = os.open(folder / NAME, os.O_RDONLY | _FLAGS)
     except OSError:

@@ -20,12 +20,9 @@ _LARGEST_MMAP_THRESHOLD = 2**25
 
 @cache
 def keep_freed() -> bool:
-    """Lets the allocator keep freed memory for the next tensors; returns whether it will.
-
-    By default glibc returns freed megabytes to the system at once, and every iteration of an attack
-    pays for fresh pages: a fifth of its time on ConvNet. The peak stays the same, but the process
-    holds it until it ends.
-    """
+    """Lets the allocator keep freed memory for the next tensors; returns whether it will."""
+    # glibc returns freed megabytes at once, and every iteration of an attack pays for fresh pages:
+    # a fifth of its time on ConvNet.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
@@ -37,8 +34,7 @@ def keep_freed() -> bool:
 def limit() -> int:
     """Returns the bytes that this process may use, by the machine, its control group or ulimit.
 
-    Swap does not count. The machine counts as 64 GiB if its memory is not known. The limits are
-    read once in a process.
+    Swap does not count. The machine counts as 64 GiB if its memory is not known.
     """
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

@@ -1,8 +1,8 @@
 """Opens the files that users name, and checks the paths that they write to.
 
-Everything that a user can name is opened here, or by a library after `regular` has looked at it:
-a device would fill the memory, a pipe would wait for ever, and a file can be larger than what
-reads it. `tests/system/test_paths.py` finds other ways in the source.
+Everything that a user can name is opened here, or by a library after `regular` has looked at it: a
+device would fill the memory, a pipe would wait for ever, and a file can be larger than what reads
+it.
 """
 
 from __future__ import annotations
@@ -108,12 +108,7 @@ def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
 
 
 def content(path: Path, max_bytes: int) -> bytes:
-    """Returns all bytes of the regular file at `path`, which may have at most `max_bytes`.
-
-    Raises:
-        FedsimError: See `regular`.
-        OSError: The file is missing, or may not be read.
-    """
+    """Returns all bytes of a regular file of at most `max_bytes`; raises as `open_regular`."""
     with open_regular(path, max_bytes) as file:
         # A read takes all the memory that it is allowed to fill, however small the file is.
         data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
@@ -125,11 +120,9 @@ def content(path: Path, max_bytes: int) -> bytes:
 
 
 def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
-    """Returns the text of the regular file at `path`, which may have at most `max_bytes` bytes.
+    """Returns the text of the regular file at `path`, of at most `max_bytes`; see `content`.
 
     Raises:
-        FedsimError: See `regular`.
-        OSError: The file is missing, or may not be read.
         UnicodeDecodeError: The file has another encoding.
     """
     return content(path, max_bytes).decode(encoding)
@@ -170,13 +163,7 @@ def writable_folder(path: Path, option: str) -> None:
 
 
 def writable_file(path: Path, option: str) -> None:
-    """Refuses a file to write that is a folder, or whose folder cannot be written to.
-
-    `option` is the option that named the file, for the error's text.
-
-    Raises:
-        FedsimError: The file is a folder, or its folder is refused as by `writable_folder`.
-    """
+    """Refuses a file to write that is a folder, or whose folder `writable_folder` refuses."""
     writable_folder(path.parent, option)
     if path.is_dir():
         raise FedsimError(f"{option} {path}: is a folder; name a file in it")

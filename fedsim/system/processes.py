@@ -41,10 +41,7 @@ _context: _Context | None = None
 
 
 class _Process(SpawnProcess):
-    """A worker that is told neither its parent's arguments, which name files, nor its script.
-
-    So a script needs no guard against being run again by its workers.
-    """
+    """A worker without its parent's arguments, which name files, and without its script."""
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802 - multiprocessing calls it so
@@ -69,9 +66,9 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
 
     Each worker has a copy of `shared` (`get_shared`), which must be picklable, and puts messages
     into the queue (`tell`). Work must be submitted within `interrupts.delay_interrupts`, since
-    submitting starts workers. The end of the block waits for work that runs, and cancels what has
-    not begun. An exception in the block ends the workers at once, in the middle of their work, and
-    so does the end of this process.
+    submitting starts workers. The end of the block waits for work that runs, and cancels the rest.
+    An exception in the block, or the end of this process, ends the workers in the middle of their
+    work.
     """
     context = _SpawnContext()
     news: Queue[Any] = context.Queue()
@@ -89,11 +86,10 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
 
 @contextmanager
 def child(target: Callable[..., object], *arguments: object) -> Iterator[BaseProcess]:
-    """Runs `target(*arguments)` in a process that ends with the block, and with this process.
+    """Runs `target(*arguments)` in a process that ends with the block, which gets the process.
 
-    The process gets no interrupts and no time to clean up. It also ends with the thread that starts
-    it. The block gets the process. `target` must be a function of a module that can be imported,
-    not of the script, and `arguments` must be picklable.
+    It gets no interrupts, and also ends with the thread that starts it. `target` must be a function
+    of a module, not of the script, and `arguments` must be picklable.
     """
     context = _SpawnContext()
     end, lifeline = context.Pipe(duplex=False)
@@ -109,19 +105,13 @@ def child(target: Callable[..., object], *arguments: object) -> Iterator[BasePro
 
 
 def tell(message: Any) -> None:
-    """Puts `message`, which must be picklable, into the queue of this worker's `pool`.
-
-    It may be called in a worker of a pool alone.
-    """
+    """Puts `message`, which must be picklable, into the queue of this worker's `pool`."""
     assert _context is not None
     _context.news.put(message)
 
 
 def get_shared() -> Any:
-    """Returns a copy of the object `shared` with which this worker's `pool` was started.
-
-    It may be called in a worker of a pool alone.
-    """
+    """Returns a copy of the object `shared` with which this worker's `pool` was started."""
     assert _context is not None
     return pickle.loads(_context.shared)  # noqa: S301 - this process's parent wrote it
 

@@ -1,7 +1,4 @@
-"""A temporary folder that is gone after its block, and also when this process is killed.
-
-Imports the standard library alone.
-"""
+"""A temporary folder that is gone after its block, and also when this process is killed."""
 
 from __future__ import annotations
 
@@ -30,11 +27,7 @@ folder."""
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
-    """Makes a temporary folder for its owner alone, and removes it when the block ends.
-
-    The folder's name begins with `prefix`. A process of its own removes the folder, even after a
-    kill.
-    """
+    """Makes a temporary folder for its owner alone, removed as the block or process ends."""
     with interrupts.delay_interrupts():
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         sweeper = subprocess.Popen(  # noqa: S603 - this very Python

@@ -1,8 +1,4 @@
-"""Fixes how many threads compute: a decision of the scenario, as it decides the last bits of a sum.
-
-A sum that is split over threads is rounded elsewhere for each number of them. torch's own threads,
-those of its matrix library, and those of numpy's and scipy's count alike.
-"""
+"""Fixes how many threads compute: a sum that is split over threads is rounded by their number."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from fedsim.types import Truth
 def class_share_error(claimed: Tensor, truth: Tensor) -> float:
     """Returns the total variation distance of two distributions over classes, in [0, 1].
 
-    It is the share of examples whose class would have to change. `claimed` (K,) and `truth` (L,)
-    are shares of the first classes, on the CPU; the shorter one lacks classes of share 0.
+    `claimed` (K,) and `truth` (L,) are shares of the first classes, on the CPU; the shorter one
+    lacks classes of share 0.
     """
     size = max(len(claimed), len(truth))
     padded = [
@@ -67,29 +67,19 @@ class ClassShares(Target):
         return None if guesser is None else shares_of(guesser.public_labels())
 
     def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns the shares (K,) of classes 0 to K - 1 in the true labels; None without labels.
-
-        K is one more than the largest of these labels.
-        """
+        """Returns the shares (K,) of classes 0 to the largest true label; None without labels."""
         labels = truth.tensors().get("labels")
         if labels is None or not len(labels):
             return None
         return shares_of(labels)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are no distribution over classes.
-
-        Raises:
-            ScoringError: the answer is not (K,), or not of shares that sum to 1, to 0.001.
-        """
+        """Refuses answers that are not (K,) shares that sum to 1, to 0.001."""
         if answer.ndim != 1 or not are_distributions(answer):
             raise ScoringError("class_shares: expected a share of each class, (K,), that sum to 1")
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of the public examples' shares; None if no shares were answered.
-
-        Where nothing is public, it is that of equal shares of all classes.
-        """
+        """Returns the score of public, else of equal shares; None if no shares were answered."""
         answer = None if request.found is None else self.answer_of(request.found)
         if answer is None:
             return None

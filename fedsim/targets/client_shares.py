@@ -18,18 +18,14 @@ from fedsim.types import Truth
 
 
 def client_class_error(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns the total variation distance (n,) of each client's shares (n, K) from the true ones.
-
-    It is the share of the client's examples whose class would have to change.
-    """
+    """Returns the total variation distance (n,) of each client's shares (n, K) from the true."""
     return (claimed.double() - truth.double()).abs().sum(1) / 2
 
 
 def client_column_error(claimed: Tensor, truth: Tensor) -> Tensor:
     """Returns the mean distance (n,) of each client's entries (n, D) from the true ones.
 
-    Entries are shares of categories, or means of quantities over their ranges. Those that are
-    negative in `claimed` were not asked for and do not count.
+    Entries that are negative in `claimed` were not asked for and do not count.
     """
     answered = claimed >= 0
     return ((claimed.double() - truth.double()).abs() * answered).sum(1) / answered.sum(1)
@@ -49,20 +45,11 @@ class _ClientMeans(Target):
         return self.means_of(guesser.public(), guesser.public_labels(), 0)
 
     def means_of(self, inputs: Tensor, labels: Tensor, classes: int) -> Tensor | None:
-        """Returns the means (E,) over examples; None if the target does not know such ones.
-
-        Args:
-            inputs: (N, ...) uint8, or entries on [0, 1].
-            labels: (N,) int64.
-            classes: Number of classes; 0: as many as `labels` need.
-        """
+        """Returns the means (E,) over examples; `classes` of 0 are as many as `labels` need."""
         raise NotImplementedError
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of the public examples' means for every client.
-
-        It is None if no shares were answered, or nothing is public.
-        """
+        """Returns the score of the public examples' means for every client."""
         answer = None if request.found is None else self.answer_of(request.found)
         public, true = aids.get(self.part), self.truth_of(request.truth)
         if answer is None or public is None or true is None or answer.shape != true.shape:
@@ -94,14 +81,9 @@ class ClientClassShares(_ClientMeans):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers of another shape, or that are no distributions over classes.
-
-        An answer of zeros would else be nearer to uneven clients than any that knows nothing.
-
-        Raises:
-            ScoringError: the answer is so.
-        """
+        """Refuses answers of another shape, or that are no distributions over classes."""
         super().check(answer, truth)
+        # Zeros would else be nearer to uneven clients than any answer that knows nothing.
         if not are_distributions(answer):
             raise ScoringError(
                 "client_class_shares: expected shares of the classes of each client, that sum to 1"
@@ -149,11 +131,7 @@ class ClientColumnShares(_ClientMeans):
         return inputs.double().mean(0) if inputs.ndim == 2 else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers of another shape, or that are not finite; negative ones are none.
-
-        Raises:
-            ScoringError: the answer is so, or answers nothing at all.
-        """
+        """Refuses answers of another shape, that are not finite, or without any positive entry."""
         super().check(answer, truth)
         if bool((answer < 0).all(1).any()):
             raise ScoringError("client_column_shares: no column is answered")

@@ -76,10 +76,9 @@ def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable
 def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns the part of each true feature outside the reconstructed span: (N,) in [0, 1].
 
-    Each true feature (N, d) is scaled to unit length and projected onto the orthogonal complement
-    of the span of the first N reconstructed features. The part is the projection's norm. Order,
-    sign and scale of the reconstruction do not matter. A guess of zero has 1. The reason is
-    returned where a true feature is zero.
+    Each true feature (N, d), scaled to unit length, is projected onto the orthogonal complement of
+    the span of the first N reconstructed ones; the part is the projection's norm. A guess of zero
+    has 1. The reason is returned where a true feature is zero.
 
     Source: Liu et al., Data Reconstruction Attacks and Defenses, section 4.1, who report the mean.
     """
@@ -106,12 +105,10 @@ def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavaila
     """Returns the angles in degrees between reconstructed and true feature spans, (N,).
 
     Both are (N, d), on the CPU; of more reconstructed features the first N count. Angles ascend
-    from 0 (a direction of both) to 90 (a direction that the reconstruction lacks). Unlike in
-    `subspace_error`, directions that true features share weigh no more than others. The reason is
-    returned where the true features are linearly dependent.
+    from 0 (a direction of both) to 90 (one that the reconstruction lacks). The reason is returned
+    where the true features are linearly dependent.
 
-    Source: Björck and Golub, Numerical Methods for Computing Angles Between Linear Subspaces, 1973,
-    as scipy.linalg.subspace_angles has them.
+    Source: Björck and Golub, Numerical Methods for Computing Angles Between Linear Subspaces, 1973.
     """
     from scipy.linalg import subspace_angles
 
@@ -199,13 +196,7 @@ class Features(Target):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are no features, or have another width than the true ones.
-
-        Without true features any width passes.
-
-        Raises:
-            ScoringError: the answer is refused, or the truth is no batch of features.
-        """
+        """Refuses answers that are no features, or have another width than any true ones."""
         check_features(answer, "reconstruction")
         true = self.truth_of(truth)
         if true is None:
@@ -214,11 +205,7 @@ class Features(Target):
         self.check_each(answer, true)
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Matches features by their directions, since an attack need not know their norms.
-
-        A truth without an answer counts as features of zero. Without true features no metric has a
-        value.
-        """
+        """Matches features by their directions, since an attack need not know their norms."""
         true = self.truth_of(truth)
         if true is None:
             return TargetScores(values=self.unavailable("the true features were not recorded"))
@@ -232,11 +219,7 @@ class Features(Target):
         return TargetScores(values=self.compute_metrics(pair), assignment=assignment)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess of features, from those of public images.
-
-        The result is None without public images or true features, beside an attack that answers no
-        features, or where the model cannot compute them.
-        """
+        """Returns the scored guess of features, from those of public images, where there is one."""
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
         # Beside an attack that answers no features none are guessed; beside a failed one they are.
         silent = request.found is not None and request.found.features is None
@@ -246,11 +229,7 @@ class Features(Target):
         return None if public is None else TargetGuess(metrics=self.guessed_from(public, true))
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns the chance that one of an answer's guesses has each cosine with a truth.
-
-        The true features are taken as those of a public image, drawn at random. The key is
-        `feature_cosine`; the result is empty where nothing is guessed.
-        """
+        """Returns the chance that one of an answer's guesses has each cosine with a truth."""
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
         silent = request.found is None or request.found.features is None
         if (
@@ -277,12 +256,7 @@ class Features(Target):
         return {"feature_cosine": found}
 
     def guessed_from(self, public: Tensor, truth: Tensor) -> dict[str, float]:
-        """Returns the metrics of guessing the features `truth` (N, d) from `public` ones (P, d).
-
-        The guess of the span is the N directions that leave least of the public unit features
-        outside, in mean square. The guess of each feature is the public mean. A metric without a
-        value for this truth is left out.
-        """
+        """Returns the metrics of guessing the features `truth` (N, d) from `public` ones (P, d)."""
         truth = truth.detach().cpu()
         units = F.normalize(public.double(), dim=1)
         # The first right singular vectors leave least outside their span (Eckart and Young).
@@ -293,12 +267,7 @@ class Features(Target):
 
 
 def _public_features(observation: Observation, images: Tensor) -> Tensor | None:
-    """Returns (P, d) inputs of the head, float32 on the CPU, as a client computes them.
-
-    `images` are (P, C, H, W), uint8, or rows (P, D). They go through the model in batches of the
-    observed size, as batch norm sees them; those that do not fill one are left out, if there is
-    one. None where the model cannot compute them.
-    """
+    """Returns (P, d) inputs of the head, float32 on the CPU, as a client computes them, or None."""
     # Attacks, trials and, in the first round, all defenses see the same weights.
     state = {**observation.parameters, **observation.buffers, "": images}
     content = hashlib.sha256(repr((observation.model, observation.effect.model)).encode())

@@ -183,11 +183,7 @@ class Images(Target):
         return ImageAid(guesser=guesser, fill=guesser.mean, lpips=lpips)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are no pixels, or have another shape than the true images.
-
-        Raises:
-            ScoringError: the answer is refused, or the truth is of rows of a table.
-        """
+        """Refuses answers that are no pixels, or have another shape than the true images."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("images were answered, and the batch is of rows of a table")
@@ -196,11 +192,7 @@ class Images(Target):
         self.check_each(answer, true)
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Matches images by their mean squared error, for all metrics.
-
-        A truth without a reconstruction is scored with the aid's `fill` in its place. Without a
-        `fill` it is not scored but missing, since any other pixels would be an invention.
-        """
+        """Matches images by their mean squared error, for all metrics."""
         aid = aid_of(aids)
         true, answer = truth.tensors()["images"].detach().cpu(), answer.detach().cpu()
         assignment = match(answer, true)
@@ -219,11 +211,7 @@ class Images(Target):
         return TargetScores(values=values, assignment=assignment, missing=missing, notes=notes)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess of a batch of images.
-
-        The result is None without public images, for a batch of a table's rows, and beside an
-        attack that answers labels alone.
-        """
+        """Returns the scored guess of a batch of images."""
         guess = guessed_batch(request, aids)
         unseen = self.truth_of(request.truth) is None
         if guess is None or unseen or answers_labels_alone(request.found):
@@ -238,11 +226,7 @@ class Images(Target):
         )
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns the chance that one of an answer's guessed images reaches each PSNR.
-
-        The true image is taken as a public one, drawn at random. The key is `psnr`; the result is
-        empty without public images.
-        """
+        """Returns the chance that one of an answer's guessed images reaches each PSNR."""
         guesser, true = aid_of(aids).guesser, self.truth_of(request.truth)
         if not isinstance(guesser, Guesser) or true is None:
             return {}
@@ -250,10 +234,7 @@ class Images(Target):
         return {PSNR.name: replace(found, answers=count_answers(request, self, len(true)))}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns the mean public image (C, H, W) in [0, 1], which stands in for a missing answer.
-
-        `aids` must have a `fill`.
-        """
+        """Returns the mean public image (C, H, W) in [0, 1] for the place of a missing answer."""
         fill = aid_of(aids).fill
         assert fill is not None  # only a run, which has public images, saves answers
         return fill
@@ -281,10 +262,7 @@ def aid_of(aids: Aids) -> ImageAid:
 
 
 def count_answers(request: GuessRequest, target: Target, batch: int) -> int:
-    """Returns the number of answers among which each truth finds its match.
-
-    That is the number of the attack's answers for `target`, and at least `batch`.
-    """
+    """Returns the number of answers, at least `batch`, among which truths are matched."""
     answer = target.answer_of(request.found) if request.found else None
     return max(batch, 0 if answer is None else len(answer))
 
@@ -308,11 +286,7 @@ def answers_labels_alone(found: Reconstruction | None) -> bool:
 
 
 def guessed_batch(request: GuessRequest, aids: Aids) -> Guess | None:
-    """Returns the guess of a batch's images and labels.
-
-    The guess knows the true labels if the attack is granted them. The result is None without public
-    images or true labels.
-    """
+    """Returns the guess of a batch; None without public images or true labels."""
     guesser, truth = aid_of(aids).guesser, request.truth.tensors()
     if guesser is None or "labels" not in truth:
         return None
@@ -322,11 +296,7 @@ def guessed_batch(request: GuessRequest, aids: Aids) -> Guess | None:
 
 
 def described_guess(guess: Guess, request: GuessRequest, aids: Aids) -> dict[str, Any]:
-    """Returns the fields of a row's baseline on the public images that a guess was learned from.
-
-    They are `public` and `public_per_image` of `guess`, and `near_copies`: the number of true
-    images with a near copy among the public ones. `aids` must have the guesser.
-    """
+    """Returns the fields of a row's baseline on the public images that a guess was learned from."""
     guesser, images = aid_of(aids).guesser, request.truth.tensors()["images"].cpu()
     assert guesser is not None
     return {

@@ -28,9 +28,8 @@ def check_labels(labels: Tensor, what: str) -> None:
 def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
     """Returns the size of the labels' multiset intersection over N, in [0, 1].
 
-    N is the number of true labels. The order of labels in a batch is not observable, only how often
-    each occurs. Labels of poor images, which are matched to wrong truths, count the same. If there
-    are more labels than truths, the first N count. Both are integers, (M,) and (N,).
+    N is the number of true labels; of more answered ones the first N count. Both are integers, (M,)
+    and (N,).
     """
     claimed = reconstruction[: len(truth)].tolist()
     matches = 0
@@ -74,22 +73,11 @@ class Labels(Target):
     metrics: ClassVar[tuple[Metric, ...]] = (LABEL_ACCURACY,)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are no labels.
-
-        Raises:
-            ScoringError: the answer is not (N,), or not of integers.
-        """
+        """Refuses answers that are not integers of shape (N,)."""
         check_labels(answer, "reconstruction")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Scores `answer`, integer labels (M,), by `label_accuracy`: the share of labels recovered.
-
-        Labels are compared as multisets with the N true ones, so that their order does not count.
-        Of more than N, the first N count. `answer` has passed `check`, and `aids` are not used.
-
-        Raises:
-            ScoringError: the true labels are no integers of shape (N,).
-        """
+        """Scores integer labels (M,) by `label_accuracy`: the share of labels recovered."""
         check_labels(truth.tensors()["labels"], "truth")
         return super().compare(answer, truth, aids)
 

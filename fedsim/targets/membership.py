@@ -30,7 +30,7 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
     """Returns the probability that a member's score is above a non-member's; ties count half.
 
     `scores` are (N,), and `members` (N,) bool say which candidates took part. The reason is
-    returned if all took part, or none.
+    returned if all took part, or none; so it is by the other functions here.
     """
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
@@ -38,10 +38,9 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
 
 
 def membership_auc_beyond_chance(scores: Tensor, members: Tensor) -> float | Unavailable:
-    """Returns `membership_auc` less 1.96 deviations of an attacker who guesses.
+    """Returns `membership_auc` less 1.96 deviations of an attacker who guesses, at least 0.
 
-    It is at least 0. Above 0.5 the area is more than chance, in one trial, with a probability of
-    97.5%. Arguments and reasons are those of `membership_auc`.
+    Above 0.5 the area is more than chance, in one trial, with a probability of 97.5%.
     """
     area = membership_auc(scores, members)
     if isinstance(area, Unavailable):
@@ -54,10 +53,9 @@ def membership_tpr(
 ) -> float | Unavailable:
     """Returns the share of members above the threshold that few non-members exceed.
 
-    `scores` are (N,), and `members` (N,) bool say which candidates took part. The threshold is the
-    lowest at which the rate of non-members above it is at most `false_positives` (default 5%). That
-    rate is the one expected of a further non-member: k / (n + 1) for the k-th highest of n scores.
-    The reason is returned if all took part, or none, or non-members are too few.
+    The threshold is the lowest at which the rate of non-members above it is at most
+    `false_positives`. That rate is the one expected of a further non-member: k / (n + 1) for the
+    k-th highest of n scores. The reason is returned, too, if non-members are too few.
     """
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
@@ -73,19 +71,16 @@ def membership_tpr(
 
 
 def accused_others(others: int, false_positives: float) -> int:
-    """Returns k: the k-th highest score of so many non-members is the threshold; 0 if none is.
+    """Returns the largest k with k / (`others` + 1) at most `false_positives`.
 
-    k is the largest with k / (others + 1) at most `false_positives`, a rate in (0, 1).
+    The k-th highest score of so many non-members is the threshold; there is none for 0.
     """
     # The slack keeps products whole that rounding takes to just below.
     return math.floor(false_positives * (others + 1) + 1e-9)
 
 
 def count_others(scores: Tensor, members: Tensor) -> float:
-    """Returns the number of candidates that took no part: False in `members`, (N,) bool.
-
-    `scores` do not count.
-    """
+    """Returns the number of candidates that took no part, whatever their scores."""
     return float((~members).sum())
 
 
@@ -101,8 +96,7 @@ def membership_tpr_end(
 
     `end` is 0 for the lower one, 1 for the upper one, at 95% confidence. The threshold is taken as
     given, and its rate is uncertain itself: the share at exactly 1% lies outside of the interval in
-    about half of all trials, at 0.1% in up to three of four. The other arguments, and the reasons,
-    are those of `membership_tpr`.
+    about half of all trials, at 0.1% in up to three of four.
     """
     told = membership_tpr(scores, members, false_positives)
     if isinstance(told, Unavailable):
@@ -226,10 +220,7 @@ class Membership(Target):
         assignments: Mapping[str, list[int]],
         aids: Aids,
     ) -> dict[str, Tensor]:
-        """Returns the scores as `membership`, and who took part, (N,) bool, as `members`.
-
-        For candidates of an update the latter's name is `candidate_members`.
-        """
+        """Returns the scores as `membership`, and who took part, (N,) bool."""
         saved = super().tensors_to_save(found, truth, assignments, aids)
         if saved and CANDIDATE_MEMBERS in truth.tensors():
             # A truth of "members" would be read back as one of rows.
@@ -237,21 +228,13 @@ class Membership(Target):
         return saved
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the scores (None if there are none), and who took part, from saved `tensors`.
-
-        The latter, (N,) bool, is under the name by which it was saved.
-        """
+        """Returns the scores (None if there are none), and who took part, from saved `tensors`."""
         if CANDIDATE_MEMBERS not in tensors:
             return super().read_saved(tensors)
         return tensors.get(self.part), {CANDIDATE_MEMBERS: tensors[CANDIDATE_MEMBERS]}
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not a score of each candidate; scores may be infinite.
-
-        Raises:
-            ScoringError: the answer has another shape, a score is NaN, or the truth names no
-                candidates.
-        """
+        """Refuses answers that are not a score of each candidate; scores may be infinite."""
         members = self.truth_of(truth)
         if members is None:
             raise ScoringError("candidates were scored, and the truth names none")
@@ -269,13 +252,7 @@ class Membership(Target):
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns the other release's scores, repeated where it has fewer candidates.
-
-        Args:
-            answer: Scores of the other release's candidates.
-            pairs: Not used, since scores of other rows tell nothing about these.
-            truth: Truth of this release.
-        """
+        """Returns the other release's scores, repeated where it has fewer candidates."""
         # The scores are of other rows and should tell nothing about these, which makes the control.
         true = self.truth_of(truth)
         assert true is not None

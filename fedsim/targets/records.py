@@ -44,10 +44,7 @@ def columns_recovered(pair: ScoredPair) -> Tensor:
 
 
 def record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
-    """Returns the mean absolute difference of claimed and true entries, by record: (N,).
-
-    Both are (N, D) on [0, 1], so that the difference is a share of a column's range.
-    """
+    """Returns the mean absolute difference of entries (N, D) on [0, 1], by record: (N,)."""
     return (claimed.double() - truth.double()).abs().mean(1)
 
 
@@ -98,11 +95,7 @@ class Records(Target):
         return super().truth_of(truth) if "columns" in truth.tensors() else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are no records, or have entries beyond [0, 1].
-
-        Raises:
-            ScoringError: the answer is refused, or the batch is of images.
-        """
+        """Refuses answers that are no records, or have entries beyond [0, 1]."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("records were answered, and the batch is of images")
@@ -112,10 +105,7 @@ class Records(Target):
             raise ScoringError("records: entries are beyond [0, 1], or not finite")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Matches records by their mean squared error, for all metrics.
-
-        A truth without an answer is not scored but missing.
-        """
+        """Matches records by their mean squared error; those without an answer are missing."""
         true, columns = self.truth_of(truth), truth.tensors()["columns"]
         assert true is not None
         answer, true = answer.detach().cpu(), true.detach().cpu()
@@ -129,11 +119,7 @@ class Records(Target):
         return TargetScores(values=values, assignment=assignment, missing=missing)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess, which is the mean of public rows.
-
-        The result is None without public rows, for a batch of images, and beside an attack that
-        answers no records.
-        """
+        """Returns the scored guess, which is the mean of public rows."""
         guess = guessed_batch(request, aids)
         # A failed attack is compared with the guess, too.
         answered = request.found is None or self.answer_of(request.found) is not None

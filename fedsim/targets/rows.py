@@ -1,7 +1,6 @@
 """Scores rows of a table that took part in a closed-form release, each asked for by itself.
 
-Entries are in [-1, 1], each column's declared range. Rows are compared in their order and never
-matched, since each was asked for by itself.
+Entries are in [-1, 1], each column's declared range. Rows are never matched.
 """
 
 from __future__ import annotations
@@ -54,19 +53,13 @@ def row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
 
 
 def is_recovered(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns 1 for each row (N, d) whose every entry is right, else 0: (N,).
-
-    An entry is right within 5 % (`TOLERANCE`) of its range [-1, 1], hence to 0.1.
-    """
+    """Returns 1 for each row (N, d) with all entries right within 5 % of [-1, 1], else 0: (N,)."""
     # Twice, since entries range over [-1, 1], which is 2 long.
     return ((claimed - truth).abs().amax(1) <= 2 * TOLERANCE).double()
 
 
 def right_class(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns 1 for each row whose largest claimed entry is the true class, else 0: (N,).
-
-    Both tensors are (N, classes).
-    """
+    """Returns 1 for each row (N, classes) with the largest entry at the true class, or 0: (N,)."""
     return (claimed.argmax(1) == truth.argmax(1)).double()
 
 
@@ -133,11 +126,7 @@ class Rows(Target):
         return tensors["rows"][tensors["members"]] if "rows" in tensors else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not a row for each that took part, or leave [-1, 1].
-
-        Raises:
-            ScoringError: the answer is refused, or the truth is of no table.
-        """
+        """Refuses answers that are not a row for each that took part, or leave [-1, 1]."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("rows were recovered from what was computed from no table")
@@ -166,10 +155,7 @@ class Rows(Target):
         return TargetScores(values=values)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess: for each row the mean of the others, zeros if there are none.
-
-        The result is None where the truth is of no table.
-        """
+        """Returns the scored guess: for each row the mean of the others, or zeros."""
         members = self.truth_of(request.truth)
         if members is None:
             return None
@@ -187,10 +173,7 @@ class Rows(Target):
         assignments: Mapping[str, list[int]],
         aids: Aids,
     ) -> dict[str, Tensor]:
-        """Returns the rows and their truth, with the tensors `members`, `scored` and `classes`.
-
-        They say which rows took part, which entries are scored, and how many entries are classes.
-        """
+        """Returns the rows and their truth, with who took part, what is scored, and classes."""
         tensors = truth.tensors()
         kept: dict[str, Tensor] = {
             name: tensors[name] for name in ("members", "scored", "classes") if name in tensors
@@ -198,10 +181,7 @@ class Rows(Target):
         return {**kept, **super().tensors_to_save(found, truth, assignments, aids)}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the saved rows (None if there are none), and the tensors of their truth.
-
-        The truth has only the rows that took part; all others are zeros.
-        """
+        """Returns the saved rows (None if there are none), and the tensors of their truth."""
         if "members" not in tensors:
             return None, {}
         members, scored = tensors["members"], tensors["scored"]

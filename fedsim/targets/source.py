@@ -32,11 +32,7 @@ def shuffle_accuracies(named: Tensor, labels: Tensor, source: Tensor) -> Tensor:
 
     An answer that knows no more of a record than its class is as accurate as these. That holds
     however the answers depend on each other (R. A. Fisher, The Design of Experiments, 1935).
-
-    Args:
-        named: (N, K) shares of `name_clients`.
-        labels: (N,) classes.
-        source: (N,) int64 true clients.
+    `named` (N, K) are those of `name_clients`.
     """
     stream = torch.Generator().manual_seed(0)
     # Ordering records by class and then by chance deals the answers of each class anew.
@@ -49,12 +45,8 @@ def shuffle_accuracies(named: Tensor, labels: Tensor, source: Tensor) -> Tensor:
 def class_rule_accuracy(labels: Tensor, source: Tensor, held: Tensor) -> float:
     """Returns the accuracy of naming the client that holds most other examples of the class.
 
-    It is what the clients' proportions of classes tell without any update. Ties share a record.
-
-    Args:
-        labels: (N,) classes of the records, below C.
-        source: (N,) true clients, below K.
-        held: (K, C) numbers of other examples that each client holds of each class.
+    `labels` (N,) are classes, `source` (N,) true clients, and `held` (K, C) numbers of other
+    examples that each client holds of each class. Ties share a record.
     """
     return float(name_clients(held.T)[labels, source].mean())
 
@@ -62,9 +54,7 @@ def class_rule_accuracy(labels: Tensor, source: Tensor, held: Tensor) -> float:
 def chance_accuracy(scores: Tensor, source: Tensor, labels: Tensor, held: Tensor) -> float:
     """Returns the accuracy of whoever knows no more of a record than its class.
 
-    It is the largest of one over the number of clients, the rule of `class_rule_accuracy`, and the
-    mean accuracy of these very answers (N, K), dealt anew among records of their class. Other
-    arguments are those of `class_rule_accuracy`.
+    Other arguments are those of `class_rule_accuracy`.
     """
     # The largest, since a chance that is too low would call luck a leak.
     shuffled = shuffle_accuracies(name_clients(scores), labels, source)
@@ -78,11 +68,10 @@ def measure_source(
 ) -> dict[str, float | Unavailable]:
     """Returns metric -> its value, for scores (N, K) of records of known class and client.
 
-    Other arguments are those of `class_rule_accuracy`.
-
-    Ends of the accuracy are Clopper and Pearson's (1934), which take records for independent. The
-    p-value does not: it is the share of answers dealt anew within each class that are as accurate.
-    Rank 1 is the client with the largest score.
+    Other arguments are those of `class_rule_accuracy`. Ends of the accuracy are Clopper and
+    Pearson's (1934), which take records for independent. The p-value does not: it is the share of
+    answers dealt anew within each class that are as accurate. Rank 1 is the client with the largest
+    score.
     """
     if not len(source):
         reason = Unavailable("no record has a single client")
@@ -177,11 +166,7 @@ class Source(Target):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not a finite score of each client for each record.
-
-        Raises:
-            ScoringError: the answer has another shape, or a score is not finite.
-        """
+        """Refuses answers that are not a finite score of each client for each record."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("clients of records were named, and the truth has no records")
@@ -221,13 +206,7 @@ class Source(Target):
         return TargetGuess(metrics=values)
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns another watcher's scores, repeated where it has fewer records or clients.
-
-        Args:
-            answer: Its scores of its own records and clients.
-            pairs: Not used, since its scores tell nothing about these records.
-            truth: Truth of this watcher.
-        """
+        """Returns another watcher's scores, repeated where it has fewer records or clients."""
         true = self.truth_of(truth)
         assert true is not None
         # Another run may have fewer clients, and no true client may lie beyond the scores.

@@ -64,11 +64,7 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
 
     @abstractmethod
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns an honest observation of that `size`, and knowledge.
-
-        `size` is one of `batch_sizes`: a number of images or, for rows, of clients. The knowledge
-        is the least that the attack needs or, with `most`, all there is.
-        """
+        """Returns an observation of `size` images or clients, and the least or `most` knowledge."""
 
     @abstractmethod
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
@@ -165,10 +161,7 @@ class AttackContract(AnyAttackContract):
     model_parameters: ClassVar[Mapping[str, Any]] = {}
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the update of a batch of `size` images.
-
-        The attacker is granted the least that it needs or, if `most`, all that there is.
-        """
+        """Returns the update of a batch of `size` images."""
         observation, truth = make_observation(
             *example_batch(size), model=self.model, model_parameters=self.model_parameters
         )
@@ -181,10 +174,7 @@ class AttackContract(AnyAttackContract):
         return hand_over(observation, truth, grant, Public(images=public, labels=labels[size:]))
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
-        """Asserts that each answered part has an entry for each image, in range and on the device.
-
-        Pixels have to be in [0, 1], labels among the classes, and features finite.
-        """
+        """Asserts that each answered part has an entry for each image, in range, on the device."""
         count, model = observation.num_images, observation.model
         assert _tensors(reconstruction), "nothing is recovered"
         assert math.isfinite(reconstruction.loss)
@@ -240,10 +230,7 @@ class CandidateAttackContract(AttackContract):
 
 
 class SourceAttackContract(CandidateAttackContract):
-    """Tests what attacks keep to that are asked which client holds a record.
-
-    Three clients hold `size` records each, and the updates of all are seen.
-    """
+    """Tests attacks that are asked which of three clients holds each of 3 `size` records."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Returns the last client's update, and the records of all in another order."""
@@ -287,10 +274,7 @@ class RowAttackContract(AnyAttackContract):
     learner_parameters: ClassVar[Mapping[str, Any]] = {"columns": 40}
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the summed releases of `size` clients.
-
-        The attacker is granted the least that it needs or, if `most`, all that there is.
-        """
+        """Returns the summed releases of `size` clients."""
         observation, truth = make_release(
             *example_rows(20 * size),
             learner=self.learner,

@@ -1,7 +1,6 @@
 """Makes cases for the suites: plugins, updates that try a defense, and what a server sees.
 
-Observations and releases are honest and come with their truth, without a federation: they are
-known answers for attacks.
+Observations and releases are honest and come with their truth, without a federation.
 """
 
 from __future__ import annotations
@@ -64,10 +63,7 @@ class PluginContract(ABC, Generic[P]):
 
     @abstractmethod
     def make(self) -> P:
-        """Returns the plugin under test.
-
-        It is called several times, and has to return equal plugins.
-        """
+        """Returns the plugin under test, an equal one in each of several calls."""
 
     def test_parameters_are_resolved_and_unknown_ones_refused(self) -> None:
         """A record's parameters make the same plugin again; a typo is refused."""
@@ -123,10 +119,7 @@ def local_step(
 
 
 def example_spec(shape: tuple[int, ...], classes: int, **parameters: Any) -> ModelSpec:
-    """Returns the description of an `mlp` with `parameters`, whose images are not normalized.
-
-    Images have `shape` (C, H, W).
-    """
+    """Returns the description of an `mlp` of unnormalized images of `shape` (C, H, W)."""
     channels = shape[0]
     return ModelSpec(
         name="mlp",
@@ -144,10 +137,7 @@ def stream(seed: int = 1) -> torch.Generator:
 
 
 def mixed_update(scale: float = 1.0) -> dict[str, Tensor]:
-    """Returns an update with every floating-point type, a 0-d, an empty and a repeated entry.
-
-    `scale` multiplies all entries.
-    """
+    """Returns an update with every floating-point type, a 0-d, an empty and a repeated entry."""
     draw = stream(0)
     return {
         "single": scale * torch.randn(4, 3, generator=draw),
@@ -372,19 +362,13 @@ def _combine(
 
 
 def reference(plugin: Mapping[str, Any]) -> PluginRef:
-    """Returns a scenario's entry, `name` and parameters, in the form that a scenario holds.
-
-    Parameters that are left out stay so; a scenario that is read has their defaults.
-    """
+    """Returns a scenario's entry, `name` and parameters, in the form that a scenario holds."""
     parameters = {key: value for key, value in plugin.items() if key != "name"}
     return PluginRef(name=plugin["name"], parameters=parameters)
 
 
 def example_batch(count: int, shape: tuple[int, ...] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
-    """Returns `count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, 2, ...
-
-    `shape` is (C, H, W). Labels are multiples of 3, modulo 10.
-    """
+    """Returns `count` images (count, C, H, W), uniform in [0, 1], and labels 3, 6, 9, 2, ..."""
     images = torch.rand(count, *shape, generator=rng.generator(0, "example"))
     return images, (3 * torch.arange(1, count + 1)) % 10
 
@@ -551,10 +535,9 @@ def _observe_release(
 
 
 def example_rows(count: int, columns: int = 4) -> tuple[Tensor, Tensor]:
-    """Returns rows (count, columns) float64, and which of them take part, (count,) bool.
+    """Returns rows (count, columns) float64 in [-1, 1], and which take part, two of three, as bool.
 
-    Entries are uniform in [-1, 1] but for a constant feature 1 before the target. Two of three rows
-    take part.
+    A constant feature 1 stands before the target.
     """
     stream = rng.generator(0, "example rows")
     rows = torch.rand(count, columns, generator=stream, dtype=torch.float64) * 2 - 1

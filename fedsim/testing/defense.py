@@ -166,11 +166,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
         assert self.make().guarantee(before).mechanism == mechanism
 
     def test_the_declared_noise_is_added(self) -> None:
-        """A zero update comes out with that variance; without noise, what is left is equal.
-
-        Attacks are weaker against a defense that does not say what it does. Which entries are
-        removed may be drawn, where `removed` is "others".
-        """
+        """Attacks are weaker against a defense that does not say what it does."""
         defense = self.make()
         zero = {"a": torch.zeros(30_000), "b": torch.zeros(100, 100)}
         sizes = tuple(tuple(tensor.shape) for tensor in zero.values())
@@ -373,10 +369,7 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         torch.testing.assert_close(ratios, one.expand_as(ratios), rtol=1e-4, atol=0)
 
     def test_a_claimed_mechanism_adds_its_noise(self) -> None:
-        """Measures the noise at a zero gradient, over the largest effect of a single example.
-
-        The same stream adds the same noise to both batches, so their difference is the example's.
-        """
+        """Measures the noise at a zero gradient, over the largest effect of a single example."""
         defense = self.make()
         mechanism = defense.guarantee(Guarantee(), defense.training(example_training())).mechanism
         if not isinstance(mechanism, Mechanism) or mechanism.unit != "example":
@@ -559,11 +552,8 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
         _assert_close(combined.buffers, reversed_order.buffers)
 
     def test_small_updates_are_not_lost(self) -> None:
-        """Integer masks cancel exactly, so small updates survive and results repeat bit for bit.
-
-        Float masks that cancel leave an error of their own size times 1e-7. It drowns an update of
-        1e-6, and differs from one call to the next.
-        """
+        """Integer masks cancel exactly, so small updates survive and results repeat bit for bit."""
+        # Float masks leave an error of their own size times 1e-7, which drowns such updates.
         small = [
             replace(
                 update,
