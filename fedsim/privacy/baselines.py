@@ -1,28 +1,23 @@
 """Computes the noise that closed forms of papers ask for, to compare with.
 
-*Random projections* (`sheffet_sigma`). Sheffet, Old Techniques in Differentially Private Linear
-Regression, ALT 2019, as stated by Lu et al., The Normal Distributions Indistinguishability
-Spectrum, Figure 14.
+`sheffet_sigma`: Sheffet, Old Techniques in Differentially Private Linear Regression, ALT 2019, as
+stated by Lu et al., The Normal Distributions Indistinguishability Spectrum, Figure 14.
 
-*By mutual information* (`mutual_information_leverage`). Showkatbakhsh, Karakus and Diggavi,
-Privacy-Utility Trade-off of Linear Regression under Random
-Projections and Additive Noise, ISIT 2018 ([17] of the NDIS paper), release the noisy projection
-D'G + σ N and ask that a row has at most so much mutual information with it, given all other rows,
-whatever its distribution. That implies privacy of total variation sqrt(2 I), and so (ε, δ) for
-every ε >= 0 with δ = sqrt(2 I) (Cuff and Yu, Differential Privacy as a Mutual Information
-Constraint, CCS 2016). The bound on I here is our own: a mutual information is at most the largest
-Kullback-Leibler divergence from the release without the row, which for a row of leverage p and r
-columns is r (p / (1 - p) + log(1 - p)) / 2.
+`mutual_information_leverage`: Showkatbakhsh, Karakus and Diggavi, Privacy-Utility Trade-off of
+Linear Regression under Random Projections and Additive Noise, ISIT 2018, release the noisy
+projection D'G + σ N and bound by I a row's mutual information with it, given all other rows. That
+implies privacy of total variation sqrt(2 I), and so (ε, δ) for every ε >= 0 with δ = sqrt(2 I)
+(Cuff and Yu, Differential Privacy as a Mutual Information Constraint, CCS 2016). The bound on I
+here is our own: the largest Kullback-Leibler divergence from the release without the row, which for
+leverage p and r columns is r (p / (1 - p) + log(1 - p)) / 2.
 
-*Independent noise* (`kan_independent_epsilon`). The same paper as below, Theorem 5.4 (D.9). It is
-Lemma D.7's "dominant term" of the Rényi divergences of a batch of fixed size (Wang, Balle and
-Kasiviswanathan, AISTATS 2019), which is no bound where the noise is small or the order high.
-
-*Correlated noise* (`kan_noise`), as far as it is proven. Population Risk Bounds for
-Kolmogorov-Arnold Networks Trained by DP-SGD with Correlated Noise, 2026, Theorem F.12 (Theorem 5.1
-in the body). Its constants are rebuilt: the published text has lost its formulas. Its tail bound
-(Lemma F.10) counts participations and its last step is the classical Gaussian mechanism, which is
-proven for ε <= 1 only: where that falls short, the exact Gaussian mechanism stands in its place.
+`kan_*`: Population Risk Bounds for Kolmogorov-Arnold Networks Trained by DP-SGD with Correlated
+Noise, 2026. *Independent noise* by Theorem 5.4 (D.9): Lemma D.7's "dominant term" of the Rényi
+divergences of a batch of fixed size (Wang, Balle and Kasiviswanathan, AISTATS 2019), which is no
+bound where the noise is small or the order high. *Correlated noise* by Theorem F.12 (5.1 in the
+body), as far as it is proven. Its constants are rebuilt: the published text has lost its formulas.
+Its tail bound (Lemma F.10) counts participations, and its last step is the classical Gaussian
+mechanism, proven for ε <= 1 only: where that falls short, the exact one stands in its place.
 Theorem F.8, which it is derived from, states for batches of a fixed size what is true of Poisson
 sampling.
 """
@@ -47,17 +42,10 @@ from fedsim.types import FedsimError
 def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> float:
     """Computes σ of the rows σ I appended to data: sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε).
 
-    A Gaussian random projection of the data with these rows is then (ε, δ)-private, by the paper.
-    Sheffet takes l from the data. That releases l, and the noise of two neighbours then differs.
-
-    Args:
-        row_norm: l, at least the L2 norm of every row that any database may have.
-        r: number of columns of the random matrix, at least 1.
-        epsilon: ε above 0.
-        delta: δ in (0, 1).
-
-    Raises:
-        FedsimError: an argument is out of range.
+    A Gaussian random projection of the data with these rows onto `r` columns is then (ε,
+    δ)-private, by the paper. `row_norm` is l, at least the L2 norm of every row that any database
+    may have. Sheffet takes l from the data. That releases l, and the noise of two neighbours then
+    differs.
 
     >>> round(sheffet_sigma(1.1075, 300, 1.0, 1 / 2809), 3)
     20.317
@@ -74,12 +62,8 @@ def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> fl
 def mutual_information_leverage(delta: float, r: float) -> float:
     """Computes the largest leverage at which a row's mutual information is at most δ² / 2.
 
-    The result is in (0, 1). At that leverage or below, a noisy projection onto `r` columns (r >= 1)
-    is (ε, δ)-private for every ε >= 0. `delta` is in (0, 1). The leverage of a row v of D is
-    v'(D'D + σ² I)^-1 v: that with the noise.
-
-    Raises:
-        FedsimError: an argument is out of range.
+    At that leverage or below, a noisy projection onto `r` columns is (ε, δ)-private for every ε >=
+    0. The leverage of a row v of D is v'(D'D + σ² I)^-1 v: that with the noise.
 
     >>> f"{mutual_information_leverage(1e-3, 300):.3e}"
     '8.165e-05'
@@ -115,13 +99,8 @@ def kan_independent_epsilon(
 
     The theorem's divergences of a step are 8 q² α / σ² at order α = 1 + 2 ln(1/δ) / ε. Half of ε is
     for them, and half for ln(1/δ) / (α - 1). The claim is false of short runs: it should be stated
-    only with a proven bound beside it. No argument is checked.
-
-    Args:
-        noise: σ > 0, the standard deviation of a step's noise over the clipping norm.
-        delta: δ in (0, 1).
-        steps: T, the number of steps.
-        sampling_rate: q in (0, 1], a batch's share of the examples.
+    only with a proven bound beside it. `noise` is σ > 0, a step's deviation over the clipping norm,
+    and `sampling_rate` q, a batch's share of the examples. No argument is checked.
 
     >>> round(kan_independent_epsilon(8.0, 1e-5, steps=1000, sampling_rate=0.01), 4)
     0.7713
@@ -141,16 +120,10 @@ def kan_noise(
 ) -> float:
     """Computes the noise multiplier that Theorem F.12 of the KAN paper asks for.
 
-    That is sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε), with α = 1/2 and
-    η = sqrt(3 ln(1 / (α δ)) / (T q)). Where the exact Gaussian mechanism takes more, that is the
-    result. It is in clipping norms, and neighbours exchange an example's contribution for zero.
-
-    Args:
-        epsilon: ε above 0.
-        delta: δ in (0, 1).
-        steps: T, the number of steps.
-        sampling_rate: q in (0, 1], a batch's share of the examples.
-        correlation: λ in [0, 1), the share of the last step's noise that is taken back.
+    That is sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε), with α = 1/2 and η =
+    sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes if that is more. q is
+    the `sampling_rate`, and λ in [0, 1) the `correlation`, the share of the last step's noise that
+    is taken back. Neighbours exchange an example's contribution for zero.
 
     Raises:
         FedsimError: ε is 0, or η > 1, so that the theorem does not apply.
@@ -166,9 +139,7 @@ def kan_noise(
 def kan_epsilon(
     noise: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes the least ε for which Theorem F.12 asks for no more than the multiplier `noise`.
-
-    The other arguments are those of `kan_noise`.
+    """Computes the least ε for which `kan_noise` is no more than the multiplier `noise`.
 
     Raises:
         FedsimError: the theorem does not apply, see `kan_noise`.
@@ -199,8 +170,5 @@ def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float
 
 
 def kan_least_delta(steps: int, sampling_rate: float) -> float:
-    """Returns the least δ to which Theorem F.12 applies, the δ at which η of `kan_noise` is 1.
-
-    The arguments are those of `kan_noise`. The result exceeds 1 where the theorem applies to no δ.
-    """
+    """Returns the least δ to which Theorem F.12 applies; above 1 where it applies to none."""
     return math.exp(-steps * sampling_rate / 3) / _SHARE

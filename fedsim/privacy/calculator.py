@@ -42,13 +42,8 @@ QUESTIONS = {
 def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
     """Computes the least δ of `mechanism` at ε >= 0; where the two directions differ, the larger.
 
-    Args:
-        mechanism: name of a registered mechanism, as `fedsim privacy` lists it.
-        keys: values of the mechanism's keys, which `fedsim privacy` lists as well.
-        epsilon: ε, finite and at least 0.
-
-    Returns:
-        The answer, with δ in its field `delta`.
+    `keys` are values of the mechanism's keys, which `fedsim privacy` lists. The field `delta` of
+    the answer has δ.
 
     Raises:
         FedsimError: the mechanism or a key is unknown (with the nearest that is known), a value is
@@ -63,13 +58,9 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
 
 
 def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
-    """Computes the least ε >= 0 of `mechanism` at δ in (0, 1).
+    """Computes the least ε >= 0 of `mechanism` at δ in (0, 1), in the answer's `epsilon`.
 
-    The field `epsilon` of the answer has the result, inf if there is none. `mechanism` and `keys`
-    are as of `delta`.
-
-    Raises:
-        FedsimError: as of `delta`.
+    ε is inf if there is none. `keys` and errors are those of `delta`.
     """
     made, at = curve(mechanism, keys), probability(delta)
     with numerics_errors():
@@ -77,16 +68,10 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
 
 
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
-    """Finds the least noise that makes `mechanism` (ε, δ)-private.
+    """Finds the least noise that makes `mechanism` (ε, δ)-private; `keys` are its calibration's.
 
     The answer states the noise in a field such as `sigma` or `noise_multiplier`. Where the number
-    of draws takes the place of noise, `draws` is the largest that is private.
-
-    Args:
-        mechanism: name of a registered mechanism.
-        keys: values of the keys of the mechanism's calibration.
-        epsilon: ε, at least 0 and at most 10^6.
-        delta: δ in (0, 1).
+    of draws takes the place of noise, `draws` is the largest that is private. ε is at most 10^6.
 
     Raises:
         FedsimError: as of `delta`; or the mechanism has no noise to find.
@@ -104,12 +89,7 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
 
 
 def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
-    """Builds the privacy curve of `mechanism` from the values of its `keys`.
-
-    Raises:
-        FedsimError: the mechanism or a key is unknown, a value is missing or out of range, or the
-            mechanism has no curve.
-    """
+    """Builds the privacy curve of `mechanism`; errors are those of `delta`, or it has no curve."""
     made = make(mechanism, "curve", keys)
     assert isinstance(made, Curve)
     return made
@@ -117,11 +97,7 @@ def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
 
 @contextmanager
 def numerics_errors() -> Iterator[None]:
-    """Silences NumPy's warnings within the block, and turns errors of numerics into refusals.
-
-    Raises:
-        FedsimError: in place of an ArithmeticError, ValueError, RuntimeError or MemoryError.
-    """
+    """Silences NumPy's warnings within the block, and makes errors of numerics FedsimErrors."""
     with warnings.catch_warnings():
         # Branches that np.where discards may overflow; what matters is refused by `require_finite`.
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -132,7 +108,6 @@ def numerics_errors() -> Iterator[None]:
 
 
 def _with_unit(made: Stated, answer: Answer) -> Answer:
-    """Returns `answer` with the unit and the neighbours that ε and δ are stated for."""
     return replace(answer, unit=made.unit, neighbours=made.neighbours())
 
 
@@ -140,8 +115,7 @@ def require_finite(found: _Found) -> _Found:
     """Returns the dataclass `found` if its numbers could be computed.
 
     Raises:
-        FedsimError: a field is NaN, or a field that has to be finite is infinite. ε and log δ may
-            be infinite.
+        FedsimError: a field is NaN, or infinite; ε and log δ may be infinite.
     """
     for name, value in asdict(found).items():
         numbers = _numbers(value)
@@ -169,9 +143,7 @@ _MOST_EPSILON = 1e6
 
 
 def load(mechanism: str, part: str) -> type[BaseModel]:
-    """Returns the class of a `part` of a mechanism; the fields of the class are the keys.
-
-    `part` is `curve`, `calibration` or `experiment`.
+    """Returns the class of a mechanism's `curve`, `calibration` or `experiment`; fields are keys.
 
     Raises:
         FedsimError: there is no such mechanism, it cannot be imported, or it has no such part.
@@ -192,13 +164,10 @@ def load(mechanism: str, part: str) -> type[BaseModel]:
 
 
 def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
-    """Builds the `part` of a mechanism from `keys`, values by name.
-
-    `part` is `curve`, `calibration` or `experiment`.
+    """Builds the `curve`, `calibration` or `experiment` of a mechanism from `keys`, values by name.
 
     Raises:
-        FedsimError: the mechanism, the part or a key is unknown, or a value is missing or out of
-            range.
+        FedsimError: `load` raises it, a key is unknown, or a value is missing or out of range.
     """
     cls = load(mechanism, part)
     missing = [k for k, field in cls.model_fields.items() if field.is_required() and k not in keys]
@@ -220,10 +189,7 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
 
 
 def parse(words: list[str] | None) -> dict[str, Any]:
-    """Parses words of the form `key=value` into values by key.
-
-    A value that reads as a number becomes an int or a float; any other stays a string. None stands
-    for no words, and gives an empty dict.
+    """Parses words `key=value` into ints, floats or else strings by key; None stands for no words.
 
     Raises:
         FedsimError: a word has no `=`, or a key is given twice.
@@ -242,10 +208,9 @@ def parse(words: list[str] | None) -> dict[str, Any]:
 def listing() -> list[dict[str, Any]]:
     """Lists every mechanism, sorted by name, as a dict with `mechanism`, `summary` and `keys`.
 
-    `mechanism` is its name, and `summary` the first line of what it is.
-    `keys` maps each part of the mechanism to a list of its keys. A key is a dict with name, type,
-    default, required, range and description. A mechanism that cannot be imported has no keys, and a
-    summary that starts with BROKEN.
+    `keys` maps each part of the mechanism to a list of dicts with name, type, default, required,
+    range and description. A mechanism that cannot be imported has none, and a summary that starts
+    with BROKEN.
     """
     rows = []
     for name in plugins.names(GROUP):
@@ -297,11 +262,7 @@ def _epsilon(value: float) -> float:
 
 
 def probability(value: float) -> float:
-    """Returns `value`, a δ, as a float.
-
-    Raises:
-        FedsimError: `value` is not above 0 and below 1.
-    """
+    """Returns `value`, a δ, as a float; one not above 0 and below 1 is a FedsimError."""
     if not 0 < value < 1:
         raise FedsimError(f"delta: got {value:g}; expected a probability above 0 and below 1")
     return float(value)

@@ -70,10 +70,7 @@ class Answer:
 
 
 def larger(found: Mapping[Direction, float]) -> Direction:
-    """Returns the direction whose figure in `found` is larger.
-
-    NaN counts as the largest, so that it is reported.
-    """
+    """Returns the direction whose figure is larger; NaN is the largest, so that it is reported."""
     # A NaN compares false with everything: a plain maximum would keep or drop it by its place.
     return max(found, key=lambda way: (math.isnan(found[way]), found[way]))
 
@@ -98,10 +95,7 @@ class Curve(Stated):
 
     @abstractmethod
     def delta(self, epsilon: float) -> Answer:
-        """Computes the least δ for ε >= 0, in field `delta` of the answer.
-
-        Where the two directions differ, δ is the larger.
-        """
+        """Computes the least δ for ε >= 0, in field `delta`; of two directions, the larger."""
 
     @abstractmethod
     def epsilon(self, delta: float) -> Answer:
@@ -110,8 +104,7 @@ class Curve(Stated):
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
         """Computes log δ at each of `epsilons` >= 0, an array of the same shape for each direction.
 
-        Keys are `forward` and `reverse` (see `Answer.direction`); the only key is `both` where the
-        directions are alike or not known apart. The default has `both`, from `delta`.
+        The only key is `both` where the directions are alike or not known apart, as by default.
         """
         return {"both": np.array([self.delta(float(each)).log_delta for each in epsilons])}
 
@@ -135,17 +128,11 @@ class ExactCurve(Curve):
 
     @abstractmethod
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """Computes log δ at each of `epsilons` >= 0, in their shape, for each direction.
-
-        The keys are those of `Curve.log_deltas`.
-        """
+        """Computes log δ in each direction, under the keys of `Curve.log_deltas`."""
 
     @abstractmethod
     def epsilons(self, delta: float) -> Mapping[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), by direction; inf if there is none.
-
-        The keys are those of `log_deltas`, or that of the larger direction alone.
-        """
+        """Computes the least ε >= 0 for δ in (0, 1) by direction, or of the larger alone."""
 
     def details(self) -> Mapping[str, Any]:
         """Returns further fields of the answers by name, such as `sigma`; by default none."""
@@ -175,9 +162,7 @@ class Calibration(Stated):
 
     @abstractmethod
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Finds the least noise that makes the release (ε, δ)-private.
-
-        The answer has the noise in a field such as `sigma`, and the ε and δ that the noise gives.
+        """Finds the least noise that makes the release (ε, δ)-private, and states what that gives.
 
         Raises:
             FedsimError: no noise is enough, or none can be computed.
@@ -187,8 +172,7 @@ class Calibration(Stated):
 class Experiment(Keys):
     """A release that can be drawn under either neighbour, so that its claim can be tried.
 
-    What is drawn is the statistic that decides between the two neighbours (a sufficient statistic
-    of the full release; the tests draw full matrices as well), from the mechanism's own steps.
+    What is drawn is a sufficient statistic of the full release, from the mechanism's own steps.
     `sabotage` multiplies the noise: 0.8 draws what a mechanism with 20% less noise than it claims
     would release. The score is the likelihood ratio's logarithm under the noise that was really
     drawn, as of an attacker who knows the code: no other test is stronger (Neyman and Pearson).
@@ -213,25 +197,20 @@ class Experiment(Keys):
         return found.interval[1] if found.interval else found.epsilon
 
     def work(self) -> int:
-        """Estimates how many numbers have to be computed to draw and score one release.
-
-        An audit refuses more draws than that work allows. The default is 1.
-        """
+        """Estimates how many numbers are computed to draw and score one release, by default 1."""
         return 1
 
     @abstractmethod
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
         """Draws releases; returns (draws,) log likelihood ratios, or what increases with them.
 
-        `present` says which of the two neighbours is released. The higher a score, the likelier
-        that `present` is true.
+        `present` says which of the two neighbours is released.
         """
 
 
 class KnownMechanism(Plugin):
-    """The parts of one mechanism, under the name that it is registered by.
+    """The classes of one mechanism, under the name that it is registered by; None if it lacks one.
 
-    The parts are the classes `curve`, `calibration` and `experiment`; one that it lacks is None.
     The calculator lists the first line of a subclass's docstring.
     """
 

@@ -62,16 +62,11 @@ class _DPSGDKeys(Stated):
         return self
 
     def neighbours(self) -> str:
-        """Returns the relation between neighbours, as reports write it."""
         # The relation follows from the sampling; the noise multiplier does not matter.
         return of_steps(1.0, self._training).relation.replace("_", " ")
 
     def ledger(self, noise_multiplier: float, delta: float) -> tuple[float, str]:
-        """Returns ε, and its accountant's name, as a run of this scenario states them at δ.
-
-        `noise_multiplier` is the noise's standard deviation over the clipping norm. Under
-        `variant: paper` the paper's ε takes the place of the ledger's if that is larger.
-        """
+        """Returns ε, and its accountant's name, as a run of this scenario states them at δ."""
         proven = epsilon_of_steps(
             of_steps(noise_multiplier, self._training),
             self._training,
@@ -90,10 +85,7 @@ class _DPSGDKeys(Stated):
         return max(proven, (claimed, baselines.KAN_INDEPENDENT_METHOD))
 
     def answer(self, noise: float, delta: float, epsilon: float | None = None) -> Answer:
-        """Returns as an answer the ε that the ledger states at δ for the multiplier `noise`.
-
-        A given `epsilon` is stated in place of the ledger's.
-        """
+        """Returns the ε that the ledger states at δ, or a given one, as an answer."""
         stated, accountant = self.ledger(noise, delta)
         return Answer(
             epsilon=stated if epsilon is None else epsilon,
@@ -123,10 +115,7 @@ class DPSGDCurve(_DPSGDKeys, Curve):
     """z: standard deviation of the noise on the sum of clipped gradients, over the norm."""
 
     def delta(self, epsilon: float) -> Answer:
-        """Finds the least δ at which the ledger states no more than `epsilon`.
-
-        No δ below exp(-700) is looked for. If there is none, the answer's δ is just below 1.
-        """
+        """Finds the least δ, from exp(-700) on, at which the ledger states at most `epsilon`."""
         # ε falls as δ rises. The search runs over log δ, shifted to begin at 0 as `least` needs.
         found = least(
             lambda up: self.ledger(self.noise_multiplier, _delta(up))[0] <= epsilon,
@@ -150,11 +139,7 @@ class DPSGDCalibration(_DPSGDKeys, Calibration):
     """The least noise of a whole training that is (ε, δ)-private."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Finds the least noise multiplier in five digits; the answer has the ε of that noise.
-
-        Raises:
-            FedsimError: ε is 0, or no noise is enough.
-        """
+        """Finds the least noise multiplier in five digits; the answer has the ε of that noise."""
         # Searched by the ledger itself, so that a run with this
         # noise states no more than `epsilon`.
         noise = least_noise(lambda at: self.ledger(at, delta)[0], epsilon)

@@ -6,10 +6,10 @@ whose curve is exact. Batches sampled without replacement are accounted by Rény
 Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical Moments Accountant,
 AISTATS 2019, Theorem 27) as implemented by dp_accounting. Noise that is correlated between steps is
 one Gaussian release of them all (`fedsim.privacy.composition.correlated`); there no amplification
-by sampling without replacement is known but the mean over the batches, as if they were known.
-Where examples are drawn independently of each other (Poisson sampling, balls-in-bins), with or
-without correlation the claim is that of the calculator's `correlated_gaussian`: of an estimate,
-its interval's upper end, and of fewer draws where these take long.
+by sampling without replacement is known but the mean over the batches, as if they were known. Where
+examples are drawn independently of each other, the claim is that of the calculator's
+`correlated_gaussian`: of an estimate, its interval's upper end, and of fewer draws where these take
+long.
 
 What the claim covers: the update itself. A client's number of examples and reported loss, its
 taking part, and the choice of hyper-parameters are outside of it.
@@ -74,8 +74,7 @@ class ProbeReleases:
 class Entry:
     """The releases of one client, and the δ at which they are accounted.
 
-    `probes` are the client's answers to probes. An entry with the most participations and the least
-    data is that of the worst client.
+    An entry with the most participations and the least data is that of the worst client.
     """
 
     rounds: int
@@ -111,13 +110,11 @@ class Entry:
 def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
     """Returns the guarantee of `stack` to the client of `entry`.
 
-    Where nothing is guaranteed ε is inf, `delta` and `unit` are None, and `reason` says why.
-
-    `declared` is the local training before the stack's training defenses.
-
-    The claim's `unit` is `client` or `example`. A client is hidden under `zero_out`: against a
-    client that released noise alone. An example is hidden under `replace_one` (the same client with
-    one example exchanged for any other) or `add_or_remove` (with one example more or less).
+    `declared` is the local training before the stack's training defenses. Where nothing is
+    guaranteed ε is inf, `delta` and `unit` are None, and `reason` says why. A client is hidden
+    under `zero_out`: against a client that released noise alone. An example is hidden under
+    `replace_one` (the same client with one example exchanged for any other) or `add_or_remove`
+    (with one example more or less).
 
     Raises:
         FedsimError: the stack is contradictory, δ is not in (0, 1), or a sampled batch is larger
@@ -230,15 +227,8 @@ def of_steps(
 ) -> tuple[float, str]:
     """Returns ε, and its accountant's name, of `rounds` rounds whose steps release by `mechanism`.
 
-    ε is inf where the noise is too small for a finite one, and 0 without any release.
-
-    Args:
-        mechanism: what one step releases.
-        training: the local training after the stack's training defenses.
-        rounds: rounds that the client takes part in.
-        num_examples: examples that the client holds, at least a batch.
-        delta: δ in (0, 1) at which ε is stated.
-        known: see `Entry`.
+    ε is inf where the noise is too small for a finite one, and 0 without any release. `training` is
+    that after the stack's training defenses; for `known`, see `Entry`.
     """
     if mechanism.sampling not in _INDEPENDENT:
         spent = _Batches(mechanism, rounds, 1, training.batch_size)
@@ -272,19 +262,15 @@ def worst_client_sizes(training: LocalTraining, held: Iterable[int]) -> list[int
 
     `held` has the number of examples of each client, and at least one client. `training` is the
     local training after the stack's training defenses.
-
-    Without balls-in-bins the result is the smallest size. With balls-in-bins it is the smallest
-    size for each number of bins, since fewer bins are not proven to be worse.
     """
     if training.sampling != "balls_in_bins":
         return [min(held)]
-    # Sorted downwards, so that the smallest size of each number of bins is kept.
+    # Fewer bins are not proven to be worse, so that the smallest size of each number is kept.
     least = {training.bins(count): count for count in sorted(held, reverse=True)}
     return sorted(least.values())
 
 
 def _of_statistic(mechanism: ExactMechanism | Composed, releases: int, delta: float) -> float:
-    """Returns ε of so many releases by a mechanism that is not Gaussian."""
     if isinstance(mechanism, Composed):
         return curves.of_mechanisms(mechanism.parts * releases, delta)
     return mechanism.epsilon(delta, releases) if releases else 0.0
@@ -351,10 +337,8 @@ def _compose(parts: tuple[_Batches, ...], num_examples: int, delta: float) -> tu
 
 
 def _of_all_batches(mechanism: Mechanism, steps: int, delta: float) -> tuple[float, str]:
-    """Computes (ε, accountant) of an example that may be in every batch, for any number of steps.
-
-    ||C z|| is at most sqrt(T) / (1 - λ), the largest singular value of C being below 1 / (1 - λ).
-    """
+    """Computes (ε, accountant) of an example that may be in every batch."""
+    # ||C z|| is at most sqrt(T) / (1 - λ): no singular value of C reaches 1 / (1 - λ).
     reach = mechanism.reach * math.sqrt(steps) / (1 - mechanism.correlation)
     suffix = ", correlated noise" if mechanism.correlation else ""
     found = _gaussian(mechanism.noise_multiplier / reach, delta)
@@ -386,10 +370,7 @@ def _of_curve(
     *,
     draw: bool = True,
 ) -> tuple[float, str]:
-    """Returns (ε, accountant) of steps by the calculator's `correlated_gaussian`.
-
-    Without `draw`, batches are taken for known, which is quick and never too low.
-    """
+    """Returns (ε, accountant) by `correlated_gaussian`; batches count as known unless `draw`."""
     from fedsim.privacy.composition.dominating_pair import BallsInBins, TooFewDraws
     from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
     from fedsim.privacy.numerics.work import TooMuchWork
@@ -432,12 +413,7 @@ def _of_curve(
 def _renyi(
     multiplier: float, batch_size: int, num_examples: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Computes (orders, Rényi divergences) of one release on a batch sampled without replacement.
-
-    `multiplier` is relative to the sensitivity of replacing one example: dp_accounting's RDP
-    accountant, unlike its PLD accountant, does not double a GaussianDpEvent's sensitivity under
-    REPLACE_ONE (`_compute_rdp_sample_wor_gaussian`: "to the l2-sensitivity of the function").
-    """
+    """Computes (orders, Rényi divergences) of a batch sampled without replacement."""
     from dp_accounting import (
         GaussianDpEvent,
         NeighboringRelation,
@@ -445,6 +421,8 @@ def _renyi(
     )
     from dp_accounting.rdp import RdpAccountant
 
+    # The multiplier is relative to the sensitivity of replacing one example: unlike the PLD
+    # accountant, this one does not double it (`_compute_rdp_sample_wor_gaussian`).
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     # Less noise is less private: the divergences of the end of the range hold beyond it.
     multiplier = min(multiplier, _AMPLIFIED[1])

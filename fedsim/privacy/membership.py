@@ -35,12 +35,8 @@ def tpr_limit(epsilon: float, delta: float, fpr: float) -> float:
 def certain_rate(accused: int, others: int, error: float = 0.025) -> float:
     """Returns a false positive rate that a threshold exceeds with probability `error` at most.
 
-    The threshold is the `accused`-th highest of the scores of so many `others`. A further one's
-    chance to lie above it has the distribution Beta(accused, others + 1 - accused), as order
-    statistics of uniform variables have.
-
-    Raises:
-        FedsimError: `accused` is not in 1 to `others`, so that no score is the threshold.
+    The threshold is the `accused`-th highest of the scores of so many `others`; one that is no
+    score of them is a FedsimError.
 
     >>> round(certain_rate(1, 999), 4)
     0.0037
@@ -49,6 +45,7 @@ def certain_rate(accused: int, others: int, error: float = 0.025) -> float:
 
     if not 1 <= accused <= others:
         raise FedsimError(f"accused: expected 1 to {others}, got {accused}")
+    # A further score's chance to lie above the threshold is an order statistic of uniform ones.
     return float(betaincinv(accused, others + 1 - accused, 1 - error))
 
 
@@ -66,10 +63,7 @@ def share_p_value(
     at most are bounded by no ε on average (Steinke, Nasr and Jagielski, Privacy Auditing with One
     (1) Training Run, NeurIPS 2023), so that more than i are with a chance of 2 m δ / (i + 1) at
     most. For each i, that many are taken from those told and from the others, and that chance is
-    added. The result is the least of these.
-
-    Raises:
-        FedsimError: as in `certain_rate` and `tpr_limit`.
+    added. The result is the least of these. Errors are those of `certain_rate` and `tpr_limit`.
 
     >>> round(share_p_value(5, 100, 1, 99, 1.0, 0.0), 2)
     0.55
@@ -119,23 +113,13 @@ def row_claim(
     """Returns the (ε, δ) between an update's worlds with and without one example; None if unknown.
 
     Whoever hides all of a client's data hides one example. The client takes part in both worlds.
-    Where a claim exchanges it for zero or for none, two such steps lead from one world to the other
-    (group privacy).
+    Where a claim (of `unit` and `relation`) exchanges it for zero or for none, two such steps lead
+    from one world to the other (group privacy); of an ε above 350 they give (inf, 0), which limits
+    nothing.
 
-    A claim that exchanges a sampled example for zero leaves the client's number of examples, which
-    all others are sampled by, as it is. So the worlds are those of one number: where the example is
+    A claim that exchanges a `sampled` example (one whose presence changes no other one's place in a
+    batch) for zero leaves the client's number of examples as it is, so that where the example is
     absent, another one is there. These are two steps as well: one leaves, and the other comes.
-
-    Two steps of an ε above 350 give (inf, 0), which limits nothing. Of any other claim the result
-    is None, as of an example under `replace_one`: nothing follows from it here.
-
-    Args:
-        unit: `client` or `example`; None if unknown.
-        relation: How the claim's neighbouring databases differ in one unit: `replace_one`,
-            `zero_out` or `add_or_remove`; None if unknown.
-        epsilon: ε of the claim.
-        delta: δ of the claim.
-        sampled: Whether an example's presence changes no other one's place in a batch.
     """
     if (unit, relation) in (("example", "add_or_remove"), ("client", "replace_one")):
         return epsilon, delta

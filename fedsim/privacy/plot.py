@@ -24,14 +24,10 @@ _LOWEST = -30.0
 
 
 def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) -> None:
-    """Writes a PNG of the curve of `mechanism` to `path`, with `answer` marked.
-
-    `keys` are the mechanism's, and `answer` is the calculator's for them. ε runs from 0 to where δ
-    has become negligible.
+    """Writes a PNG of the curve of `mechanism` with `keys` to `path`, with the `answer` marked.
 
     Raises:
         FedsimError: the file's name does not end in .png, or a key is wrong.
-        OSError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -43,7 +43,7 @@ def tensor_rate(
         images: B; of several local steps on different batches, the images of all of them.
         classes: K.
         noise: σ, standard deviation of the noise in units of one image's part of an entry of ∂L/∂A.
-        clipped: max(1, |g| / S) of clipping to S. It scales the noise and, alone, changes nothing.
+        clipped: c = max(1, |g| / S) of clipping to S, which scales the noise.
         kept: p, the share of neurons that dropout keeps.
 
     Raises:
@@ -65,9 +65,8 @@ def gaussian_information(energy: float, std: float) -> float:
     """Bounds the nats that a release with Gaussian noise tells of a part of it.
 
     `energy` is |g|², the largest squared norm of the part, and `std` is the noise's standard
-    deviation on an entry. The bound is half the energy over the variance, since n ln(1 + P / n) <=
-    P in any number n of entries. An example of DP-SGD with noise multiplier z and clipping norm C
-    has energy C² behind the deviation z C on the sum: 1 / (2 z²).
+    deviation on an entry. An example of DP-SGD with noise multiplier z and clipping norm C has
+    energy C² behind the deviation z C on the sum: 1 / (2 z²).
 
     Raises:
         ValueError: `std` is not positive or `energy` is negative.
@@ -77,6 +76,7 @@ def gaussian_information(energy: float, std: float) -> float:
     """
     if std <= 0 or energy < 0:
         raise ValueError("expected std > 0 and energy >= 0")
+    # n ln(1 + P / n) <= P in any number n of entries.
     return energy / (2 * std**2)
 
 
@@ -84,14 +84,11 @@ def chance_within(error: float, information: float, dimension: int) -> float:
     """Bounds the probability with which any attack finds a direction to within `error`.
 
     Fano's inequality for continuous parameters gives (I + ln 2) / ln(1 / V), where V is the share
-    of the sphere within `error` of a line (Duchi and Wainwright, Distance-based and Continuum Fano
-    Inequalities, arXiv 1311.2669, Proposition 2). It does not hold of an attacker with prior
-    knowledge, such as that features are alike.
-
-    Args:
-        error: sine of the angle to the true line, in (0, 1): the subspace metric of one feature.
-        information: I, the nats that were released of the direction.
-        dimension: d >= 2; the direction is uniform on the sphere.
+    of the sphere within `error`, the sine of an angle, of a line (Duchi and Wainwright,
+    Distance-based and Continuum Fano Inequalities, arXiv 1311.2669, Proposition 2). I is the
+    `information` in nats that was released of the direction, which is uniform on the sphere of
+    `dimension` >= 2. It does not hold of an attacker with prior knowledge, such as that features
+    are alike.
 
     Raises:
         ValueError: an argument is out of range.
@@ -132,10 +129,8 @@ _FARTHEST = math.sqrt(2)
 def activation_moment(activation: str) -> float:
     """Computes min(|ν|, |λ|) of Assumption A.1, the moments that an activation leaves of features.
 
-    `activation` is one of the names that `RecoverySetting.activation` takes; another one is a
-    KeyError. ν is E σ^(k)(z) of standard normal z at the
-    first k >= 2 where it is not 0, and λ at the first k >= 3. By Stein's lemma the moments are E
-    σ(z) He_k(z), so that no derivative is needed.
+    `activation` is one of the names that `RecoverySetting.activation` takes. ν is E σ^(k)(z) of
+    standard normal z at the first k >= 2 where it is not 0, and λ at the first k >= 3.
 
     >>> round(activation_moment("relu"), 4)
     0.3989
@@ -143,6 +138,7 @@ def activation_moment(activation: str) -> float:
     from scipy.integrate import quad
 
     function = _ACTIVATIONS[activation]
+    # By Stein's lemma the moments are E σ(z) He_k(z), so that no derivative is needed.
     hermite: dict[int, Callable[[float], float]] = {
         2: lambda z: z**2 - 1,
         3: lambda z: z**3 - 3 * z,
@@ -202,8 +198,7 @@ def tensor_bound(
         images: B, or those of all steps or clients together.
         classes: K.
         activation: σ of the head.
-        independence: π_min, the least singular value of the unit features, in (0, 1]. It is 1 of
-            orthogonal features; else the bound is larger.
+        independence: π_min, the least singular value of the unit features, in (0, 1].
         steps: gradient steps of the update; the paper proves one and two.
 
     Raises:
@@ -248,13 +243,8 @@ def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
     Mahloujifar and Balle, Bounding Training Data Reconstruction in DP-SGD, NeurIPS 2023, Theorem 2
     for any curve). Both ends are concave in the chance, so that a mean chance bounds the mean.
 
-    Args:
-        chance: probability without the release, κ in those papers.
-        claims: (ε, δ) of the release, all of which hold at once; without any, the result is 1.
-            Amplification by sampling must not be in them: whoever is attacked was drawn.
-
-    Raises:
-        FedsimError: ε of a claim is negative or NaN, or δ or `chance` is not in [0, 1].
+    All `claims` hold at once. Amplification by sampling must not be in them: whoever is attacked
+    was drawn. Errors are those of `tpr_limit`.
 
     >>> round(success_limit(0.001, [(1.0, 0.0)]), 6)
     0.002718
@@ -267,10 +257,9 @@ def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
 def gaussian_success_limit(chance: float, distance: float) -> float:
     """Bounds the probability of `success_limit` behind Gaussian noise alone: Φ(Φ⁻¹(chance) + μ).
 
-    `chance` is as of `success_limit`. `distance` is μ, how far the unit moves the released mean, in
-    standard deviations of the noise. T steps with noise multiplier z have μ = sqrt(T) / z. No curve
-    of claims gives a smaller bound (Neyman and Pearson; Dong, Roth and Su, Gaussian Differential
-    Privacy, 2022, section 2).
+    `distance` is μ, how far the unit moves the released mean, in standard deviations of the noise:
+    sqrt(T) / z for T steps with noise multiplier z. No curve of claims gives a smaller bound
+    (Neyman and Pearson; Dong, Roth and Su, Gaussian Differential Privacy, 2022, section 2).
 
     >>> gaussian_success_limit(0.5, 0.0)
     0.5
@@ -285,15 +274,12 @@ def mean_limit(
 ) -> float:
     """Bounds from above the mean score of an attack, given how likely a guess reaches each level.
 
-    The mean of a score X is at most levels[0] + ∫ P(X >= t) dt from there on. The chances fall, so
-    that the value at the left of each interval bounds the integral.
-
-    Args:
-        levels: values of the score from least to most, ends of its range included. A score below
-            the first counts as the first.
-        chances: probability that a guess without the release reaches each level.
-        success: maps a guess's probability to a bound on an attack's, such as `success_limit`.
+    `levels` are values of the score from least to most, ends of its range included; `chances` are
+    those of a guess without the release to reach each. `success` maps such a chance to a bound on
+    an attack's, as `success_limit` does.
     """
+    # The mean of a score X is at most levels[0] + ∫ P(X >= t) dt from there on. The chances fall,
+    # so that the value at the left of each interval bounds the integral.
     steps = zip(levels, levels[1:], chances, strict=False)
     return levels[0] + math.fsum((high - low) * success(chance) for low, high, chance in steps)
 
@@ -302,13 +288,13 @@ def direction_chances(sines: Sequence[float], dimension: int, answers: int = 1) 
     """Computes for each of `sines` the probability that guesses are as close to a direction.
 
     The direction is uniform in `dimension` d. Of `answers` k guesses their span counts, which is
-    closer than each of them. The squared sine of its angle to a space of k dimensions has the law
-    Beta((d - k) / 2, k / 2).
+    closer than each of them.
     """
     from scipy.special import betainc
 
     if answers >= dimension:
         return [1.0] * len(sines)
+    # The squared sine to a space of k dimensions has the law Beta((d - k) / 2, k / 2).
     squares = np.square(np.clip(sines, 0, 1))
     return [float(each) for each in betainc((dimension - answers) / 2, answers / 2, squares)]
 
@@ -318,12 +304,9 @@ def least_direction_error(
 ) -> float:
     """Bounds from below the mean sine between a uniform direction and the span of any answers.
 
-    The distance of a unit vector to any answer is at least that sine.
-
-    Args:
-        dimension: d of the direction.
-        success: maps a guess's probability to a bound on an attack's.
-        answers: number of the attack's answers, the images of a batch.
+    The distance of a unit vector to any answer is at least that sine. `success` maps a guess's
+    probability to a bound on an attack's, and `answers` is the number of the attack's answers, the
+    images of a batch.
 
     >>> round(least_direction_error(512, lambda chance: gaussian_success_limit(chance, 1.0)), 3)
     0.997
@@ -337,18 +320,14 @@ def least_direction_error(
 def van_trees(fisher: NDArray[np.float64], prior: NDArray[np.float64]) -> float:
     """Bounds from below the mean squared error, summed over entries, of any estimator.
 
-    The bound is tr((E J + I)⁻¹): J is the Fisher information of the release, and I that of the
-    prior (van Trees, Detection, Estimation and Modulation Theory I, 1968, section 2.4.3; Gill and
-    Levit, Bernoulli 1, 1995). It holds of biased estimators, too. The prior's density has to vanish
-    at its ends, and the release's density to be differentiable. The form without a prior (Guo et
-    al., Bounding Training Data Reconstruction in Private (Deep) Learning, ICML 2022, Theorem 1)
-    holds for unbiased estimators alone. Gradients of ReLU networks jump, so that neither holds for
-    them.
-
-    Args:
-        fisher: (d, d) mean of J over the prior. Behind Gaussian noise of deviation s, J is D'D / s²
-            for the derivative D of what is released.
-        prior: (d, d) information of the prior; for a normal prior its inverse covariance.
+    The bound is tr((E J + I)⁻¹): J is the Fisher information of the release, of which `fisher` is
+    the (d, d) mean over the prior, and I that of the `prior`, for a normal one its inverse
+    covariance (van Trees, Detection, Estimation and Modulation Theory I, 1968, section 2.4.3; Gill
+    and Levit, Bernoulli 1, 1995). It holds of biased estimators, too, unlike that without a prior
+    (Guo et al., Bounding Training Data Reconstruction in Private (Deep) Learning, ICML 2022,
+    Theorem 1). The prior's density has to vanish at its ends, and the release's to be
+    differentiable, as gradients of ReLU networks are not. Behind Gaussian noise of deviation s, J
+    is D'D / s² for the derivative D of what is released.
 
     >>> van_trees(np.eye(2) / 0.5, np.eye(2))  # twice 1 / (1 / 0.5 + 1)
     0.6666666666666666
@@ -360,12 +339,10 @@ def least_normal_error(variances: Sequence[float], information: float) -> float:
     """Bounds from below the total squared error of any attack on a normal vector.
 
     The bound is the distortion-rate function of independent normal entries, by reverse
-    water-filling (Cover and Thomas, Elements of Information Theory, Theorem 10.3.3). No derivative
-    is needed: with `gaussian_information` the bound holds for ReLU networks as well.
-
-    Args:
-        variances: of the vector's entries along its principal axes.
-        information: largest mutual information of release and vector, in nats.
+    water-filling (Cover and Thomas, Elements of Information Theory, Theorem 10.3.3). `variances`
+    are those along the principal axes, and `information` the largest mutual information of release
+    and vector, in nats. No derivative is needed: with `gaussian_information` it holds for ReLU
+    networks as well.
 
     >>> least_normal_error([1.0, 1.0], 0.0), round(least_normal_error([1.0, 1.0], 1.0), 4)
     (2.0, 0.7358)

@@ -82,11 +82,7 @@ class DefenseBounds:
 
 
 def make_setting(keys: Mapping[str, Any]) -> RecoverySetting:
-    """Builds a setting from values of its fields by name.
-
-    Raises:
-        FedsimError: a key is missing, unknown or out of range.
-    """
+    """Builds a setting from values of its fields by name; one that misfits is a FedsimError."""
     from fedsim.scenario.explain import explain, known_keys
 
     try:
@@ -100,20 +96,15 @@ def make_setting(keys: Mapping[str, Any]) -> RecoverySetting:
 
 
 def list_keys(as_json: bool = False) -> str:
-    """Returns the keys of `recovery` with type, default, range and description, for a terminal.
-
-    With `as_json` the text is JSON.
-    """
+    """Returns the keys of `recovery` with type, default, range and description, for a terminal."""
     keys = [asdict(parameter) for parameter in parameters(RecoverySetting)]
     return json.dumps(keys, indent=2) if as_json else "\n".join(key_table(keys, 80))
 
 
 def recovery(keys: Mapping[str, Any]) -> list[DefenseBounds]:
-    """Returns the bounds behind each defense of Liu et al., section 3, one entry per defense.
+    """Returns the bounds behind each of nine defenses of Liu et al., section 3, in a fixed order.
 
-    `keys` has values of the fields of `RecoverySetting` by name. The nine entries are always the
-    same, in this order: none, local steps (on one batch, on other batches), clipping, noise,
-    clipping and noise (DP-SGD), aggregation, dropout, pruning.
+    `keys` has values of the fields of `RecoverySetting` by name.
 
     Raises:
         FedsimError: a key is missing, unknown or out of range.
@@ -161,7 +152,6 @@ def _bounds(
     steps: int = 1,
     kept: float = 1.0,
 ) -> DefenseBounds:
-    """Returns the tensor attack's bound behind a defense that has no limit for all attacks."""
     count = images or asked.images
     rate = tensor_rate(
         width=asked.width,

@@ -28,17 +28,9 @@ from fedsim.privacy.numerics import gaussian
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
     """Computes the L2 sensitivity of all steps together to one example of clipping norm 1.
 
-    The noise of a step takes back λ of the step before, which equals white noise on C z. Here z
-    (T,) is 1 in steps that hold the example and else 0, and C_ij = λ^(i-j) for i >= j. The result
-    is the largest ||C z||, reached by the first steps: C'C has the entries λ^|i-j| (1 - λ^(2 (T - m
-    + 1))) / (1 - λ²) with m = max(i, j), which fall with |i-j| and with m.
-
-    An example that is left out moves the steps by so much; one that is replaced, by twice that.
-
-    Args:
-        steps: T, the number of steps.
-        correlation: λ in [0, 1).
-        participations: number of steps that the example takes part in; None stands for all.
+    That is the largest ||C z|| over z (T,), 1 in steps that hold the example and else 0, of so many
+    `participations` (None: all steps). An example that is left out moves the steps by so much; one
+    that is replaced, by twice that.
 
     >>> sensitivity(4, 0.0), sensitivity(4, 0.0, 1), round(sensitivity(2, 0.5), 6)
     (2.0, 1.0, 1.802776)
@@ -46,6 +38,8 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
     present = steps if participations is None else min(participations, steps)
     if present == 0:
         return 0.0
+    # The first steps reach farthest: C'C has the entries λ^|i-j| (1 - λ^(2 (T - m + 1))) / (1 - λ²)
+    # with m = max(i, j), which fall with |i-j| and with m.
     # (C z)_t is 1 + λ + ... while the example takes part, and falls by the factor λ a step after.
     rising = np.cumsum(correlation ** np.arange(present))
     behind = steps - present
@@ -54,10 +48,7 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
 
 
 def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
-    """Computes the largest ||C z|| over the given z, where who takes part is public.
-
-    `schedules` has one or more z of equal length: z[t] says whether the example is in step t.
-    `correlation` is λ in [0, 1).
+    """Computes the largest ||C z|| over z of equal length, where who takes part is public.
 
     >>> reach([(True, False), (False, True)], 0.5) == 1.25**0.5
     True
@@ -67,13 +58,7 @@ def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
 
 
 def log_delta(noise_multiplier: float, epsilon: float, reach: float) -> float:
-    """Computes the exact log δ(ε) where an example moves C G by at most `reach` in norm.
-
-    `noise_multiplier` is σ over the clipping norm, and `reach` > 0 is in units of that norm.
-
-    Raises:
-        FedsimError: `noise_multiplier` is below 0 or `epsilon` not in [0, ∞).
-    """
+    """Computes the exact log δ(ε) where an example moves C G by `reach` > 0 norms at most."""
     return float(gaussian.log_delta(noise_multiplier / reach, epsilon))
 
 
@@ -88,18 +73,11 @@ def log_delta_revealed(
 ) -> float:
     """Computes log of a bound on δ(ε) against an attacker who knows an example's batches.
 
-    Given the batches z, both neighbours' releases are Gaussian, with means `factor` C z apart. δ is
-    jointly convex: δ(ε) <= E_z[δ of the Gaussian mechanism with sensitivity factor ||C z||]. That
-    holds of batches of a fixed size too, whose other members may depend on whether the example was
-    drawn. The mean over z is the only amplification.
-
-    Args:
-        noise_multiplier: σ over the clipping norm.
-        epsilon: ε, finite and at least 0.
-        steps: T, the number of steps.
-        sampling_rate: q, the probability with which a step's batch has the example.
-        correlation: λ in [0, 1).
-        factor: 1 if the contribution is exchanged for zero, 2 if for any other.
+    Given the batches z, both neighbours' releases are Gaussian, with means `factor` C z apart: 1 if
+    the contribution is exchanged for zero, 2 if for any other. δ is jointly convex: δ(ε) <= E_z[δ
+    of the Gaussian mechanism with sensitivity factor ||C z||]. That holds of batches of a fixed
+    size too, whose other members may depend on whether the example was drawn. The mean over z is
+    the only amplification.
     """
     return _log_mean_delta(
         noise_multiplier, epsilon, factor, *_group_norms(steps, sampling_rate, correlation)
@@ -112,16 +90,8 @@ def log_delta_known_bin(
     """Computes log of a bound on δ(ε) for an example in every `bins`-th step.
 
     The first of these is uniformly one of the first `bins` steps, and the attacker knows which. The
-    bound is that of `log_delta_revealed`, and the contribution is exchanged for zero (factor 1).
-    Where `steps` times `bins` is very large, it is looser: every bin counts as the
-    first ⌈`steps` / `bins`⌉ steps, which reach farthest.
-
-    Args:
-        noise_multiplier: σ over the clipping norm.
-        epsilon: ε, finite and at least 0.
-        steps: T, the number of steps.
-        bins: number of bins; the example is in one of them, and each step takes the next bin.
-        correlation: λ in [0, 1).
+    bound is that of `log_delta_revealed` with a factor of 1. Where `steps` times `bins` is very
+    large, it is looser.
     """
     # Too large for a matrix of all bins: the worst places of as many participations bound each.
     if steps * bins > _MOST_CELLS:
@@ -163,8 +133,8 @@ def log_delta_fixed_size(
     """Computes log of a bound on δ(ε) for batches of one size, drawn without replacement.
 
     The arguments are those of `log_delta_revealed`, and for `factor` 1 so is the result. A
-    contribution that is exchanged for any other (`factor` 2) is amplified: with the probability
-    1 - γ = (1 - q)^T the example is never drawn.
+    contribution that is exchanged for any other (`factor` 2) is amplified: with the probability 1 -
+    γ = (1 - q)^T the example is never drawn.
 
     Both neighbours then release the same. That law is as far from the release with the example in
     steps z as the exchange is: its batches become those by exchanging the example for a random
@@ -194,17 +164,13 @@ def log_delta_fixed_size(
 def _group_norms(
     steps: int, sampling_rate: float, correlation: float
 ) -> tuple[list[float], list[float], float]:
-    """Computes (||C z||, probabilities, rest), in a few hundred groups at the largest norm of each.
-
-    δ rises with the norm, and a norm of 0 (the example is never drawn) adds nothing to it. Where
-    the norms would take too much work, the worst of as many participations stands for each.
-    """
+    """Computes (||C z||, probabilities, rest), in a few hundred groups at their largest norm."""
     if steps * grid_size(correlation) <= _MOST_CELLS:
         squares, weights, rest = squared_norms(steps, sampling_rate, correlation)
         norms = np.sqrt(squares)
     else:
         norms, weights, rest = _norms_by_count(steps, sampling_rate, correlation)
-    # Each norm moves up to the next edge, so that δ can only be overestimated.
+    # δ rises with the norm: each moves up to the next edge, so that δ can only be overestimated.
     edges = np.linspace(0.0, norms.max(), _GROUPS)
     group = np.minimum(np.searchsorted(edges, norms, side="left"), _GROUPS - 1)
     mass = np.bincount(group, weights, minlength=_GROUPS)
@@ -213,10 +179,7 @@ def _group_norms(
 
 
 def _norms_by_count(steps: int, rate: float, correlation: float) -> tuple[Array, Array, float]:
-    """Computes (norms, probabilities, rest) by how often the example takes part, at its worst.
-
-    A norm is at most sqrt(k) / (1 - λ) for k participations, whatever their places.
-    """
+    """Computes (norms, probabilities, rest) by how often the example takes part, at its worst."""
     from scipy.stats import binom
 
     ends = [float(binom.ppf(share, steps, rate)) for share in (_TAIL, 1 - _TAIL)]
@@ -228,6 +191,7 @@ def _norms_by_count(steps: int, rate: float, correlation: float) -> tuple[Array,
     if steps <= _WORST_STEPS:
         norms = np.array([sensitivity(steps, correlation, int(count)) for count in counts])
     else:
+        # Whatever the places of k participations, the norm is no more.
         norms = np.sqrt(counts) / (1 - correlation)
     # Differences of a rounded distribution function may be below 0.
     return norms, np.maximum(mass, 0.0), float(binom.sf(most, steps, rate))

@@ -43,21 +43,15 @@ _ROUNDING = 1e-14
 
 @lru_cache(maxsize=256)
 def of_mechanisms(parts: tuple[CurveMechanism, ...], delta: float) -> float:
-    """Computes `epsilon` at δ of one release by each of `parts`.
-
-    A mechanism may occur several times. The errors are those of `epsilon`.
-    """
+    """Computes `epsilon` at δ of one release by each of `parts`, which may repeat."""
     return epsilon([part.log_delta for part in parts], delta)
 
 
 def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
     """Computes the least proven ε in [0, 10^4] of all releases together at δ; inf if there is none.
 
-    `curves` has a function for each release, from an array of ε to the array of log δ. The result
-    is exact for a single curve, an upper bound for several, and 0 for none.
-
-    Raises:
-        FedsimError: δ is not in (0, 1).
+    `curves` has a function for each release. The result is exact for a single curve, an upper bound
+    for several, and 0 for none.
     """
     target = float(require_delta(delta))
     # what releases nothing costs nothing, not even the rounding of a composition
@@ -70,10 +64,8 @@ def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
 
 
 def _basic(curves: Sequence[LogDelta], delta: float) -> float:
-    """Computes Σ ε_i for δ_i = lim δ_i(ε) + an equal share of what these limits leave of δ.
-
-    A pure ε_i-private release has the limit 0, so that it never counts for more than ε_i.
-    """
+    """Computes Σ ε_i for δ_i = lim δ_i(ε) + an equal share of what these limits leave of δ."""
+    # A pure ε_i-private release has the limit 0, so that it never counts for more than ε_i.
     limits = {curve: _at(curve, _FAR) for curve in set(curves)}
     left = delta - sum(math.exp(limits[curve]) for curve in curves)
     if left < -_ROUNDING * delta:

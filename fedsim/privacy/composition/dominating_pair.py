@@ -85,11 +85,7 @@ class Poisson:
         return np.append(q, np.minimum(larger, (1 + q) / 2))
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """Draws (count, T) values of C z, the row i by the law of number law[i].
-
-        `law` is (count,), with numbers from 0 to `laws` - 1. Values are rounded to levels of a
-        grid, up or down as `rounding` says.
-        """
+        """Draws (count, T) values of C z on a grid, the row i by the law of number law[i]."""
         z = rng.random((len(law), self.steps)) < self._rates[law][:, None]
         along, at = self._grid(rounding), np.zeros(len(law), dtype=np.int64)
         y = np.empty(z.shape)
@@ -106,17 +102,10 @@ class Poisson:
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """Computes (laws, count) logarithms at x of a mixture's density over that of N(0, σ² I).
+        """Computes (laws, count) logarithms at `x` of a mixture's density over that of N(0, σ² I).
 
-        The mixture is of N(stretch C z, σ² I) over z, and each row is of one law of z. The
-        forward algorithm runs over the grid of y = C z.
-
-        Args:
-            x: (count, T) points.
-            sigma: σ of the noise.
-            stretch: factor of C z.
-            laws: number of laws, counted from the true one.
-            rounding: whether levels of the grid are rounded up or down.
+        The mixture is of N(stretch C z, σ² I) over z, each row by one of the first `laws` laws of
+        z, and x is (count, T).
         """
         along = self._grid(rounding)
         moves = [along.moves(1 - q, q) for q in self._rates[:laws]]
@@ -129,7 +118,7 @@ class Poisson:
         )
 
     def work(self, draws: int) -> int:
-        """Estimates how many numbers have to be computed for `draws` draws in both directions."""
+        """Estimates how many numbers `draws` draws in both directions compute."""
         levels = round(grid_size(self.correlation, self._least, _TOLERANCE))
         return draws * self.steps * levels * (4 * self.laws + len(_TILTS) + 1)
 
@@ -169,8 +158,8 @@ def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
 class BallsInBins:
     """An example in every `bins`-th step's batch, from a uniform one of the first `bins` on.
 
-    The methods are those of `Poisson`, with vectors in coordinates of the span of all C z. `steps`
-    is T, which need not be a multiple of `bins`, and `correlation` is λ.
+    The methods are those of `Poisson`, with vectors in coordinates of the span of all C z, one law
+    and no rounding. `steps`, which is T, need not be a multiple of `bins`; `correlation` is λ.
     """
 
     steps: int
@@ -181,10 +170,7 @@ class BallsInBins:
     rounded = False
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """Draws (count, at most `bins`) values of C z, each of the `bins` values equally likely.
-
-        `law` is (count,) and only its length counts: there is one law, and no `rounding`.
-        """
+        """Draws (len(law), at most `bins`) values of C z, each of the `bins` equally likely."""
         means: Array = self._modes[rng.integers(self.bins, size=len(law))]
         return means
 
@@ -196,17 +182,7 @@ class BallsInBins:
     def log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """Computes (1, count) logarithms at x of a mixture's density over that of N(0, σ² I).
-
-        The mixture is of N(stretch C z, σ² I) over z.
-
-        Args:
-            x: (count, at most `bins`) points in the coordinates of `means`.
-            sigma: σ of the noise.
-            stretch: factor of C z.
-            laws: without effect, since there is one law.
-            rounding: without effect, since there is no grid.
-        """
+        """Computes (1, count) logarithms at x (count, at most `bins`), as `Poisson` does."""
         modes = stretch * self._modes / sigma
         exponent = (x / sigma) @ modes.T
         # log N(x; m, 1) / N(x; 0, 1) = <x, m> - |m|² / 2 for every mode m.
@@ -214,16 +190,14 @@ class BallsInBins:
         return _log_sum(exponent)[None] - math.log(self.bins)
 
     def work(self, draws: int) -> int:
-        """Estimates how many numbers have to be computed for `draws` draws in both directions."""
+        """Estimates how many numbers `draws` draws in both directions compute."""
         return draws * self.bins * min(self.bins, self.steps) * 8
 
     @cached_property
     def _modes(self) -> Array:
-        """Returns (bins, at most `bins`): y of each bin, in coordinates of their span.
-
-        All that is asked of them is invariant under rotation, and the noise across that space tells
-        nothing.
-        """
+        """Returns (bins, at most `bins`): y of each bin, in coordinates of their span."""
+        # What is asked of the modes is invariant under rotation, and the noise across their span
+        # tells nothing.
         present = np.arange(self.steps) % self.bins == np.arange(self.bins)[:, None]
         triangle: Array = np.linalg.qr(accumulate(present, self.correlation).T)[1]
         return triangle.T
@@ -277,17 +251,10 @@ class PairCurve:
         seed: int,
         most: int = work.MOST,
     ) -> None:
-        """Checks the work that the draws take; they are made when first asked for.
-
-        Args:
-            participations: the law of the example's participations.
-            sigma: σ of the noise, in units of the clipping norm.
-            draws: number of draws for each direction.
-            seed: seed of the draws.
-            most: largest amount of work, in numbers computed.
+        """Checks the work; draws (so many for each direction) are made when first asked for.
 
         Raises:
-            TooMuchWork: the draws take more than `most`.
+            TooMuchWork: the draws take more than `most` numbers.
         """
         work.check(
             participations.work(draws),
@@ -316,16 +283,11 @@ class PairCurve:
         return SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
 
     def estimate(self, epsilon: float) -> float:
-        """Estimates δ at `epsilon` of the removal, however few draws reach the tail.
-
-        That is accurate enough for a search, and not for a claim.
-        """
+        """Estimates δ of the removal from however few draws: good for a search, not a claim."""
         return self._draws("forward", "up").delta(epsilon)[0]
 
     def upper(self, epsilon: float) -> tuple[float, Direction]:
-        """Returns (upper end of δ's interval at `epsilon`, its direction).
-
-        A claim may use that end.
+        """Returns (upper end of δ's interval at `epsilon`, which a claim may use, its direction).
 
         Raises:
             TooFewDraws: too few draws reach so far into the tail.
@@ -368,16 +330,14 @@ _QUANTILE = 2.807
 def _removal(
     of: Participations, sigma: float, rounding: Rounding, count: int, rng: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Draws (weights, log P/Q) for averages under P.
-
-    A part is (law, stretch s, shift a): N(s C z + a, σ² I) with z of that law, the shift being
-    along the mean of P. Parts that take the same densities of x are listed together.
-    """
+    """Draws (weights, log P/Q) for averages under P."""
     mean = of.mean()
     length = math.sqrt(float((mean**2).sum()))
     own = of.means(np.zeros(count, dtype=np.int64), rounding, rng)
     # Stretching C z by 1 + t σ / |C z| moves x by t standard deviations along it.
     typical = max(1.0, math.sqrt(float((own**2).sum() / count)))
+    # A part is (law, stretch s, shift a): N(s C z + a, σ² I) with z of that law, the shift being
+    # along the mean of P. Parts that take the same densities of x are listed together.
     laws = range(of.laws)
     groups: list[tuple[range, float, float]] = [
         (laws, 1.0, 0.0),
@@ -422,10 +382,8 @@ def _log_mean(logs: Array) -> Array:
 
 
 def _log_sum(logs: Array) -> Array:
-    """Returns (k,) log of the sum of exp over each row of `logs`, which is written over.
-
-    scipy.special.logsumexp says the same in several times the time, most of a claim's.
-    """
+    """Returns (k,) log of the sum of exp over each row of `logs`, which is written over."""
+    # scipy.special.logsumexp takes several times the time, most of a claim's.
     top = logs.max(axis=1)
     logs -= top[:, None]
     np.exp(logs, out=logs)

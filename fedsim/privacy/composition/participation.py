@@ -29,10 +29,7 @@ _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
 
 
 def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
-    """Computes (k, T) y = C z of every row z of `present`, (k, T) participations of 0 or 1.
-
-    `correlation` is λ in [0, 1).
-    """
+    """Computes (k, T) y = C z of every row z of `present`, (k, T) participations of 0 or 1."""
     # C z by its recursion, in T steps in place of a T x T product.
     y = present.astype(np.float64)
     for t in range(1, y.shape[1]):
@@ -54,8 +51,7 @@ class Grid:
     def moves(self, absent: float | Array, present: float | Array) -> Any:
         """Builds the sparse (M, M) matrix whose product with weights (M,) is those a step later.
 
-        Its column j has the moves from level j. `absent` and `present` are the weights, numbers or
-        (M,), of the two moves from each level.
+        `absent` and `present` are the weights, numbers or (M,), of the two moves from each level.
         """
         from scipy.sparse import coo_array
 
@@ -67,16 +63,10 @@ class Grid:
 
 
 def grid(correlation: float, least: float, tolerance: float, rounding: Rounding) -> Grid:
-    """Builds the levels of y for λ = `correlation` in [0, 1).
+    """Builds the levels of y, exact for λ = 0 and for an example's first participation.
 
-    The grid is exact for λ = 0, and for an example's first participation whatever λ. A level that
-    decays below `least` stays there (rounded up) or becomes 0 (down).
-
-    Args:
-        correlation: λ in [0, 1).
-        least: the smallest level above 0.
-        tolerance: neighbouring levels are at most a factor 1 + `tolerance` apart.
-        rounding: whether levels after a step are rounded up or down.
+    A level that decays below `least` stays there (rounded up) or becomes 0 (down). Neighbouring
+    levels are at most a factor 1 + `tolerance` apart.
     """
     # Without memory y is the participation itself.
     if correlation == 0:
@@ -103,10 +93,7 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
 
 
 def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
-    """Estimates how many levels `grid` builds from the same arguments.
-
-    λ close to 1 has one level per step of decay.
-    """
+    """Estimates how many levels `grid` builds; λ close to 1 has one per step of decay."""
     if correlation == 0:
         return 2.0
     rate = -math.log(correlation)
@@ -121,13 +108,8 @@ def squared_norms(
     """Computes (values, probabilities, rest): the distribution of ||C z||² over z, rounded up.
 
     Values and probabilities are two (k,) arrays, which are kept for the next call and must not be
-    changed. Values are in no order, and may repeat. `rest` is
-    the probability (at most 1e-12) of all that lies above the largest value. The result is exact
-    for λ = `correlation` = 0. `sampling_rate` is q, and `steps` is T.
-
-    The sum of y_t² grows only where the example participates: with y before the step, by
-    (1 + 2 λ y) / (1 - λ²). That counts the whole decay to come; the decay behind the last step is
-    taken off at the end.
+    changed. Values are in no order, and may repeat. `rest` is the probability (at most 1e-12) of
+    all that lies above the largest. The result is exact for λ = 0.
     """
     if correlation == 0:
         from scipy.stats import binom
@@ -135,6 +117,8 @@ def squared_norms(
         count = np.arange(steps + 1)
         return count.astype(float), binom.pmf(count, steps, sampling_rate), 0.0
     along = grid(correlation, _LEAST, _TOLERANCE, "up")
+    # The sum of y_t² grows only where the example participates: with y before the step, by this,
+    # which counts the whole decay to come. That behind the last step is taken off at the end.
     gain = (1 + 2 * correlation * along.levels) / (1 - correlation**2)
     cell = _largest(along, gain, steps, sampling_rate) / _CELLS
     # Gains are rounded up to whole cells: the norm is never underestimated.

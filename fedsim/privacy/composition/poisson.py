@@ -39,24 +39,14 @@ _ROUNDING_OF_LOGS = 1e-11
 
 
 def log_delta(noise: float, epsilon: float, *, steps: int, sampling_rate: float) -> float:
-    """Computes log of the least proven δ at ε; neighbours have one example more or less.
-
-    The arguments are those of `least_bound`.
-    """
+    """Computes log of the least proven δ at ε; neighbours have one example more or less."""
     return least_bound(noise, epsilon, steps=steps, sampling_rate=sampling_rate)[0]
 
 
 def least_bound(
     noise: float, epsilon: float, *, steps: int, sampling_rate: float
 ) -> tuple[float, str]:
-    """Returns (log δ at ε, the method that proves it): the least of the three bounds.
-
-    Args:
-        noise: multiplier of a step's noise: its standard deviation over the clipping norm.
-        epsilon: ε, finite and at least 0.
-        steps: number of releases.
-        sampling_rate: probability with which a step's batch has the example.
-    """
+    """Returns (log δ at ε, the method that proves it): the least of the three bounds."""
     known = correlated.log_delta_revealed(
         noise, epsilon, steps=steps, sampling_rate=sampling_rate, correlation=0.0, factor=1.0
     )
@@ -73,10 +63,7 @@ def least_bound(
 
 
 def _renyi(noise: float, epsilon: float, steps: int, sampling_rate: float) -> float:
-    """Computes log δ at ε by the best order.
-
-    Source: Canonne, Kamath and Steinke, NeurIPS 2020, Proposition 12.
-    """
+    """Computes log δ at ε by the best order (Canonne, Kamath and Steinke 2020, Proposition 12)."""
     orders = np.array(_ORDERS, dtype=np.float64)
     # Their factor (1 - 1/α)^α / (α - 1) is (1 - 1/α)^(α - 1) / α.
     lost = steps * _divergences(sampling_rate, noise) - epsilon + np.log1p(-1 / orders)
@@ -85,13 +72,11 @@ def _renyi(noise: float, epsilon: float, steps: int, sampling_rate: float) -> fl
 
 @lru_cache(maxsize=64)
 def _divergences(sampling_rate: float, noise: float) -> Array:
-    """Computes the Rényi divergences of one release at each of the orders, rounded up.
-
-    That of order a is log Σ_k C(a, k) (1 - q)^(a - k) q^k exp((k² - k) / (2 z²)) / (a - 1).
-    """
+    """Computes the Rényi divergences of one release at each of the orders, rounded up."""
     from scipy.special import gammaln, logsumexp, xlog1py
 
     moments = []
+    # That of order a is log Σ_k C(a, k) (1 - q)^(a - k) q^k exp((k² - k) / (2 z²)) / (a - 1).
     for order in _ORDERS:
         k = np.arange(order + 1)
         ways = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
@@ -108,7 +93,6 @@ def interval(sampling_rate: float, noise: float, steps: int) -> float:
     """Chooses the step between losses of dp_accounting's grid, for `steps` releases.
 
     One release has at most 2^17 losses (`POINTS`), and all together have at most 32 times as many.
-    The arguments are those of `least_bound`.
     """
     # A step that takes the example loses N(1 / (2 z²), 1 / z²): the mean and 12 deviations.
     reach = 0.5 / noise**2 + 12 / noise
@@ -123,11 +107,7 @@ def interval(sampling_rate: float, noise: float, steps: int) -> float:
 
 @lru_cache(maxsize=8)
 def distribution(sampling_rate: float, noise: float, steps: int) -> Any:
-    """Builds dp_accounting's PLD accountant of `steps` Poisson-sampled Gaussian releases.
-
-    The arguments are those of `least_bound`. The accountant is kept for the next call, so that
-    nothing may be composed with it.
-    """
+    """Builds dp_accounting's PLD accountant of so many releases, which must not be changed."""
     from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
 

@@ -106,14 +106,11 @@ class CorrelatedExperiment(_Steps, Experiment):
         return CorrelatedCurve.model_validate(self.model_dump(exclude={"sabotage"}))
 
     def work(self) -> int:
-        """Estimates how many numbers have to be computed to draw and score one release."""
+        """Estimates how many numbers are computed to draw and score one release."""
         return 4 * self.steps + self.patterns  # a step is whitened with a stride
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws sequences of releases, and returns their (draws,) log likelihood ratios.
-
-        `present` says which of the two neighbours is released: true with the example.
-        """
+        """Draws sequences of releases, and returns their (draws,) log likelihood ratios."""
         sigma = self.sabotage * self.noise_multiplier
         masks, chances = self._participations()
         # relative to batches without the example, where that is public
@@ -180,7 +177,6 @@ class _CorrelatedKeys(_Steps):
     """Monte-Carlo draws per direction; default 8,192 for Poisson sampling, else 200,000."""
 
     def neighbours(self) -> str:
-        """Returns the relation between neighbours, as reports write it."""
         return self.relation.replace("_", " ")
 
     @model_validator(mode="after")
@@ -266,10 +262,7 @@ class _CorrelatedKeys(_Steps):
         )[1]
 
     def log_delta_of_known_batches(self, noise: float, epsilon: float) -> float:
-        """Computes log of a bound on δ at ε for an attacker who knows an example's batches.
-
-        The contribution is exchanged for zero. `noise` is the noise multiplier.
-        """
+        """Computes log of a bound on δ at ε for an attacker who knows an example's batches."""
         if self.sampling == "balls_in_bins":
             return correlated.log_delta_known_bin(
                 noise, epsilon, steps=self.steps, bins=self._bins, correlation=self.correlation
@@ -327,11 +320,9 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     def epsilon(self, delta: float, most: int = work.MOST) -> Answer:
         """Computes ε at δ in (0, 1); an answer by random draws is an estimate with an `interval`.
 
-        `most` limits the work of the draws, in numbers computed.
-
         Raises:
-            FedsimError: Theorem F.12 does not apply, or the draws do not reach that far.
-            TooMuchWork: the draws take more than `most`.
+            FedsimError: Theorem F.12 does not apply, or the draws do not reach that far; a
+                TooMuchWork if they take more than `most` numbers.
         """
         if self.variant == "paper":
             found = baselines.kan_epsilon(self.noise_multiplier, delta, **self._shape)
@@ -352,10 +343,7 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     def claim(self, delta: float, most: int = work.MOST) -> tuple[float, str]:
         """Returns (ε that may be claimed at δ, method); for an estimate, its interval's upper end.
 
-        `most` is the largest amount of work, in numbers computed.
-
-        Raises:
-            FedsimError: as of `epsilon`.
+        `most` and errors are those of `epsilon`.
         """
         if self.variant == "paper" or self._log_delta():
             found = self.epsilon(delta, most)
@@ -371,8 +359,7 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     def epsilon_of_known_batches(self, delta: float) -> Answer:
         """Computes ε at δ for an attacker who knows which batches an example was in.
 
-        The contribution is exchanged for zero. No random draws are needed. The result bounds ε of
-        sampling that hides the batches, too.
+        The contribution is exchanged for zero. The result bounds ε where batches are hidden, too.
         """
         target, noise = math.log(delta), self.noise_multiplier
         found = _least(lambda eps: self.log_delta_of_known_batches(noise, eps) <= target)
@@ -410,12 +397,11 @@ class CorrelatedCalibration(_CorrelatedKeys, Calibration):
         """Finds the least noise multiplier: the standard deviation of z_t over the clipping norm.
 
         The answer has it as `noise_multiplier` and as `sigma`. Where draws are needed, the upper
-        end of δ's interval stays below `delta`. That end is taken from draws that the search has
-        not seen.
+        end of δ's interval, of draws that the search has not seen, stays below `delta`.
 
         Raises:
-            FedsimError: no noise is enough, Theorem F.12 does not apply, or draws are too few.
-            TooMuchWork: the draws take too long.
+            FedsimError: no noise is enough, Theorem F.12 does not apply, or draws are too few or (a
+                TooMuchWork) too long.
         """
         if self.variant == "paper":
             noise = self._paper_noise(epsilon, delta)
@@ -466,10 +452,8 @@ def _least(holds: Callable[[float], bool]) -> float:
 
 
 def _search_noise(excess: Callable[[float], float], enough: float) -> tuple[float, float]:
-    """Returns (how fast log δ falls with log noise, about the noise at which the excess is 0).
-
-    By regula falsi down from what is `enough`, in at most `_SEARCH` evaluations.
-    """
+    """Returns (how fast log δ falls with log noise, about the noise at which the excess is 0)."""
+    # Regula falsi down from what is enough.
     high = math.log(enough)
     low, at_high = high - math.log(2), excess(high)
     at_low, spent = excess(low), 2
@@ -490,11 +474,7 @@ def _search_noise(excess: Callable[[float], float], enough: float) -> tuple[floa
 
 
 def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40) -> float:
-    """Finds the least noise that is enough, to 2^-`rounds` of its logarithm's bracket.
-
-    Raises:
-        FedsimError: none is.
-    """
+    """Finds the least noise that is enough, to 2^-`rounds` of its logarithm's bracket."""
     high = start
     while not holds(high):
         high *= 2

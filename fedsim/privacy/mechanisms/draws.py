@@ -17,10 +17,7 @@ _CHUNK = 4096
 
 
 def square_root(gram: Tensor) -> Tensor:
-    """Returns an (n, n) root R of the kernel matrix `gram` K: R R' = K.
-
-    R is Cholesky's factor, or by eigenvectors where K is singular.
-    """
+    """Returns an (n, n) root R of the kernel matrix `gram` K, which may be singular: R R' = K."""
     lower: Tensor
     lower, info = torch.linalg.cholesky_ex(gram)
     if int(info):
@@ -33,8 +30,7 @@ def square_root(gram: Tensor) -> Tensor:
 def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Draws (n, n) K̃ = (1/k) Σ g g' of k = `count` draws g of N(0, K), where K = root root'.
 
-    `root` is (n, n), as `square_root` returns. A `count` of 0 gives zeros. Source: Algorithm 1 of
-    DP-NTK regression.
+    A `count` of 0 gives zeros. Source: Algorithm 1 of DP-NTK regression.
     """
     inner = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype)
     for start in range(0, count, _CHUNK):
@@ -49,10 +45,7 @@ def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> 
 def truncated_laplace(
     value: Tensor, scale: float, bound: float, generator: torch.Generator
 ) -> Tensor:
-    """Returns `value`, of any shape, with noise added to every entry.
-
-    The noise has density proportional to exp(-|x| / scale) on [-bound, bound].
-    """
+    """Returns `value`, of any shape, with noise of density ~ exp(-|x| / scale) within ± `bound`."""
     shape = value.shape
     share = uniform(shape, generator)
     # The inverse distribution function of the truncated exponential, at a uniform share.

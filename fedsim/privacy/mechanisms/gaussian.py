@@ -71,10 +71,7 @@ class GaussianExperiment(Experiment):
     """Standard deviation of the noise, in the same units."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios.
-
-        `present` says which of the two neighbours is released: true with the row.
-        """
+        """Draws releases, and returns their (draws,) log likelihood ratios."""
         sigma = self.sabotage * self.sigma
         moved = self.sensitivity * present + sigma * rng.standard_normal(draws)
         return self.sensitivity * (moved - self.sensitivity / 2) / sigma**2

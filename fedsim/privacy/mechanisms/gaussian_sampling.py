@@ -61,7 +61,7 @@ class Neighbours(Keys):
         return self
 
     def separation(self) -> float | Array:
-        """Returns `separation` of `wishart.log_delta_at`: (1, 2) eigenvalues, or the distance."""
+        """Returns `separation` of `log_delta_at`: (1, 2) eigenvalues, or the distance."""
         if self.beta is None or self.lift is None:
             return self.apart()
         return kernel_distance.eigenvalues_under_lift(
@@ -98,11 +98,7 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
         return {"method": paper if self.variant == "paper" else self.method}
 
     def delta(self, epsilon: float) -> Answer:
-        """Computes the least δ for ε >= 0.
-
-        Raises:
-            FedsimError: the variant is `paper`.
-        """
+        """Computes the least δ for ε >= 0; a FedsimError for the variant `paper`."""
         if self.variant == "paper":
             raise FedsimError("variant: paper states ε only; ask for epsilon, or use variant=exact")
         return super().delta(epsilon)
@@ -112,20 +108,14 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
         return {"both": wishart.log_delta_at(self.k, self.separation(), epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), under the key `both`.
-
-        It is exact, or as the paper bounds it.
-        """
+        """Computes the least ε >= 0 for δ in (0, 1), exact or as the paper bounds it."""
         if self.variant == "paper":
             return {"both": wishart.paper_epsilon(self.k, self.apart(), delta)}
         return {"both": wishart.epsilon(self.k, self.separation(), delta)}
 
 
 class GaussianSamplingCalibration(Neighbours, Calibration):
-    """Finds how many Gaussian vectors may be drawn from a private covariance at a given (ε, δ).
-
-    The more are drawn, the better their mean square tells the covariance, and the less is private.
-    """
+    """Finds how many Gaussian vectors may be drawn from a private covariance at a given (ε, δ)."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """Computes the largest number of draws k that is (ε, δ)-private, in field `draws`.
@@ -152,10 +142,7 @@ class GaussianSamplingCalibration(Neighbours, Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SamplingRelease(CurveMechanism):
-    """A number of draws of a covariance that differs from any neighbour's in two eigenvalues.
-
-    `samples` is that number in one release.
-    """
+    """A number of draws of a covariance that differs from any neighbour's in two eigenvalues."""
 
     samples: int
     eigenvalues: tuple[tuple[float, float], ...]
@@ -163,7 +150,7 @@ class SamplingRelease(CurveMechanism):
     accountant: str = "exact Gaussian sampling"
 
     def log_delta(self, epsilons: Array) -> Array:
-        """Computes log δ at each of `epsilons` >= 0; -inf without draws, which releases nothing."""
+        """Computes log δ at each of `epsilons` >= 0; -inf without draws."""
         if self.samples == 0:
             return np.full_like(epsilons, -np.inf)
         return wishart.log_delta_of(self.samples, np.array(self.eigenvalues), epsilons)
@@ -199,10 +186,7 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
         return round(self.k / self.sabotage**2)
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios.
-
-        `present` says which of the two neighbours is released: K' if it is true, else K.
-        """
+        """Draws releases of K' if `present`, else of K; returns (draws,) log likelihood ratios."""
         count, apart = self._drawn, self.separation()
         up, down = apart[0] if isinstance(apart, np.ndarray) else (0.0, apart)
         ratio = np.zeros(draws)

@@ -48,9 +48,6 @@ def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> f
     `beta` is β > 0, the largest L2 distance that the row moves. `gain` is s > 0, the largest
     eigenvalue of S (σ² for the continuous kernel). `row_norm` is B > 0, the bound on a row's L2
     norm.
-
-    Raises:
-        FedsimError: an argument is out of range.
     """
     for name, value in (("beta", beta), ("gain", gain), ("row_norm", row_norm)):
         _positive(name, value)
@@ -60,8 +57,6 @@ def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> f
 
 def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
     """Computes the largest distance M of neighbours for K + γ I, whatever the rows are.
-
-    `lift` is γ > 0, and the other arguments are those of `feature_shift`.
 
     >>> round(lift_distance(0.01, 4.0), 6)
     0.014142
@@ -75,8 +70,8 @@ def eigenvalues_under_lift(
 ) -> Array:
     """Computes (1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I and any rows.
 
-    `lift` is γ > 0, and the other arguments are those of `feature_shift`. s is the module's
-    2 arsinh(a / 2) with a = r / sqrt(γ).
+    `lift` is γ > 0, and the other arguments are those of `feature_shift`. s is the module's 2
+    arsinh(a / 2) with a = r / sqrt(γ).
 
     >>> eigenvalues_under_lift(0.1, 4.0).round(5)  # a = 0.1
     array([[0.10512, 0.09512]])
@@ -94,12 +89,10 @@ def eigenvalues_above_floor(
 
     `least` is η > 0, and the other arguments are those of `feature_shift`. Both eigenvalues of any
     two neighbours are within the bounds of one of the n rows.
-
-    The rows bound pieces of a curve on which for each T the product D is the largest. There D is
-    a² - q² with q = u'w, and τ = 0 or a².
     """
     a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
-    # With q = a sin(t), D = a² cos²(t): even steps of t are dense where D falls fast.
+    # The rows bound pieces of a curve on which for each T the product D is the largest: it is
+    # a² - q² with q = u'w = a sin(t), and τ = 0 or a². Even steps of t are dense where D falls.
     q: Array = a * np.sin(np.linspace(0, math.pi / 2, _PIECES + 1))
     low, high = q[:-1], q[1:]
     product = a**2 - low**2

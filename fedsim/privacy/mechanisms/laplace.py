@@ -36,13 +36,10 @@ _MOST = np.finfo(float).max
 
 
 def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes B, the least bound of noise of scale sensitivity / ε that is (ε, δ)-private.
+    """Computes B, the least bound of noise of scale sensitivity / ε > 0 that is (ε, δ)-private.
 
     The noise of one number is within ± B, in the units of `sensitivity`, the largest distance of
-    neighbours' values. `delta` is in (0, 1). The arguments broadcast.
-
-    Raises:
-        FedsimError: an argument is out of range, or ε = 0.
+    neighbours' values. The arguments broadcast.
 
     >>> float(bound(1.0, 1.0, 1e-5).round(4))
     11.3611
@@ -61,17 +58,8 @@ def log_delta(
 ) -> Array:
     """Computes log δ at ε of one number behind noise of a scale b within ± `bound`.
 
-    Both directions are alike. The result is 0 where the sensitivity is at least twice the bound.
-    The arguments broadcast.
-
-    Args:
-        sensitivity: largest distance between the values of two neighbours, above 0.
-        scale: b of the noise's density exp(-|x| / b), in the units of the release.
-        bound: largest magnitude of the noise, in the units of the release.
-        epsilon: ε, finite and at least 0.
-
-    Raises:
-        FedsimError: an argument is out of range.
+    Both directions are alike. `sensitivity` is the largest distance between the values of two
+    neighbours; where it is at least twice the bound, the result is 0. The arguments broadcast.
     """
     gap, b, most, eps = np.broadcast_arrays(
         _positive("sensitivity", sensitivity),
@@ -100,11 +88,7 @@ def log_delta(
 def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> float:
     """Computes the least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
 
-    The other arguments are those of `log_delta`. From ε = sensitivity / scale on, δ falls no
-    further: there it is the probability at the noise's ends.
-
-    Raises:
-        FedsimError: an argument is out of range.
+    The other arguments are those of `log_delta`.
     """
     from scipy.optimize import brentq
 
@@ -113,6 +97,7 @@ def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> flo
     def excess(at: float) -> float:
         return float(log_delta(sensitivity, scale, bound, at)) - target
 
+    # From here on δ falls no further: it is the probability at the noise's ends.
     last = sensitivity / scale
     if excess(0.0) <= 0:
         return 0.0
@@ -125,10 +110,7 @@ def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> flo
 
 
 def std(scale: float, bound: float) -> float:
-    """Computes the standard deviation of the noise, in the units of `scale` and `bound`.
-
-    Both are as of `log_delta`, above 0, and are not checked.
-    """
+    """Computes the noise's standard deviation, in the units of `scale` and `bound`; unchecked."""
     from scipy.special import gammainc
 
     # E[x²] of a truncated exponential is Γ(3) = 2 times the regularized gammainc(3), over its mass.
@@ -202,11 +184,7 @@ class TruncatedLaplaceExperiment(Experiment):
     """The largest magnitude of the noise, in the units of the release."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios.
-
-        A ratio is infinite where only one neighbour is possible. `present` says which of the two
-        neighbours is released: true with the row.
-        """
+        """Draws releases; returns (draws,) log likelihood ratios, some of them infinite."""
         scale, bound = self.sabotage * self.scale, self.sabotage * self.bound
         # The inverse distribution function of the truncated exponential, at a uniform share.
         size = -scale * np.log1p(np.expm1(-bound / scale) * rng.random(draws))

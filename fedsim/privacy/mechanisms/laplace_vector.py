@@ -45,13 +45,7 @@ _UP = 1 + 1e-12
 
 
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
-    """Bounds δ∞, the probability that some entry's noise tells the neighbours apart for sure.
-
-    The arguments are those of `log_delta`.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
+    """Bounds δ∞, the probability that some entry's noise tells the neighbours apart for sure."""
     t, reach = _arguments(distance, scale, bound, dimension)
     with np.errstate(over="ignore"):
         return float(min(1.0, _spread(t, dimension) / (2 * np.expm1(reach))))
@@ -62,15 +56,8 @@ def log_delta(
 ) -> Array:
     """Computes log of the least δ proven at each ε >= 0, the same in both directions.
 
-    Args:
-        distance: β > 0, the L2 distance of neighbours' vectors.
-        scale: b > 0 of each entry's noise, in the units of β.
-        bound: B > 0, the largest magnitude of each entry's noise, in the units of β.
-        dimension: d >= 1, the number of entries.
-        epsilon: ε of any shape, which the result has.
-
-    Raises:
-        FedsimError: an argument is out of range.
+    `distance` is β, the L2 distance of neighbours' vectors of `dimension` d entries. `scale` b and
+    `bound` B of each entry's noise are in its units.
 
     >>> float(np.exp(log_delta(1.0, 10.0, 200.0, 100, 0.5)).round(6))
     1e-06
@@ -91,10 +78,7 @@ def log_delta(
 @final
 @dataclass(frozen=True, kw_only=True)
 class LaplaceRelease(CurveMechanism):
-    """Truncated Laplace noise on every one of `dimension` entries, which move by `beta` in L2 norm.
-
-    `scale` and `bound` are those of each entry's noise.
-    """
+    """Truncated Laplace noise on each of `dimension` entries, moved by `beta` in L2 norm."""
 
     scale: float
     bound: float
@@ -115,16 +99,9 @@ def calibrate_noise(
 ) -> tuple[float, float]:
     """Finds (scale, bound) of the noise on each entry that makes the vector (ε, δ)-private.
 
-    Args:
-        distance: β, the largest L2 distance of neighbours' vectors.
-        dimension: d, the number of entries.
-        epsilon: ε above 0.
-        delta: δ in (0, 1).
-        calibration: `tight` finds the least scale that is proven to be enough. `paper` takes the
-            scale sqrt(d) β / ε, and the bound of one number with that sensitivity.
-
-    Raises:
-        FedsimError: an argument is out of range.
+    `distance` is β, the largest L2 distance of neighbours' vectors of `dimension` d entries. The
+    `calibration` `tight` finds the least scale that is proven to be enough. `paper` takes the scale
+    sqrt(d) β / ε, and the bound of one number with that sensitivity.
     """
     require_range("delta", delta, np.finfo(float).tiny, 1.0, "a probability in (0, 1)")
     wide = math.sqrt(dimension) * distance

@@ -64,9 +64,9 @@ def log_delta(
     epsilon: ArrayLike,
     direction: Direction = "both",
 ) -> Array:
-    """Computes log δ of least squares for a row of given leverages; -inf for δ = 0.
+    """Computes log δ of least squares for a row of given leverages, right where δ underflows.
 
-    The result is right where δ underflows. The arguments broadcast.
+    The arguments broadcast.
 
     Args:
         p: leverage of the row in B, in [0, 1].
@@ -75,9 +75,6 @@ def log_delta(
         d: features, at least 1.
         epsilon: at least 0.
         direction: `forward` is the row's removal, `reverse` its addition; `both` is the larger.
-
-    Raises:
-        FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(0.02, 0.05, 300, 12, 1.0)).round(6))
     0.003475
@@ -96,10 +93,7 @@ def epsilon(
 ) -> Array:
     """Computes the least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1.
 
-    `delta` is in (0, 1), and the other arguments are those of `log_delta`.
-
-    Raises:
-        FedsimError: an argument is out of range.
+    The other arguments are those of `log_delta`.
     """
     return _largest(quadratic.epsilon, p, q, r, d, require_delta(delta), direction, math.inf)
 
@@ -128,8 +122,7 @@ def _largest(
 class WorstRow:
     """The most revealing row among those whose leverage in [B, b] is at most a bound.
 
-    `p` is its leverage in B, `q` that in [B, b], and `log_delta` the larger of the directions'.
-    `direction` is that one: `forward` for the row's removal, `reverse` for its addition.
+    `p` is its leverage in B, `q` that in [B, b], and `log_delta` that of the worse `direction`.
     """
 
     p: float
@@ -141,17 +134,11 @@ class WorstRow:
 def worst(
     max_leverage: float, r: float, d: float, epsilon: float, max_residual: float = 1.0
 ) -> WorstRow:
-    """Finds the maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
+    """Finds the maximum of δ over 0 <= p <= q <= `max_leverage` > 0 and both directions.
 
     Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do). So the whole
-    set is searched: on a grid, and then around its best points.
-
-    Args:
-        max_leverage: largest leverage of a row in [B, b], in (0, 1].
-        r: rows of the sketch that the release stands for.
-        d: number of features.
-        epsilon: ε, at least 0.
-        max_residual: largest q - p, a row's share of the squared residuals.
+    set is searched: on a grid, and then around its best points. `max_residual` is the largest q -
+    p, a row's share of the squared residuals; r, d and ε are those of `log_delta`.
     """
     return _search(max_leverage, r, d, epsilon, _ROUNDS, max_residual)
 
@@ -159,11 +146,7 @@ def worst(
 def is_private(
     leverage: float, residual: float, r: float, d: float, epsilon: float, delta: float
 ) -> bool:
-    """Whether every row within the bounds is (ε, δ)-private.
-
-    `leverage` bounds q, the leverage in [B, b], and `residual` bounds q - p, the share of the
-    squared residuals. The others are as of `worst`.
-    """
+    """Whether every row of at most that q (`leverage`) and q - p (`residual`) is (ε, δ)-private."""
     return worst(leverage, r, d, epsilon, residual).log_delta <= math.log(delta)
 
 
@@ -213,8 +196,6 @@ def _search(
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
     """Finds the largest bound on leverages in [B, b] at which every row's δ is at most `delta`.
 
-    `r` is the number of rows of the sketch, and `d` that of the features.
-
     Raises:
         FedsimError: an argument is out of range, or the bound is below 1e-50.
     """
@@ -241,17 +222,9 @@ def sigma(
 ) -> float:
     """Finds σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
 
-    A row of norm up to l has leverages 0 <= p <= q <= l² / (l² + σ²). A database of that one row
-    attains all of these.
-
-    Args:
-        row_norm: l, the largest L2 norm of a row of [B, b].
-        r: rows of the sketch that the release stands for.
-        d: number of features.
-        epsilon: ε, at least 0.
-        delta: δ in (0, 1).
-        variant: `tight` bounds δ over all leverages. `paper` (Figure 4) takes p = l² / σ² and
-            q = 2 l² / σ², which no row can have.
+    A row of norm up to l = `row_norm` has leverages 0 <= p <= q <= l² / (l² + σ²). A database of
+    that one row attains all of these. The variant `tight` bounds δ over all of them. `paper`
+    (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which no row can have.
 
     Raises:
         FedsimError: an argument is out of range, or needs a leverage below 1e-50.
@@ -297,13 +270,7 @@ def _crossing(
 
 
 def require_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
-    """Checks the keys of the release, and returns (p, q, r, d) broadcast together.
-
-    The keys are the leverages p and q, r rows of the sketch, and d features.
-
-    Raises:
-        FedsimError: a key is out of range, or p is above q.
-    """
+    """Checks the keys of `log_delta`, and returns (p, q, r, d) broadcast together."""
     p, q, r, d = np.broadcast_arrays(
         require_range("p", p, 0.0, 1.0, "a leverage in [0, 1]"),
         require_range("q", q, 0.0, 1.0, "a leverage in [0, 1]"),
@@ -464,10 +431,7 @@ class RegressionRelease(ExactMechanism):
     accountant: str = "exact least squares, worst row"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Computes ε of the worst row at δ, over all leverages in B.
-
-        It is `releases` (at least 1) times that of one draw at δ / `releases`: basic composition.
-        """
+        """Computes ε of the worst row at δ: `releases` times that of one at δ / `releases`."""
         keys = (self.leverage, self.residual, self.columns, self.features)
         return releases * _epsilon(*keys, delta / releases)
 
@@ -504,10 +468,7 @@ class LeastSquaresExperiment(Leverages, Experiment):
     """Leverage of the row in [B, b]; at least p."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios.
-
-        `present` says which of the two neighbours is released: true with the row.
-        """
+        """Draws releases, and returns their (draws,) log likelihood ratios."""
         p, q = (
             regularize_leverage(self.p, self.sabotage),
             regularize_leverage(self.q, self.sabotage),

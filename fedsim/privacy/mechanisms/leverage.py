@@ -16,19 +16,16 @@ _UP = 1 + 1e-12
 def bound(sigma: float, row_norm: float, leverage: float) -> float:
     """Computes the largest leverage of a row v of norm up to l in [D; σ I], given that in D.
 
-    `sigma` is σ, `row_norm` is l, and `leverage` is p in (0, 1], the largest leverage of v in D.
-
-    v'(D'D)^-1 v <= p says that D'D - vv'/p is positive semidefinite. With σ² I added the leverage
-    is at most 1 / (1/p + σ²/l²), which a database of rows along v attains. Without any knowledge of
-    D p is 1, since D holds the row itself.
+    `row_norm` is l, and `leverage` is p in (0, 1], the largest leverage of v in D; without any
+    knowledge of D it is 1, since D holds the row itself. v'(D'D)^-1 v <= p says that D'D - vv'/p is
+    positive semidefinite: with σ² I added the leverage is at most 1 / (1/p + σ²/l²), which a
+    database of rows along v attains.
     """
     return 1 / (1 / leverage + (sigma / row_norm) ** 2)
 
 
 def lowering(allowed: float, row_norm: float, leverage: float) -> float:
     """Computes the least σ for which `bound` is at most `allowed`; 0 if `leverage` is no more.
-
-    `row_norm` is the largest L2 norm of a row, and `leverage` the largest without the rows σ I.
 
     Raises:
         FedsimError: no finite σ is enough.

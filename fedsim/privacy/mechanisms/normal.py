@@ -44,20 +44,13 @@ class NormalCurve(ExactCurve):
         return super().delta(epsilon)
 
     def epsilon(self, delta: float) -> Answer:
-        """Computes the least ε >= 0 for δ in (0, 1).
-
-        Raises:
-            FedsimError: the method is `monte_carlo`.
-        """
+        """Computes the least ε >= 0 for δ in (0, 1); a FedsimError by `monte_carlo`."""
         if self.method == "monte_carlo":
             raise FedsimError("method: monte_carlo estimates δ only; use method=exact for ε")
         return super().epsilon(delta)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0, by direction.
-
-        `forward` is of the file's first distribution against the second, `reverse` of the second
-        against the first.
+        """Computes log δ of the first distribution against the second (`forward`), and `reverse`.
 
         Raises:
             FedsimError: the file cannot be read, or holds no such distributions.
@@ -65,10 +58,7 @@ class NormalCurve(ExactCurve):
         return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), by direction.
-
-        Directions and errors are those of `log_deltas`.
-        """
+        """Computes the least ε >= 0 for δ in (0, 1), by direction as in `log_deltas`."""
         return {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
 
     def _pairs(self) -> dict[Direction, NormalPair]:

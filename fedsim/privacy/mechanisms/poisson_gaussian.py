@@ -35,10 +35,7 @@ class PoissonGaussianExperiment(Experiment):
         return self.steps
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios, summed over the steps.
-
-        `present` says which of the two neighbours is released: true with the example.
-        """
+        """Draws releases; returns their (draws,) log likelihood ratios, summed over the steps."""
         sigma = self.sabotage * self.noise_multiplier
         total = np.zeros(draws)
         for _ in range(self.steps):

@@ -55,7 +55,7 @@ ProjectionVariant = Literal["tight", "paper"]
 def log_delta(
     leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
 ) -> Array:
-    """Computes log δ of a Gaussian random projection for a row of given leverage; -inf for δ = 0.
+    """Computes log δ of a Gaussian random projection for a row of given leverage.
 
     The result is right where δ underflows. The arguments broadcast.
 
@@ -64,9 +64,6 @@ def log_delta(
         r: columns of the projection, at least 1.
         epsilon: at least 0.
         direction: `forward` is the removal of the row; `both` is the larger, which is `forward`.
-
-    Raises:
-        FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(0.1, 20, 1.0)).round(8))
     0.00190344
@@ -85,12 +82,7 @@ def log_delta(
 
 
 def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
-    """Computes the largest leverage s̄ at which the projection is (ε, δ)-private.
-
-    `r` is the number of columns of the random matrix. The arguments broadcast.
-
-    Raises:
-        FedsimError: an argument is out of range.
+    """Computes the largest leverage s̄ at which the projection onto `r` columns is (ε, δ)-private.
 
     >>> float(max_leverage(1.0, 1e-5, 20).round(6))
     0.058119
@@ -116,13 +108,7 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
 
 
 def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least ε >= 0 such that the projection is (ε, δ)-private; inf for leverage 1.
-
-    `r` is the number of columns of the random matrix. The arguments broadcast.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
+    """Computes the least ε >= 0 such that the projection is (ε, δ)-private; inf for leverage 1."""
     p = require_range("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = require_range("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
     p, columns, target = np.broadcast_arrays(p, columns, np.log(require_delta(delta)))
@@ -154,18 +140,9 @@ def sigma(
     """Computes σ that makes D'G + σ N (ε, δ)-private for rows of norm up to `row_norm`.
 
     The noise acts as σ I appended to D, so a row v of D has leverage v'(D'D + σ² I)^-1 v. Since D
-    holds the row itself, that is at most l² / (l² + σ²), which is attained.
-
-    Args:
-        row_norm: l, the largest L2 norm of a row of D.
-        r: number of columns of G, at least 1.
-        epsilon: ε, at least 0.
-        delta: δ in (0, 1).
-        variant: `tight` takes σ = l sqrt(1/s̄ - 1), s̄ being `max_leverage`. `paper` (Figure 3)
-            bounds the leverage by l² / σ².
-
-    Raises:
-        FedsimError: an argument is out of range.
+    holds the row itself, that is at most l² / (l² + σ²), which is attained. The variant `tight`
+    takes σ = l sqrt(1/s̄ - 1), s̄ being `max_leverage`. `paper` (Figure 3) bounds the leverage by
+    l² / σ².
 
     >>> float(sigma(1.0, 20, 1.0, 1e-5).round(4))
     4.0257
@@ -316,9 +293,10 @@ class RandomProjectionCalibration(Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProjectionRelease(ExactMechanism):
-    """A Gaussian random projection in whose (regularized) database no row has more `leverage`.
+    """Gaussian random projections in whose (regularized) database no row has more `leverage`.
 
-    `columns` is the number of columns of one release.
+    One release has that many `columns`. Projections by independent matrices are one projection onto
+    all their columns.
     """
 
     leverage: float
@@ -328,17 +306,12 @@ class ProjectionRelease(ExactMechanism):
     accountant: str = "exact random projection"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Computes ε at δ of `releases` projections of the same data.
-
-        Projections by independent matrices are one projection onto all their columns.
-        """
+        """Computes ε at δ of `releases` projections of the same data."""
         return float(epsilon(self.leverage, self.columns * releases, delta))
 
     def with_share(self, share: float) -> ProjectionRelease:
-        """Returns the release with the noise's variance multiplied by `share`, in [0, 1].
-
-        1 / leverage grows in proportion to the noise's variance.
-        """
+        """Returns the release with the noise's variance multiplied by `share`, in [0, 1]."""
+        # 1 / leverage grows in proportion to the noise's variance.
         bare = 1 / self.without_noise
         leverage = 1 / (bare + share * (1 / self.leverage - bare))
         return replace(self, leverage=leverage)
@@ -360,10 +333,7 @@ class RandomProjectionExperiment(Experiment):
     """Number of random combinations released."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios.
-
-        `present` says which of the two neighbours is released: true with the row.
-        """
+        """Draws releases, and returns their (draws,) log likelihood ratios."""
         p = regularize_leverage(self.leverage, self.sabotage)
         variance = p if present else p * (1 - p)
         squares = variance * rng.chisquare(self.r, draws)

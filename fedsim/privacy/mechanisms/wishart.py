@@ -44,11 +44,6 @@ _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5
 def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
     """Computes log δ of `k` draws for covariances at a `distance` M: the largest over eigenvalues.
 
-    `k` is at least 1, and `distance` and `epsilon` are at least 0. The arguments broadcast.
-
-    Raises:
-        FedsimError: an argument is out of range.
-
     >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
     0.120146
     """
@@ -71,20 +66,10 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
-    """Computes log δ of `k` draws where neighbours differ in two eigenvalues: the worst row's.
+    """Computes log δ, in the shape of `epsilon`, of `k` draws of the worst of the `eigenvalues`.
 
-    Args:
-        k: number of draws, at least 1.
-        eigenvalues: (n, 2) rows of (λ+, λ-), at least 0. For any neighbours in either order,
-            K^(1/2) K'^-1 K^(1/2) has the eigenvalues 1 + a and 1 - b. One of the rows has a <= λ+
-            and b <= λ-.
-        epsilon: at least 0, of any shape.
-
-    Returns:
-        log δ in the shape of `epsilon`.
-
-    Raises:
-        FedsimError: an argument is out of range.
+    These are (n, 2) rows of (λ+, λ-), at least 0. For any neighbours in either order, K^(1/2) K'^-1
+    K^(1/2) has the eigenvalues 1 + a and 1 - b. One of the rows has a <= λ+ and b <= λ-.
     """
     count, eps = require_range("k", k, 1.0, np.finfo(float).max, "draws"), require_epsilon(epsilon)
     up, down = require_range("eigenvalues", eigenvalues, 0.0, np.inf, "two of 0 or more").T
@@ -98,13 +83,7 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_at(k: float, separation: float | Array, epsilon: ArrayLike) -> Array:
-    """Computes `log_delta` of `k` draws at a distance, or `log_delta_of` of eigenvalues.
-
-    `separation` is that distance, a number, or the (n, 2) eigenvalues, an array.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
+    """Computes `log_delta` at a distance, a number, or `log_delta_of` eigenvalues, an array."""
     if isinstance(separation, np.ndarray):
         return log_delta_of(k, separation, epsilon)
     return log_delta(k, separation, epsilon)
@@ -115,9 +94,6 @@ def epsilon(k: float, separation: float | Array, delta: float) -> float:
 
     `separation` is as of `log_delta_at`. The result is inf where neighbours' covariances may be
     told apart for sure, as at a distance of 1.
-
-    Raises:
-        FedsimError: an argument is out of range.
     """
     at_zero = float(log_delta_at(k, separation, 0.0))
     target = float(np.log(require_delta(delta)))
@@ -130,8 +106,6 @@ def epsilon(k: float, separation: float | Array, delta: float) -> float:
 
 def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
     """Finds the largest number of draws k that is (ε, δ)-private; 0 if none is.
-
-    More draws are a better kernel and less privacy. `separation` is as of `log_delta_at`.
 
     Raises:
         FedsimError: an argument is out of range, or more than 10^12 draws are private.
@@ -153,11 +127,8 @@ def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
 def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
     """Computes min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))} of DP-NTK regression, Lemma 5.4.
 
-    That is the largest distance M that the lemma allows for k draws. The lemma claims it only for
-    ε < 1 and distances below 1.
-
-    Raises:
-        FedsimError: an argument is out of range.
+    That is the largest distance M that the lemma allows for k draws. The lemma claims it only for ε
+    < 1 and distances below 1.
     """
     count, _, eps = _arguments(k, 0.0, epsilon)
     log = -np.log(require_delta(delta))
@@ -165,11 +136,7 @@ def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Ar
 
 
 def paper_epsilon(k: float, distance: float, delta: float) -> float:
-    """Computes the ε that Lemma 5.4 states for `k` draws at `distance`; inf if that is 1 or more.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
+    """Computes the ε that Lemma 5.4 states for `k` draws at `distance`; inf if it is 1 or more."""
     stated = distance / float(paper_max_distance(k, 1.0, delta))
     return stated if stated < 1 else math.inf
 

@@ -50,9 +50,7 @@ def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
 
 
 def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least ε >= 0 such that the mechanism is (ε, δ)-differentially private.
-
-    `noise_multiplier` is as of `log_delta`; for 0 the result is inf. The arguments broadcast.
+    """Computes the least ε >= 0 such that the mechanism is (ε, δ)-private; inf without noise.
 
     Raises:
         FedsimError: `noise_multiplier` is below 0 or `delta` not in (0, 1).

@@ -36,10 +36,10 @@ _CERTAIN = 1e-10
 class NormalPair:
     """Two normal distributions as a log-likelihood ratio, for `quadratic`.
 
-    At draws x of the first, log N2(x) / N1(x) is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c. The d numbers
-    Z_j are standard normal. The constant c is no field, since it follows from the others: the mean
-    of N2 / N1 is 1. Signs of b_j make no difference. `apart` says that the two have different
-    supports: then every δ is 1, and the arrays are empty.
+    At draws x of the first, log N2(x) / N1(x) is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c of d standard
+    normal Z_j. The constant c follows from the others: the mean of N2 / N1 is 1. Signs of b_j make
+    no difference. `apart` says that the two have different supports: then every δ is 1, and the
+    arrays are empty.
     """
 
     a: Array
@@ -81,10 +81,7 @@ class NormalPair:
         return quadratic.epsilon(self.a, self.rest, self.shift, np.ones_like(self.a), target)
 
     def log_ratio(self, z: Array) -> Array:
-        """Computes log N1(x) / N2(x) at draws x of N1, given as standard normal numbers.
-
-        `z` is (..., d) and the result (...). The field `a` has the d entries.
-        """
+        """Computes (...) log N1(x) / N2(x) at draws x of N1, as standard normal z (..., d)."""
         # With this constant E[exp(-L)] = 1 under the first
         # distribution, as of any likelihood ratio.
         constant = (np.log(self.rest) - self.shift / self.rest).sum() / 2
@@ -153,10 +150,7 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
 
 @dataclass(frozen=True, kw_only=True)
 class MonteCarloDelta:
-    """A Monte-Carlo estimate of δ with an interval that holds at `confidence`.
-
-    `delta` is the estimate, and `draws` the number of draws that it took.
-    """
+    """A Monte-Carlo estimate of δ with an interval that holds at `confidence`."""
 
     delta: float
     interval: tuple[float, float]
@@ -171,14 +165,7 @@ def estimate(
     """Estimates δ as the paper does: the mean of (1 - exp(ε - L))+ over log(2 / γ) / (2 α²) draws.
 
     L is log N1(x) / N2(x) at draws x of N1, the first distribution of `pair`. By Hoeffding's
-    inequality the estimate is within α of δ with probability 1 - γ.
-
-    Args:
-        pair: the two distributions.
-        epsilon: ε, at least 0.
-        error: α in (0, 1), half the interval's width.
-        confidence: 1 - γ in (0, 1).
-        rng: source of the draws.
+    inequality the estimate is within α = `error` of δ with probability 1 - γ = `confidence`.
 
     Raises:
         FedsimError: `error` or `confidence` is not in (0, 1), or that takes more than 10^9 draws.

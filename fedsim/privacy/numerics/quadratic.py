@@ -81,10 +81,7 @@ class Integrand:
         return [(bool(p.any()), bool(b.any())) for p, b in zip(self.power, self.bulk, strict=True)]
 
     def log(self, x: Array, y: Array, some: Columns) -> tuple[Array, Array]:
-        """Computes real and imaginary part of E at z = x + i y, each of shape (columns, nodes).
-
-        `x` and `y` have that shape, and `some` selects the columns.
-        """
+        """Computes real and imaginary part of E at x + i y (columns, nodes), of `some` columns."""
         linear = self._linear[some, None]
         size, phase = linear * x, linear * y
         for j, (powers, bulks) in enumerate(self._present):
@@ -108,10 +105,7 @@ class Integrand:
 
 
 def integral(of: Integrand) -> tuple[Array, Array]:
-    """Computes ∫ exp(E(z)) dz / (2 i) along the whole path, and the mean of z under exp(E).
-
-    Both are (N,), an entry for each column of the integrands `of`.
-    """
+    """Computes (N,) ∫ exp(E(z)) dz / (2 i) along the whole path, and the mean of z under exp(E)."""
     path = _Path(of)
     every = np.arange(len(of.slope))
     total, grown = np.empty((2, len(every))), np.empty(len(every))
@@ -158,11 +152,7 @@ class _Path:
         self._level[chosen] = level[better]
 
     def sum(self, columns: Columns, total: Array, grown: Array, most: float) -> None:
-        """Writes integrals of exp(E) and of z exp(E) to `total`, and how far E rises to `grown`.
-
-        `total` is (2, N) and `grown` (N,), of which the `columns` are written. A column whose E
-        rises by `most` or more gets no further nodes.
-        """
+        """Writes integrals of exp(E) and of z exp(E) to `total`, and how far E rises to `grown`."""
         for level in np.unique(self._level[columns]):
             length = _LENGTHS[level]
             alike = columns[self._level[columns] == level]
@@ -286,9 +276,6 @@ def log_delta(
         shift: |b_j|² >= 0.
         count: m_j >= 0, the number of entries of Z_j.
         epsilon: of the shape of the others without their last axis; all broadcast.
-
-    Returns:
-        log δ, -inf where ε is at least the supremum of the log-likelihood ratio.
     """
     return log_delta_and_slope(a, rest, shift, count, epsilon)[0]
 
@@ -296,10 +283,7 @@ def log_delta(
 def log_delta_and_slope(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, epsilon: ArrayLike
 ) -> tuple[Array, Array]:
-    """Computes (`log_delta`, its derivative with respect to ε), from the same integral.
-
-    Arguments are those of `log_delta`.
-    """
+    """Computes (`log_delta`, its derivative with respect to ε), from the same integral."""
     given = [np.asarray(x, dtype=np.float64) for x in (a, rest, shift, count)]
     eps = np.asarray(epsilon, dtype=np.float64)
     shape = np.broadcast_shapes(*(x.shape for x in given), (*eps.shape, 1))
@@ -321,11 +305,7 @@ def log_delta_and_slope(
 def epsilon(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, delta: ArrayLike
 ) -> Array:
-    """Computes the least ε >= 0 at which δ(ε) is at most `delta`.
-
-    `delta` is in (0, 1) and of the shape that `epsilon` has in `log_delta`; the others are as
-    there.
-    """
+    """Computes the least ε >= 0 at which δ(ε) <= `delta`; arguments are as of `log_delta`."""
     target = np.log(np.asarray(delta, dtype=np.float64))
     given = (a, rest, shift, count)
     shape = np.broadcast_shapes(*(np.shape(x)[:-1] for x in given), target.shape)
@@ -435,11 +415,7 @@ def _log_delta(form: _Form) -> tuple[Array, Array]:
 
 
 def _saddle(form: _Form, sign: float) -> _Saddle:
-    """Finds a point near the integrand's minimum in (0, first singularity), or (-1, 0) if sign < 0.
-
-    Newton's method from where it would be if L were normal, and bisection where that fails. It
-    stops in the width of the saddle, since the path need not cross in the very minimum.
-    """
+    """Finds a point near the integrand's minimum in (0, first singularity), or in (-1, 0)."""
     # s = ± e^y / (1 + g e^y) keeps 1 + s a_j free of cancellation up to the singularity 1 / g.
     g = np.maximum(-form.a.min(0), 0.0) if sign > 0 else np.ones(form.eps.shape)
     # 1 + s a is q (1 + e^y (g + a)) for s > 0 and q (1 + e^y (1 - a)) for s < 0.
@@ -460,6 +436,8 @@ def _saddle(form: _Form, sign: float) -> _Saddle:
         curvature = (count * ratio**2 / 2 + shift / w**3).sum(0) + 1 / s**2 + 1 / beyond**2
         return _Saddle(s, beyond, w, slope, curvature), grown * q * q
 
+    # Newton's method from where the minimum would be if L were normal, and bisection where that
+    # fails. It stops in the width of the saddle, since the path need not cross in the very minimum.
     excess, variance = form.divergence() - form.eps, form.variance()
     root = np.sqrt(excess**2 + 4 * variance)
     # The root of variance s² + excess s = 1, in the form whose terms do not cancel.

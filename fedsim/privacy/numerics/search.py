@@ -25,8 +25,7 @@ _FARTHEST = math.log(64)
 def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
     """Finds the least noise multiplier, in five digits, whose ε is at most `target`.
 
-    `epsilon_of` computes ε of a noise multiplier, and falls as that grows. The search brackets the
-    answer. It then tries where a line through both ends hits the target, on a logarithmic grid.
+    `epsilon_of` computes ε of a noise multiplier, and falls as that grows.
 
     Raises:
         FedsimError: the target is 0, no noise is enough, or hardly any noise is enough already.

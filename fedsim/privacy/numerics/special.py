@@ -22,7 +22,7 @@ Sloped = Callable[[Array], tuple[Array, Array]]
 def require_range(name: str, value: ArrayLike, low: float, high: float, expected: str) -> Array:
     """Returns `value` as a float64 array whose entries are in [low, high].
 
-    `name` is the argument's name and `expected` describes what it takes, both for the message.
+    `name` and `expected`, what the argument takes, are for the message.
 
     Raises:
         FedsimError: an entry is no number, NaN or outside of the range.
@@ -40,22 +40,14 @@ def require_range(name: str, value: ArrayLike, low: float, high: float, expected
 
 
 def require_epsilon(value: ArrayLike) -> Array:
-    """Returns `value`, an ε or several, as an array.
-
-    Raises:
-        FedsimError: an entry is not finite or below 0.
-    """
+    """Returns `value` as an array; an entry that is not finite or below 0 is a FedsimError."""
     return require_range(
         "epsilon", value, 0.0, np.finfo(float).max, "a finite number of at least 0"
     )
 
 
 def require_delta(value: ArrayLike) -> Array:
-    """Returns `value`, a δ or several, as an array.
-
-    Raises:
-        FedsimError: an entry is not strictly between 0 and 1.
-    """
+    """Returns `value` as an array; an entry not strictly between 0 and 1 is a FedsimError."""
     tiny = np.nextafter(0.0, 1.0)
     return require_range("delta", value, tiny, np.nextafter(1.0, 0.0), "a probability in (0, 1)")
 
@@ -119,10 +111,7 @@ def log_gammainc(a: Array, x: Array) -> Array:
 
 @cache
 def legendre(count: int) -> tuple[Array, Array]:
-    """Returns `count` nodes in (0, 1) and weights of sum 1: Gauss-Legendre quadrature.
-
-    The nodes ascend. Both arrays are kept for the next call, and must not be changed.
-    """
+    """Returns `count` rising nodes in (0, 1) and weights of sum 1, which must not be changed."""
     nodes, weights = np.polynomial.legendre.leggauss(count)
     return (nodes + 1) / 2, weights / 2
 
@@ -132,17 +121,8 @@ def solve(
 ) -> Array:
     """Finds the root of an increasing `function` between `low` and `high`, by safeguarded Newton.
 
-    A step that leaves the bracket, or is not half of the step before the last, is replaced by
-    bisection. Where there is no root in the bracket the nearer end is the answer.
-
-    Args:
-        function: from x to (value, slope), arrays of the shape of x.
-        low: lower ends; broadcast with `high`.
-        high: upper ends.
-        tolerance: the search stops when all steps are below it, relative to x.
-
-    Returns:
-        x, one root for each pair of ends.
+    The ends broadcast. Where there is no root in the bracket the nearer end is the answer. The
+    search stops when all steps are below the `tolerance`, relative to x.
     """
     low, high = (np.array(end, dtype=np.float64) for end in np.broadcast_arrays(low, high))
     x = (low + high) / 2
@@ -166,8 +146,7 @@ def solve(
 def least(holds: Callable[[float], bool], *, most: float, tolerance: float = 0.0) -> float:
     """Finds by bisection the least x >= 0 from which on `holds` is true; inf beyond `most`.
 
-    `holds` is true of the result. The result is too large by at most `tolerance` relative to x, or
-    by rounding.
+    `holds` is true of the result, which is too large by at most `tolerance` relative to x.
     """
     if holds(0.0):
         return 0.0
@@ -193,16 +172,9 @@ def least_epsilon(
     rtol: float,
     most: float = math.inf,
 ) -> float:
-    """Finds the least ε >= 0 at which a falling `log_delta` is at most `target`.
+    """Finds the least ε >= 0 at which a falling `log_delta` is at most `target`; inf beyond `most`.
 
-    The search is in [0, 1], [0, 2], [0, 4] and so on; beyond `most` the result is inf.
-
-    Args:
-        log_delta: from ε to log δ, falling.
-        target: log δ that is asked for.
-        xtol: absolute tolerance of the result.
-        rtol: relative tolerance of the result; one of the two is kept.
-        most: largest ε that is looked for.
+    One of the absolute and relative tolerances `xtol` and `rtol` is kept.
     """
     from scipy.optimize import brentq
 

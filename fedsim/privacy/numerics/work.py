@@ -39,10 +39,9 @@ def tell(done: int, total: int) -> None:
 
 @contextmanager
 def part(number: int, total: int) -> Iterator[None]:
-    """Reports all work done within the block as part `number`, from 0, of `total` equal parts.
+    """Reports all work within the block as part `number`, from 0, of `total` equal parts.
 
-    Where several works are done within the block, the farthest is reported, so that progress never
-    goes back.
+    The farthest of several works is reported, so that progress never goes back.
     """
     outer, farthest = _listener.get(), 0.0
 
@@ -66,9 +65,7 @@ _STEPS = 1000
 
 
 def check(work: int, remedy: str, most: int = MOST) -> None:
-    """Refuses an amount of work, in numbers computed, that exceeds `most`.
-
-    `remedy` ends the message: what the user can change.
+    """Refuses an amount of work, in numbers computed, above `most`; `remedy` ends the message.
 
     Raises:
         TooMuchWork: `work` exceeds `most`.
