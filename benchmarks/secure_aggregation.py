@@ -32,7 +32,7 @@ from fedsim.federation.secure_aggregation.layout import Layout, Ring
 from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.federation.secure_aggregation.server import SumServer
 from fedsim.federation.secure_aggregation.terms import Terms
-from fedsim.federation.serde import size_of
+from fedsim.federation.wire import size_of
 from fedsim.types import Update
 
 T = TypeVar("T")

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
-    from fedsim.federation.tapping import client_tap, tap
-    from fedsim.federation.witness import witness
+    from fedsim.federation.tapping import client_tap, tap, witness
     from fedsim.forecasting.preflight import preflight
     from fedsim.pipeline import run
     from fedsim.recording.files import load_observation
@@ -47,7 +46,7 @@ _HOMES = {
     "Scenario": "fedsim.scenario",
     "load": "fedsim.scenario",
     "tap": "fedsim.federation.tapping",
-    "witness": "fedsim.federation.witness",
+    "witness": "fedsim.federation.tapping",
     "validate": "fedsim.acceptance",
 }
 

@@ -113,11 +113,9 @@ class ServerTap(FLComponent):  # type: ignore[misc]
     """Records on the server what each client is sent and answers, before the server's filters."""
 
     def __init__(self, out: str, max_gib: float = 8.0) -> None:
-        """Makes a component for the server of a job.
+        """Makes a component for the server of a job, with a folder for each job below `out`.
 
-        Args:
-            out: Folder; each job gets its own in it, `run-<number>`.
-            max_gib: Maximum size of a job on disk, in GiB; what does not fit is counted.
+        What does not fit into `max_gib` GiB is counted.
         """
         super().__init__()
         # NVFlare writes a component's arguments to the job, from attributes of the same names.

@@ -48,11 +48,7 @@ class _Index(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """State of a stack's training after `round`.
-
-    `parameters` are the global model's weights by name. After `Checkpoints.load` tensors are on the
-    CPU, and no longer in the model's order.
-    """
+    """State of a stack's training after `round`; loaded tensors are on the CPU, in any order."""
 
     round: int
     """Number of the last round that is done, from 1."""
@@ -84,13 +80,7 @@ class Checkpoints:
         self._recordings = out / "observations" / stack
 
     def start(self) -> int:
-        """Removes recordings of rounds after the last checkpoint; returns its round, or 0.
-
-        The removed rounds have to be trained again.
-
-        Raises:
-            FedsimError: The checkpoint is damaged, or of another scenario or other data.
-        """
+        """Removes recordings of rounds after the last checkpoint, which are trained again."""
         index = self._index()
         done = index.round if index else 0
         # One recording must never mix what two runs of a round saw.
@@ -102,20 +92,12 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a checkpoint or a recording of the stack.
-
-        Raises:
-            FedsimError: As by `load`.
-        """
+        """Whether there is a checkpoint or a recording of the stack."""
         return self._index() is not None or self._recordings.exists()
 
     @property
     def complete(self) -> bool:
-        """Whether the last checkpoint is that of the scenario's last round; False without any.
-
-        Raises:
-            FedsimError: As by `load`.
-        """
+        """Whether the last checkpoint is that of the scenario's last round; False without any."""
         index = self._index()
         return index is not None and index.round >= index.rounds
 
@@ -137,11 +119,7 @@ class Checkpoints:
         write_bytes(self._path, content, private=True)
 
     def load(self) -> Checkpoint | None:
-        """Returns the latest checkpoint; None if there is none.
-
-        Raises:
-            FedsimError: The checkpoint is damaged, or of another scenario or other data.
-        """
+        """Returns the latest checkpoint; None if there is none."""
         index = self._index()
         if index is None:
             return None
@@ -182,9 +160,7 @@ class Checkpoints:
 def fingerprint(scenario: Scenario, stack: str) -> str:
     """Returns a hexadecimal SHA-256 digest of all that decides the results of `stack`'s training.
 
-    Raises:
-        FedsimError: The file of initial weights that the scenario names is no regular file.
-        OSError: This file is missing, or may not be read.
+    An `OSError` says that the scenario's file of initial weights cannot be read.
     """
     sections = scenario.model_dump(
         mode="json",

@@ -32,11 +32,7 @@ from fedsim.types import FedsimError, Tensors
 
 @dataclass(frozen=True)
 class FederationJob:
-    """Describes the training of one stack to every process of a federation.
-
-    `stack` is the stack's name, and `out` the path of the folder below which everything is written.
-    All else that a process needs follows from these fields.
-    """
+    """Describes the training of one stack to every process of a federation; `out` is its folder."""
 
     scenario: str
     """The scenario as JSON."""
@@ -87,8 +83,8 @@ def build(
 class FederationClient:
     """Answers the server's messages for the client that the context of each message names.
 
-    Its arguments are those of `build` of the same names. A copy in another process has the job
-    alone: it loads the data itself, and calls no `on_release`.
+    An order that the client may not answer as asked is a `FedsimError`, and one of another form a
+    `MalformedError`. A copy in another process has the job alone: it loads the data itself.
     """
 
     def __init__(
@@ -111,29 +107,16 @@ class FederationClient:
         return FederationClient, (self._job,)
 
     def identify(self, message: Message, context: Context) -> Message:
-        """Answers with the client's number, and removes what the client kept of unfinished rounds.
+        """Answers with the client's number, and removes what it kept of unfinished rounds.
 
-        The message says how many rounds are done. The workload is built here, so that no round
-        waits for it.
-
-        Raises:
-            FedsimError: The context names no client of the scenario.
-            MalformedError: The message does not say how many rounds are done.
+        The workload is built here, so that no round waits for it.
         """
         client, done = self.client(context), wire.read_done(message.content)
         ClientState(self.out, self.workload.stack_name, client).rewind(done)
         return Message(wire.identity(client), reply_to=message)
 
     def left_out(self, message: Message, context: Context) -> Message:
-        """Removes the truth of an answer that the server has left out of its recording.
-
-        The message repeats the round and probe of that order; its tensors may be missing. The reply
-        holds the client's number.
-
-        Raises:
-            FedsimError: The context names no client of the scenario.
-            MalformedError: A part of the message is missing or of another form.
-        """
+        """Removes the truth of an answer that the server has left out of its recording."""
         order = wire.read_order(message.content)
         client, out = self.client(context), self.out
         for observation in self.workload.recorded_as(order.round, client, order.probe):
@@ -143,14 +126,7 @@ class FederationClient:
         return Message(wire.identity(client), reply_to=message)
 
     def train(self, message: Message, context: Context) -> Message:
-        """Trains one round and answers with the update.
-
-        The truth (if observed) and the client's state stay with the client.
-
-        Raises:
-            FedsimError: The order is none that this client may answer as asked.
-            MalformedError: A part of the message is missing or of another form.
-        """
+        """Trains one round and answers with the update; truth and state stay with the client."""
         order = self.read_order(message)
         if order.probe:
             raise FedsimError("a training message asks for a probe; send it as train.probe")
@@ -162,15 +138,7 @@ class FederationClient:
         return self._respond(message, context, order)
 
     def probe(self, message: Message, context: Context) -> Message:
-        """Answers a probe that the scenario plans with the client's update.
-
-        The truth stays with the client, whose state is unchanged.
-
-        Raises:
-            FedsimError: No such probe of this client is planned, or the stack releases masked
-                updates alone.
-            MalformedError: A part of the message is missing or of another form.
-        """
+        """Answers a probe that the scenario plans; the client's state is unchanged."""
         order = self.read_order(message)
         client, plan = self.client(context), self.workload.plan(order.round)
         # An unplanned probe would be a release that no claim counts.
@@ -192,12 +160,7 @@ class FederationClient:
         return Message(wire.answer(result.update, loss, result.is_clipped), reply_to=message)
 
     def read_order(self, message: Message) -> wire.Order:
-        """Reads the order in `message`; tensors are returned in the order of the scenario's model.
-
-        Raises:
-            MalformedError: A part is missing, or tensors differ from the model's in name, shape or
-                type.
-        """
+        """Reads the order in `message`, with tensors in the order of the scenario's model."""
         order = wire.read_order(message.content, self._form[:2])
         clips = self.workload.scenario.federation.clips_at_clients
         if (order.clipping_norm is not None) != clips:
@@ -208,15 +171,11 @@ class FederationClient:
         return order
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
-        """Computes what `client` releases to answer `order`, and keeps its truth and state on disk.
+        """Computes what `client` releases to answer `order`, and keeps its truth and state.
 
-        Nothing is checked of whether the order is planned: `train` and `probe` do that before. What
-        was answered before is only noted and checked of stacks that claim privacy or mask, and
-        where `on_release` is given.
-
-        Raises:
-            FedsimError: The round is past the scenario's last, or the client has answered a later
-                one. Or the client has answered this order for other weights or with other bytes.
+        Whether the order is planned is checked before, by `train` and `probe`. Of stacks that claim
+        privacy or mask, and with `on_release`, an order is answered once: for other weights, with
+        other bytes, or after a later round it is refused.
         """
         # Before anything is computed, so that no release goes uncounted.
         if self._on_release:
@@ -265,11 +224,8 @@ class FederationClient:
         return replace(result, update=update, is_clipped=is_clipped)
 
     def _look(self, client: int, order: wire.Order, memory: ClientState) -> None:
-        """Records what the new global model tells `client` of the others in the round before.
-
-        Nothing is recorded if the client does not look, or if its own answer was left out of that
-        round: then it has nothing to subtract.
-        """
+        """Records what the new global model tells `client` of the others in the round before."""
+        # A client whose own answer was left out of that round has nothing to subtract.
         if order.round > 1 and client in self.workload.plan(order.round - 1).lookers:
             sent = memory.load_sent(order.round - 1)
             if sent:
@@ -284,11 +240,7 @@ class FederationClient:
                 save_observation(seen, self.out)
 
     def client(self, context: Context) -> int:
-        """Returns the client's number, which is the `partition-id` in its node's configuration.
-
-        Raises:
-            FedsimError: The number is not one of the scenario's clients.
-        """
+        """Returns the client's number: the `partition-id` in its node's configuration."""
         client = context.node_config.get("partition-id")
         clients = self.workload.scenario.data.clients
         if not isinstance(client, int) or isinstance(client, bool) or not 0 <= client < clients:
@@ -300,10 +252,8 @@ class FederationClient:
 
     @cached_property
     def _form(self) -> tuple[Tensors, Tensors, Tensors]:
-        """Names, shapes and types of parameters and buffers, and the integer buffers.
-
-        Integer buffers (batch norm's counter) never change and never cross the wire.
-        """
+        """Meta tensors like the parameters and float buffers, and the integer buffers."""
+        # Integer buffers (batch norm's counter) never change and never cross the wire.
         parameters, buffers = self.workload.initial()
         floating = wire.floating(buffers)
         constants = {name: value for name, value in buffers.items() if name not in floating}

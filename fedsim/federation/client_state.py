@@ -50,8 +50,7 @@ _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 class ClientState:
     """Files in which one client of one stack remembers its rounds, below `out`.
 
-    `client` is the client's number. It becomes part of a path, and so the caller must have checked
-    it.
+    The caller has checked the number `client`, which becomes part of a path.
     """
 
     out: Path
@@ -59,10 +58,7 @@ class ClientState:
     client: int
 
     def before(self, round: int) -> Tensors:
-        """Returns the state after the client's last round before `round`.
-
-        The state is empty if the client kept none in an earlier round.
-        """
+        """Returns the state after the client's last round before `round`; empty without any."""
         earlier = [past for past in self._rounds() if past < round]
         return read_tensors(self._path(max(earlier))) if earlier else {}
 
@@ -79,10 +75,7 @@ class ClientState:
             self._path(past).unlink(missing_ok=True)
 
     def save_sent(self, round: int, sent: Tensors) -> None:
-        """Keeps the tensors `sent` of `round`: the client's update, and the weights it began at.
-
-        Their names are those of `training.participant.pack_round`.
-        """
+        """Keeps what `training.client.pack_round` made of the update of `round`."""
         write_tensors(self._sent_path(round), sent)
 
     def load_sent(self, round: int) -> Tensors:
@@ -113,59 +106,36 @@ class ClientState:
         remove_torn(self._path(0).parent)
 
     def answer(self, asked: tuple[int, ...], inputs: Sequence[Tensors]) -> None:
-        """Notes that the client answers one order for these `inputs`, and refuses all others later.
+        """Notes that the client answers one order for these `inputs`; refuses others later.
 
-        The same order for the same inputs may be answered again, with the same bytes.
-
-        Args:
-            asked: Key of the release, as `noise_use.release_key` returns it.
-            inputs: All that decides the answer beside the client's data: weights, buffers, memory.
-
-        Raises:
-            FedsimError: The order was answered for other inputs, or is new and a later round was
-                answered.
+        `asked` is the key of the release (`noise_use.release_key`), and `inputs` all that decides
+        the answer beside the client's data. Refused, too, is a new order of a round before the
+        last.
         """
         refuse_past(self._notes, asked, f"client {self.client}")
         use_once(self._notes, asked, inputs, f"client {self.client}")
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Notes a digest of the tensors `release`, just before the client sends them.
+        """Notes a digest of the tensors `release` just before they are sent; refuses others.
 
-        `asked` is the key of the release (`noise_use.release_key`). `answer` must have noted it
-        before.
-
-        Raises:
-            FedsimError: Other tensors were released under this key before.
+        `answer` must have noted the key `asked` before.
         """
         note_release(self._notes, asked, release, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
-        """Notes that the client agrees to a sum of `round` over the clients `survivors` alone.
-
-        Two sums over different clients would differ by what single clients sent.
-
-        Raises:
-            FedsimError: The client agreed to a sum of this round over other clients.
-        """
+        """Notes that the client agrees to a sum of `round` over the clients `survivors` alone."""
         path = self._path(0).with_name("opened.jsonl")
         # Noted like noise: the first set of clients holds, and any other is refused.
         members = {"survivors": torch.tensor(sorted(survivors))}
         use_once(path, (round,), [members], f"client {self.client}", "consent to a sum")
 
     def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
-        """Keeps the client's `memory` of the secure sum of `round`, for its owner alone to read.
-
-        `memory` is anything that JSON can hold. It replaces the client's memory of any other sum.
-        """
+        """Keeps the client's `memory` of the secure sum of `round`, in place of any other's."""
         content = json.dumps({"round": round, "memory": memory}).encode()
         write_bytes(self._path(0).with_name("sum.json"), content, private=True)
 
     def sum_of(self, round: int) -> dict[str, Any]:
-        """Returns the memory that `save_sum` kept of `round`; empty if there is none.
-
-        Raises:
-            FedsimError: The file is damaged.
-        """
+        """Returns the memory that `save_sum` kept of `round`; empty if there is none."""
         path = self._path(0).with_name("sum.json")
         if not path.exists():
             return {}

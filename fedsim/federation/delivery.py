@@ -39,8 +39,7 @@ class Delivery:
 
     own_machines: bool = False
     """Whether each client has a machine of its own. If so, an order expires when its answer would
-    be late, and the probes of a round are sent together. Otherwise clients take turns, and orders
-    do not expire."""
+    be late, and the probes of a round are sent together. Otherwise clients take turns."""
     run: str = ""
     """Name of the run if nodes draw noise from secrets of their own; else empty."""
 
@@ -55,15 +54,9 @@ def exchange(
     """Sends `messages` and yields (position in `messages`, reply) as replies arrive.
 
     Each message whose answer is late follows as (position, None). An answer is late if Flower says
-    that it expired, or its node is gone. All missing answers are late once no answer has come for
-    `timeout` seconds. So no client is late because it waited for a free worker. A reply may hold an
-    error of its client. Replies are fetched one at a time and not kept.
-
-    Args:
-        grid: Grid of any engine.
-        messages: Messages with the nodes that they go to.
-        timeout: Seconds without any answer after which all missing ones are late.
-        expire_after: Seconds after which a message is void; by default Flower's 12 hours.
+    that it expired, its node is gone, or no answer at all has come for `timeout` seconds: so no
+    client is late because it waited for a free worker. A reply may hold an error of its client. A
+    message is void after `expire_after` seconds, by default Flower's 12 hours.
     """
     pending: dict[str, int] = {}
     late: list[int] = []
@@ -104,8 +97,6 @@ def roll_call(
 ) -> Iterator[tuple[int, RecordDict]]:
     """Asks all nodes once `count` are connected; yields (node id, content of the node's answer).
 
-    A node that disconnects before it has answered is asked again when it is back.
-
     Args:
         grid: Grid of any engine.
         count: Number of nodes that have to connect.
@@ -116,8 +107,7 @@ def roll_call(
         on_wait: Called with the number of connected nodes, when it changes and is below `count`.
 
     Raises:
-        FedsimError: Fewer nodes connect or answer in time, or a node refuses; the text has its
-            reason.
+        FedsimError: Fewer nodes connect or answer in time, or a node refuses, with its reason.
     """
     begun = time.monotonic()
     answered: set[int] = set()
@@ -160,10 +150,7 @@ class Nodes:
     """
 
     def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
-        """Knows no node before `gather`, which waits for them for `patience` seconds.
-
-        `clients` is the number of clients, which are numbered from 0 and reached over `grid`.
-        """
+        """Knows no node before `gather`, which waits for `clients` of them, `patience` seconds."""
         self._grid = grid
         self._count = clients
         self._patience = patience
@@ -173,10 +160,7 @@ class Nodes:
     def gather(self, done: int) -> None:
         """Waits for a node of each client, and tells every node that `done` rounds are done.
 
-        It is called once, before `refresh` and before `by_client` is read.
-
-        Raises:
-            FedsimError: A client has no node, or two, or a node failed to answer.
+        A client without a node or with two is a `FedsimError`.
         """
         greeting = wire.greeting(done)
         calls = roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
@@ -197,9 +181,8 @@ class Nodes:
     def refresh(self, done: int) -> list[str]:
         """Admits nodes that have connected since the last call, and tells them the rounds `done`.
 
-        `done` is the number of the last round that is finished. The result has a line of text about
-        each node that is refused. A new node takes the place of a client's old node only if the old
-        one is disconnected or does not answer.
+        It returns a line of text about each node that is refused. A new node takes the place of a
+        client's old one only if that is disconnected or does not answer.
         """
         there = set(self._grid.get_node_ids())
         came, self._known = sorted(there - self._known), there

@@ -33,10 +33,7 @@ _RUN_BYTES = 16
 
 @dataclass(frozen=True)
 class Deployed:
-    """Facts of a deployed run that its scenario does not hold.
-
-    `census` is what the nodes have answered of their data, see `fedsim.training.server.Census`.
-    """
+    """Facts of a deployed run that its scenario does not hold."""
 
     census: Census
     secret: bytes | None
@@ -44,11 +41,7 @@ class Deployed:
 
     @classmethod
     def read(cls, out: Path) -> Deployed:
-        """Reads what `save` wrote below the run's folder `out`.
-
-        Raises:
-            FedsimError: No such facts are there, or they are damaged.
-        """
+        """Reads what `save` wrote below the run's folder `out`; a `FedsimError` if it cannot."""
         path = out / "census.json"
         if not path.exists():
             raise FedsimError(NO_LINK)
@@ -68,10 +61,7 @@ class Deployed:
         return cls(census, paths.content(secret, paths.TEXT) if secret.exists() else None)
 
     def save(self, out: Path) -> None:
-        """Writes these facts below the run's folder `out`; a secret that is there already stays.
-
-        The secret's file is readable by its owner alone.
-        """
+        """Writes these facts below the run's folder `out`; a secret that is there already stays."""
         statistics = {unit: list(said) for unit, said in self.census.private_statistics.items()}
         files.write_json(
             out / "census.json",
@@ -88,9 +78,6 @@ class Deployed:
         """Returns the `Server` of each stack of `scenario`, by name of the stack.
 
         The scenario's own data source is loaded, for a description of the data and the test split.
-
-        Raises:
-            FedsimError: The source cannot be loaded, or a stack cannot work.
         """
         described = load_dataset(scenario).without_training()
         return {
@@ -109,10 +96,7 @@ class Deployed:
 
 
 def run_name(out: Path) -> str:
-    """Returns the name by which nodes know the run in `out`.
-
-    The first call draws the name at random and writes it to a file, which later calls read.
-    """
+    """Returns the name by which nodes know the run in `out`, drawn at random by the first call."""
     path = out / "run"
     if not path.exists():
         files.write_bytes(path, secrets.token_hex(_RUN_BYTES).encode())

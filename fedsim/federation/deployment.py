@@ -37,11 +37,7 @@ class Deployment(FlowerEngine):
     remote: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Refuses versions of Flower whose internals were not tried.
-
-        Raises:
-            FedsimError: The installed Flower is of another version.
-        """
+        """Refuses versions of Flower whose internals were not tried."""
         from fedsim.federation.network import flower
 
         flower.check_version()
@@ -51,10 +47,8 @@ class Deployment(FlowerEngine):
     ) -> Deployed:
         """Asks the nodes what they hold, see `FlowerEngine`; a resumed run keeps its secret.
 
-        Raises:
-            FedsimError: The SuperLink is not reachable or not safe, a node refuses, or there is
-                neither a link nor an earlier answer. Or the link is encrypted where
-                `federation.tls` says otherwise.
+        A `FedsimError` also says if the SuperLink is not reachable or not safe, or the link is
+        encrypted where `federation.tls` says otherwise.
         """
         from fedsim.federation.deployed import Deployed
         from fedsim.federation.network import link as links
@@ -81,11 +75,7 @@ class Deployment(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains the remaining rounds of `job` with the nodes behind `link`, see `FlowerEngine`.
-
-        Raises:
-            FedsimError: There is no link, or the SuperLink or a node fails.
-        """
+        """Trains the remaining rounds of `job` with the nodes behind `link`, see `FlowerEngine`."""
         from fedsim.federation import server_app
         from fedsim.federation.delivery import Delivery
         from fedsim.federation.deployed import NO_LINK, run_name
@@ -113,11 +103,7 @@ class Deployment(FlowerEngine):
         """Copies the truth that nodes keep into the run in `out`; returns the number of files.
 
         Recordings that clients made of each other are copied, too. If `homes` is empty, the nodes'
-        folders below `out` are read.
-
-        Raises:
-            FedsimError: There is no deployed run, no home, or a folder that is no node's; or a home
-                holds truth of another client than its own.
+        folders below `out` are read. A home with truth of another client than its own is refused.
         """
         from fedsim.recording import files, truth
 
@@ -142,11 +128,7 @@ class Deployment(FlowerEngine):
 
 
 def most_bytes(server: Server) -> int:
-    """Returns the largest size in bytes that the server accepts of a client's answer.
-
-    The limit is twice the size of the tensors asked for, or of the masked vector of a secure sum.
-    4096 bytes are added for each tensor and client, and 1 MiB.
-    """
+    """Returns the largest size in bytes that the server accepts of a client's answer."""
     from fedsim.federation.secure_aggregation import plan
 
     parameters, buffers = server.initial()
@@ -166,10 +148,8 @@ def most_bytes(server: Server) -> int:
 def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -> Census:
     """Asks the nodes behind `link` how many examples each holds, and whether they would answer.
 
-    `on_wait` is called with the number of connected nodes while more have to connect.
-
-    Raises:
-        FedsimError: A client has no node or two, or a node refuses; the text has its reason.
+    `on_wait` is called with the number of connected nodes while more have to connect. A client
+    without a node or with two, and a node that refuses, are a `FedsimError`.
     """
     from fedsim.federation.network import census, flower
     from fedsim.federation.wire import VERSION
@@ -181,11 +161,7 @@ def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -
 
 
 def _find_owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
-    """Returns the folder that each client's node keeps of the run in `out`, by client.
-
-    Raises:
-        FedsimError: a home is no folder, or holds truth of another client than its own.
-    """
+    """Returns the folder that each client's node keeps of the run in `out`, by client."""
     from fedsim.federation.deployed import run_name
     from fedsim.federation.network.home import run_folder
     from fedsim.recording import truth

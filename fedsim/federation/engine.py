@@ -54,8 +54,7 @@ class FlowerEngine(Engine):
     ) -> Deployed | None:
         """Returns what is known of clients on other machines; `Deployed.save` keeps it in `out`.
 
-        The result is None if the clients are in this machine's processes, as by default. The
-        default refuses a link.
+        The result is None if the clients are in this machine's processes, as by default.
 
         Args:
             scenario: Scenario that the clients have to answer.
@@ -65,7 +64,8 @@ class FlowerEngine(Engine):
             on_wait: Called with the number of connected nodes while more have to connect.
 
         Raises:
-            FedsimError: There is no link and no answer in `out`, or a node refuses.
+            FedsimError: There is no link and no answer in `out`, a node refuses, or a link has no
+                use.
         """
         if link is not None:
             raise FedsimError("--superlink: this engine has no nodes elsewhere; leave it out")
@@ -74,14 +74,8 @@ class FlowerEngine(Engine):
     def join(self, out: Path, homes: Sequence[Path]) -> int:
         """Copies the truth that nodes keep of a run into its folder; returns the number of files.
 
-        The default raises the error.
-
-        Args:
-            out: The run's folder.
-            homes: Folders of nodes; if empty, those below `out`.
-
-        Raises:
-            FedsimError: The run's clients are not on other machines, or a folder is no node's.
+        `homes` are the nodes' folders; if empty, those below `out`. A `FedsimError` says if the
+        run's clients are not on other machines, as by default, or a folder is no node's.
         """
         raise FedsimError(f"{out}: no deployed run, so that there is nothing to collect")
 

@@ -23,7 +23,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedsim.federation import client_app, server_app
-from fedsim.federation.serde import content_to_bytes, message_to_bytes
+from fedsim.federation.wire import content_to_bytes, message_to_bytes
 from fedsim.system.memory import keep_freed
 from fedsim.training.server import Server
 from fedsim.training.workload import Workload
@@ -36,10 +36,7 @@ class LocalGrid(Grid):
     """A grid that runs `app` in this process for the nodes of partition-id 0 to `clients` - 1."""
 
     def __init__(self, app: ClientApp, clients: int, timeout: float) -> None:
-        """Prepares `clients` nodes.
-
-        A client that computes for longer than `timeout` seconds is late.
-        """
+        """Prepares `clients` nodes; one that computes for longer than `timeout` seconds is late."""
         self._app = app
         self._timeout = timeout
         self._run = Run.create_empty(_RUN_ID)
@@ -88,10 +85,7 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """Yields the replies to the messages of these ids; a client runs when its reply is read.
-
-        Replies are in the order of the ids. An id that is unknown or was pulled before has none.
-        """
+        """Yields replies in the order of the ids; a client runs when its reply is read."""
         for message_id in message_ids:
             waiting = self._waiting.pop(message_id, None)
             if waiting is not None:
@@ -101,11 +95,7 @@ class LocalGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Sends `messages` and returns the replies, see `flwr.server.Grid`.
-
-        `timeout` has no effect. The grid's own timeout turns the reply of a slow client into an
-        error.
-        """
+        """Sends `messages` and returns the replies; the grid's own timeout holds."""
         return list(self.pull_messages(self.push_messages(messages)))
 
     def _deliver(self, metadata: Metadata, content: bytes) -> Message:
@@ -149,8 +139,7 @@ class LocalGrid(Grid):
 def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
     """Trains the remaining rounds of `job` in this process, one client at a time.
 
-    `server` is used if it is a `Workload`; otherwise the job's own is built. `on_round` is called
-    after every round with its record.
+    `server` is used if it is a `Workload`; otherwise the job's own is built.
     """
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
@@ -178,10 +167,7 @@ def run_server(server_app: ServerApp, grid: Grid) -> None:
 
 @contextmanager
 def identity() -> Iterator[None]:
-    """Lets this process act as a Flower server inside the block.
-
-    Messages that the block sends are signed with a task and run of this server.
-    """
+    """Lets this process act inside the block as the Flower server that messages are signed by."""
     before = vars(TaskIdentity).copy()
     TaskIdentity.task_id, TaskIdentity.run_id = 1, _RUN_ID
     TaskIdentity.node_id = SUPERLINK_NODE_ID

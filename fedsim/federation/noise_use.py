@@ -22,17 +22,13 @@ from fedsim.types import FedsimError, Tensors
 def release_key(round: int, probe: Probe | None) -> tuple[int, ...]:
     """Returns the key of a release, which decides its noise: (round,) for training.
 
-    The key of a probe's release is (round, batch size, trial, number of the release). `probe` is
-    None for training.
+    The key of a probe's release is (round, batch size, trial, number of the release).
     """
     return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
 
 
 def notes(out: Path, stack: str, who: str) -> Path:
-    """Returns the path of the file below `out` that notes how noise of `who` in `stack` was used.
-
-    `who` is the name of a client's folder, such as `client-0000`, or `server`.
-    """
+    """Returns the path of the file below `out` that notes how `who` used noise in `stack`."""
     return out / "client_state" / stack / who / "answered.jsonl"
 
 
@@ -41,17 +37,12 @@ def use_once(
 ) -> None:
     """Notes in `path` that the noise of one release is used for `values`, and for no others.
 
-    The same values may come again.
-
     Args:
         path: A file of JSON lines, made if it is not there.
         own: Key of the release, as `release_key` returns it.
         values: All that decides the release, or the release itself.
         who: Owner of the noise, for the error.
         what: Words for what is used once, for the error.
-
-    Raises:
-        FedsimError: The noise was used for other values, or the file is damaged.
     """
     at, noted = digest(*values), _read(path)
     before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
@@ -66,24 +57,12 @@ def use_once(
 
 
 def noted_rounds(path: Path) -> list[int]:
-    """Returns the round of each noted release, in the order of use; empty without a file.
-
-    Raises:
-        FedsimError: The file is damaged.
-    """
+    """Returns the round of each noted release, in the order of use; empty without a file."""
     return [entry["asked"][0] for entry in _read(path)]
 
 
 def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
-    """Refuses a new release of a round before one that was answered already.
-
-    `own` is the key of the release (`release_key`), and `who` names the owner of the noise for the
-    error.
-
-    Raises:
-        FedsimError: A later round is noted, and this release was never made. Or the file is
-            damaged.
-    """
+    """Refuses a new release, of key `own`, in a round before one that was answered already."""
     noted = _read(path)
     # What was released before may be said again, since it is the same bytes.
     is_released = any("release" in entry for entry in noted if entry["asked"] == list(own))
@@ -98,14 +77,7 @@ def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
 def note_release(path: Path, own: tuple[int, ...], release: Sequence[Tensors], who: str) -> None:
     """Notes a digest of what is released, so that nothing else is released with the same noise.
 
-    Args:
-        path: File that `use_once` has written.
-        own: Key of the release, as `release_key` returns it.
-        release: All tensors that are released.
-        who: Owner of the noise, for the error.
-
-    Raises:
-        FedsimError: Something else was released under this key before, or the file is damaged.
+    `use_once` has noted the key `own` in `path` before.
     """
     at, noted = digest(*release), _read(path)
     for entry in noted:

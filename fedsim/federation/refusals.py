@@ -32,22 +32,13 @@ Claims = Mapping[str, PrivacyClaim]
 
 
 def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) -> None:
-    """Runs the checks that need the scenario alone, for all its stacks or for `stacks`.
-
-    Raises:
-        FedsimError: No engine, strategy or defense stack can do it; the text names the scenario's
-            key.
-    """
+    """Runs the checks that need the scenario alone, for all its stacks or for `stacks`."""
     for ask in OF_SCENARIO:
         ask(scenario, scenario.defenses if stacks is None else stacks)
 
 
 def check(server: Server) -> None:
-    """Runs the checks of one stack, of `server`; a `Workload` is checked with its data, too.
-
-    Raises:
-        FedsimError: The stack cannot work; the text names the scenario's key.
-    """
+    """Runs the checks of one stack, of `server`; a `Workload` is checked with its data, too."""
     for ask in OF_STACK:
         ask(server)
     if isinstance(server, Workload):
@@ -59,9 +50,6 @@ def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims)
     """Runs the checks of all stacks together, once their privacy claims are known.
 
     `servers` and `claims` are by name of the stack.
-
-    Raises:
-        FedsimError: An audit would show nothing, or weights for scoring are missing.
     """
     for ask in OF_RUN:
         ask(scenario, servers, claims)
@@ -76,10 +64,7 @@ def engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
 
 
 def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
-    """Refuses a strategy with wrong parameters, or one that needs what a stack hides.
-
-    A stack may hide single updates or losses.
-    """
+    """Refuses a strategy with wrong parameters, or one that needs what a stack hides."""
     federation, trains = scenario.federation, build_learner(scenario.learner).trains
     # Building it checks its parameters.
     with strategies.quiet_flower():
@@ -295,10 +280,7 @@ def batches_fit_memory(workload: Workload) -> None:
 
 
 def a_client_can_train(workload: Workload) -> None:
-    """Trains one client for at most two steps, and refuses a scenario in which that fails.
-
-    It also refuses a learner whose steps bypass the stack's defenses of training.
-    """
+    """Trains one client for at most two steps, and refuses a scenario in which that fails."""
     stack = workload.stack
     parameters, buffers = workload.initial()
     with blaming(f"defenses.{workload.stack_name}"):

@@ -36,8 +36,7 @@ class Screening:
 def judge(reply: Message | None, expected: wire.Shape) -> Screening:
     """Decodes one reply and decides whether its update counts; None is a reply that did not come.
 
-    `expected` has the names, shapes and types of a good update. An update of zeros is accepted. An
-    update with NaN or infinity is left out, but its `Screening` still holds it.
+    An update of zeros is accepted. One with NaN or infinity is left out, but still returned.
     """
     if reply is None or reply.has_error():
         return explain_missing(reply)
@@ -103,10 +102,7 @@ class Tally:
         return sum(self.failures.values())
 
     def fail(self, verdict: Screening, client: int, probe: Probe | None) -> None:
-        """Counts an answer of `client` that is left out, of training (`probe` None) or of a probe.
-
-        `verdict` must have a reason.
-        """
+        """Counts an answer of `client` to an order to train, or to a probe, that is left out."""
         if probe:
             self.probe_failures += 1
         elif verdict.reason:

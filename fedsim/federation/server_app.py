@@ -18,7 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from fedsim import rng
-from fedsim.federation import strategies, strategy_state, wire
+from fedsim.federation import strategies, wire
 from fedsim.federation.checkpoint import Checkpoint, Checkpoints
 from fedsim.federation.delivery import START_SECONDS, Delivery, Nodes
 from fedsim.federation.noise_use import notes, release_key, use_once
@@ -39,15 +39,12 @@ _SECRET_WORDS = 8
 def build(
     server: Server, out: Path, on_round: OnRound, delivery: Delivery = _ONE_MACHINE
 ) -> ServerApp:
-    """Returns the ServerApp that trains the stack of `server`.
-
-    The app continues from its last checkpoint below `out`, if there is one. It calls `on_round`
-    after every round, and then writes the checkpoint if one is due.
+    """Returns the ServerApp that trains the stack of `server`, from its last checkpoint on.
 
     Args:
         server: The stack as the server knows it.
         out: The run's folder.
-        on_round: Called after each round with its record.
+        on_round: Called after each round with its record, before a checkpoint is written.
         delivery: How messages travel to clients; by default they take turns on one machine.
     """
     app = ServerApp()
@@ -88,7 +85,7 @@ class _StackTraining:
             # In the model's order again: it is the order in which strategies add up.
             self._parameters = {name: saved.parameters[name] for name in self._parameters}
             self._buffers = {name: saved.buffers[name] for name in self._buffers}
-            strategy_state.restore(self._strategy, saved.strategy, saved.strategy_tensors)
+            strategies.restore_memory(self._strategy, saved.strategy, saved.strategy_tensors)
 
     def run(self, on_round: OnRound) -> None:
         """Trains the rounds that are left, and calls `on_round` after each with its record."""
@@ -132,10 +129,7 @@ class _StackTraining:
         )
 
     def _train(self, round: int) -> Tensors | None:
-        """Returns the global parameters after `round`.
-
-        They are None if they stay, for want of a usable update.
-        """
+        """Returns the global parameters after `round`; None if they stay, for want of updates."""
         arrays = wire.encode(self._parameters)
         name = type(self._strategy).__name__
         with _numpy_stream(self._words(round)):
@@ -178,11 +172,8 @@ class _StackTraining:
         return self._server.finalize(tensors, clients)
 
     def _words(self, round: int) -> int | list[int]:
-        """Returns the seed of all that the strategy draws in `round`.
-
-        It is the same in a resumed run. Where clients draw noise from secrets, it follows from the
-        server's own: they know the scenario's, and could take the noise off the model.
-        """
+        """Returns the seed of all that the strategy draws in `round`, also in a resumed run."""
+        # Clients with secrets of their own know the scenario's seed, and could take the noise off.
         secret = self._server.noise_seed
         if secret is None:
             return rng.derive(self._server.scenario.seed, "strategy", round) % 2**32
@@ -247,7 +238,7 @@ class _StackTraining:
         return found.loss, found.accuracy
 
     def _save(self, round: int) -> None:
-        plain, tensors = strategy_state.save(self._strategy)
+        plain, tensors = strategies.save_memory(self._strategy)
         self._checkpoints.save(
             Checkpoint(
                 round=round,

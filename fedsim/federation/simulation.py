@@ -59,11 +59,7 @@ class Simulation(FlowerEngine):
     """Runs several clients at a time, each in a process of Flower's own engine, on Ray."""
 
     def check(self) -> None:
-        """Refuses a machine on which Ray is not installed.
-
-        Raises:
-            FedsimError: Ray is not installed.
-        """
+        """Refuses a machine on which Ray is not installed."""
         if importlib.util.find_spec("ray") is None:
             raise FedsimError(
                 "federation.engine: simulation needs Ray, which is not installed; run "
@@ -75,8 +71,7 @@ class Simulation(FlowerEngine):
     ) -> None:
         """Trains the remaining rounds of `job` in a child process, which builds its own workload.
 
-        Raises:
-            FedsimError: The child failed; the text is its own error, or the end of what it printed.
+        A `FedsimError` has the child's own error, or the end of what it printed.
         """
         scratch = Path(tempfile.mkdtemp(prefix="fedsim-"))  # Ray's sockets need a short path
         try:
@@ -118,11 +113,7 @@ class _ChildDied(Exception):  # noqa: N818
 def _follow(
     job: FederationJob, orders: IO[bytes], lines: IO[bytes], scratch: Path, on_round: OnRound
 ) -> None:
-    """Starts the child's work and hands on its rounds until it says that it is done.
-
-    A round is acknowledged once `on_round` has returned: only then does the child write the
-    checkpoint after which the round would not be reported again.
-    """
+    """Starts the child's work and hands on its rounds until it says that it is done."""
     _tell(orders, {"job": asdict(job), "scratch": str(scratch)})
     for line in lines:
         said = json.loads(line)
@@ -131,6 +122,7 @@ def _follow(
         if "done" in said:
             return
         on_round(_RECORD.validate_python(said["round"]))
+        # Only then does the child write the checkpoint, after which no round is reported again.
         _tell(orders, {"recorded": said["round"]["round"]})
     raise _ChildDied
 

@@ -35,26 +35,15 @@ _BUFFER = "buffer."
 
 
 def scratch(out: Path, stack: str) -> Path:
-    """Returns the folder below `out` that holds answers of `stack` during a round.
-
-    The folder is removed when the round ends.
-    """
+    """Returns the folder below `out` that holds answers of `stack` during a round."""
     return out / f".spool-{stack}"
 
 
 class Spool:
-    """Holds the accepted answers of one round, by client.
-
-    It works inside a `with` block or without one. As a context manager, a spool forgets all answers
-    at its start and its end. What is asked of a client needs one whose answer is held (`clients`);
-    any other is an error.
-    """
+    """Holds the accepted answers of one round, by client; a `with` block begins and ends empty."""
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
-        """Spools in `folder`, which is removed with all in it at entry and at exit of the block.
-
-        `budget` is how many bytes stay in memory; further answers go to disk.
-        """
+        """Spools in `folder`; `budget` is how many bytes stay in memory, the rest on disk."""
         self._folder = folder
         self._budget = budget
         self._held = 0
@@ -80,10 +69,7 @@ class Spool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def put(self, client: int, answer: WireAnswer) -> None:
-        """Keeps the `answer` of `client`, in place of an earlier one.
-
-        `zero_updates` counts both. The answer's tensors are not copied, and must not be changed.
-        """
+        """Keeps the `answer` of `client`, uncopied, in place of an earlier one."""
         tensors = {_UPDATE + name: value for name, value in answer.update.tensors.items()}
         tensors |= {_BUFFER + name: value for name, value in answer.update.buffers.items()}
         # What it replaces gives its room back first, so that a running mean stays in memory.
@@ -162,11 +148,7 @@ class Spool:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanRelease:
-    """Mean of several releases of one client, or of the aggregate (client -1).
-
-    `update` is the mean. `releases` is the number of releases in it, and `num_clients` the number
-    of clients that each of them combines.
-    """
+    """Mean of several releases of one client, or of the aggregate (client -1)."""
 
     client: int
     update: Update
@@ -177,10 +159,7 @@ class MeanRelease:
 
 
 class Averages:
-    """Keeps the mean of each client's releases so far.
-
-    As a context manager, it forgets all means at its end.
-    """
+    """Keeps the mean of each client's releases so far; a `with` block begins and ends empty."""
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
         """Averages in `folder` with `budget` bytes of memory, both as of `Spool`."""
@@ -198,7 +177,7 @@ class Averages:
     def add(self, release: MeanRelease) -> None:
         """Adds one more release to the mean of `release.client`.
 
-        A release that combines another number of clients than the first one is ignored.
+        One that combines another number of clients than the first is ignored.
         """
         client, update = release.client, release.update
         count, clients = self._counts.get(client, (0, release.num_clients))
@@ -216,11 +195,7 @@ class Averages:
         self._counts[client] = count + 1, clients
 
     def means(self) -> Iterator[MeanRelease]:
-        """Yields each client's mean, by ascending client.
-
-        `num_examples` of a mean's update is that of the client's last release, and `participants`
-        is empty.
-        """
+        """Yields each client's mean, by ascending client, with the last release's examples."""
         for client, (releases, clients) in sorted(self._counts.items()):
             yield MeanRelease(
                 client=client,
@@ -247,11 +222,7 @@ class LazyArray(Array):
     """Flower array that is computed each time it is read."""
 
     def __init__(self, like: Tensor, load: Callable[[], Tensor]) -> None:
-        """Reads by `load` when it is needed.
-
-        `load` returns a tensor in its own memory with the dtype and shape of `like`. Both are on
-        the CPU.
-        """
+        """Reads by `load`, which returns a tensor like `like` in its own memory, on the CPU."""
         self.dtype = str(like.numpy().dtype)
         self.shape = tuple(like.shape)
         self.stype = "numpy.ndarray"
@@ -270,8 +241,7 @@ class LazyArray(Array):
 def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
     """Returns a record of arrays with the names, order, types and shapes of `like`.
 
-    `load(name)` is called each time that an array is read, and returns its tensor. All tensors are
-    on the CPU.
+    `load(name)` is called each time that an array is read. All tensors are on the CPU.
     """
     record = ArrayRecord()
     for name, tensor in like.items():

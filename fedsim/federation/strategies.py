@@ -1,7 +1,7 @@
-"""Flower's strategies by class name, checked before any training.
+"""Flower's strategies by class name: built, checked before any training, and their memory kept.
 
-Who takes part, by what the replies are weighted and how records are called is fedsim's business;
-a user sets what makes the strategy the strategy (`eta`, `beta_1`, `num_malicious_nodes`, ...).
+Who takes part, by what the replies are weighted and how records are called is fedsim's business; a
+user sets what makes the strategy the strategy (`eta`, `beta_1`, `num_malicious_nodes`, ...).
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Annotated, Any
 
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore.privacy_accounting import (
@@ -24,8 +28,9 @@ from flwr.supercore.privacy_accounting import (
 )
 from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
 
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, Tensors
 from fedsim.words import nearest, number_of
 
 _SET_BY_FEDSIM: dict[str, Any] = {
@@ -70,15 +75,10 @@ def names() -> list[str]:
 
 
 def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
-    """Builds a fresh strategy of class `name` with `parameters`.
+    """Builds a fresh strategy of class `name`; what does not work here raises a `FedsimError`.
 
     The parameter `strategy` of a wrapper is written `{name: FedAvg, <parameter>: ...}` or as a
     name, and `accountant` as `{max_epsilon: ε, delta: δ}`.
-
-    Raises:
-        FedsimError: There is no such strategy or parameter; the text names the nearest one. Or a
-            value is wrong or missing, or the strategy would not do here what its name says
-            (`REFUSED`: FedProx and those of trees).
     """
     if name in REFUSED:
         raise FedsimError(f"federation.strategy: {name} is not supported: {REFUSED[name]}")
@@ -115,10 +115,7 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
 
 
 def rounds_within_budget(strategy: Strategy, most: int) -> int:
-    """Returns after how many of `most` rounds the strategy's accountant, if any, stops training.
-
-    The result is `most` without an accountant or if it stops none of them, and 0 if it stops all.
-    """
+    """Returns after how many of `most` rounds the strategy's accountant, if any, stops training."""
     accountant = getattr(strategy, "accountant", None)
     if accountant is None:
         return most
@@ -148,10 +145,6 @@ def check_fit(
         losses: Whether clients report their loss.
         bound: L2 norm that no client's update exceeds; inf if none is proven.
         rate: By how much weights move for an update of length 1, at most.
-
-    Raises:
-        FedsimError: The strategy needs single updates, or losses, that the defense stack withholds,
-            or clipped updates.
     """
     if not sees_each and name not in _FROM_MEAN:
         raise FedsimError(
@@ -178,13 +171,7 @@ def check_fit(
 
 
 def check_sampled(parameters: Mapping[str, Any], sampled: int) -> None:
-    """Refuses a wrapper that is told of another number of clients than a round samples.
-
-    `sampled` is the number that a round samples. Parameters without `num_sampled_clients` pass.
-
-    Raises:
-        FedsimError: `num_sampled_clients` of `parameters` is not `sampled`.
-    """
+    """Refuses a wrapper that is told of another number of clients than a round samples."""
     told = parameters.get("num_sampled_clients")
     if told not in (None, sampled):
         raise FedsimError(
@@ -271,11 +258,8 @@ def _inner(value: Any) -> tuple[str, dict[str, Any]]:
 
 @contextmanager
 def quiet_flower() -> Iterator[None]:
-    """Keeps Flower's log at the level FLWR_LOG_LEVEL inside the block.
-
-    Flower may have been imported before fedsim, and then has another level. Importing
-    `fedsim.federation` sets FLWR_LOG_LEVEL to ERROR unless it is set.
-    """
+    """Keeps Flower's log at the level FLWR_LOG_LEVEL inside the block."""
+    # Flower may have been imported before fedsim, and then has another level.
     logger = logging.getLogger("flwr")
     before = logger.level
     logger.setLevel(os.environ["FLWR_LOG_LEVEL"].upper())
@@ -283,3 +267,96 @@ def quiet_flower() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def save_memory(strategy: Strategy) -> tuple[Any, dict[str, Tensor]]:
+    """Returns the strategy's memory as (JSON, tensors that the JSON refers to by name).
+
+    Numbers, text, NumPy arrays, Flower's array records, collections of those, strategies and
+    Flower's accountant are saved, and functions left out. Anything else is refused with a
+    `FedsimError`, and never pickled.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _save_attributes(strategy, type(strategy).__name__, tensors), tensors
+
+
+def restore_memory(strategy: Strategy, plain: Any, tensors: Tensors) -> None:
+    """Gives a fresh strategy of the same parameters what `save_memory` returned of another."""
+    for name, value in plain.items():
+        if isinstance(value, dict) and value["kind"] == "strategy":
+            restore_memory(getattr(strategy, name), value["items"], tensors)
+        elif isinstance(value, dict) and value["kind"] == "accountant":
+            getattr(strategy, name).load_state_dict(value["state"])
+        else:
+            setattr(strategy, name, _load_value(value, tensors))
+
+
+def _save_attributes(strategy: Strategy, path: str, tensors: dict[str, Tensor]) -> Any:
+    return {
+        name: _save_value(value, f"{path}.{name}", tensors)
+        for name, value in vars(strategy).items()
+        if not isinstance(value, FunctionType)
+    }
+
+
+def _save_value(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
+    # Exact types: an enumeration's member, say, would come back as a bare integer or text.
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:  # as hexadecimal, to the last bit; JSON also has no NaN
+        return {"kind": "float", "hex": value.hex()}
+    if isinstance(value, np.ndarray | np.generic):
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        try:
+            tensors[path] = torch.from_numpy(np.array(value))
+        except TypeError as error:
+            raise FedsimError(_explain_unsaved(path, f"an array of {value.dtype}")) from error
+        return {"kind": kind, "tensor": path}
+    if isinstance(value, ArrayRecord):
+        arrays = {name: array.numpy() for name, array in value.items()}
+        return {"kind": "record", "items": _save_value(arrays, path, tensors)}
+    if isinstance(value, list | tuple):
+        items = [_save_value(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+        return {"kind": "list" if isinstance(value, list) else "tuple", "items": items}
+    if isinstance(value, dict):
+        return {
+            # Pairs, since JSON's keys can only be texts.
+            "kind": "dict",
+            "items": [
+                [_save_value(key, path, tensors), _save_value(item, f"{path}.{key}", tensors)]
+                for key, item in value.items()
+            ],
+        }
+    if isinstance(value, RdpAccountant):  # its state is made for JSON
+        return {"kind": "accountant", "state": value.state_dict()}
+    if isinstance(value, Strategy):
+        return {"kind": "strategy", "items": _save_attributes(value, path, tensors)}
+    raise FedsimError(_explain_unsaved(path, f"a {type(value).__name__}"))
+
+
+def _load_value(plain: Any, tensors: Tensors) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    kind = plain["kind"]
+    if kind == "float":
+        return float.fromhex(plain["hex"])
+    if kind == "array":
+        return tensors[plain["tensor"]].numpy().copy()
+    if kind == "scalar":
+        return tensors[plain["tensor"]].numpy()[()]
+    if kind == "record":
+        arrays = _load_value(plain["items"], tensors)
+        return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+    if kind == "dict":
+        return {
+            _load_value(key, tensors): _load_value(item, tensors) for key, item in plain["items"]
+        }
+    items = [_load_value(item, tensors) for item in plain["items"]]
+    return items if kind == "list" else tuple(items)
+
+
+def _explain_unsaved(path: str, what: str) -> str:
+    return (
+        f"federation.strategy: {path} is {what}, which cannot be written to a checkpoint; use "
+        "another strategy"
+    )

@@ -29,7 +29,6 @@ from fedsim.federation.secure_aggregation import plan
 from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.rounds import Model, SecureSum
 from fedsim.federation.secure_aggregation.terms import AbortedError
-from fedsim.federation.serde import size_of
 from fedsim.federation.spool import (
     BUDGET,
     Averages,
@@ -38,6 +37,7 @@ from fedsim.federation.spool import (
     lazy_record,
     scratch,
 )
+from fedsim.federation.wire import size_of
 from fedsim.recording.files import save_observation
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
@@ -106,10 +106,7 @@ class TapGrid(WrappedGrid):
         self.tally = Tally()
 
     def begin(self, round: int, buffers: Tensors) -> None:
-        """Starts `round`, and looks up its participants.
-
-        `buffers` are the float buffers of the round's global model.
-        """
+        """Starts `round`, whose global model has the float `buffers`."""
         self._round = round
         self._buffers = self._new_buffers = buffers
         self._plan = self._server.plan(round)
@@ -120,19 +117,16 @@ class TapGrid(WrappedGrid):
     def end(self) -> Tensors:
         """Forgets the round's replies; returns the new global float buffers.
 
-        These are the mean over the accepted answers, weighted by examples, whatever the strategy.
-        If there is no such answer, they are the old ones. Buffers are statistics, and a server
-        optimizer could make a variance negative.
+        These are the mean over the accepted answers, weighted by examples, whatever the strategy;
+        without such answers, the old ones.
         """
+        # Buffers are statistics: a server optimizer could make a variance negative.
         self._spool.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)
         return self._new_buffers
 
     def get_node_ids(self) -> Iterable[int]:
-        """Returns the node ids of this round's participants: a strategy can sample no others.
-
-        They are in the order of the clients' numbers.
-        """
+        """Returns the nodes of this round's participants, by client: no others are sampled."""
         return [self._nodes[client] for client in self._plan.participants]
 
     def send_and_receive(
@@ -140,17 +134,11 @@ class TapGrid(WrappedGrid):
     ) -> list[Message]:
         """Sends the strategy's training messages, then the round's probes; records all answers.
 
-        It is called once between `begin` and `end`. It returns the replies that the strategy is to
-        aggregate: one for each accepted update, by ascending client, or none. A reply's arrays are
-        that client's new weights, which are computed when they are read. If the stack combines
-        updates, there is one reply with the combination. The replies are valid until `end`. The
-        content of `messages` is replaced by fedsim's own order.
-
-        `timeout` is how many seconds without any answer are waited for; by default it is the
-        scenario's `federation.timeout`.
-
-        Raises:
-            FedsimError: The strategy sends no arrays, or an aggregation defense breaks its rules.
+        It is called once between `begin` and `end`, and replaces the content of `messages` by
+        fedsim's own order. It returns one reply for each accepted update, by ascending client, or
+        none: a reply's arrays are that client's new weights, computed when they are read, until
+        `end`. If the stack combines updates, there is one reply with the combination. `timeout` is
+        how many seconds without any answer are waited for; by default the scenario's.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.
@@ -188,10 +176,7 @@ class TapGrid(WrappedGrid):
         return replies
 
     def _securely(self, clients: Sequence[int], timeout: float) -> list[Message]:
-        """Carries out the round's secure sum of training and all probes.
-
-        It records what is seen.
-        """
+        """Carries out the round's secure sum of training and all probes; records what is seen."""
         server, tally = self._server, self.tally
         parts = plan.parts(server, self._round)
         sum = SecureSum(
@@ -253,10 +238,7 @@ class TapGrid(WrappedGrid):
         return [self._finish_combined(updates[0], opened.reply)]
 
     def _finish_combined(self, combined: Update, reply: Message) -> Message:
-        """Turns the one update that the server sees into the strategy's reply.
-
-        It keeps the new buffers.
-        """
+        """Turns the one update that the server sees into the strategy's reply."""
         self._new_buffers = combined.buffers or self._buffers
         weights = {n: self._apply_update(n, combined.tensors[n]) for n in self._parameters}
         numbers = wire.metrics_of(combined.num_examples, None, None)
@@ -297,10 +279,7 @@ class TapGrid(WrappedGrid):
 
     @contextmanager
     def _averaging(self, probes: Sequence[Probe], budget: int = BUDGET) -> Iterator[None]:
-        """Averages the releases of each of `probes` inside the block.
-
-        It records the means at the block's end.
-        """
+        """Averages the releases of each of `probes` inside the block; then records the means."""
         with ExitStack() as until_recorded:
             self._averages = {
                 (probe.batch_size, probe.trial): until_recorded.enter_context(
@@ -345,16 +324,10 @@ class TapGrid(WrappedGrid):
         timeout: float,
         spools: Mapping[Probe | None, Spool],
     ) -> dict[Probe | None, dict[int, Message]]:
-        """Exchanges `orders` and returns the accepted replies by probe and client.
+        """Exchanges `orders` and returns the accepted, emptied replies by probe and client.
 
-        The replies are emptied of their updates. It records what the server sees of `observed`
-        clients, and spools what is to be aggregated or combined.
-
-        Args:
-            orders: Messages with their client and probe.
-            observed: Clients whose updates are recorded.
-            timeout: Seconds without any answer after which the missing ones are late.
-            spools: Spool of each probe, and of training (None).
+        Updates of `observed` clients are recorded; `spools` has one for each probe, and for
+        training.
         """
         combines = self._server.stack.aggregation is not None
         accepted: dict[Probe | None, dict[int, Message]] = {probe: {} for probe in spools}
@@ -392,10 +365,7 @@ class TapGrid(WrappedGrid):
         return self._clients[message.metadata.dst_node_id]
 
     def _replies(self, accepted: dict[int, Message], *, record: bool) -> list[Message]:
-        """Returns the strategy's replies for a round's training.
-
-        It keeps the new buffers, and fills the tally.
-        """
+        """Returns the strategy's replies for a round's training, and fills the tally."""
         spool, tally = self._spool, self.tally
         tally.accepted = tuple(spool.clients())
         tally.zero_updates = spool.zero_updates
@@ -418,10 +388,7 @@ class TapGrid(WrappedGrid):
         return [accepted[client] for client in sorted(accepted)]
 
     def _too_few(self, accepted: Collection[int]) -> bool:
-        """Returns whether the clients that answered have too little noise among them.
-
-        A round with too little is noted.
-        """
+        """Returns whether the clients that answered have too little noise among them."""
         least = self._server.stack.least_clients
         if not accepted or len(accepted) >= least:
             return False
@@ -440,10 +407,7 @@ class TapGrid(WrappedGrid):
         return self._server.apply_update(self._parameters[name], update, self._round)
 
     def _combine(self, spool: Spool, probe: Probe | None, *, record: bool) -> Update | None:
-        """Combines all spooled updates into the one that the server sees.
-
-        Returns None if the stack shows each update.
-        """
+        """Combines all spooled updates into the one that the server sees; None if it sees each."""
         aggregation, clients = self._server.stack.aggregation, spool.clients()
         if aggregation is None or not clients:
             return None
@@ -498,10 +462,8 @@ class TapGrid(WrappedGrid):
             save_observation(observation, self._out)
 
     def _tell_left_out(self, probe: Probe | None, left_out: Collection[int]) -> None:
-        """Tells clients that were asked that their answer is in no recording.
-
-        A client keeps its truth before it answers, and nobody else can remove it.
-        """
+        """Tells clients that were asked that their answer is in no recording."""
+        # A client keeps its truth before it answers, and nobody else can remove it.
         content = wire.order(self._round, ArrayRecord(), ArrayRecord(), probe)
         kind = f"query.{wire.LEFT_OUT}"
         told = [Message(content, self._nodes[client], kind) for client in sorted(left_out)]

@@ -1,8 +1,9 @@
-"""Taps anybody's Flower app: records the models that a server sends and the answers it gets.
+"""Taps anybody's Flower app: records models and answers, and what a client trains on.
 
     fedsim.tap(grid, out="tapped")          in a ServerApp, around the grid
     fedsim.tap(strategy, out="tapped")      or on the strategy, which then taps the grid it is given
     ClientApp(mods=[fedsim.client_tap(out="tapped")])    on a client, where the server is another's
+    ClientApp(mods=[fedsim.witness(out="witnessed")])    on a client, for an auditor
 
 Every call goes through unchanged. Exchanges are written by a thread beside the round, see `behind`:
 a round waits only if more than its bound is to be written. All is written once the grid is gone,
@@ -12,13 +13,16 @@ that fails is told in the log and counted; the app goes on.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -27,11 +31,11 @@ from flwr.serverapp.strategy import Strategy
 
 from fedsim.federation import wire
 from fedsim.federation.delivery import WrappedGrid
-from fedsim.federation.live_parts import find_strategy, list_mods, list_strategies
 from fedsim.recording import behind
-from fedsim.recording.deployed_parts import LONGEST, MOST, DeployedPart, plain_value
+from fedsim.recording.deployed_parts import LONGEST, MOST, DeployedPart, describe_part, plain_value
 from fedsim.recording.exchanges import MOST_ROUNDS, PartKind, Recorder, TapSide, ToldValues
 from fedsim.system import paths
+from fedsim.training.watching import TrainingOrder, keep_testimony, watch_training
 from fedsim.types import FedsimError
 
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
@@ -132,6 +136,63 @@ def client_tap(
     return mod
 
 
+def witness(
+    out: str | Path,
+    *,
+    rounds: Collection[int] | None = None,
+    max_images: int = 4096,
+    max_gib: float = 2.0,
+) -> Mod:
+    """Returns a mod of a ClientApp that keeps the images and labels that the client trains on.
+
+    Images are kept as the model is called with them: transformed and normalized. `watch_training`
+    says what it cannot see.
+
+    Args:
+        out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
+        rounds: Rounds that are kept, counted from 1; default all. Given rounds leave out every
+            message that does not name its round, see `round_of`.
+        max_images: Maximum number of distinct images kept of one order to train; others are
+            counted.
+        max_gib: Maximum size of a run on this disk, in GiB; what does not fit is not kept.
+
+    Raises:
+        FedsimError: A value is out of range.
+    """
+    if max_images < 1:
+        raise FedsimError(f"max_images: expected at least 1, got {max_images}")
+    folder, max_bytes = folder_with_room(out, max_gib)
+    wanted = None if rounds is None else frozenset(rounds)
+
+    def mod(
+        message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
+        if not trains(message) or not message.has_content():
+            return call_next(message, context)
+        round = round_of(message.content) or 0
+        if wanted is not None and round not in wanted:
+            return call_next(message, context)
+        with watch_training(max_images) as steps:
+            reply = call_next(message, context)
+        try:
+            partition = context.node_config.get("partition-id")
+            order = TrainingOrder(
+                run_id=context.run_id,
+                round=round,
+                node_id=context.node_id,
+                message_id=message.metadata.message_id,
+                partition=partition if isinstance(partition, int) else None,
+            )
+            keep_testimony(folder, steps, order, list_mods(call_next), max_bytes)
+        except Exception as error:  # the app goes on without a witness
+            logging.getLogger("fedsim.witness").warning(
+                "fedsim.witness: what was trained on is not kept: %s", error
+            )
+        return reply
+
+    return mod
+
+
 def _client_tape(recorder_of: _Recorders, context: Context) -> _Tape | None:
     """Returns the tape of this client's run; None if its folder cannot be looked at."""
     try:
@@ -149,10 +210,7 @@ _Recorders = Callable[[int, TapSide], Recorder]
 def _recorders(
     out: str | Path, rounds: Collection[int] | None, clients: int | None, max_gib: float
 ) -> _Recorders:
-    """Returns a function that makes the recorder of a run.
-
-    The function takes the run's number and the side that records.
-    """
+    """Returns a function that makes the recorder of a run, from its number and side."""
     chosen = None if rounds is None else frozenset(rounds)
     if chosen is not None and not all(1 <= round <= MOST_ROUNDS for round in chosen):
         raise FedsimError(f"rounds: expected 1 to {MOST_ROUNDS}, got {sorted(chosen)}")
@@ -165,8 +223,7 @@ def _recorders(
 def folder_with_room(out: str | Path, max_gib: float) -> tuple[Path, int]:
     """Returns `out` as an absolute path, and `max_gib` GiB as a number of bytes.
 
-    Raises:
-        FedsimError: `max_gib` is not a finite number above 0, or the folder cannot be written to.
+    A `FedsimError` says if `max_gib` is no finite number above 0, or the folder is not writable.
     """
     if not 0 < max_gib < math.inf:
         raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
@@ -203,15 +260,11 @@ class _Tape:
         self._recorder = recorder
         self._counted = counted
         self._last: tuple[_Broadcast, _Content] | None = None
-        """Last model that was sent, which clients share, and its arrays. Orders hold no arrays,
-        since some are never answered."""
+        """Last model that was sent, which clients share. Orders hold no arrays: some are never
+        answered."""
 
     def begin(self, messages: Iterable[Message]) -> None:
-        """Counts a new round for a batch of training messages, if these do not say their round.
-
-        Other `messages` are passed over; a batch without any to train counts none. The first one to
-        train speaks for all.
-        """
+        """Counts a new round for a batch of training messages, if these do not say their round."""
         for message in messages:
             if trains(message) and message.has_content():
                 # Once for all messages of a batch, which are of one round.
@@ -219,10 +272,7 @@ class _Tape:
                 return
 
     def note(self, message: Message, node_id: int) -> _Sent | None:
-        """Records the model in a message to a node; returns the order, to hand to `record`.
-
-        The result is None if the message is not to be recorded.
-        """
+        """Records the model in a message to a node; returns the order, to hand to `record`."""
         if not trains(message) or not message.has_content():
             return None
         try:
@@ -458,10 +508,8 @@ def _content_of(arrays: ArrayRecord) -> _Content:
 
 
 def _same(first: _Content, second: _Content) -> bool:
-    """Returns whether both hold the very same bytes; a record that is filled anew does not.
-
-    Bytes cannot change: if they are one object they are equal, without a look at them.
-    """
+    """Returns whether both hold the very same bytes; a record that is filled anew does not."""
+    # Bytes cannot change: if they are one object they are equal, without a look at them.
     return list(first) == list(second) and all(
         (one.dtype, one.shape, one.stype) == (other.dtype, other.shape, other.stype)
         and one.data is other.data
@@ -470,10 +518,7 @@ def _same(first: _Content, second: _Content) -> bool:
 
 
 def _read_told(content: RecordDict) -> ToldValues:
-    """Returns the numbers and short texts of a message by record and key.
-
-    Infinite numbers become texts.
-    """
+    """Returns the numbers and short texts of a message by record and key."""
     return {
         name[:LONGEST]: {
             key[:LONGEST]: plain
@@ -483,3 +528,78 @@ def _read_told(content: RecordDict) -> ToldValues:
         for name, record in list(content.items())[:MOST]
         if isinstance(record, MetricRecord | ConfigRecord)
     }
+
+
+# What an app really runs is read off its live objects: Flower keeps no list that a mod or a grid
+# could ask for. It makes one function of a ClientApp's mods, each of which holds the next in a
+# closure, and a strategy's `start` is among the grid's callers.
+
+_NEXT, _MOD = "_ffn", "_mod"
+"""Variables of Flower's `make_ffn` that hold the next function, and the mod that is called."""
+
+
+def list_mods(call_next: Callable[..., Any]) -> list[DeployedPart]:
+    """Returns the mods of the ClientApp whose mod calls this, outermost first.
+
+    `call_next` is what the calling mod was handed. fedsim's own mods are left out.
+    """
+    # Mods further out have called on and wait: they are among the frames of this thread.
+    outer = [f.f_locals[_MOD] for f in _frames() if {_NEXT, _MOD} <= f.f_locals.keys()]
+    found = [*reversed(outer), *_list_inner(call_next)]
+    described = [describe_part(mod) for mod in found]
+    return [each for each in described if not each.name.startswith("fedsim.")]
+
+
+def _list_inner(function: Callable[..., Any]) -> Iterator[Any]:
+    while inspect.isfunction(function):
+        held = inspect.getclosurevars(function).nonlocals
+        # The innermost function is the app's own, which holds neither.
+        if not {_NEXT, _MOD} <= held.keys():
+            return
+        yield held[_MOD]
+        function = held[_NEXT]
+
+
+def find_strategy() -> Strategy | None:
+    """Returns the outermost strategy among the callers of this function; None if there is none."""
+    callers = (frame.f_locals.get("self") for frame in _frames())
+    found = [each for each in callers if isinstance(each, Strategy)]
+    # Frames come innermost first, so that the last is the outermost.
+    return found[-1] if found else None
+
+
+def list_strategies(strategy: Strategy) -> list[DeployedPart]:
+    """Returns a strategy and those that it wraps, outermost first, with their accountants.
+
+    What an accountant is told and has counted are settings of its strategy: `accountant_epsilon`,
+    `accountant_releases`, `accountant_delta` and `accountant_max_epsilon`.
+    """
+    found = []
+    inner: Any = strategy
+    while isinstance(inner, Strategy):
+        found.append(describe_part(inner, _read_accountant(inner)))
+        # A wrapper of Flower's keeps what it wraps under this name.
+        inner = getattr(inner, "strategy", None)
+    return found
+
+
+def _read_accountant(strategy: Strategy) -> dict[str, Any]:
+    """Returns what a strategy's accountant is told and has counted, as settings; empty if none."""
+    accountant = getattr(strategy, "accountant", None)
+    if accountant is None:
+        return {}
+    spent, config = accountant.get_privacy_spent(), accountant.config
+    return {
+        "accountant_epsilon": spent.epsilon,
+        "accountant_releases": spent.num_releases,
+        "accountant_delta": config.target_delta,
+        "accountant_max_epsilon": config.max_epsilon,
+    }
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yields the frames of this thread's calls, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

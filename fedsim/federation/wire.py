@@ -20,7 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.serde import recorddict_to_proto
+from flwr.common.serde_utils import error_to_proto, metadata_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM, KEY_NORM_BIT
 from torch import Tensor
 
@@ -87,11 +91,7 @@ class WireAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Required form of an answer: a tensor of the right type and shape for each name.
-
-    `update` and `buffers` are such tensors, whose values do not matter. `loss` says whether the
-    answer must hold a loss; if not, it must hold none.
-    """
+    """Required form of an answer: a tensor of the right type and shape for each name."""
 
     update: Tensors
     buffers: Tensors
@@ -99,8 +99,7 @@ class Shape:
     clips: bool = False
     """Whether the client says if it was clipped."""
     most_examples: int = 2**40
-    """Maximum number of examples that an answer may claim; strategies weigh updates by this
-    number."""
+    """Maximum number of examples that an answer may claim; strategies weigh updates by it."""
 
 
 def floating(tensors: Tensors) -> dict[str, Tensor]:
@@ -122,22 +121,12 @@ def encode(tensors: Tensors) -> ArrayRecord:
 
 
 def decode(record: ArrayRecord) -> dict[str, Tensor]:
-    """Converts Flower arrays to tensors in memory of their own, on the CPU.
-
-    Raises:
-        MalformedError: An array is no NumPy file of numbers.
-    """
+    """Converts Flower arrays to tensors in memory of their own, on the CPU."""
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
 def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
-    """Converts Flower arrays to contiguous NumPy arrays.
-
-    The results share the message's bytes if possible, and are then read-only.
-
-    Raises:
-        MalformedError: An array is no NumPy file of numbers.
-    """
+    """Converts Flower arrays to contiguous NumPy arrays, read-only where they share its bytes."""
     return {name: np.asarray(_values(name, array), order="C") for name, array in record.items()}
 
 
@@ -148,10 +137,9 @@ def order(
     probe: Probe | None,
     clipping_norm: float | None = None,
 ) -> RecordDict:
-    """Returns the message content that asks for training (`probe` None) or for a probe.
+    """Returns the content of a message that asks for training (`probe` None) or for a probe.
 
-    `round` counts from 1. `parameters` and float `buffers` of the global model are Flower's arrays
-    (`encode`). `clipping_norm` is that of `Order`.
+    `parameters` and float `buffers` are those of the global model as `encode` returns them.
     """
     asked = ConfigRecord({ROUND: round})
     if clipping_norm is not None:
@@ -163,15 +151,10 @@ def order(
 
 
 def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None) -> Order:
-    """Reads a server's order from the content of a message.
+    """Reads a server's order.
 
-    Args:
-        content: Content of the message.
-        form: Parameters and buffers whose names, shapes and types those of the order must have. The
-            tensors are returned in their order, in which noise is drawn. None takes any form.
-
-    Raises:
-        MalformedError: A part is missing or of another form.
+    Parameters and buffers must have the names, shapes and types of `form`, and are returned in its
+    order, in which noise is drawn. None takes any form.
     """
     parameters, buffers = arrays_of(content, ARRAYS), arrays_of(content, BUFFERS)
     config = config_of(content)
@@ -195,10 +178,7 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
 
 
 def answer(update: Update, loss: float | None, is_clipped: bool | None = None) -> RecordDict:
-    """Returns the message content that carries an update, and all else that is not None.
-
-    `loss` and `is_clipped` are those of `WireAnswer`.
-    """
+    """Returns the content of a message that carries an update, and all else that is not None."""
     metrics = metrics_of(update.num_examples, loss, is_clipped)
     return RecordDict(
         {ARRAYS: encode(update.tensors), BUFFERS: encode(update.buffers), METRICS: metrics}
@@ -206,10 +186,7 @@ def answer(update: Update, loss: float | None, is_clipped: bool | None = None) -
 
 
 def metrics_of(examples: int, loss: float | None, is_clipped: bool | None) -> MetricRecord:
-    """Returns the numbers of an answer, without those that are None.
-
-    `examples` is the number of examples; `loss` and `is_clipped` are those of `WireAnswer`.
-    """
+    """Returns the numbers of an answer, without those that are None."""
     metrics = MetricRecord({EXAMPLES: examples})
     if loss is not None:
         metrics[LOSS] = loss
@@ -219,11 +196,7 @@ def metrics_of(examples: int, loss: float | None, is_clipped: bool | None) -> Me
 
 
 def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
-    """Reads a client's answer, whose form must be `expected`; values may be NaN or infinite.
-
-    Raises:
-        MalformedError: A part is missing or of another form.
-    """
+    """Reads a client's answer, whose form must be `expected`; values may be NaN or infinite."""
     if set(content) != {ARRAYS, BUFFERS, METRICS}:
         raise MalformedError(f"the answer holds {_list_names(content)}")
     metrics = content[METRICS]
@@ -258,42 +231,30 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
 
 
 def greeting(done: int) -> RecordDict:
-    """Returns the message content that asks a node for its client, and names the rounds `done`.
+    """Returns the content of a message that asks a node for its client.
 
-    `done` is the number of the last round that is finished, or 0.
+    It says that rounds up to `done`, or none (0), are finished.
     """
     return RecordDict({CONFIG: ConfigRecord({ROUND: done})})
 
 
 def read_done(content: RecordDict) -> int:
-    """Reads the number of rounds that are done from a greeting.
-
-    Raises:
-        MalformedError: There is no such number.
-    """
+    """Reads the number of rounds that are done from a greeting."""
     return integer(config_of(content), ROUND, 0)
 
 
 def identity(client: int) -> RecordDict:
-    """Returns the message content by which a node says that it is `client`."""
+    """Returns the content of a message by which a node says that it is `client`."""
     return RecordDict({CONFIG: ConfigRecord({CLIENT: client})})
 
 
 def read_client(content: RecordDict) -> int:
-    """Reads the number of the client that a node says it is.
-
-    Raises:
-        MalformedError: There is no such number.
-    """
+    """Reads the number of the client that a node says it is."""
     return integer(config_of(content), CLIENT, 0)
 
 
 def decode_like(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
-    """Decodes arrays that must have the names, types and shapes of `like`, in the order of `like`.
-
-    Raises:
-        MalformedError: A name, type or shape is another.
-    """
+    """Decodes arrays that must have the names, types and shapes of `like`, in its order."""
     if set(record) != set(like):
         odd = sorted(set(record) ^ set(like))
         raise MalformedError(f"wrong names: {_list_names(odd)} (missing, or not of the model)")
@@ -349,10 +310,8 @@ def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any
 
 @lru_cache(maxsize=1024)
 def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Parses the header of a NumPy file, and remembers it.
-
-    Parsing takes longer than reading a small array.
-    """
+    """Parses the header of a NumPy file, and remembers it."""
+    # It takes longer than reading a small array.
     buffer = io.BytesIO(header)
     if np.lib.format.read_magic(buffer) != (1, 0):
         raise ValueError("another version")
@@ -360,11 +319,7 @@ def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
-    """Returns the arrays of a message under `key`.
-
-    Raises:
-        MalformedError: There are none.
-    """
+    """Returns the arrays of a message under `key`."""
     record = content.get(key)
     if not isinstance(record, ArrayRecord):
         raise MalformedError(f"{key!r} is not an array record")
@@ -372,11 +327,7 @@ def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
 
 
 def config_of(content: RecordDict) -> ConfigRecord:
-    """Returns the record of a message that holds its numbers and texts.
-
-    Raises:
-        MalformedError: There is none.
-    """
+    """Returns the record of a message that holds its numbers and texts."""
     record = content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise MalformedError(f"the message has no {CONFIG!r}")
@@ -384,11 +335,7 @@ def config_of(content: RecordDict) -> ConfigRecord:
 
 
 def integer(record: Mapping[str, object], key: str, least: int) -> int:
-    """Returns the integer under `key` of a record.
-
-    Raises:
-        MalformedError: There is none, or it is less than `least` or not below 2^40.
-    """
+    """Returns the integer under `key` of a record, from `least` and below 2^40."""
     value = record.get(key)
     # Python counts booleans among its integers.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MAX_EXAMPLES:
@@ -398,3 +345,49 @@ def integer(record: Mapping[str, object], key: str, least: int) -> int:
 
 def _list_names(names: object) -> str:
     return ", ".join(str(name)[:60] for name in list(names)[:5]) or "nothing"  # type: ignore[call-overload]
+
+
+# Flower's `recorddict_to_proto` builds each message inside the next, and protobuf copies what it is
+# given every time: 0.8 to 2 s for a ResNet-18 with a two-layer head (80 MB), and 0.05 s in place.
+
+
+def content_to_bytes(content: RecordDict) -> bytes:
+    """Returns `recorddict_to_proto(content).SerializeToString()`, without its copies."""
+    proto = ProtoRecordDict()
+    _fill(proto, content)
+    data: bytes = proto.SerializeToString()
+    return data
+
+
+def size_of(content: RecordDict) -> int:
+    """Counts the bytes of `content_to_bytes`; the envelope of a message adds about 150."""
+    proto = ProtoRecordDict()
+    _fill(proto, content)
+    return int(proto.ByteSize())
+
+
+def message_to_bytes(message: Message) -> bytes:
+    """Returns `message_to_proto(message).SerializeToString()`, without its copies."""
+    proto = ProtoMessage(metadata=metadata_to_proto(message.metadata))
+    if message.has_content():
+        proto.content.SetInParent()
+        _fill(proto.content, message.content)
+    if message.has_error():
+        proto.error.CopyFrom(error_to_proto(message.error))
+    data: bytes = proto.SerializeToString()
+    return data
+
+
+def _fill(proto: ProtoRecordDict, content: RecordDict) -> None:
+    for name, record in content.items():
+        if not isinstance(record, ArrayRecord):
+            # Copies of small records cost little: Flower's own way will do.
+            proto.MergeFrom(recorddict_to_proto(RecordDict({name: record})))
+            continue
+        arrays = proto.items.add(key=name).array_record
+        # Marks the record as present even if no array follows.
+        arrays.SetInParent()
+        for key, array in record.items():
+            value = arrays.items.add(key=key).value
+            value.dtype, value.stype, value.data = array.dtype, array.stype, array.data
+            value.shape.extend(array.shape)

@@ -31,8 +31,8 @@ import fedsim
 from fedsim.assessment.privacy_settings import PrivacySettings, read_privacy
 from fedsim.assessment.server_noise import read_server_noise
 from fedsim.assessment.truth import Picked
-from fedsim.federation.live_parts import list_strategies
 from fedsim.federation.local import LocalGrid, identity
+from fedsim.federation.tapping import list_strategies
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.deployed_parts import DeployedPart, describe_part
 from fedsim.recording.exchanges import (

@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.privacy_accounting import GaussianPrivacyEvent
 
-from fedsim.federation import strategies, strategy_state, wire
+from fedsim.federation import strategies, wire
 from fedsim.federation.local import identity
 from fedsim.federation.refusals import check_scenario
 from fedsim.federation.screening import is_zero, judge
@@ -245,10 +245,10 @@ def test_a_strategys_memory_is_restored_exactly() -> None:
         "strategy": FedAvg(fraction_train=0.25),
     }
     vars(strategy).update(remembered)
-    plain, tensors = strategy_state.save(strategy)
+    plain, tensors = strategies.save_memory(strategy)
     fresh = FedAvg()
     fresh.strategy = FedAvg()  # type: ignore[attr-defined]
-    strategy_state.restore(fresh, plain, tensors)
+    strategies.restore_memory(fresh, plain, tensors)
     after: dict[str, Any] = vars(fresh)
     assert after["strategy"].fraction_train == 0.25
     assert after["record"] == remembered["record"]
@@ -268,7 +268,7 @@ def test_an_accountant_remembers_what_was_spent() -> None:
     # Exact ε of 2 and 3 rounds of multiplier 1 are 6.6 and 8.4.
     assert [strategies.rounds_within_budget(strategy, most) for most in (1, 9)] == [1, 2]
     strategy.accountant.compose(GaussianPrivacyEvent(1.0, 4, 4), 2)  # type: ignore[attr-defined]
-    strategy_state.restore(fresh, *strategy_state.save(strategy))
+    strategies.restore_memory(fresh, *strategies.save_memory(strategy))
     assert fresh.accountant.get_privacy_spent() == strategy.accountant.get_privacy_spent()  # type: ignore[attr-defined]
     assert strategies.rounds_within_budget(fresh, 9) == 0
 
@@ -277,4 +277,4 @@ def test_a_memory_that_cannot_be_saved_is_refused() -> None:
     strategy = FedAvg()
     vars(strategy)["model"] = {"inner": object()}
     with pytest.raises(FedsimError, match=r"FedAvg\.model\.inner is a object, which cannot"):
-        strategy_state.save(strategy)
+        strategies.save_memory(strategy)

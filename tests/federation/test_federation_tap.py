@@ -32,8 +32,8 @@ from fedsim.federation import local, tap, wire
 from fedsim.federation.local import LocalGrid
 from fedsim.federation.records import REASONS, RoundRecord
 from fedsim.federation.refusals import check
-from fedsim.federation.serde import size_of
 from fedsim.federation.spool import Spool
+from fedsim.federation.wire import size_of
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.truth import load_truth
 from fedsim.scenario import Scenario

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsim.federation import wire
 from fedsim.federation.local import identity
-from fedsim.federation.serde import size_of
+from fedsim.federation.wire import size_of
 from fedsim.training.schedule import Probe
 from fedsim.types import Update
 

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 from flwr.common.serde import message_to_proto
 
 from fedsim.federation.local import identity
-from fedsim.federation.serde import message_to_bytes
+from fedsim.federation.wire import message_to_bytes
 
 CONTENTS = {
     "all kinds": RecordDict(

@@ -15,7 +15,7 @@ from torch import nn
 
 import fedsim
 from fedsim.federation.local import LocalGrid, identity
-from fedsim.federation.serde import content_to_bytes
+from fedsim.federation.wire import content_to_bytes
 from fedsim.recording.witnessed import read_witnessed
 from fedsim.types import FedsimError
 

@@ -65,10 +65,7 @@ class Refusal(Exception):  # noqa: N818 - reads as what happened
 
 @dataclass(frozen=True)
 class Signature:
-    """Identifies a signature that is valid, and the key that made it.
-
-    `key` is the public key in PEM, by which nodes are told apart.
-    """
+    """Identifies a signature that is valid, and the key (PEM) that made it."""
 
     r: int
     """The first of the two numbers of an ECDSA signature (r, s). Whoever saw a signature can write
@@ -81,9 +78,6 @@ def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
     """Returns the headers of a request that passes, by name; content-length is among them.
 
     `body_limit` is the largest body in bytes.
-
-    Raises:
-        Refusal: The path, method or a header is not allowed, or the body is too large.
     """
     headers = dict(request.headers)
     if not _FLEET.fullmatch(request.target):
@@ -123,9 +117,6 @@ def check_replies(body: bytes) -> None:
     """Refuses a request `body` that announces anything but the node's own replies.
 
     The SuperLink checks only that the node is the one whose key signed.
-
-    Raises:
-        Refusal: The body announces something else, or is malformed.
     """
     try:
         request = PushMessagesRequest.FromString(body)
@@ -154,12 +145,7 @@ class Signatures:
         self._held: Counter[bytes] = Counter()  # bytes of announcements, by key
 
     def claim(self, headers: Mapping[bytes, bytes]) -> Signature:
-        """Returns the signature among `headers` (as of `vet`), and marks it as used.
-
-        Raises:
-            Refusal: The signature is missing, invalid, out of its time or used before, or there are
-                too many.
-        """
+        """Returns the signature among `headers` (as of `vet`), and marks it as used."""
         signature, signed_at = _verify(headers)
         now = time.time()
         if not -_NEWEST_SECONDS < now - signed_at < _OLDEST_SECONDS:
@@ -183,13 +169,7 @@ class Signatures:
 
     @contextmanager
     def holding(self, key: bytes, size: int) -> Iterator[None]:
-        """Counts `size` bytes as held in memory for `key` inside the block.
-
-        The bytes are those of an announcement of replies.
-
-        Raises:
-            Refusal: Too much is held already (503).
-        """
+        """Counts `size` bytes of an announcement as held in memory inside the block."""
         # Small ones pass even if large ones have taken all there is, so that no node blocks the
         # others.
         is_small = size <= _STRANGER_BYTES
@@ -226,11 +206,7 @@ class Signatures:
 
 
 def _verify(headers: Mapping[bytes, bytes]) -> tuple[Signature, float]:
-    """Verifies the signature among vetted headers; returns it and its time in seconds since 1970.
-
-    Raises:
-        Refusal: a header is missing, or the signature is not valid.
-    """
+    """Verifies the signature among vetted headers; returns it and its time (s since 1970)."""
     try:
         key = b64decode(headers[_PUBLIC_KEY], validate=True)
         signature = b64decode(headers[_SIGNATURE], validate=True)

@@ -27,10 +27,7 @@ _REASONS, _REASON = 20, 500
 def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
     """Returns the content of a node's answer to a census.
 
-    Args:
-        client: Number of the node's client.
-        held: Number of examples that the node holds.
-        statistics: Reasons why no privacy claim can be made, by privacy unit.
+    `held` is the number of its examples; `statistics` why no claim can be made, by privacy unit.
     """
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
     told = ConfigRecord(
@@ -40,19 +37,11 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
 
 
 def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
-    """Asks all nodes how many examples they hold; returns the answers of all clients.
+    """Asks all `clients` nodes how many examples they hold; returns the answers of all clients.
 
-    Counts are in the order of clients' numbers. Reasons of all clients are joined, each once.
-
-    Args:
-        grid: Grid of any engine.
-        clients: Number of clients, whose nodes all have to connect.
-        patience: Seconds within which they have to connect.
-        on_wait: Called with the number of connected nodes while more have to connect.
-
-    Raises:
-        FedsimError: Too few nodes connect, one refuses (with its reason), or two say they are one
-            client.
+    Reasons of all clients are joined, each once. Nodes have to connect within `patience` seconds,
+    of which `on_wait` is called with their number. A node that refuses, and two that say they are
+    one client, are a `FedsimError`.
     """
     held: dict[int, int] = {}
     statistics: dict[Unit, list[str]] = {unit: [] for unit in get_args(Unit)}

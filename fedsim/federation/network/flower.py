@@ -168,18 +168,14 @@ class BoundedGrid(HttpGrid):
 
 
 class _Budget:
-    """Number of bytes that one answer may still have; several threads pull parts of the answer."""
+    """Number of bytes that one answer may still have; several threads pull parts of it."""
 
     def __init__(self, most: int) -> None:
         self._most = self._left = most
         self._lock = threading.Lock()
 
     def take(self, size: int) -> None:
-        """Takes `size` bytes off the budget.
-
-        Raises:
-            ObjectPullError: The budget is spent.
-        """
+        """Takes `size` bytes off the budget."""
         with self._lock:
             self._left -= size
             if self._left < 0:
@@ -187,11 +183,7 @@ class _Budget:
 
 
 def check_version() -> None:
-    """Refuses versions of Flower whose internals were not tried.
-
-    Raises:
-        FedsimError: The installed Flower is of another version.
-    """
+    """Refuses versions of Flower whose internals were not tried."""
     found = importlib.metadata.version("flwr")
     if found.rpartition(".")[0] not in VERSIONS:
         raise FedsimError(
@@ -203,11 +195,8 @@ def check_version() -> None:
 def register(link: Link, public_key: bytes) -> bool:
     """Registers the owner of `public_key`, in OpenSSH's format, as a node at the SuperLink.
 
-    It returns True if the node is new, and False if it was registered before.
-
-    Raises:
-        FedsimError: The key is none, the SuperLink refuses, or it has unregistered the key's node
-            for good.
+    It returns True if the node is new, and False if it was registered before. A key whose node the
+    SuperLink has unregistered for good is refused.
     """
     try:
         key = load_ssh_public_key(public_key)
@@ -238,11 +227,7 @@ def register(link: Link, public_key: bytes) -> bool:
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Reads a node's private key (ECDSA, in OpenSSH's format, without a passphrase).
-
-    Raises:
-        FedsimError: The file holds no such key, or cannot be read.
-    """
+    """Reads a node's private key (ECDSA, in OpenSSH's format, without a passphrase)."""
     try:
         key = load_ssh_private_key(paths.content(path, paths.TEXT), None)
     except (OSError, ValueError, TypeError) as error:
@@ -253,11 +238,8 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def deactivate(link: Link, key: ec.EllipticCurvePrivateKey, node: int) -> None:
-    """Tells the SuperLink that the `node` with this `key` is gone; failures are ignored.
-
-    Otherwise the SuperLink would count the node as connected for a minute, and refuse to let it in
-    again.
-    """
+    """Tells the SuperLink that the `node` with this `key` is gone; failures are ignored."""
+    # Else the SuperLink would count the node as connected for a minute, and not let it in again.
     signer = NodeAuthHttpInterceptor(key, key.public_key())
     with _connect(FleetHttpClient, link, "SuperNode", signer) as client, suppress(httpx.HTTPError):
         client.DeactivateNode(DeactivateNodeRequest(node_id=node))
@@ -269,8 +251,6 @@ def server_app(
 ) -> Iterator[tuple[Grid, Context]]:
     """Starts a run with `config` on the SuperLink, and acts as its ServerApp inside the block.
 
-    The block gets the run's grid and context.
-
     Args:
         link: Way to the SuperLink.
         config: Configuration of the run: texts `version`, `scenario`, `stack`, `run` and `held`.
@@ -278,8 +258,7 @@ def server_app(
         most_bytes: Maximum size of an answer; a larger one becomes an error.
 
     Raises:
-        FedsimError: The SuperLink refuses, lets another process execute the run, or is away for
-            longer.
+        FedsimError: The SuperLink refuses, is away, or lets another process execute the run.
     """
     entitled = []
     if link.secret is not None:
@@ -327,8 +306,7 @@ def serving(
         stop: Ends the serving when it is set.
 
     Raises:
-        FedsimError: A message or an answer did not get through. The SuperNode waits for that answer
-            for ever, and another one has to be started.
+        FedsimError: An answer did not get through, and the SuperNode waits for it for ever.
     """
     link = Link(superlink=runtime)
     with _connect(RuntimeHttpClient, link, "flwr-clientapp", _entitle(secret)) as client:
@@ -437,11 +415,8 @@ def _bundle() -> bytes:
 
 
 def _claim(runtime: RuntimeHttpClient, run: int) -> str | None:
-    """Returns the token of the ServerApp's task of `run`; None if nobody offers it.
-
-    A SuperLink offers each task once, to whoever asks first: another run that starts in the same
-    moment may have taken this one's.
-    """
+    """Returns the token of the ServerApp's task of `run`; None if nobody offers it."""
+    # A task is offered once, to whoever asks first: another run may have taken this one's.
     end = time.monotonic() + _CLAIM_SECONDS
     while time.monotonic() < end:
         try:
@@ -463,12 +438,10 @@ def _claim(runtime: RuntimeHttpClient, run: int) -> str | None:
 
 @contextmanager
 def _beating(client: RuntimeHttpClient) -> Iterator[None]:
-    """Tells Flower inside the block that the task is alive.
+    """Tells Flower inside the block that the task is alive."""
 
-    Where Flower has ended the task, its own heartbeat would interrupt this process; here the next
-    request about the task is refused, and says why.
-    """
-
+    # Where Flower has ended the task, its own heartbeat would interrupt this process; here the next
+    # request about the task is refused, and says why.
     def tell() -> bool:
         try:
             client.SendTaskHeartbeat(SendTaskHeartbeatRequest())

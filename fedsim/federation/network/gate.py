@@ -53,12 +53,7 @@ _LINGER_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GateSettings:
-    """Settings of a gate: the SuperLink behind it, its certificate and its limits.
-
-    `certificate` and `key` are PEM files by which nodes know the gate. `body_limit` is the maximum
-    size of a request's body in bytes, and `connections` the maximum number of clients' connections
-    at once.
-    """
+    """Settings of a gate; `certificate` and `key` are PEM files by which nodes know it."""
 
     superlink: str
     """Address of the SuperLink, HOST:PORT; its certificate must name this host."""
@@ -73,10 +68,9 @@ class GateSettings:
 class Gate:
     """Runs a gate in a process of its own, which ends with the block and with this process.
 
-    `with Gate(...)` calls `start` and `stop`. The argument `listen` is the HOST:PORT to listen at,
-    where port 0 takes a free one. `address` is the one taken. The file `log` gets a line for each
-    refusal: time, client, status, reason, request. A full log begins anew. Without a log the lines
-    go to standard error.
+    `listen` is the HOST:PORT to listen at, where port 0 takes a free one: `address` is the one
+    taken. The file `log` gets a line for each refusal: time, client, status, reason, request.
+    Without it the lines go to standard error.
     """
 
     def __init__(self, listen: str, settings: GateSettings, *, log: Path | None = None) -> None:
@@ -84,12 +78,9 @@ class Gate:
         self._stack = ExitStack()
 
     def start(self) -> Gate:
-        """Listens, then starts the process; clients may connect from here on.
+        """Listens, then starts the process, and returns the gate itself; clients may connect.
 
-        It returns the gate itself, which has `address`, `pid` and `status` from here on.
-
-        Raises:
-            FedsimError: The address is taken, or a certificate, key or log cannot be used.
+        A `FedsimError` says if the address is taken, or a certificate, key or log cannot be used.
         """
         from fedsim.types import FedsimError  # which imports torch: not for the gate's process
 
@@ -112,7 +103,7 @@ class Gate:
         return self
 
     def stop(self) -> None:
-        """Ends the process, if it still runs; without one, nothing happens."""
+        """Ends the process, if it still runs."""
         self._stack.close()
 
     def __enter__(self) -> Gate:
@@ -170,10 +161,8 @@ class _Server:
             task.add_done_callback(lambda task: self._callers.pop(task, None))
 
     def _make_room(self, newcomer: _Caller) -> None:
-        """Ends the oldest connection of the strangers who hold most, if there are too many.
-
-        A node shows by its first request that it is one; a stranger that only waits gives way.
-        """
+        """Ends the oldest connection of the strangers who hold most, if there are too many."""
+        # A node shows by its first request that it is one; a stranger that only waits gives way.
         held = Counter(caller.of for caller in self._callers.values() if caller.is_stranger)
         if held[newcomer.of] >= self._share:
             self._end_oldest(newcomer.of)
@@ -182,13 +171,10 @@ class _Server:
             self._end_oldest(max(held, key=lambda of: held[of]))
 
     def _admit(self, caller: _Caller, key: bytes) -> None:
-        """Counts a connection as that of the node with this `key`.
-
-        It refuses the connection if the node has too many. Nodes leave a share of the connections
-        to strangers, since every node begins as one.
-        """
+        """Counts a connection as that of the node with this `key`, or refuses it."""
         if caller.of == key:
             return
+        # Nodes leave a share of the connections to strangers, since every node begins as one.
         held = Counter(other.of for other in self._callers.values() if not other.is_stranger)
         is_full = held.total() >= max(1, self._settings.connections - self._share)
         # `max` takes the first of equals: at a tie the newcomer is refused, and nobody else ended.
@@ -302,10 +288,7 @@ class _Lines:
         self._written: Counter[str | bytes] = Counter()
 
     def begin(self) -> int:
-        """Begins a new period of counting if the last one has lasted an hour.
-
-        It returns how many lines the ended period dropped; 0 if the period goes on.
-        """
+        """Begins a new hour of counting if it is time; returns how many lines the old dropped."""
         if time.monotonic() - self._since < _LINES_SECONDS:
             return 0
         dropped, self._dropped = self._dropped, 0
@@ -324,10 +307,7 @@ class _Lines:
 
 
 def _network(address: str) -> str:
-    """Returns the network that a stranger is counted by.
-
-    An IPv6 address counts as its /64, since a machine has all of it.
-    """
+    """Returns the network that a stranger is counted by: of an IPv6 address its /64."""
     return (
         address if ":" not in address else str(IPv6Network((address.partition("%")[0], 64), False))
     )
@@ -352,10 +332,7 @@ def _contexts(settings: GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def _listening(listen: str, settings: GateSettings) -> tuple[socket.socket, float]:
-    """Returns a listening socket, and the time in seconds since 1970 from which it listens.
-
-    It reads certificates and addresses first, so that wrong settings raise here.
-    """
+    """Returns a listening socket, and the time (s since 1970) from which it listens."""
     _contexts(settings)
     addresses.split(settings.superlink)
     return addresses.listener(listen), time.time()

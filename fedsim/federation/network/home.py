@@ -29,11 +29,7 @@ _RUN = re.compile(r"[0-9a-f]{16,64}")
 
 
 def run_folder(home: Path, run: str) -> Path:
-    """Returns the folder in `home` that keeps what belongs to `run`.
-
-    Raises:
-        FedsimError: The name of the run is not 16 to 64 hexadecimal digits.
-    """
+    """Returns the folder in `home` that keeps what belongs to `run`, a hexadecimal name."""
     if not _RUN.fullmatch(run):
         raise FedsimError(f"run: expected 16 to 64 hexadecimal digits, got {run[:40]!r}")
     return home / "runs" / run
@@ -42,8 +38,6 @@ def run_folder(home: Path, run: str) -> Path:
 def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
     """Notes at first sight what a `stack` of a `run` is, and later refuses anything else.
 
-    Otherwise the server would get a second answer, with other noise or of another size.
-
     Args:
         home: The node's folder.
         run: Name of the run, which the server chose.
@@ -51,9 +45,6 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
         fingerprint: Digest of all that decides the results of the stack's training.
         held: Number of examples of each client, as text.
         data: Digest of the node's examples.
-
-    Raises:
-        FedsimError: The node knows the run or stack as another.
     """
     pins = {
         Path("scenarios", stack): (fingerprint, "the run of another scenario"),
@@ -76,8 +67,7 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
 def make_private(home: Path) -> None:
     """Makes the folder `home`, or takes away the access of other users to it.
 
-    Raises:
-        FedsimError: Other users have access, and the folder holds what no node has written.
+    A folder that others have access to, with what no node has written, is refused.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not home.stat().st_mode & 0o077:
@@ -99,9 +89,6 @@ def secret_seed(home: Path, run: str, use: str = "") -> int:
 
     The secret is made if it is missing. `use` is any text that says what the seed is for: a seed
     for another use tells nothing of this one.
-
-    Raises:
-        FedsimError: The secret's file is damaged, or readable by other users.
     """
     path = home / _SECRET
     if not path.exists():

@@ -46,13 +46,11 @@ _CLOCK_SKEW = timedelta(minutes=5)
 
 @dataclass(frozen=True, kw_only=True)
 class Authority:
-    """Names the files of a certificate authority and of the one server that it vouches for.
-
-    `key` is the authority's private key. `server_certificate` and `server_key` are the server's.
-    """
+    """Names the files of a certificate authority and of the one server that it vouches for."""
 
     certificate: Path
-    """Certificate by which nodes verify the server; no secret."""
+    """Certificate by which nodes verify the server; no secret. `key` is the authority's private
+    key."""
     key: Path
     server_certificate: Path
     server_key: Path
@@ -61,11 +59,8 @@ class Authority:
 def make_authority(folder: Path, hosts: Sequence[str], *, days: int = 2) -> Authority:
     """Writes ca.crt, ca.key, server.crt and server.key into `folder`; returns their paths.
 
-    `hosts` are the server's names and IP addresses. Both certificates end after `days`. The files
-    are readable by their owner alone.
-
-    Raises:
-        FedsimError: One of the files exists, or other users may write into the folder.
+    `hosts` are the server's names and IP addresses. Both certificates end after `days`. Files that
+    exist, and a folder that others may write into, are refused.
     """
     authority = Authority(
         certificate=folder / "ca.crt",
@@ -103,9 +98,6 @@ def make_node_key(path: Path) -> Path:
 
     `path` is for `flower-supernode --auth-supernode-private-key`. The returned path (`path` + .pub)
     is for `flwr supernode register`.
-
-    Raises:
-        FedsimError: One of the files exists, or other users may write into the folder.
     """
     public = path.with_name(path.name + ".pub")
     prepare(path.parent, [path, public])
@@ -170,11 +162,7 @@ def _private(key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> bytes:
 
 
 def prepare(folder: Path, files: Sequence[Path]) -> None:
-    """Makes `folder`, for its owner alone, and refuses to replace any of `files`.
-
-    Raises:
-        FedsimError: One of the files exists, or other users may write into the folder.
-    """
+    """Makes `folder`, for its owner alone, and refuses to replace any of `files`."""
     # One by one: `parents=True` would make the parents without this mode.
     for missing in reversed([folder, *folder.parents]):
         missing.mkdir(mode=0o700, exist_ok=True)
@@ -188,11 +176,7 @@ def prepare(folder: Path, files: Sequence[Path]) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a new file that only its owner may read.
-
-    Raises:
-        FileExistsError: The file exists.
-    """
+    """Writes a new file that only its owner may read; a `FileExistsError` if it is there."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
@@ -216,11 +200,7 @@ def read_identity(key: Path | None, peers: Path | None) -> Identity | None:
     """Reads a node's signing key and its peers' public keys; None if neither file is named.
 
     `key` is a file of 32 raw bytes, and `peers` is JSON of client -> public key as hexadecimal
-    text. `fedsim keys` writes both.
-
-    Raises:
-        FedsimError: Only one of the two is named, one is missing or damaged, two clients have one
-            key, or other users may read the signing key.
+    text. A `FedsimError` says what is missing, damaged, double or open to other users.
     """
     if key is None and peers is None:
         return None
@@ -261,8 +241,6 @@ _SECRET = "superexec.secret"  # noqa: S105 - the name of a file
 
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> list[Path]:
     """Writes a folder of keys for each party, and returns the folders.
-
-    The parties are a SuperLink, its gate, `nodes` nodes and a runner, in this order.
 
     Args:
         folder: Folder in which theirs are made; these may exist, as mounted volumes do.

@@ -50,10 +50,6 @@ def check(address: str, roots: Path | None) -> None:
     """Refuses a SuperLink at `address` that cannot be reached, or is elsewhere without TLS.
 
     `roots` is the file of certificates that the SuperLink's is checked by; None for no TLS.
-
-    Raises:
-        FedsimError: The SuperLink is off loopback and `roots` are missing; nobody answers; only one
-            side speaks TLS; or the certificate has expired or is not vouched for.
     """
     if reason := addresses.unfit(address, has_roots=roots is not None):
         raise FedsimError(f"--superlink: {reason}")
@@ -75,8 +71,8 @@ def check(address: str, roots: Path | None) -> None:
 def clock_error(address: str, roots: Path | None) -> str:
     """Returns a text that says how far this machine's clock is off the server's at `address`.
 
-    `roots` is the file of certificates that the server's is checked by; None for no TLS. The text
-    is empty if the clock is close enough for nodes, or if the server does not tell its time.
+    The text is empty if the clock is close enough for nodes, or if the server does not tell its
+    time.
     """
     host, port = addresses.split(address)
     try:

@@ -28,11 +28,7 @@ class Log:
         self._file = path.open("ab")
 
     def write(self, text: str) -> None:
-        """Appends `text` at once.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Appends `text` at once; an `OSError` if the disk is full."""
         content = text.encode()
         if self._file.tell() + len(content) > LOG_BYTES:
             self._file.close()

@@ -142,11 +142,7 @@ def _session(
 
 
 def _leave(member: NodeMembership) -> None:
-    """Tells the SuperLink that the last SuperNode of this folder is gone.
-
-    It may have been killed. Nobody else is at work in the folder, so that it cannot be another
-    node's.
-    """
+    """Tells the SuperLink that the last SuperNode of this folder, perhaps killed, is gone."""
     path = member.home / _NODE
     if member.key is None or not path.exists():
         return
@@ -162,10 +158,7 @@ def _tell(say: Callable[[str], None], line: str) -> None:
 
 
 def until_told() -> threading.Event:
-    """Returns an event that SIGINT, SIGTERM and SIGHUP set; called in the main thread.
-
-    These signals then do nothing else in this process.
-    """
+    """Returns an event that SIGINT, SIGTERM and SIGHUP set; called in the main thread."""
     stop = threading.Event()
 
     def set_stop(number: int, frame: FrameType | None) -> None:

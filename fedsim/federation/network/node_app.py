@@ -59,9 +59,6 @@ class NodeApp:
             policy: What its owner lets servers ask.
             shared_seed: Whether it draws batches and noise from the scenario's seed.
             identity: Signing key and peers' keys; None if it takes part in no secure sum.
-
-        Raises:
-            FedsimError: The node's count of answers, in `home`, is damaged.
         """
         self._number, self._data, self._home = client, data, home
         self._policy, self._shared_seed, self._identity = policy, shared_seed, identity
@@ -71,11 +68,7 @@ class NodeApp:
         self._dataset = lru_cache(maxsize=1)(self._load)
 
     def refuse_other_identity(self) -> None:
-        """Refuses a signing key that the peers' file does not give to this client.
-
-        Raises:
-            FedsimError: The file gives this client another key, or none.
-        """
+        """Refuses a signing key that the peers' file does not give to this client."""
         if self._identity and self._identity.peers.get(self._number) != self._identity.public:
             raise FedsimError(
                 f"--peers: client {self._number} has another key there than --signing-key, or "
@@ -83,11 +76,7 @@ class NodeApp:
             )
 
     def refuse_missing_data(self) -> None:
-        """Refuses data that do not exist, before the node joins and fails once it is asked.
-
-        Raises:
-            FedsimError: The file or folder of data is missing.
-        """
+        """Refuses data that do not exist, before the node joins and fails once it is asked."""
         if self._data != SCENARIO and not Path(self._data).exists():
             raise FedsimError(
                 f"--data: {self._data}: no such file or folder; `{SCENARIO}` takes the client's "

@@ -51,8 +51,8 @@ T = TypeVar("T")
 class Side:
     """One of the two connections of an exchange, with the state of its HTTP.
 
-    `reader` and `writer` are asyncio's streams of the open connection. `role` is what this process
-    is on it: `h11.SERVER` towards a client of the gate, and `h11.CLIENT` towards the SuperLink.
+    `role` is what this process is on it: `h11.SERVER` towards a client of the gate, and
+    `h11.CLIENT` towards the SuperLink.
     """
 
     def __init__(
@@ -65,13 +65,7 @@ class Side:
         self.http = h11.Connection(role, max_incomplete_event_size=_HEAD_BYTES)
 
     async def event(self, chunk: int = CHUNK_BYTES) -> Any:
-        """Returns the next h11 event from the other end.
-
-        It reads at most `chunk` bytes at a time.
-
-        Raises:
-            h11.RemoteProtocolError: The other end breaks the rules of HTTP.
-        """
+        """Returns the next h11 event from the other end, read by at most `chunk` bytes."""
         while (event := self.http.next_event()) is h11.NEED_DATA:
             self.http.receive_data(await self._reader.read(chunk))
         return event
@@ -110,11 +104,7 @@ class SuperLink:
     context: ssl.SSLContext
 
     async def connect(self) -> Side:
-        """Connects to the SuperLink, and returns the connection.
-
-        Raises:
-            Refusal: The SuperLink cannot be reached (502).
-        """
+        """Connects to the SuperLink, and returns the connection."""
         host, port = addresses.split(self.address)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
@@ -131,11 +121,7 @@ class _Patience:
         self._left = _GRACE_SECONDS
 
     async def wait(self, awaitable: Awaitable[T]) -> T:
-        """Awaits `awaitable` and returns its result; the time it takes is no longer left.
-
-        Raises:
-            Refusal: No time is left (408).
-        """
+        """Awaits `awaitable` and returns its result; the time it takes is no longer left."""
         start = time.monotonic()
         try:
             async with asyncio.timeout(self._left):
@@ -182,10 +168,8 @@ class Passage:
     async def exchange(self) -> bool:
         """Serves one request; returns whether there can be another on this connection.
 
-        Raises:
-            Refusal: The request does not pass, or cannot be answered.
-            OSError: The connection of the client broke off.
-            h11.ProtocolError: The client breaks the rules of HTTP.
+        An `OSError` says that the client's connection broke off, and an `h11.ProtocolError` that it
+        breaks the rules of HTTP.
         """
         self.request, self.is_answered = "", False
         try:
@@ -265,10 +249,7 @@ class Passage:
         return response.status_code == 200
 
     async def _reach_superlink(self) -> Side:
-        """Returns a connection to the SuperLink.
-
-        It is the last one, or a new one if the last may be about to close.
-        """
+        """Returns the last connection to the SuperLink, or a new one if that may soon close."""
         if self._inner:
             http, idle = self._inner.http, time.monotonic() - self._idle_since
             if http.our_state is http.their_state is h11.DONE and idle < _REUSE_SECONDS:

@@ -32,10 +32,7 @@ _GROUPS = ["fedsim.learners", "fedsim.models", "fedsim.defenses"]
 
 
 class Policy(BaseModel):
-    """A node owner's rules for what a server may ask.
-
-    All else is refused before the data are touched.
-    """
+    """A node owner's rules for what a server may ask; all else is refused untouched."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -86,10 +83,6 @@ class Policy(BaseModel):
         """Reads a policy from the YAML file at `path`.
 
         If `path` is None, everything is allowed but naming the node's files.
-
-        Raises:
-            FedsimError: The file is missing, is no YAML, or has an unknown key, a wrong value or an
-                unknown plugin.
         """
         if path is None:
             return cls()
@@ -171,13 +164,7 @@ class Releases:
     """Counts on disk how often the node has answered."""
 
     def __init__(self, path: Path, most: int | None) -> None:
-        """Continues the count in the file at `path`; without a file it begins at 0.
-
-        There are at most `most` answers; None is any number.
-
-        Raises:
-            FedsimError: The file is damaged.
-        """
+        """Continues the count in the file at `path`, up to `most` answers; None is any number."""
         self._path, self._most = path, most
         self._count = 0
         if path.exists():
@@ -189,11 +176,7 @@ class Releases:
                 ) from error
 
     def count(self) -> None:
-        """Counts one more answer; must be called before the answer is computed.
-
-        Raises:
-            FedsimError: The policy allows no more answers.
-        """
+        """Counts one more answer, before it is computed; refuses one too many."""
         if self._most is not None and self._count >= self._most:
             raise FedsimError(
                 f"this node has answered {self._count} times, which is all that its policy allows "

@@ -36,11 +36,7 @@ def free_port() -> int:
 
 
 def program(name: str) -> str:
-    """Returns the path of the program `name` that is installed beside this Python.
-
-    Raises:
-        FedsimError: There is no such program.
-    """
+    """Returns the path of the program `name` that is installed beside this Python."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise FedsimError(f"{name} is not installed beside {sys.executable}; pip install fedsim")
@@ -95,11 +91,7 @@ class Child:
         self._begin = min(self._begin, self._log.stat().st_size)
 
     def await_port(self, port: int) -> None:
-        """Waits until the program listens on `port` of loopback.
-
-        Raises:
-            FedsimError: The program has ended, or does not listen within a minute.
-        """
+        """Waits for up to a minute until the program listens on `port` of loopback."""
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and self.status is None:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
@@ -109,11 +101,7 @@ class Child:
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
 
     def await_words(self, words: str, who: str) -> None:
-        """Waits until the program has written `words`; `who` names the program in the error.
-
-        Raises:
-            FedsimError: The program has ended, or has not written them within two minutes.
-        """
+        """Waits for up to two minutes until the program, `who` in the error, says `words`."""
         end = time.monotonic() + 2 * _START_SECONDS
         while words not in self.words():
             if self.status is not None or time.monotonic() > end:
@@ -121,10 +109,7 @@ class Child:
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Ends the program and all that it has started.
-
-        The program gets SIGTERM, and after a few seconds all of them get SIGKILL.
-        """
+        """Ends the program and all that it has started: by SIGTERM, and soon by SIGKILL."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)  # first alone, so that it ends its own
         with suppress(subprocess.TimeoutExpired):
@@ -138,11 +123,8 @@ def superlink(folder: Path, port: int, log: Path) -> Child:
     """Starts a SuperLink on `port` of loopback; its output goes to the file `log`.
 
     It speaks TLS and lets in nodes with registered keys alone. `folder` holds its database,
-    `superexec.secret`, and the files that `keys.make_authority` writes. The call returns
-    before it listens: `Child.await_port` waits for that.
-
-    Raises:
-        FedsimError: Flower's SuperLink is not installed.
+    `superexec.secret`, and the files that `keys.make_authority` writes. The call returns before it
+    listens: `Child.await_port` waits for that.
     """
     return Child(
         [

@@ -40,10 +40,7 @@ _REFUSED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RunningFederation:
-    """A federation that runs on this machine, with handles on its processes.
-
-    `link` is the way by which the run itself reaches the SuperLink, past the gate.
-    """
+    """A federation that runs on this machine, with handles on its processes."""
 
     link: Link
     gate: str
@@ -68,9 +65,6 @@ def federation(
         data: Value of each node's option `--data`.
         paths: Files that the scenario names and that nodes may open.
         shared_seed: Whether nodes draw batches and noise from the scenario's seed.
-
-    Raises:
-        FedsimError: One of the programs is missing or does not start.
     """
     flower.check_version()
     logs = out / "network"
@@ -161,10 +155,7 @@ class _Watched:
                 thread.join()
 
     def add(self, start: Callable[[], P]) -> Callable[[], P]:
-        """Calls `start`, which starts a program, now and whenever the program has ended.
-
-        It returns a function that returns the program's present process.
-        """
+        """Calls `start` now and whenever the program that it started has ended."""
         number = len(self._children)
         self._children.append(start())
         self._starts.append(start)

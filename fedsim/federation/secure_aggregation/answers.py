@@ -67,7 +67,9 @@ class Computes(Protocol):
 class Answers:
     """Answers the five stages of a secure sum for a client.
 
-    The methods are called in the order in which they stand, once per round each.
+    The methods are called in the order in which they stand, once per round each. A message of
+    another form raises a `MalformedError`, and a stage out of its turn, or what breaks the
+    protocol, an `AbortedError`.
     """
 
     def __init__(self, own: Computes, sum_identity: SumIdentity | None) -> None:
@@ -78,39 +80,20 @@ class Answers:
         self._own, self._given = own, sum_identity
 
     def keys(self, message: Message, context: Context) -> Message:
-        """Answers with the client's public keys for this round's sum, and forgets any earlier sum.
-
-        Raises:
-            FedsimError: The stack has no secure sums, or the round is past the scenario's last.
-            AbortedError: The client takes no part in this sum.
-            MalformedError: The message names no round.
-        """
+        """Answers with the client's public keys for this round's sum, and forgets earlier sums."""
         sum, _ = self._sum(message, context, begins=True)
         published = sum.client.keys(sum.secret)
         return _reply(message, messages.table(sum.round, {sum.number: published.to_bytes()}))
 
     def shares(self, message: Message, context: Context) -> Message:
-        """Answers with shares of the client's two secrets, sealed for each neighbour.
-
-        Raises:
-            AbortedError: The stage is out of its turn, or the keys that the message holds break the
-                protocol.
-            MalformedError: The message is of another form.
-        """
+        """Answers with shares of the client's two secrets, sealed for each neighbour."""
         sum, record = self._sum(message, context)
         listed = messages.read_table(record)
         boxes = sum.client.shares({c: Published.from_bytes(one) for c, one in listed.items()})
         return _reply(message, messages.table(sum.round, boxes))
 
     def mask(self, message: Message, context: Context) -> Message:
-        """Answers with the round's updates, masked in one vector, and a signature.
-
-        Raises:
-            AbortedError: The stage is out of its turn, or the boxes that the message holds break
-                the protocol.
-            FedsimError: The client may not release one of the updates.
-            MalformedError: The message is of another form.
-        """
+        """Answers with the round's updates, masked in one vector, and a signature."""
         sum, record = self._sum(message, context)
         content, workload = message.content, self._own.workload
         order = self._own.read_order(message)
@@ -144,14 +127,7 @@ class Answers:
         return Message(messages.masked_answer(vector, signature), reply_to=message)
 
     def agree(self, message: Message, context: Context) -> Message:
-        """Answers with a signature of the clients in the sum; a round has one such set.
-
-        Raises:
-            AbortedError: The stage is out of its turn, or the clients or signatures break the
-                protocol.
-            FedsimError: The client has agreed to other clients in this round.
-            MalformedError: The message is of another form.
-        """
+        """Answers with a signature of the clients in the sum; a round has one such set."""
         sum, record = self._sum(message, context)
         signatures = messages.read_table(record)
         lost = messages.read_list(record, messages.LOST)
@@ -163,12 +139,7 @@ class Answers:
         return _reply(message, messages.table(sum.round, {sum.number: signature}))
 
     def unmask(self, message: Message, context: Context) -> Message:
-        """Answers with the client's shares of others' secrets, so that the sum can be opened.
-
-        Raises:
-            AbortedError: The stage is out of its turn, or too few clients signed the sum.
-            MalformedError: The message is of another form.
-        """
+        """Answers with the client's shares of others' secrets, so that the sum can be opened."""
         sum, record = self._sum(message, context)
         shares = sum.client.unmask(messages.read_table(record))
         return _reply(message, messages.table(sum.round, shares))

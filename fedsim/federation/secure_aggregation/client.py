@@ -76,9 +76,6 @@ class SumClient:
             memory: Its memory after the stage before, which is changed in place; by default it has
                 answered none.
             keep: Saves the memory; called when a stage begins and when it ends.
-
-        Raises:
-            AbortedError: the client is no participant.
         """
         if number not in terms.participants:
             raise AbortedError(f"client {number} does not take part in this sum")
@@ -105,14 +102,7 @@ class SumClient:
             return Published(**{**vars(unsigned), "signature": signature})
 
     def shares(self, directory: Directory) -> dict[int, bytes]:
-        """Splits the client's two secrets among its neighbours; returns a sealed box by neighbour.
-
-        `directory` has what each client published.
-
-        Raises:
-            AbortedError: The directory is invalid, has too few clients, or lacks this client's own
-                keys.
-        """
+        """Splits the client's two secrets among its neighbours; returns a sealed box for each."""
         with self._stage("shares"):
             self._check(directory)
             # Kept because the later stages have to speak of the same directory.
@@ -145,14 +135,9 @@ class SumClient:
     ) -> tuple[Ring, bytes]:
         """Returns (masked vector, signature of the keys and the model that this client was shown).
 
-        Args:
-            boxes: Sealed box of each neighbour that has shared its secrets, by neighbour.
-            compute: Returns the vector to be added up; masks are added to it in place.
-            model: Digest of what the vector is computed from, which has to be the same for all
-                clients.
-
-        Raises:
-            AbortedError: A box is no neighbour's or cannot be opened, or there are too few boxes.
+        `boxes` are those of neighbours that have shared their secrets, by neighbour. `compute`
+        returns the vector to be added up, to which masks are added in place. `model` is a digest of
+        what it is computed from, which has to be the same for all clients.
         """
         with self._stage("masked"):
             directory = self._directory()
@@ -201,10 +186,6 @@ class SumClient:
             lost: Clients that shared secrets and sent no vector.
             signatures: Signature of keys and model by each survivor, by client.
             note: Called before this client signs; may refuse by raising.
-
-        Raises:
-            AbortedError: The lists are inconsistent or too short, or a signature is missing or
-                wrong.
         """
         with self._stage("agree"):
             in_sum, out = set(survivors), set(lost)
@@ -243,15 +224,8 @@ class SumClient:
 
         The share is of the seed for a client in the sum, and of the masking key for a lost client.
         The client never gives both of one client, nor any share a second time. Two quorums have an
-        honest client in common, which signs once. So only one pair of lists can have a quorum's
-        signatures.
-
-        Args:
-            signatures: Signature of the two lists by each client that agreed, by client.
-
-        Raises:
-            AbortedError: Fewer clients signed the lists that this client was shown than a sum
-                needs.
+        honest client in common, which signs once: only one pair of lists can have a quorum's
+        `signatures`.
         """
         with self._stage("unmask"):
             in_sum = set(self.memory.survivors)
@@ -273,10 +247,7 @@ class SumClient:
 
     @contextmanager
     def _stage(self, stage: str) -> Iterator[None]:
-        """Counts the stage as answered before anything is computed; forgets all if it fails.
-
-        It keeps what is remembered at the end of the block.
-        """
+        """Counts the stage as answered before anything is computed; forgets all if it fails."""
         at = STAGES.index(stage)
         if self.memory.done != at:
             expected = STAGES[self.memory.done] if self.memory.done < len(STAGES) else "no more"

@@ -92,15 +92,10 @@ class FixedPoint:
     def encode(
         self, values: NDArray[np.float64], share: float, stream: rng.Stream
     ) -> NDArray[np.int64]:
-        """Returns `share` times the values as integers (n,), rounded, with the client's noise.
+        """Returns `share` times the values (n,) as integers, rounded, with the client's noise.
 
-        Args:
-            values: (n,) finite numbers.
-            share: Weight of the client in (0, 1]: its examples divided by the most that count.
-            stream: The client's randomness for rounding and noise.
-
-        Raises:
-            FedsimError: A value is NaN or infinite.
+        `share`, the client's weight in (0, 1], is its examples divided by the most that count. NaN
+        and infinite values are a `FedsimError`.
         """
         if not np.isfinite(values).all():
             raise FedsimError("the update holds NaN or infinity, which cannot be added under masks")
@@ -117,10 +112,7 @@ class FixedPoint:
         return rounded
 
     def decode(self, total: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns the real values (n,) for which the integers `total` (n,) of a sum stand.
-
-        They are still the sum of clients' values, each times its `share`.
-        """
+        """Returns the real values (n,) for which the integers `total` (n,) of a sum stand."""
         return total.astype(np.float64) * self.step
 
 
@@ -140,10 +132,7 @@ def from_ring(ring: Ring) -> NDArray[np.int64]:
 def _round_vector(
     scaled: NDArray[np.float64], norm: float, stream: rng.Stream
 ) -> NDArray[np.int64]:
-    """Rounds each entry to a neighbouring integer, at random so that its mean is the entry.
-
-    The result is no longer than `norm`, in steps.
-    """
+    """Rounds each entry at random, so that its mean is the entry, to no longer than `norm`."""
     length = float(np.linalg.norm(scaled))
     # The noise is made for vectors of this norm: a longer one would be protected less than is
     # claimed.
@@ -175,8 +164,7 @@ class Layout:
     update: Mapping[str, Tensor]
     """Tensors shaped and typed like those of an update, in the order of the vector."""
     buffers: Mapping[str, Tensor]
-    """Tensors shaped and typed like the buffers that clients release; empty if they release
-    none."""
+    """Tensors like the buffers that clients release; empty if they release none."""
 
     @cached_property
     def length(self) -> int:
@@ -187,9 +175,7 @@ class Layout:
     def vector(self, updates: Iterable[Update], streams: Callable[[int], rng.Stream]) -> Ring:
         """Returns a client's vector of all parts, without masks: `length` numbers for each part.
 
-        Args:
-            updates: One update for each part, in order; they may be computed as they are read.
-            streams: Called with the index of a part; returns the client's randomness for that part.
+        There is one update for each part, and `streams` returns the client's randomness for a part.
         """
         found = to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
         # Updates come one at a time from a generator, so that no two are in memory together.
@@ -204,15 +190,12 @@ class Layout:
         return found
 
     def sum_of(self, total: Ring, part: int, clients: int) -> Update:
-        """Returns the mean update in one part of the opened vector `total`.
+        """Returns the mean update in one `part` of the opened vector `total` of `clients` clients.
 
-        `part` is a position in `plan.parts`, and `clients` the number of clients in the sum. The
-        sum of updates, weighted by examples, is divided by the number of examples. With noise,
+        The sum of updates, weighted by examples, is divided by the number of examples. With noise,
         weights are examples over `most_examples` (`SumTerms`), and the divisor is the number of
-        clients asked. `num_examples` of the result is the number of examples in the sum.
-
-        Raises:
-            AbortedError: The counted examples cannot be those of this number of clients.
+        clients asked. `num_examples` of the result is the number of examples in the sum; one that
+        cannot be that of so many clients is an `AbortedError`.
         """
         numbers = from_ring(total[part * self.length :][: self.length])
         terms, count = self.sums[part], int(numbers[-1])
@@ -230,17 +213,12 @@ class Layout:
     def read_masked(self, vector: Ring, part: int) -> Update:
         """Decodes one part of a client's masked `vector` like an update, as an attacker sees it.
 
-        `vector` has all parts, and `part` is a position in `plan.parts`. The count of examples is
-        masked, too. So nothing is divided by it, and `num_examples` is 1 whatever the client has.
+        The count of examples is masked, too. So nothing is divided by it, and `num_examples` is 1.
         """
         return self._decode(part, from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1)
 
     def fixed_point(self, part: int) -> FixedPoint:
-        """Returns how the entries of the update in `part` become integers.
-
-        Raises:
-            FedsimError: Rounding would lose the noise.
-        """
+        """Returns how the entries of the update in `part` become integers."""
         terms = self.sums[part]
         return FixedPoint(
             clients=self.clients,

@@ -48,11 +48,7 @@ def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) ->
 
 
 def read_table(record: ConfigRecord) -> dict[int, bytes]:
-    """Reads the bytes of each client, by client, from a record that `table` made.
-
-    Raises:
-        MalformedError: The record holds no such bytes, or a client twice.
-    """
+    """Reads the bytes of each client, by client, from a record that `table` made."""
     clients, contents = read_list(record, _CLIENTS), record.get(_CONTENTS)
     if (
         not isinstance(contents, list)
@@ -68,11 +64,7 @@ def read_table(record: ConfigRecord) -> dict[int, bytes]:
 
 
 def read_list(record: ConfigRecord, name: str) -> list[int]:
-    """Reads the list of clients called `name`, in the order in which it was written.
-
-    Raises:
-        MalformedError: The record holds no such list.
-    """
+    """Reads the list of clients called `name`, in the order in which it was written."""
     members = record.get(name)
     if (
         not isinstance(members, list)
@@ -93,11 +85,8 @@ def model_order(
 ) -> RecordDict:
     """Returns the content of an order that asks for a masked vector.
 
-    Args:
-        record: Table of the boxes for the client.
-        parameters: Weights of the global model.
-        buffers: Float buffers of the global model.
-        planted: Weights at which probes are computed; None if they are `parameters`.
+    `record` is the table of the boxes for the client, `parameters` and `buffers` are the global
+    model's, and `planted` the weights at which probes are computed, if others.
     """
     content = RecordDict({wire.ARRAYS: parameters, wire.BUFFERS: buffers, wire.CONFIG: record})
     if planted is not None:
@@ -106,23 +95,14 @@ def model_order(
 
 
 def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | None:
-    """Reads the weights at which probes are computed; None if they are the model's `parameters`.
-
-    The result is name -> tensor, in the order of `parameters`.
-
-    Raises:
-        MalformedError: These weights differ from `parameters` in name, shape or type.
-    """
+    """Reads the weights at which probes are computed; None if they are the model's `parameters`."""
     if PLANTED not in content:
         return None
     return wire.decode_like(wire.arrays_of(content, PLANTED), parameters)
 
 
 def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
-    """Returns the content of an answer with a masked vector, written as signed integers.
-
-    `signature` is the client's signature of the keys and the model that it was shown.
-    """
+    """Returns the content of an answer with a masked vector, written as signed integers."""
     signed = vector.view(np.int32 if vector.itemsize == 4 else np.int64)
     return RecordDict(
         {
@@ -133,13 +113,7 @@ def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
 
 
 def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
-    """Returns the masked vector of `length` numbers in an answer, and its sender's signature.
-
-    Each number has `ring_bits` bits, 32 or 64.
-
-    Raises:
-        MalformedError: The answer holds anything else.
-    """
+    """Returns the masked vector of `length` numbers in an answer, and its sender's signature."""
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")
     dtype = torch.int32 if ring_bits == 32 else torch.int64

@@ -20,10 +20,7 @@ _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
 
 
 def parts(server: Server, round: int) -> list[Probe | None]:
-    """Returns the content of each part of a vector of `round`, in order.
-
-    The first part is training (None). Each other one is one release of one probe.
-    """
+    """Returns the content of each part of a vector of `round`: training (None), then each probe."""
     asked = server.plan(round).probes
     again = range(server.scenario.observe.releases)
     return [None, *(replace(probe, release=release) for release in again for probe in asked)]
@@ -33,9 +30,6 @@ def terms(server: Server, round: int, run: str = "") -> Terms:
     """Returns the terms of the sum of `round`.
 
     `run` is the run's name if nodes draw secrets of their own; else empty.
-
-    Raises:
-        FedsimError: Fewer than two clients take part in the round.
     """
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
@@ -52,12 +46,7 @@ def terms(server: Server, round: int, run: str = "") -> Terms:
 
 
 def check(server: Server) -> None:
-    """Refuses secure sums that cannot work; a stack without secure sums passes.
-
-    Raises:
-        FedsimError: There are too few clients, rounding would lose the noise, or nothing bounds the
-            buffers.
-    """
+    """Refuses secure sums that cannot work; a stack without secure sums passes."""
     if server.protocol is None:
         return
     with blaming(f"defenses.{server.stack_name}"):

@@ -21,16 +21,13 @@ from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import Published
 from fedsim.federation.secure_aggregation.server import SumServer
 from fedsim.federation.secure_aggregation.terms import AbortedError
-from fedsim.federation.serde import size_of
+from fedsim.federation.wire import size_of
 from fedsim.training.server import Server
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Weights and buffers from which clients compute in one round, as they are sent.
-
-    `parameters` are the global model's weights, and `buffers` its float buffers.
-    """
+    """Weights and buffers from which clients compute in one round, as they are sent."""
 
     parameters: ArrayRecord
     buffers: ArrayRecord
@@ -40,10 +37,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A sum without masks.
-
-    `total` has all parts, as `Layout.sum_of` reads them.
-    """
+    """A sum without masks; `Layout.sum_of` reads the parts of `total`."""
 
     total: Ring
     clients: list[int]
@@ -91,16 +85,11 @@ class SecureSum:
     def run(
         self, clients: Collection[int], model: Model, on_masked: Callable[[int, Ring], None]
     ) -> Opened | None:
-        """Carries out the sum, once; returns None if nothing is opened.
+        """Carries out the sum among `clients`, once; returns None if nothing is opened.
 
         The tally then has the reason as a line. It also counts clients that failed, and the bytes
-        of messages: of answers without the parts that are of probes.
-
-        Args:
-            clients: Clients that are asked.
-            model: Weights and buffers that the clients are sent.
-            on_masked: Called with each client and its masked vector, which is then added up and
-                forgotten.
+        of messages: of answers without the parts that are of probes. `on_masked` is called with
+        each client and its masked vector, which is then added up and forgotten.
         """
         try:
             self._keys(clients)
@@ -187,12 +176,8 @@ class SecureSum:
     ) -> Iterator[tuple[int, Message]]:
         """Sends orders and yields each client's answer, as it comes.
 
-        Args:
-            action: Action of the messages.
-            orders: Content for each client.
-            answers: How many updates one order asks for, each of which may take the timeout.
-            is_lost: Whether a client that does not answer is left out of the sum; else it is only
-                named.
+        `answers` is how many updates one order asks for; `is_lost` whether silence is out of the
+        sum.
         """
         clients = sorted(orders)
         sent = [Message(orders[one], self._nodes[one], f"train.{action}") for one in clients]

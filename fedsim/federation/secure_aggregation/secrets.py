@@ -1,10 +1,12 @@
 """Hides a vector: keys that two agree on, streams made of them, and secrets in shares.
 
 It also says by which keys clients sign, and what each publishes at the beginning of a secure sum.
+Keys, seeds, digests and commitments have 32 bytes.
 
 Every primitive is a library's: X25519, HKDF-SHA256, AES-256 in counter mode, ChaCha20-Poly1305 and
 Ed25519 of `cryptography`, Shamir's sharing over GF(2^128) of `pycryptodome`. What is no key, share
-or box raises an `AbortedError`.
+or box raises an `AbortedError`. `session` is `Terms.session` of the sum, so that no two sums share
+a key, mask or signature.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Identity:
 
     key: Ed25519PrivateKey
     peers: Mapping[int, bytes]
-    """Ed25519 public key (32 bytes) of each client of the sum, by client; its own is among them."""
+    """Ed25519 public key of each client of the sum, by client; its own is among them."""
 
     def sign(self, statement: bytes) -> bytes:
         """Returns the client's Ed25519 signature of a statement; 64 bytes."""
@@ -46,7 +48,7 @@ class Identity:
 
     @property
     def public(self) -> bytes:
-        """Public half of `key`; 32 bytes."""
+        """Public half of `key`."""
         return self.key.public_key().public_bytes_raw()
 
     def vouches(self, client: int, statement: bytes, signature: bytes) -> bool:
@@ -55,10 +57,7 @@ class Identity:
 
 
 def is_signed(public: bytes, statement: bytes, signature: bytes) -> bool:
-    """Returns whether `signature` is that of `statement` by the owner of key `public`.
-
-    Bytes that are no key, or no signature, give False.
-    """
+    """Returns whether `signature` is that of `statement` by the owner of key `public`."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, statement)
     except (InvalidSignature, ValueError):
@@ -89,7 +88,7 @@ _ZEROS = bytes(_CHUNK)
 
 
 def digest(*parts: bytes) -> bytes:
-    """Returns the SHA-256 digest of several parts, each preceded by its length; 32 bytes."""
+    """Returns the SHA-256 digest of several parts, each preceded by its length."""
     whole = hashlib.sha256()
     for part in parts:
         # The lengths keep lists of parts apart that read the same once they are joined.
@@ -98,7 +97,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def public_of(secret: bytes) -> bytes:
-    """Returns the X25519 public key (32 bytes) that belongs to a `secret` key of 32 bytes."""
+    """Returns the X25519 public key that belongs to a `secret` key."""
     return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
@@ -107,9 +106,6 @@ def check_public(key: bytes) -> None:
 
     X25519 ignores the highest bit and reduces modulo 2^255 - 19, so that one point has several
     encodings. Points of low order make every shared secret the same.
-
-    Raises:
-        AbortedError: The key is of another length, not canonical, or of low order.
     """
     number = int.from_bytes(key, "little")
     if len(key) != SECRET or number >= _PRIME or number in _LOW_ORDER:
@@ -121,18 +117,9 @@ def agree_key(
 ) -> bytes:
     """Returns 32 bytes that only two clients can compute, for one `purpose` of one `session`.
 
-    The result depends on both clients' numbers and on the bytes of their public keys. Otherwise a
-    client could publish another's key, or one that gives the same shared secret.
-
-    Args:
-        secret: Secret key of one of the two clients.
-        other: Number of the other client.
-        keys: Public keys of both, by client.
-        purpose: Use of the agreed bytes; another purpose gives unrelated bytes.
-        session: `Terms.session` of the sum.
-
-    Raises:
-        AbortedError: The other client's public key is invalid.
+    The result depends on both clients' numbers and on the bytes of their public keys, `keys` by
+    client. Otherwise a client could publish another's key, or one that gives the same shared
+    secret. `secret` is that of one of the two, and `other` the number of the other one.
     """
     try:
         shared = X25519PrivateKey.from_private_bytes(secret).exchange(
@@ -147,25 +134,19 @@ def agree_key(
 
 
 def own_mask(seed: bytes, session: bytes) -> bytes:
-    """Returns the key (32 bytes) of the mask that a client adds for itself, made of its `seed`.
-
-    `session` is `Terms.session` of the sum, so that no two sums share a mask.
-    """
+    """Returns the key of the mask that a client adds for itself, made of its `seed`."""
     return digest(b"own mask", session, seed)
 
 
 def commit(seed: bytes, session: bytes) -> bytes:
-    """Returns a commitment (32 bytes) to the seed of a client's own mask.
-
-    `session` is `Terms.session` of the sum. No other seed has the same commitment.
-    """
+    """Returns a commitment to the seed of a client's own mask; no other seed has the same."""
     return digest(b"commitment", session, seed)
 
 
 def add_mask(vector: Ring, key: bytes, sign: int) -> None:
     """Adds the key stream of `key` to `vector` in place, or subtracts it if `sign` is -1.
 
-    `key` has 32 bytes and must mask one vector only.
+    A key must mask one vector only.
     """
     # A counter that begins at 0 is safe, as no key masks a second vector.
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
@@ -185,8 +166,7 @@ def add_mask(vector: Ring, key: bytes, sign: int) -> None:
 def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
     """Splits a secret of 32 bytes into `holders` shares, of which any `needed` reveal it.
 
-    Fewer shares tell nothing of the secret. Shares are numbered from 1 in order, and a share of 34
-    bytes (`SHARE`) begins with its number.
+    Shares are numbered from 1 in order, and a share of 34 bytes (`SHARE`) begins with its number.
     """
     # Shamir's field has 128 bits: each half of the secret is shared by itself.
     halves = [
@@ -199,11 +179,7 @@ def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
 
 
 def join_shares(shares: Sequence[bytes]) -> bytes:
-    """Returns the secret of 32 bytes that `shares` reveal; too few shares give wrong bytes.
-
-    Raises:
-        AbortedError: A share is repeated or malformed.
-    """
+    """Returns the secret of 32 bytes that `shares` reveal; too few shares give wrong bytes."""
     numbered = {int.from_bytes(share[:_INDEX], "big"): share for share in shares}
     if len(numbered) < len(shares) or any(len(share) != SHARE for share in shares):
         raise AbortedError("shares are repeated or malformed")
@@ -216,21 +192,16 @@ def join_shares(shares: Sequence[bytes]) -> bytes:
 
 
 def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
-    """Encrypts `shares` under `key`; returns the box, which `open_box` decrypts.
+    """Encrypts `shares` under `key`, which must encrypt no other message; `open_box` decrypts them.
 
-    A key of 32 bytes must encrypt one message only. `way` names sender and receiver, and is
-    authenticated.
+    `way` names sender and receiver, and is authenticated.
     """
     # One nonce for all is safe for the same reason: the key is of this message alone.
     return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)
 
 
 def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
-    """Returns the shares that `seal` encrypted into `box`.
-
-    Raises:
-        AbortedError: The box was changed, or was sealed with another key or way.
-    """
+    """Returns the shares that `seal` encrypted into `box`."""
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), box, way)
     except InvalidTag as error:
@@ -251,16 +222,16 @@ class Published:
     """A client's public keys for one sum, with its signature."""
 
     sealing: bytes
-    """X25519 public key that encrypts the shares which others send to the client; 32 bytes."""
+    """X25519 public key that encrypts the shares which others send to the client."""
     masking: bytes
-    """X25519 public key of the masks that the client has in common with others; 32 bytes."""
+    """X25519 public key of the masks that the client has in common with others."""
     commitment: bytes
-    """Commitment to the seed of the client's own mask; 32 bytes."""
+    """Commitment to the seed of the client's own mask."""
     signature: bytes
     """Ed25519 signature of both keys, the commitment and the sum's session; 64 bytes."""
 
     def statement(self, client: int, session: bytes) -> bytes:
-        """Returns the digest (32 bytes) that `client` signs; `session` is the sum's (`Terms`)."""
+        """Returns the digest that `client` signs."""
         who = str(client).encode()
         # The session is signed, too, so that keys of an earlier sum cannot be shown again.
         return digest(b"keys", session, who, self.sealing, self.masking, self.commitment)
@@ -271,11 +242,7 @@ class Published:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Published:
-        """Reads the bytes that `to_bytes` returned.
-
-        Raises:
-            AbortedError: The length is not 160 bytes, or a public key is invalid.
-        """
+        """Reads the bytes that `to_bytes` returned."""
         if len(content) != _LENGTH:
             raise AbortedError(f"published keys are {len(content)} bytes, expected {_LENGTH}")
         for at in (0, KEY):
@@ -293,16 +260,12 @@ Directory = Mapping[int, Published]
 
 
 def directory_digest(directory: Directory) -> bytes:
-    """Returns a digest (32 bytes) of a directory, by which clients know that they saw the same."""
+    """Returns a digest of a directory, by which clients know that they saw the same."""
     return digest(b"directory", list_entries({c: one.to_bytes() for c, one in directory.items()}))
 
 
 def check_keys(directory: Directory) -> None:
-    """Refuses a directory in which a key is invalid, or stands twice as if one client were two.
-
-    Raises:
-        AbortedError: There is such a key.
-    """
+    """Refuses a directory in which a key is invalid, or stands twice as if one client were two."""
     keys = [key for one in directory.values() for key in (one.sealing, one.masking)]
     for key in keys:
         check_public(key)

@@ -41,39 +41,24 @@ class SumServer:
         self._total: Ring | None = None
 
     def publish(self, directory: Directory) -> None:
-        """Takes the public keys of all clients, by client.
-
-        Raises:
-            AbortedError: Too few clients published keys, or a key is invalid or stands twice.
-        """
+        """Takes the public keys of all clients, by client."""
         self._enough(len(directory), "published keys")
         check_keys(directory)
         self._directory = directory
 
     def neighbours(self, client: int) -> list[int]:
-        """Returns the clients for whom `client` has to send a box, ascending.
-
-        It needs the directory that `publish` took.
-        """
+        """Returns the clients for whom `client` has to send a box, ascending."""
         return self._terms.neighbours(client, self._directory, directory_digest(self._directory))
 
     def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
-        """Takes the boxes that `client` has sealed, one for each of its neighbours, by neighbour.
-
-        Raises:
-            AbortedError: A box is missing, too many, or of another size.
-        """
+        """Takes the boxes that `client` has sealed, one for each of its neighbours."""
         sizes = {len(box) for box in boxes.values()}
         if set(boxes) != set(self.neighbours(client)) or sizes != {BOX}:
             raise AbortedError("expected a sealed box for each of its neighbours")
         self._boxes[client] = boxes
 
     def boxes_for(self, client: int) -> dict[int, bytes]:
-        """Returns the boxes that its neighbours have sealed for `client`, by sender.
-
-        Raises:
-            AbortedError: Too few clients shared their secrets.
-        """
+        """Returns the boxes that its neighbours have sealed for `client`, by sender."""
         self._enough(len(self._boxes), "shared their secrets")
         return {
             sender: self._boxes[sender][client]
@@ -90,10 +75,6 @@ class SumServer:
         """Adds a masked vector to the sum without keeping it, and keeps the client's signature.
 
         The first vector sets type and length for all. The signature is not verified.
-
-        Raises:
-            AbortedError: The client shared no secrets or was added before, or its vector has
-                another type or length.
         """
         if client not in self._boxes or client in self._signatures:
             raise AbortedError(f"client {client} has no vector to add, or has added it")
@@ -113,7 +94,7 @@ class SumServer:
 
     @property
     def survivors(self) -> list[int]:
-        """Clients whose vectors are in the sum, ascending; raises an `AbortedError` if too few."""
+        """Clients whose vectors are in the sum, ascending."""
         self._enough(len(self._signatures), "sent a masked vector")
         return sorted(self._signatures)
 
@@ -131,24 +112,15 @@ class SumServer:
 
     @property
     def agreed(self) -> Mapping[int, bytes]:
-        """Signatures of the lists of clients in the sum and lost, by client.
-
-        Raises:
-            AbortedError: Too few clients signed the lists.
-        """
+        """Signatures of the lists of clients in the sum and lost, by client."""
         self._enough(len(self._agreed), "agreed to who is in the sum")
         return self._agreed
 
     def reveal(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
-        """Takes all masks off the sum and returns it; a sum can be opened once.
-
-        It is called after vectors were added. After an error the sum cannot be opened any more.
+        """Takes all masks off the sum and returns it; after that, or an error, it is not opened.
 
         `answers` holds shares, by the client that gave them and then by the client whose secret
         they are of.
-
-        Raises:
-            AbortedError: Too few clients gave shares, or the shares of a secret are wrong.
         """
         self._enough(len(answers), "gave shares")
         survivors = self.survivors

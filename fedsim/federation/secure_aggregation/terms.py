@@ -40,10 +40,7 @@ _ROUNDING = 1e-9
 
 
 def least(members: int, threshold: float) -> int:
-    """Returns the least number of `members` that is a majority and at least a share of `threshold`.
-
-    `threshold` is in (0, 1].
-    """
+    """Returns the least number of `members` that is a majority and a share of `threshold`."""
     # A majority, so that any two such sets share a member, who consents to one sum only.
     return max(members // 2 + 1, math.ceil(threshold * members - _ROUNDING))
 
@@ -61,10 +58,8 @@ _LEAST = 4
 def degree(clients: int, threshold: float, colluding: float) -> int:
     """Returns how many neighbours each of `clients` clients has; `clients` - 1 means all others.
 
-    Args:
-        clients: Number of clients that take part.
-        threshold: Share of a neighbourhood that reveals a secret, in (0, 1].
-        colluding: Share of the clients that may tell the server all they know, in [0, 1].
+    `threshold` is the share of a neighbourhood that reveals a secret, in (0, 1], and `colluding`
+    the share of the clients that may tell the server all they know, in [0, 1].
     """
     if clients < COMPLETE_BELOW:
         return clients - 1
@@ -89,10 +84,7 @@ def degree(clients: int, threshold: float, colluding: float) -> int:
 
 
 class AbortedError(FedsimError):
-    """Raised when the server or a client ends a sum.
-
-    The other side broke the protocol, or too few clients are left.
-    """
+    """Raised when the other side broke the protocol, or too few clients are left for a sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +120,9 @@ class Terms:
         """Returns the clients with whom `client` shares masks and secrets, ascending; symmetric.
 
         These are all others below 100 clients, or where no smaller number is safe. Otherwise they
-        are the k clients within k / 2 places on a ring, where k is their `degree`. `digest` decides
-        the order on the ring (a Harary graph: Bell et al., CCS 2020, Section 3).
-
-        Args:
-            client: The client whose neighbours are asked for.
-            directory: The clients that published keys.
-            digest: Digest of these keys, so that nobody knows the order before they are published.
+        are the k clients within k / 2 places on a ring of the clients in the `directory`, where k
+        is their `degree`. `digest`, that of their published keys, decides the order on the ring (a
+        Harary graph: Bell et al., CCS 2020, Section 3), so that nobody knows it before.
         """
         # Sorted input and a seeded permutation give the server and every client the same ring.
         everyone = sorted(directory)
@@ -150,11 +138,8 @@ class Terms:
 
     @property
     def shares(self) -> int:
-        """Number of shares that reveal a secret.
-
-        The number does not depend on who has published keys. Otherwise a server could lower it by
-        leaving clients out.
-        """
+        """Number of shares that reveal a secret, whoever has published keys."""
+        # Otherwise a server could lower it by leaving clients out.
         return self.quorum if self.complete else least(self._degree + 1, self.threshold)
 
     @property
